@@ -1,0 +1,30 @@
+# The commands to learn. `.venv` is made when first needed, and again when what it holds changes.
+PYTHON ?= python3
+# One test process per core (each runs torch on one thread), within what memory allows.
+JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 8 && echo 8 || echo $$n)
+
+BIN := .venv/bin
+
+.PHONY: serve test check fix bench
+.DEFAULT_GOAL := serve
+
+serve: .venv/.installed  ## PORT=8080 for another port than its own
+	$(BIN)/diptych serve $(if $(PORT),--port $(PORT)) $(ARGS)
+
+test: .venv/.installed  ## everything, on all cores; ARGS="-k floors -x" is handed to pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+check: .venv/.installed  ## style and types; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: .venv/.installed  ## what ruff can put right by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.installed  ## BENCH=arrivals for another one
+	$(BIN)/diptych bench $(or $(BENCH),ladder) $(ARGS)
+
+.venv/.installed: pyproject.toml constraints.txt install.py
+	$(PYTHON) install.py .venv

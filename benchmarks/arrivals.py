@@ -1,0 +1,188 @@
+"""Latency under Poisson arrivals: the engine against request-level batching, on one trace and the same kernels.
+
+Knows the engine and the image runner; the peers here differ from it in nothing but when requests join and leave.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks import record
+from core.batching.request import Request
+from core.config import Settings
+from pipeline.parameters import ImageParameters
+from pipeline.runner import ImageRunner
+
+LOAD = 0.7  # of the static batch's capacity
+WINDOW_S = 3.0
+_BATCH = 8  # pictures of a static batch
+
+
+class Server(Protocol):
+    """Something that takes requests and says when each is done."""
+
+    def submit(self, request: Request, done: Callable[[], None]) -> None: ...
+
+
+def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) -> dict[str, Any]:
+    """Measure the static batch's capacity, then play one Poisson trace of `pictures` arrivals to each server."""
+    from workers.build import build
+
+    if pictures < 1:
+        raise record.BenchError("--pictures: must be at least 1")
+    with record.alone():
+        works = build(settings.model_copy(update={"max_rows": 2 * _BATCH}), measure_s=15.0)
+        try:
+            runner = works.images
+            if settings.compile:
+                runner.execution.wait()
+                runner.execution.prepare(measure_s=15.0)
+            capacity = _capacity(runner, steps)
+            rate = LOAD * capacity
+            trace = np.random.default_rng(0).exponential(1 / rate, pictures).cumsum().tolist()
+            measured = {
+                "engine": _play(_Engine(works.engine), runner, trace, steps),
+                "window_free": _play(RequestLevel(runner, 0.0), runner, trace, steps),
+                "window_3s": _play(RequestLevel(runner, WINDOW_S), runner, trace, steps),
+            }
+        finally:
+            works.close()
+    result: dict[str, Any] = {
+        "rate_per_s": round(rate, 4),
+        **measured["engine"],
+        "window_free": measured["window_free"],
+        "window_3s": measured["window_3s"],
+        "capacity_per_s": round(capacity, 4),
+        "load": LOAD,
+        "arrivals": pictures,
+        "steps": steps,
+        "model": settings.model_name,
+        "compiled": settings.compile,
+        "machine": record.machine(),
+    }
+    engine = measured["engine"]
+    record.table(
+        f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of a static batch's {capacity:.2f}/s",
+        ("batching", "p50", "p99", "p50 against engine", "p99 against engine"),
+        [
+            (
+                name,
+                f"{m['p50_s']:.2f} s",
+                f"{m['p99_s']:.2f} s",
+                f"{m['p50_s'] / engine['p50_s']:.2f}×",
+                f"{m['p99_s'] / engine['p99_s']:.2f}×",
+            )
+            for name, m in measured.items()
+        ],
+    )
+    record.publish("arrivals", result, results)
+    return result
+
+
+def _capacity(runner: ImageRunner, steps: int) -> float:
+    """Pictures per second of full static batches, one after the other: the median of four."""
+    rates = []
+    for number in range(5):
+        requests = [_request(runner, f"capacity-{number}-{i}", i, steps) for i in range(_BATCH)]
+        started = time.perf_counter()
+        draw_batch(runner, requests)
+        rates.append(_BATCH / (time.perf_counter() - started))
+    return float(np.median(rates[1:]))
+
+
+def _request(runner: ImageRunner, name: str, seed: int, steps: int) -> Request:
+    native = runner.model.native
+    prompt = f"{name}: a small red boat on a lake"
+    return Request(name, "image", ImageParameters(prompt, seed, native, native, steps=steps))
+
+
+def draw_batch(runner: ImageRunner, requests: Sequence[Request]) -> None:
+    """Draw a batch to its end, as request-level batching does: all join at the start and leave at the end."""
+    for request in requests:
+        if not runner.admit(request):
+            raise record.BenchError(f"the runner has no room for a batch of {len(requests)}")
+    live = list(requests)
+    while live:
+        group = runner.group(live[0])
+        rows, count = 0, 0
+        while count < len(live) and rows + runner.rows(live[count]) <= max(runner.limit(group), 1):
+            rows += runner.rows(live[count])
+            count += 1
+        together, live = live[:count], live[count:]
+        outcomes = runner.launch(together).outcome()
+        for request in together:
+            if outcomes[request.id].error is not None or outcomes[request.id].finished:
+                runner.release(request)
+        unfinished = [r for r in together if not outcomes[r.id].finished and outcomes[r.id].error is None]
+        live = [*live, *unfinished]
+
+
+class RequestLevel:
+    """Serves batches of what waits, up to `_BATCH`, once `window_s` has passed since the first of them came."""
+
+    def __init__(self, runner: ImageRunner, window_s: float) -> None:
+        self._runner = runner
+        self._window_s = window_s
+        self._waiting: deque[tuple[Request, Callable[[], None], float]] = deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, request: Request, done: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append((request, done, time.monotonic()))
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                until = self._waiting[0][2] + self._window_s
+                while len(self._waiting) < _BATCH and (left := until - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+            draw_batch(self._runner, [request for request, _, _ in batch])
+            for _, done, _ in batch:
+                done()
+
+
+class _Engine:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def submit(self, request: Request, done: Callable[[], None]) -> None:
+        self._engine.submit(request).add_done_callback(lambda _: done())
+
+
+def _play(server: Server, runner: ImageRunner, trace: Sequence[float], steps: int) -> dict[str, float]:
+    """Submit at the trace's times, whatever the server does, and take latencies from the times that were due."""
+    from rich.progress import track
+
+    name = f"{type(server).__name__.strip('_')}-{id(server)}"
+    latencies: list[float] = []
+    all_done = threading.Semaphore(0)
+    started = time.monotonic()
+    for index, due in enumerate(track(trace, description=type(server).__name__, transient=True)):
+        request = _request(runner, f"{name}-{index}", index, steps)
+        time.sleep(max(0.0, started + due - time.monotonic()))
+
+        def done(due: float = due) -> None:
+            latencies.append(time.monotonic() - started - due)
+            all_done.release()
+
+        server.submit(request, done)
+    for _ in trace:
+        all_done.acquire()
+    p50, p99 = np.percentile(latencies, [50, 99])
+    return {
+        "p50_s": round(float(p50), 4),
+        "p99_s": round(float(p99), 4),
+        "mean_s": round(float(np.mean(latencies)), 4),
+        "images_per_s": round(len(trace) / (time.monotonic() - started), 4),
+    }

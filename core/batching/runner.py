@@ -1,0 +1,167 @@
+"""What the scheduler and the engine ask of a modality: Runner and Ticket, and a lane for the CPU.
+
+Knows how work is handed over and taken back; knows nothing of what the work is.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+from core.batching.request import Outcome, Request
+
+
+class OutOfMemory(RuntimeError):
+    """The device could not hold this batch. A smaller one may fit."""
+
+
+class DeviceLost(RuntimeError):
+    """An error that sticks to the device: no later result from this process could be trusted."""
+
+
+class Refused(ValueError):
+    """A request that this engine can never serve. The message names the field."""
+
+
+class Ticket(Protocol):
+    """One iteration under way. A transaction: nothing about a request changes before `outcome` is called."""
+
+    def ready(self) -> bool:
+        """Whether the iteration has ended, without blocking."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it has ended or `timeout` seconds have passed; returns `ready()`."""
+        ...
+
+    def outcome(self) -> Mapping[str, Outcome]:
+        """Commit, and say what each request got, by id; or raise what the iteration raised.
+
+        Called once, after `ready`. It commits all of the batch or, where it raises, nothing.
+        """
+        ...
+
+
+class Runner(Protocol):
+    """One modality's way of working. All methods but `check` are called from the engine's thread only."""
+
+    @property
+    def modality(self) -> str: ...
+
+    @property
+    def lanes(self) -> frozenset[str]:
+        """Every lane that its groups may run on."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """The deadline that a request without one is ordered by: arrival plus this many seconds."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raise `Refused`, naming the field, for what can never be served. On the submitting thread."""
+        ...
+
+    def admit(self, request: Request) -> bool:
+        """Take all that the request will hold and set its phase. False means not yet: nothing is held."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """Give everything back, however the request ended. Called once for each admitted request."""
+        ...
+
+    def held(self) -> int:
+        """How many slots and pages are taken by all requests. The engine checks that idle means none."""
+        ...
+
+    def group(self, request: Request) -> Hashable:
+        """Requests of equal group may share one forward."""
+        ...
+
+    def rows(self, request: Request) -> int:
+        """How many rows the request brings into a forward."""
+        ...
+
+    def iterations(self, request: Request) -> int:
+        """How many iterations the request still needs in its present phase: 1 for a phase of one shot."""
+        ...
+
+    def limit(self, group: Hashable) -> int:
+        """The most rows that one forward of this group may have."""
+        ...
+
+    def lane(self, group: Hashable) -> str:
+        """The queue of the device on which this group runs. Batches of different lanes overlap."""
+        ...
+
+    def cost(self, group: Hashable, rows: int) -> float:
+        """Seconds that one iteration of so many rows takes, as measured so far."""
+        ...
+
+    def launch(self, requests: Sequence[Request]) -> Ticket:
+        """Start one iteration for requests of one group."""
+        ...
+
+
+class Lane:
+    """A thread that runs callables one after another: what a CUDA stream is to a GPU, on a CPU.
+
+    Runners that share a processor share a Lane: their forwards take turns instead of fighting for cores.
+    """
+
+    def __init__(self, name: str = "lane") -> None:
+        self._queue: queue.SimpleQueue[LaneTicket | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, compute: Callable[[], Any], commit: Callable[[Any], Mapping[str, Outcome]]) -> LaneTicket:
+        """Run `compute` on the lane; `commit` turns its value into outcomes on the thread that asks."""
+        if self._closed:
+            raise RuntimeError("the lane is closed")
+        ticket = LaneTicket(compute, commit)
+        self._queue.put(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Let what was started end, then stop the thread. Not while others may still start something."""
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (ticket := self._queue.get()) is not None:
+            ticket.run()
+
+
+class LaneTicket:
+    """The ticket of a callable on a `Lane`."""
+
+    def __init__(self, compute: Callable[[], Any], commit: Callable[[Any], Mapping[str, Outcome]]) -> None:
+        self._compute = compute
+        self._commit = commit
+        self._ended = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._value = self._compute()
+        except BaseException as error:  # handed to whoever asks for the outcome
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def ready(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._ended.wait(timeout)
+
+    def outcome(self) -> Mapping[str, Outcome]:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._commit(self._value)

@@ -1,0 +1,399 @@
+"""Which requests share the next forward, on each lane of the device.
+
+Pure Python with no clock and no threads: time is handed in, so that the same code runs under a virtual clock
+in tests and in the simulator. Knows runners by their protocol only.
+
+The policy, in the order in which it is applied:
+
+* Urgency. Priority first; within a priority the earliest deadline (given, or arrival plus the runner's
+  patience). The oldest request of a modality, once it is older than `starvation_s`, goes before all others:
+  one at a time, so that an overload does not wash priorities away, yet nothing waits for ever. Where two
+  modalities have such an elder on one lane, the older of the two goes first, whatever its priority.
+* Leader. On each lane the most urgent ready request leads, and its group runs.
+* One shot first. A group whose requests need one iteration only (a prompt to encode, a latent to decode) goes
+  before the leader's group where that lowers the sum of waiting times (Smith's rule): it delays the n
+  requests of the leader's batch by its own cost, and spares its k requests what the leader's group still has
+  to do. Never against a deadline that someone set in that batch, and never twice in a row before an elder.
+* Width. The batch takes the most urgent k requests, k chosen to minimise the mean completion time of all that
+  is queued for this group if it were served in waves of k. With cost(k) flat this is as wide as can be; with
+  cost linear in rows it is 1; and as the queue grows it tends to the k of the highest throughput.
+* Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join that
+  one at the next iteration, and never behind one that holds more urgent priorities: those would wait for it
+  at every step.
+* Memory. A batch that did not fit halves what its group may hold (limits.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.batching.limits import Limits
+from core.batching.request import Outcome, Request, State
+from core.batching.runner import DeviceLost, OutOfMemory, Runner
+
+_QUEUE_BEHIND_LOSS = 1.05  # a second batch may queue behind one if that costs at most 5% over one wider batch
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Requests that share one forward. `rows` counts their rows, before any padding to a bucket."""
+
+    runner: Runner
+    group: Hashable
+    lane: str
+    requests: list[Request]
+    rows: int
+
+
+class Scheduler:
+    """Keeps every request from `add` to its end, and forms batches; a lane may hold `depth` of them."""
+
+    def __init__(self, runners: Sequence[Runner], *, depth: int = 1, starvation_s: float = 60.0) -> None:
+        self._runners = {runner.modality: runner for runner in runners}
+        if len(self._runners) != len(runners):
+            raise ValueError("two runners have the same modality")
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, not {depth}")
+        self._depth = depth
+        self._starvation_s = starvation_s
+        self._live: dict[str, Request] = {}
+        self._waiting: dict[str, list[tuple[int, float, int, Request]]] = {name: [] for name in self._runners}
+        self._waiting_count = dict.fromkeys(self._runners, 0)
+        self._running: dict[str, dict[str, Request]] = {name: {} for name in self._runners}
+        self._oldest: dict[str, OrderedDict[str, Request]] = {name: OrderedDict() for name in self._runners}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._flying: dict[str, list[Batch]] = {}
+        self._yielded: set[str] = set()  # lanes whose last batch was a one-shot that went before an elder
+        self._limits = Limits()
+        self._ended: list[Request] = []
+        self._sequence = 0
+
+    # -- what goes in ----------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request in. Raises ValueError for an id that is live or a modality that no runner serves."""
+        if request.id in self._live:
+            raise ValueError(f"id {request.id!r} is already in use by a live request")
+        runner = self._runner(request)
+        self._sequence += 1
+        request.sequence = self._sequence
+        request.arrival = now
+        request.state = State.WAITING
+        request.due = request.deadline if request.deadline < math.inf else now + runner.patience_s
+        self._live[request.id] = request
+        heapq.heappush(self._waiting[request.modality], (*request.urgency, request))
+        self._waiting_count[request.modality] += 1
+        self._oldest[request.modality][request.id] = request
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.sequence, request))
+
+    def abort(self, request_id: str, now: float) -> bool:
+        """End a request early: at once, or when the iteration under way ends. False if it is not live."""
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        self._stop(request, State.ABORTED, now)
+        return True
+
+    def hand_back(self) -> list[Request]:
+        """Take out and forget every request that has not started, most urgent first. It may be added anew."""
+        taken = sorted((r for r in self._live.values() if r.state is State.WAITING), key=lambda r: r.urgency)
+        for request in taken:
+            del self._live[request.id]
+            del self._oldest[request.modality][request.id]
+            request.sequence = 0
+        for name in self._waiting:
+            self._waiting[name].clear()
+            self._waiting_count[name] = 0
+        self._deadlines = [entry for entry in self._deadlines if self._live.get(entry[2].id) is entry[2]]
+        heapq.heapify(self._deadlines)
+        return taken
+
+    # -- what comes out --------------------------------------------------------------------------------------
+
+    def take_ended(self) -> list[Request]:
+        """Requests that ended since the last call, in the order of their ends."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def idle(self) -> bool:
+        return not self._live
+
+    @property
+    def live(self) -> Mapping[str, Request]:
+        return self._live
+
+    @property
+    def caps(self) -> Mapping[tuple[str, Hashable], int]:
+        """Limits that are lowered because memory ran out, in rows, by (modality, group)."""
+        return self._limits.lowered()
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """(waiting, running) by modality."""
+        return {name: (self._waiting_count[name], len(self._running[name])) for name in self._runners}
+
+    def next_deadline(self) -> float:
+        """The earliest deadline among live requests; infinite if there is none."""
+        while self._deadlines and self._deadlines[0][2].state.final:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError if an idle scheduler still counts anything, or a runner still holds anything."""
+        if self._live or any(self._flying.values()) or any(self._running.values()):
+            raise RuntimeError("the scheduler is not idle")
+        if any(self._waiting_count.values()):
+            raise RuntimeError(f"idle, but counted as waiting: {self._waiting_count}")
+        for name, runner in self._runners.items():
+            if runner.held():
+                raise RuntimeError(f"idle, but the {name} runner still holds {runner.held()} slots")
+
+    # -- the decision ----------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> list[Batch]:
+        """End what has expired, admit what fits, and return the batches to launch now, at most one a lane."""
+        self._sweep()
+        while self.next_deadline() <= now:
+            self._stop(heapq.heappop(self._deadlines)[2], State.EXPIRED, now)
+        elders = {name: self._elder(name, now) for name in self._runners}
+        for name in self._runners:
+            self._admit(name, elders[name], now)
+        lanes: dict[str, dict[tuple[str, Hashable, str], list[Request]]] = {}
+        for name, running in self._running.items():
+            runner = self._runners[name]
+            for request in running.values():
+                if not request.in_flight:
+                    group = runner.group(request)
+                    key = (name, group, request.id if request.alone else "")
+                    lanes.setdefault(runner.lane(group), {}).setdefault(key, []).append(request)
+        oldest = {elder.id for elder in elders.values() if elder is not None}
+        batches = []
+        for lane, groups in lanes.items():
+            if len(self._flying.get(lane, ())) >= self._depth:
+                continue
+            for requests in groups.values():
+                requests.sort(key=lambda r: (r.id not in oldest, r.urgency))
+            batch = self._form(lane, groups, oldest, now)
+            if batch is not None:
+                self._launch(batch, now)
+                batches.append(batch)
+        return batches
+
+    def _form(
+        self,
+        lane: str,
+        groups: dict[tuple[str, Hashable, str], list[Request]],
+        oldest: set[str],
+        now: float,
+    ) -> Batch | None:
+        """The batch that runs next on a free place of a lane, or None where waiting is better."""
+        elders = [key for key, requests in groups.items() if requests[0].id in oldest]
+        if elders:
+            led = min(elders, key=lambda key: groups[key][0].sequence)
+        else:
+            led = min(groups, key=lambda key: groups[key][0].urgency)
+        # retries first, or the first one to succeed would run ahead alone and its cohort never meet again
+        retries = [key for key in groups if key[2] and key[:2] == led[:2]]
+        led = min(retries, key=lambda key: groups[key][0].urgency, default=led)
+        yielded = bool(elders) and lane in self._yielded
+        before = None if yielded or retries else self._one_shot_before(led, groups, now)
+        chosen = before or led
+        name, group, alone = chosen
+        runner = self._runners[name]
+        requests = self._widest(runner, group, groups[chosen], bool(alone))
+        rows = sum(runner.rows(r) for r in requests)
+        for flying in self._flying.get(lane, ()):
+            if not elders and any(r.priority < requests[0].priority for r in flying.requests):
+                return None
+            # Behind a batch of its own group a second one is worth its place only where cost is linear in
+            # rows: elsewhere its requests do better to join the first ones at the next iteration.
+            together = flying.rows + rows
+            same = flying.group == group and flying.runner is runner
+            if same and together <= self._limits.of(runner, group):
+                apart_s = runner.cost(group, flying.rows) + runner.cost(group, rows)
+                if apart_s > _QUEUE_BEHIND_LOSS * runner.cost(group, together):
+                    return None
+        if elders and before:
+            self._yielded.add(lane)
+        else:
+            self._yielded.discard(lane)
+        return Batch(runner, group, lane, requests, rows)
+
+    def _one_shot_before(
+        self,
+        led: tuple[str, Hashable, str],
+        groups: dict[tuple[str, Hashable, str], list[Request]],
+        now: float,
+    ) -> tuple[str, Hashable, str] | None:
+        """A one-shot group that should run before the leader's, by Smith's rule, or None."""
+        runner, leaders = self._runners[led[0]], groups[led]
+        leader = leaders[0]
+        if len(groups) == 1 or runner.iterations(leader) <= 1:
+            return None
+        delayed = self._widest(runner, led[1], leaders, bool(led[2]))
+        step_s = runner.cost(led[1], sum(runner.rows(r) for r in delayed))
+        left_s = runner.iterations(leader) * step_s
+        # a deadline that someone set is not spent on others
+        spare_s = min(r.deadline - now - runner.iterations(r) * step_s for r in delayed)
+        best, best_gain = None, 0.0
+        for key, requests in groups.items():
+            other = self._runners[key[0]]
+            peers = [r for r in requests if r.priority <= leader.priority]
+            if key == led or not peers or any(other.iterations(r) > 1 for r in requests):
+                continue
+            batch = self._widest(other, key[1], requests, bool(key[2]))
+            cost_s = other.cost(key[1], sum(other.rows(r) for r in batch))
+            if spare_s < cost_s:
+                continue
+            gain = min(len(peers), len(batch)) * left_s - len(delayed) * cost_s
+            if gain >= best_gain:
+                best, best_gain = key, gain
+        return best
+
+    def _widest(self, runner: Runner, group: Hashable, requests: list[Request], alone: bool) -> list[Request]:
+        """The most urgent requests whose number minimises the mean completion time of all that are queued."""
+        if alone:
+            return requests[:1]
+        limit = self._limits.of(runner, group)
+        queued = len(requests) + self._waiting_count[runner.modality]
+        best, best_s, rows = 1, math.inf, 0
+        for k, request in enumerate(requests, 1):
+            rows += runner.rows(request)
+            if rows > limit and k > 1:
+                break
+            waves = -(-queued // k)
+            # completions: k at the end of each wave but the last, the rest at the end of the last one
+            mean_s = runner.cost(group, rows) * waves * (queued - k * (waves - 1) / 2) / queued
+            if mean_s <= best_s:
+                best, best_s = k, mean_s
+        return requests[:best]
+
+    def _elder(self, name: str, now: float) -> Request | None:
+        """The oldest live request of a modality, if it has waited longer than anything should."""
+        oldest = next(iter(self._oldest[name].values()), None)
+        return oldest if oldest is not None and now - oldest.arrival >= self._starvation_s else None
+
+    def _sweep(self) -> None:
+        """Let go of requests that ended where they outnumber those that live: heaps keep their results."""
+        if len(self._deadlines) > 2 * len(self._live) + 16:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].state.final]
+            heapq.heapify(self._deadlines)
+        for name, waiting in self._waiting.items():
+            if len(waiting) > 2 * self._waiting_count[name] + 16:
+                waiting[:] = [entry for entry in waiting if entry[3].state is State.WAITING]
+                heapq.heapify(waiting)
+
+    def _admit(self, name: str, elder: Request | None, now: float) -> None:
+        """Admit by urgency until the runner says not yet: nobody overtakes whoever needs more room."""
+        runner, waiting, running = self._runners[name], self._waiting[name], self._running[name]
+        while True:
+            while waiting and waiting[0][3].state is not State.WAITING:
+                heapq.heappop(waiting)
+            if elder is not None and elder.state is State.WAITING:
+                request = elder
+            elif waiting:
+                request = waiting[0][3]
+            else:
+                return
+            try:
+                admitted = runner.admit(request)
+            except DeviceLost:
+                raise
+            except Exception as error:
+                request.error = error
+                self._end(request, State.FAILED, now)
+                continue
+            if not admitted:
+                if running:
+                    return
+                request.error = OutOfMemory(f"request {request.id} needs more than all the {name} runner has")
+                self._end(request, State.FAILED, now)
+                continue
+            self._waiting_count[name] -= 1
+            request.state = State.RUNNING
+            request.started = now
+            running[request.id] = request
+
+    def _launch(self, batch: Batch, now: float) -> None:
+        for request in batch.requests:
+            request.in_flight = True
+        self._flying.setdefault(batch.lane, []).append(batch)
+
+    # -- what came of it -------------------------------------------------------------------------------------
+
+    def finish(self, batch: Batch, outcomes: Mapping[str, Outcome], now: float) -> None:
+        """Take in the outcome of a batch that ran. Every request of the batch must have one."""
+        self._land(batch)
+        self._limits.fitted(batch.runner, batch.group, batch.rows)
+        for request in batch.requests:
+            outcome = outcomes.get(request.id)
+            request.alone = False
+            if request.deadline <= now:
+                request.stop = request.stop or State.EXPIRED
+            if request.stop is not None:
+                self._end(request, request.stop, now)
+            elif outcome is None:
+                lost = f"the {request.modality} runner returned no outcome for {request.id}"
+                request.error = RuntimeError(lost)
+                self._end(request, State.FAILED, now)
+            elif outcome.error is not None:
+                request.error = outcome.error
+                self._end(request, State.FAILED, now)
+            elif outcome.finished:
+                request.result = outcome.result
+                self._end(request, State.DONE, now)
+
+    def fail(self, batch: Batch, error: BaseException, now: float) -> None:
+        """Take in the failure of a whole batch: its requests are tried again one by one, to fail alone.
+
+        Out of memory halves what a batch of this group may hold instead.
+        """
+        self._land(batch)
+        many = len(batch.requests) > 1
+        if many and isinstance(error, OutOfMemory):
+            self._limits.lower(batch.runner, batch.group, batch.rows)
+        for request in batch.requests:
+            if request.stop is not None:
+                self._end(request, request.stop, now)
+            elif not many:
+                request.error = error
+                self._end(request, State.FAILED, now)
+            elif not isinstance(error, OutOfMemory):
+                request.alone = True
+
+    def _land(self, batch: Batch) -> None:
+        self._flying[batch.lane].remove(batch)
+        for request in batch.requests:
+            request.in_flight = False
+
+    def _stop(self, request: Request, state: State, now: float) -> None:
+        if request.state.final:
+            return
+        if request.in_flight:
+            request.stop = request.stop or state  # its slots are in use until the iteration ends
+        else:
+            self._end(request, state, now)
+
+    def _end(self, request: Request, state: State, now: float) -> None:
+        if request.state is State.RUNNING:
+            del self._running[request.modality][request.id]
+            self._runners[request.modality].release(request)
+        else:
+            self._waiting_count[request.modality] -= 1
+        request.state = state
+        request.ended = now
+        del self._live[request.id]
+        del self._oldest[request.modality][request.id]
+        self._ended.append(request)
+
+    def _runner(self, request: Request) -> Runner:
+        try:
+            return self._runners[request.modality]
+        except KeyError:
+            served = ", ".join(self._runners)
+            raise ValueError(f"modality {request.modality!r} is not served here; served: {served}") from None

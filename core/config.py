@@ -1,0 +1,65 @@
+"""Settings: read once from the environment (DIPTYCH_*), checked, and passed down.
+
+Knows names, types and defaults; nothing below it reads the environment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
+STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's shape with random weights, where it is not installed
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be used. The message names each variable."""
+
+
+class Settings(BaseSettings):
+    """What a process of Diptych can be told. `DIPTYCH_MODEL=…` sets `model`, and so on."""
+
+    model_config = SettingsConfigDict(env_prefix="DIPTYCH_", extra="ignore", frozen=True)
+
+    model: str = Field(default="", description="a folder in diffusers' format or a hub id; empty: the embedded model")
+    variant: str | None = Field(default=None, description="of the weight files, such as fp16")
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
+    compile: bool = Field(default=True, description="compile in the background where a C++ compiler is present")
+    cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code, kept between starts")
+    max_requests: int = Field(default=32, ge=1, le=4096, description="pictures in the making at once")
+    max_rows: int = Field(
+        default=16, ge=2, le=1024, description="rows of one UNet forward; guidance brings two a picture"
+    )
+    deterministic_rows: int = Field(default=8, ge=2, le=1024, description="the fixed bucket of deterministic requests")
+    image_objective_s: float = Field(
+        default=20.0, gt=0, description="pictures without a deadline are ordered as if due"
+    )
+    starvation_s: float = Field(default=60.0, gt=0, description="after so long the oldest request goes first")
+
+    @property
+    def model_name(self) -> str:
+        """The model to load: the one that was asked for, the embedded one, or its stand-in."""
+        if self.model:
+            return self.model
+        return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
+
+    @property
+    def compiled_code(self) -> Path:
+        return self.cache_dir.expanduser() / "inductor"
+
+
+def read(**given: object) -> Settings:
+    """Settings from the environment, with `given` values (None: not given) over it. Raises `SettingsError`."""
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc']))} (DIPTYCH_{'_'.join(map(str, e['loc'])).upper()}): {e['msg']}"
+            for e in error.errors(include_url=False)
+        )
+        raise SettingsError(wrong) from None

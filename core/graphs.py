@@ -1,0 +1,137 @@
+"""Executables for static shapes: eager code at once, compiled code as soon as it is there.
+
+One executable per (phase, rows, size). Knows callables, buckets and compilers; knows nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What an executable is for. `size` is whatever else fixes its shapes, such as (height, width) of the latents."""
+
+    phase: str
+    rows: int
+    size: Hashable
+
+
+def compiler() -> str | None:
+    """The C++ compiler that CPU code generation would use, or None: then there is no compiled code on a CPU."""
+    for candidate in (os.environ.get("CXX", ""), "g++", "clang++"):
+        if candidate and shutil.which(candidate):
+            return candidate
+    return None
+
+
+class Executables:
+    """Looks up the fastest way to run a phase, and compiles in the background what was asked for.
+
+    Compiled code is kept in `cache` between starts (Inductor's and AOTAutograd's caches; valid for the same versions
+    of torch, compiler and processor only, which they check themselves). A phase that does not compile stays eager, and
+    the log says why.
+    """
+
+    def __init__(self, phases: dict[str, Callable[..., Any]], *, compiled: bool, cache: Path | None = None) -> None:
+        self._eager = phases
+        self._compiled: dict[Key, Callable[..., Any]] = {}
+        self._wanted: set[Key] = set()
+        self._failed: dict[str, str] = {}
+        self._jobs: queue.SimpleQueue[tuple[Key, Callable[[Callable[..., Any]], Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pending = 0
+        self._idle = threading.Condition()
+        self.enabled = compiled
+        if not compiled:
+            return
+        if compiler() is None:
+            log.warning("no C++ compiler (CXX, g++, clang++) was found: pictures are drawn in eager mode")
+            self.enabled = False
+            return
+        if cache is not None:
+            cache.mkdir(parents=True, exist_ok=True)
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        # Every bucket is one entry of a function's cache; past the limit, torch would silently fall back to eager.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        torch._inductor.config.compile_threads = 1  # the other cores are serving
+
+    def eager(self, phase: str) -> Callable[..., Any]:
+        return self._eager[phase]
+
+    def find(self, key: Key) -> Callable[..., Any] | None:
+        """The compiled executable for exactly this shape, or None while there is none."""
+        return self._compiled.get(key)
+
+    def buckets(self, phase: str, size: Hashable) -> Sequence[int]:
+        """The numbers of rows for which this phase is compiled at this size, ascending."""
+        return sorted(key.rows for key in list(self._compiled) if key.phase == phase and key.size == size)
+
+    def want(self, key: Key, example: Callable[[Callable[..., Any]], Any]) -> None:
+        """Ask for an executable. `example(fn)` runs fn on inputs of the right shapes, on the background thread."""
+        if not self.enabled or key in self._wanted or key.phase in self._failed:
+            return
+        self._wanted.add(key)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._pending += 1
+        self._jobs.put((key, example))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until all that was asked for is compiled or has failed."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._pending == 0, timeout_s)
+
+    def close(self) -> None:
+        """Drop what has not begun to compile; what has will end by itself."""
+        while not self._jobs.empty():
+            self._jobs.get()
+        self._jobs.put(None)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Phases that did not compile, and why."""
+        return dict(self._failed)
+
+    def _run(self) -> None:
+        if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
+            try:  # on Linux priorities are per thread; the compiler processes inherit this one
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+            except OSError as error:
+                log.debug("compiling at normal priority: %s", error)
+        while (job := self._jobs.get()) is not None:
+            key, example = job
+            try:
+                self._build(key, example)
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [""])[0][:300]
+                self._failed[key.phase] = f"{type(error).__name__}: {reason}"
+                log.warning("%s does not compile and stays eager (%s)", key.phase, self._failed[key.phase])
+            finally:
+                with self._idle:
+                    self._pending -= 1
+                    self._idle.notify_all()
+
+    def _build(self, key: Key, example: Callable[[Callable[..., Any]], Any]) -> None:
+        started = time.monotonic()
+        function = torch.compile(self._eager[key.phase], dynamic=False, fullgraph=True)
+        with torch.inference_mode():
+            example(function)
+            example(function)  # the second call finds the code that the first one made, or shows that it cannot
+        self._compiled[key] = function
+        log.info("compiled %s at %d rows, %s, in %.1f s", key.phase, key.rows, key.size, time.monotonic() - started)

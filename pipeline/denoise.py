@@ -1,0 +1,232 @@
+"""One UNet forward for rows of different requests, and one step of each with its own sampler.
+
+Knows the UNet, cross-attention and guidance; knows nothing of requests, queues or pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pipeline import sigmas
+
+
+class PackedCrossAttention:
+    """Cross-attention that reads keys and values which were computed once, when the request was admitted.
+
+    They depend on the prompt alone, so computing them at every step is waste: 140 matrix products a forward in SDXL.
+    `encoder_hidden_states` is every layer's keys and values side by side, [B, T, sum of 2·d]; `offset` is where this
+    layer's begin. Self-attention and cross-attention as in diffusers' AttnProcessor2_0 otherwise.
+    """
+
+    def __init__(self, offset: int, width: int) -> None:
+        self.offset = offset
+        self.width = width
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert encoder_hidden_states is not None
+        batch, width, heads = hidden_states.shape[0], self.width, attn.heads
+        key = encoder_hidden_states[..., self.offset : self.offset + width]
+        value = encoder_hidden_states[..., self.offset + width : self.offset + 2 * width]
+        query = attn.to_q(hidden_states)
+        query, key, value = (
+            x.unflatten(-1, (heads, width // heads)).transpose(1, 2)  # [B, heads, T, d]
+            for x in (query, key, value)
+        )
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        out = out.transpose(1, 2).reshape(batch, -1, width)
+        return attn.to_out[0](out)  # type: ignore[no-any-return]
+
+
+class PackedKeys:
+    """Gives a UNet packed cross-attention, and computes what it reads. `width` is the packed width, 2·d over layers."""
+
+    def __init__(self, unet: Any) -> None:
+        processors = dict(unet.attn_processors)
+        self._layers: list[Any] = []
+        self.width = 0
+        for name in processors:
+            layer = unet.get_submodule(name.removesuffix(".processor"))
+            if not layer.is_cross_attention:
+                continue
+            _check_plain(name, layer)
+            d = layer.to_k.out_features
+            processors[name] = PackedCrossAttention(self.width, d)
+            self.width += 2 * d
+            self._layers.append(layer)
+        unet.set_attn_processor(processors)
+
+    @torch.inference_mode()
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Keys and values of all layers: [B, T, D] to [B, T, width]."""
+        return torch.cat([project(hidden) for layer in self._layers for project in (layer.to_k, layer.to_v)], dim=-1)
+
+
+def _check_plain(name: str, layer: Any) -> None:
+    """Refuse attention that this processor would compute differently from diffusers."""
+    for what in ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "residual_connection"):
+        if getattr(layer, what, None):
+            raise ValueError(f"unet {name}: {what} is set, which SDXL's cross-attention does not have")
+    if layer.rescale_output_factor != 1:
+        raise ValueError(f"unet {name}: rescale_output_factor is {layer.rescale_output_factor}, not 1")
+
+
+@dataclass(slots=True, eq=False)
+class Conditioning:
+    """What a request's rows read at every step; R is 2 with guidance (negative, then positive), else 1."""
+
+    kv: torch.Tensor  # [R, T, width]
+    pooled: torch.Tensor  # [R, P]
+    time_ids: torch.Tensor  # [R, 6]: original size, crop, target size (SDXL's micro-conditioning)
+    time_cond: torch.Tensor | None  # [R, G]: the guidance embedding of distilled models (LCM)
+
+    @property
+    def rows(self) -> int:
+        return self.kv.shape[0]
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """Where a request stands on its way from noise to picture. Replaced, never changed, by a step."""
+
+    table: sigmas.Table
+    step: int
+    x: torch.Tensor  # [1, C, h, w] fp32
+    x0: torch.Tensor  # [1, C, h, w] fp32: the sampler's previous estimate, zeros before the first
+    guidance_scale: float
+    conditioning: Conditioning
+
+    @property
+    def left(self) -> int:
+        return self.table.steps - self.step
+
+
+Forward = Callable[..., tuple[torch.Tensor]]
+"""The UNet: (sample, timestep [B], encoder_hidden_states, timestep_cond, added_cond_kwargs, return_dict)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """A UNet's arguments for `rows` rows, of which those beyond the requests' own are padding."""
+
+    sample: torch.Tensor  # [B, C, h, w]
+    timestep: torch.Tensor  # [B]
+    kv: torch.Tensor  # [B, T, width]
+    pooled: torch.Tensor  # [B, P]
+    time_ids: torch.Tensor  # [B, 6]
+    time_cond: torch.Tensor | None  # [B, G]
+
+    def run(self, unet: Forward) -> torch.Tensor:
+        """The model output, [B, C, h, w]."""
+        return unet(
+            self.sample,
+            self.timestep,
+            encoder_hidden_states=self.kv,
+            timestep_cond=self.time_cond,
+            added_cond_kwargs={"text_embeds": self.pooled, "time_ids": self.time_ids},
+            return_dict=False,
+        )[0]
+
+
+class Gatherer:
+    """Puts rows of many requests side by side, and keeps the last conditioning that it made.
+
+    Between two steps the same requests usually ride together, and only their latents and timesteps are new.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._last: tuple[tuple[int, ...], list[Conditioning], tuple[torch.Tensor | None, ...]] | None = None
+
+    def inputs(self, riders: Sequence[Trajectory], rows: int) -> Inputs:
+        """Arguments of `rows` rows; padding repeats the first rider's row, which keeps it finite."""
+        own = [c.conditioning.rows for c in riders]
+        padding = rows - sum(own)
+        scaled, times = [], []
+        for rider, count in zip(riders, own, strict=True):
+            c_in = rider.table.coefficients[rider.step, 0]
+            scaled += [rider.x * c_in] * count
+            times += [rider.table.timesteps[rider.step]] * count
+        scaled += scaled[:1] * padding
+        times += times[:1] * padding
+        sample = torch.cat(scaled).to(self._dtype)
+        timestep = torch.stack(times).to(sample.device)
+        kv, pooled, time_ids, time_cond = self._conditioning([r.conditioning for r in riders], padding)
+        assert kv is not None and pooled is not None and time_ids is not None
+        return Inputs(sample, timestep, kv, pooled, time_ids, time_cond)
+
+    def _conditioning(self, riders: list[Conditioning], padding: int) -> tuple[torch.Tensor | None, ...]:
+        key = (*(id(rider) for rider in riders), -padding)
+        if self._last is None or self._last[0] != key:
+
+            def gather(name: str) -> torch.Tensor | None:
+                parts = [getattr(rider, name) for rider in riders]
+                if parts[0] is None:
+                    return None
+                return torch.cat(parts + [parts[0][:1]] * padding)
+
+            # The riders are kept beside what was made of them, so that no other can take over their identity.
+            made = tuple(gather(name) for name in ("kv", "pooled", "time_ids", "time_cond"))
+            self._last = (key, riders, made)
+        return self._last[2]
+
+    def forget(self) -> None:
+        self._last = None
+
+
+def guide(output: torch.Tensor, riders: Sequence[Trajectory]) -> torch.Tensor:
+    """Classifier-free guidance (Ho and Salimans, 2022) where a request brought two rows: [B, …] to [requests, …]."""
+    guided, row = [], 0
+    for rider in riders:
+        if rider.conditioning.rows == 2:
+            negative, positive = output[row : row + 1], output[row + 1 : row + 2]
+            guided.append(negative + rider.guidance_scale * (positive - negative))
+        else:
+            guided.append(output[row : row + 1])
+        row += rider.conditioning.rows
+    return torch.cat(guided)
+
+
+def advance(
+    riders: Sequence[Trajectory], output: torch.Tensor, noise: Sequence[torch.Tensor | None]
+) -> list[Trajectory]:
+    """Each rider's next trajectory, from the UNet's output for all of their rows. The riders stay as they are."""
+    m = guide(output, riders).float()
+    x = torch.cat([rider.x for rider in riders])
+    x0 = torch.cat([rider.x0 for rider in riders])
+    drawn = torch.cat([torch.zeros_like(r.x) if n is None else n for r, n in zip(riders, noise, strict=True)])
+    coefficients = torch.stack([rider.table.coefficients[rider.step] for rider in riders]).to(x.device)
+    x, x0 = sigmas.step(x, m, x0, drawn, coefficients)
+    return [
+        Trajectory(r.table, r.step + 1, x[i : i + 1].clone(), x0[i : i + 1].clone(), r.guidance_scale, r.conditioning)
+        for i, r in enumerate(riders)
+    ]
+
+
+def time_ids(width: int, height: int, rows: int, like: torch.Tensor) -> torch.Tensor:
+    """SDXL's size and crop conditioning for an uncropped picture, [rows, 6] (Podell et al., 2023, section 2.2)."""
+    ids = torch.tensor([[height, width, 0, 0, height, width]], dtype=like.dtype, device=like.device)
+    return ids.repeat(rows, 1)
+
+
+def guidance_embedding(scale: float, width: int, like: torch.Tensor) -> torch.Tensor:
+    """The sinusoidal embedding of the guidance scale that distilled models read, [1, width].
+
+    As diffusers' `get_guidance_scale_embedding` for w = scale - 1 (Meng et al., 2023; Luo et al., 2023).
+    """
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
+    angles = torch.tensor([(scale - 1) * 1000.0])[:, None] * frequencies[None, :]
+    embedding = torch.cat([angles.sin(), angles.cos()], dim=1)
+    return F.pad(embedding, (0, width % 2)).to(like.device, like.dtype)

@@ -1,0 +1,159 @@
+"""How a phase of the picture is run, eager or compiled, at which padded width, and what that costs.
+
+Knows shapes, executables and measured seconds; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from core.batching.cost import CostCurve, CostTable
+from core.graphs import Executables, Key
+from pipeline import denoise, vae
+from pipeline.load import Model
+
+ENCODE, DEEP, VAE = "encode", "deep", "vae"
+VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
+
+
+class Group(NamedTuple):
+    """Requests that may share a forward. `mode` sets deterministic requests apart, "eager" and "compiled"."""
+
+    phase: str
+    size: tuple[int, int]  # (width, height) in pixels; (0, 0) where it does not matter
+    mode: str = ""
+
+
+class Way(NamedTuple):
+    """One way to run an iteration: `rows` counts padding, `seconds` is what it is expected to take."""
+
+    function: Callable[..., Any]
+    compiled: bool
+    rows: int
+    seconds: float
+
+
+class Execution:
+    """Executables of one model, and their cost curves."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_width: int,
+        *,
+        buckets: Sequence[int],
+        deterministic_rows: int,
+        compiled: bool,
+        cache: Path | None,
+    ) -> None:
+        self.deterministic_rows = deterministic_rows
+        self._model = model
+        self._kv_width = kv_width
+        self._buckets = sorted({*buckets, deterministic_rows}, reverse=True)
+        self._costs = CostTable(guess_s=0.05)
+        phases = {DEEP: model.unet, VAE: lambda latents: vae.decode(model, latents)}
+        self._executables = Executables(phases, compiled=compiled and model.device.type == "cpu", cache=cache)
+
+    @property
+    def kinds(self) -> str:
+        """What a request that is not deterministic may meet on its way."""
+        return "eager or compiled" if self._executables.enabled else "eager"
+
+    def fixed_way(self, size: tuple[int, int]) -> str:
+        """The mode for a deterministic request that begins now: compiled once all that it needs is compiled."""
+        keys = (Key(DEEP, self.deterministic_rows, size), Key(VAE, 1, size))
+        return "compiled" if all(self._executables.find(key) for key in keys) else "eager"
+
+    def cheapest(self, group: Group, rows: int) -> Way:
+        """How one iteration of so many rows is run. For a mode, always in the same bucket by the same executable."""
+        phase, size, mode = group
+        if phase == ENCODE:
+            return Way(self._nothing, False, rows, self._curve(group, False)(rows))
+        eager = self._executables.eager(phase)
+        if mode:
+            bucket = self.deterministic_rows if phase == DEEP else 1
+            fixed = self._executables.find(Key(phase, bucket, size)) if mode == "compiled" else None
+            return Way(fixed or eager, fixed is not None, bucket, self._curve(group, fixed is not None)(bucket))
+        best = Way(eager, False, rows, self._curve(group, False)(rows))
+        for bucket in self._executables.buckets(phase, size):
+            if bucket < rows:
+                continue
+            compiled, curve = self._executables.find(Key(phase, bucket, size)), self._curve(group, True)
+            # An executable that was never timed is taken once, to be timed.
+            if compiled is not None and (bucket not in curve.measured or curve(bucket) < best.seconds):
+                best = Way(compiled, True, bucket, curve(bucket))
+            break
+        return best
+
+    def observe(self, group: Group, rows: int, compiled: bool, seconds: float) -> None:
+        """Refine a curve by what an iteration took."""
+        self._curve(group, compiled).observe(rows, seconds)
+
+    def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
+        """Ask for compiled executables at a size (default: the native one), and time what runs now.
+
+        Timing stops after `measure_s` seconds, the likeliest widths first; what was not reached is learnt from the
+        first requests. Not to be called while the engine runs.
+        """
+        size = size or (self._model.native, self._model.native)
+        for phase, rows in [(DEEP, rows) for rows in self._buckets] + [(VAE, 1), (VAE, VAE_ROWS)]:
+            self._executables.want(Key(phase, rows, size), self._example(phase, rows, size))
+        until = time.monotonic() + measure_s
+        for phase, rows in [(VAE, 1), (DEEP, 2), *((DEEP, rows) for rows in self._buckets), (VAE, VAE_ROWS)]:
+            example = self._example(phase, rows, size)
+            for fn in (self._executables.eager(phase), self._executables.find(Key(phase, rows, size))):
+                for run in range(3 if fn else 0):
+                    if time.monotonic() >= until:
+                        return
+                    started = time.perf_counter()
+                    with torch.inference_mode():
+                        example(fn)
+                    if run:  # the first one warms up and does not count
+                        compiled = fn is not self._executables.eager(phase)
+                        self.observe(Group(phase, size), rows, compiled, time.perf_counter() - started)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until all that was asked for is compiled or has failed to compile."""
+        return self._executables.wait(timeout_s)
+
+    def costs(self) -> dict[Any, Mapping[int, float]]:
+        """What was measured: seconds by rows, for each (phase, size, compiled)."""
+        return self._costs.measured()
+
+    def close(self) -> None:
+        self._executables.close()
+
+    def _curve(self, group: Group, compiled: bool) -> CostCurve:
+        return self._costs[group.phase, group.size, compiled]
+
+    def _example(self, phase: str, rows: int, size: tuple[int, int]) -> Callable[[Any], Any]:
+        """A call of the phase with random inputs of the right shapes."""
+        model, unet = self._model, self._model.unet.config
+        tokens, pooled = model.tokenizers[0].model_max_length, model.text_encoders[1].config.projection_dim
+        latents = (rows, unet.in_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=model.device, dtype=model.dtype)
+
+        def call(fn: Any) -> Any:
+            if phase == VAE:
+                return fn(random(*latents).float())
+            return denoise.Inputs(
+                sample=random(*latents),
+                timestep=torch.full((rows,), 500.0, device=model.device),
+                kv=random(rows, tokens, self._kv_width),
+                pooled=random(rows, pooled),
+                time_ids=torch.ones(rows, 6, device=model.device, dtype=model.dtype),
+                time_cond=None if unet.time_cond_proj_dim is None else random(rows, unet.time_cond_proj_dim),
+            ).run(fn)
+
+        return call
+
+    @staticmethod
+    def _nothing(*_: Any) -> Any:
+        raise AssertionError("prompts are not encoded through an executable")

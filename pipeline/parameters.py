@@ -1,0 +1,95 @@
+"""What a picture is asked for with, and what is refused.
+
+Knows the limits of values; knows nothing of weights, devices or HTTP, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from core.batching.runner import Refused
+
+MAX_PROMPT_CHARACTERS = 10_000
+MAX_STEPS = 1_000
+MAX_GUIDANCE = 100.0
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ImageParameters:
+    """One picture. The defaults are SDXL's own, at 20 steps.
+
+    `negative_prompt` None means what the model says of an absent one (SDXL: zero embeddings), "" an empty prompt.
+    Guidance works where `guidance_scale` > 1; below that a request brings one row instead of two. `scheduler` None
+    means the model's own. `preview_every` n > 0 asks for a preview after every n-th step.
+    """
+
+    prompt: str
+    seed: int
+    width: int
+    height: int
+    negative_prompt: str | None = None
+    steps: int = 20
+    guidance_scale: float = 5.0
+    scheduler: str | None = None
+    deterministic: bool = False
+    preview_every: int = 0
+
+
+def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], schedulers: Collection[str]) -> None:
+    """Raise `Refused` naming the first field that is wrong. Values are not echoed where they are text."""
+    _check_text("prompt", parameters.prompt)
+    if not parameters.prompt.strip():
+        raise Refused("prompt: must not be empty")
+    if parameters.negative_prompt is not None:
+        _check_text("negative_prompt", parameters.negative_prompt)
+    _check_integer("seed", parameters.seed, 0, MAX_SEED)
+    _check_integer("steps", parameters.steps, 1, MAX_STEPS)
+    _check_integer("preview_every", parameters.preview_every, 0, MAX_STEPS)
+    scale = parameters.guidance_scale
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise Refused("guidance_scale: must be a finite number")
+    if not 0 <= scale <= MAX_GUIDANCE:
+        raise Refused(f"guidance_scale: must be between 0 and {MAX_GUIDANCE:g}, not {scale:g}")
+    if parameters.scheduler is not None and parameters.scheduler not in schedulers:
+        raise Refused(f"scheduler: must be one of {', '.join(schedulers)}")
+    if (parameters.width, parameters.height) not in sizes:
+        offered = ", ".join(f"{width}x{height}" for width, height in sorted(sizes, key=lambda s: (-s[0] * s[1], s)))
+        raise Refused(f"size: {parameters.width}x{parameters.height} is not offered; offered: {offered}")
+
+
+def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
+    """The (width, height) that a model of this native size is asked for, in pixels.
+
+    Squares at and at half the native size, and the rectangles of about the native area with sides up to 1:2, every
+    side a multiple of `multiple`: SDXL's own training buckets lie on such a grid (Podell et al., 2023, appendix I).
+    """
+    step = multiple * max(1, native // (16 * multiple))  # SDXL: 64
+    offered = {(native, native)}
+    if native // 2 % multiple == 0:
+        offered.add((native // 2, native // 2))
+    for width in range(native + step, 2 * native, step):
+        height = round(native * native / width / step) * step
+        if width <= 2 * height:
+            offered |= {(width, height), (height, width)}
+    return tuple(sorted(offered))
+
+
+def _check_text(field: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise Refused(f"{field}: must be text")
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise Refused(f"{field}: has {len(text)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed")
+    for index, character in enumerate(text):
+        if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t\r":
+            raise Refused(f"{field}: character {index} is U+{ord(character):04X}, a control character or surrogate")
+
+
+def _check_integer(field: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Refused(f"{field}: must be a whole number")
+    if not low <= value <= high:
+        raise Refused(f"{field}: must be between {low} and {high}, not {value if abs(value) < 10**20 else 'that'}")

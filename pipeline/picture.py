@@ -1,0 +1,86 @@
+"""A finished picture, and what is written into its file: parameters and fingerprint, with no id and no time.
+
+Knows PNG text chunks; knows nothing of how the picture was drawn. Equal pictures give equal files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.parameters import ImageParameters
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from pipeline.load import Model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """What a request for a picture ends in. `warnings` are for people: a prompt that was cut, for one."""
+
+    image: Image
+    parameters: ImageParameters
+    fingerprint: dict[str, Any]
+    warnings: tuple[str, ...] = field(default=())
+
+    def png(self) -> bytes:
+        """The picture as PNG, with `parameters` and `fingerprint` as JSON in text chunks of these names."""
+        from PIL.PngImagePlugin import PngInfo
+
+        chunks = PngInfo()
+        chunks.add_itxt("parameters", _json(dataclasses.asdict(self.parameters)))
+        chunks.add_itxt("fingerprint", _json(self.fingerprint))
+        stream = io.BytesIO()
+        self.image.save(stream, format="PNG", pnginfo=chunks)
+        return stream.getvalue()
+
+    def write(self, path: Path) -> None:
+        """Write the PNG whole or not at all. Raises OSError, and then leaves nothing behind."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            partial.write_bytes(self.png())
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def fingerprint(model: Model, *, executable: str, bucket: int | None) -> dict[str, Any]:
+    """Everything beside the parameters that can change a picture's bits.
+
+    `executable` is "eager", "compiled", or "eager or compiled" where the engine chose at each step.
+    `bucket` is the fixed number of rows of a deterministic request's forwards. None says that the request shared
+    batches of any size, and that its last bits may depend on them.
+    """
+    return {
+        "model": model.name,
+        "weights": model.digest,
+        "precision": model.precision,
+        "device": _device(model.device),
+        "torch": torch.__version__,
+        "diffusers": version("diffusers"),
+        "transformers": version("transformers"),
+        "executable": executable,
+        "bucket": bucket,
+    }
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    # Sums are split over threads and vector lanes, so both show in the last bits.
+    return f"cpu {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False)

@@ -1,0 +1,324 @@
+"""Pictures for the engine: the Runner of the image modality.
+
+Knows the phases of a picture (encode, deep × steps, vae), what each costs and what a request holds; leaves order and
+width to the scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from core.batching.request import Outcome, Request
+from core.batching.runner import DeviceLost, Lane, LaneTicket, OutOfMemory, Refused
+from core.batching.slots import Slots
+from pipeline import denoise, parameters, sigmas, vae
+from pipeline.encode import Embedding, Encoder
+from pipeline.execution import DEEP, ENCODE, VAE, VAE_ROWS, Execution, Group
+from pipeline.load import Model
+from pipeline.picture import Picture, fingerprint
+
+_ENCODE_ROWS = 32
+_ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """What the runner holds for one admitted request."""
+
+    slot: list[int]
+    rows: int
+    mode: str
+    table: sigmas.Table
+    generator: torch.Generator
+    x: torch.Tensor  # [1, C, h, w] fp32: the starting noise
+    trajectory: denoise.Trajectory | None = None
+    noise: tuple[int, torch.Tensor] | None = None  # (step, what was drawn for it): a retry must not draw again
+    warnings: list[str] = field(default_factory=list)
+
+
+class ImageRunner:
+    """Draws pictures with one model on one lane."""
+
+    modality = "image"
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        lane: Lane | None = None,
+        max_requests: int = 32,
+        max_rows: int = 16,
+        deterministic_rows: int = 8,
+        buckets: Sequence[int] = (2, 4, 8, 16, 32),
+        compiled: bool = False,
+        cache: Path | None = None,
+        patience_s: float = 20.0,
+    ) -> None:
+        """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code."""
+        if deterministic_rows < 2 or max_rows < 2:
+            raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
+        self.model = model
+        self.patience_s = patience_s
+        self.sizes = parameters.sizes(model.native, model.multiple)
+        self.schedulers = sigmas.SCHEDULERS
+        self.default_scheduler = sigmas.default_name(model.scheduler_config)
+        self.lanes = frozenset({"device"})
+        self._lane = lane or Lane("image")
+        self._slots = Slots(max_requests)
+        self._max_rows = max_rows
+        self._encoder = Encoder(model)
+        self._keys = denoise.PackedKeys(model.unet)
+        self._gatherer = denoise.Gatherer(model.dtype)
+        self._preview: vae.Preview | None = None
+        self.execution = Execution(
+            model,
+            self._keys.width,
+            buckets=[bucket for bucket in buckets if bucket <= max_rows],
+            deterministic_rows=deterministic_rows,
+            compiled=compiled,
+            cache=cache,
+        )
+
+    # -- what the scheduler asks -----------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        wanted = request.parameters
+        if not isinstance(wanted, parameters.ImageParameters):
+            raise Refused(f"parameters: must be ImageParameters, not {type(wanted).__name__}")
+        parameters.check(wanted, self.sizes, self.schedulers)
+        try:
+            sigmas.table(self.model.scheduler_config, wanted.scheduler or self.default_scheduler, wanted.steps)
+        except ValueError as error:
+            raise Refused(f"scheduler: {error}") from error
+
+    def admit(self, request: Request) -> bool:
+        slot = self._slots.take()
+        if slot is None:
+            return False
+        try:
+            request.work = self._work(request.parameters, slot)
+        except BaseException:
+            self._slots.give(slot)
+            raise
+        request.phase = ENCODE
+        return True
+
+    def release(self, request: Request) -> None:
+        work, request.work = request.work, None
+        self._slots.give(work.slot)
+        if not self._slots.taken:
+            self._gatherer.forget()
+
+    def held(self) -> int:
+        return self._slots.taken
+
+    def group(self, request: Request) -> Group:
+        wanted, mode = request.parameters, request.work.mode
+        size = (0, 0) if request.phase == ENCODE else (wanted.width, wanted.height)
+        return Group(request.phase, size, mode)
+
+    def rows(self, request: Request) -> int:
+        return 1 if request.phase == VAE else request.work.rows
+
+    def iterations(self, request: Request) -> int:
+        return request.work.trajectory.left if request.phase == DEEP else 1
+
+    def limit(self, group: Hashable) -> int:
+        assert isinstance(group, Group)
+        phase, _, mode = group
+        if phase == DEEP:
+            return self.execution.deterministic_rows if mode else self._max_rows
+        if phase == VAE:
+            return 1 if mode else VAE_ROWS
+        return _ENCODE_ROWS
+
+    def lane(self, group: Hashable) -> str:
+        return "device"
+
+    def cost(self, group: Hashable, rows: int) -> float:
+        assert isinstance(group, Group)
+        return self.execution.cheapest(group, rows).seconds
+
+    # -- one iteration ---------------------------------------------------------------------------------------------
+
+    def launch(self, requests: Sequence[Request]) -> LaneTicket:
+        group = self.group(requests[0])
+        run = {ENCODE: self._encode, DEEP: self._step, VAE: self._finish}[group.phase]
+        compute, commit = run(group, list(requests))
+        return self._lane.start(lambda: _translated(compute), commit)
+
+    def _encode(self, group: Group, requests: list[Request]) -> _Iteration:
+        wanted = [request.parameters for request in requests]
+        works: list[_Work] = [request.work for request in requests]
+
+        def compute() -> list[tuple[denoise.Conditioning, list[str]]]:
+            started, before = time.perf_counter(), self._encoder.misses
+            prompts = [p for w, work in zip(wanted, works, strict=True) for p in self._prompts(w, work.rows)]
+            known = dict(zip(prompts, self._encoder.encode(prompts, _ENCODE_BUCKET if group.mode else 0), strict=True))
+            made = [self._condition(w, work.rows, known) for w, work in zip(wanted, works, strict=True)]
+            if self._encoder.misses > before:  # remembered prompts say nothing of what encoding costs
+                rows = sum(work.rows for work in works)
+                self.execution.observe(group, rows, False, time.perf_counter() - started)
+            return made
+
+        def commit(made: list[tuple[denoise.Conditioning, list[str]]]) -> dict[str, Outcome]:
+            outcomes = {}
+            for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
+                scale = request.parameters.guidance_scale
+                start = denoise.Trajectory(work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning)
+                work.trajectory = start
+                work.warnings += warnings
+                request.phase = DEEP
+                outcomes[request.id] = Outcome(progress=(0, work.table.steps))
+            return outcomes
+
+        return _Iteration(compute, commit)
+
+    def _step(self, group: Group, requests: list[Request]) -> _Iteration:
+        works: list[_Work] = [request.work for request in requests]
+        riders = [work.trajectory for work in works]
+        assert all(rider is not None for rider in riders)
+        present: list[denoise.Trajectory] = [rider for rider in riders if rider is not None]
+
+        def compute() -> tuple[list[denoise.Trajectory], list[Any]]:
+            started = time.perf_counter()
+            way = self.execution.cheapest(group, sum(rider.conditioning.rows for rider in present))
+            with torch.inference_mode():
+                output = self._gatherer.inputs(present, way.rows).run(way.function)
+                noise = [self._noise(work, rider) for work, rider in zip(works, present, strict=True)]
+                moved = denoise.advance(present, output, noise)
+                previews = [self._look(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
+            self.execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
+            return moved, previews
+
+        def commit(made: tuple[list[denoise.Trajectory], list[Any]]) -> dict[str, Outcome]:
+            outcomes = {}
+            for request, work, moved, preview in zip(requests, works, *made, strict=True):
+                work.trajectory = moved
+                if not moved.left:
+                    request.phase = VAE
+                outcomes[request.id] = Outcome(progress=(moved.step, moved.table.steps), preview=preview)
+            return outcomes
+
+        return _Iteration(compute, commit)
+
+    def _finish(self, group: Group, requests: list[Request]) -> _Iteration:
+        latents = [request.work.trajectory.x for request in requests]
+
+        def compute() -> torch.Tensor:
+            started = time.perf_counter()
+            way = self.execution.cheapest(group, len(latents))
+            with torch.inference_mode():
+                padded = torch.cat(latents + latents[:1] * (way.rows - len(latents)))
+                pixels: torch.Tensor = way.function(padded)[: len(latents)].cpu()
+            self.execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
+            return pixels
+
+        def commit(pixels: torch.Tensor) -> dict[str, Outcome]:
+            from PIL import Image
+
+            outcomes = {}
+            for index, request in enumerate(requests):
+                work: _Work = request.work
+                if not bool(torch.isfinite(latents[index]).all()):
+                    error = FloatingPointError(f"the {self.model.precision} UNet of {self.model.name} returned NaN")
+                    outcomes[request.id] = Outcome(error=error)
+                    continue
+                bucket = self.execution.deterministic_rows if work.mode else None
+                printed = fingerprint(self.model, executable=work.mode or self.execution.kinds, bucket=bucket)
+                image = Image.fromarray(pixels[index].numpy())
+                picture = Picture(image, request.parameters, printed, tuple(work.warnings))
+                steps = work.table.steps
+                outcomes[request.id] = Outcome(progress=(steps, steps), result=picture, finished=True)
+            return outcomes
+
+        return _Iteration(compute, commit)
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _work(self, wanted: parameters.ImageParameters, slot: list[int]) -> _Work:
+        name = wanted.scheduler or self.default_scheduler
+        table = sigmas.table(self.model.scheduler_config, name, wanted.steps)
+        generator = torch.Generator().manual_seed(wanted.seed)
+        scale = self.model.vae_scale
+        shape = (1, self.model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
+        # Drawn on the CPU in fp32, so that a seed means the same noise on every device and in every precision.
+        x = (torch.randn(shape, generator=generator) * table.init_noise_sigma).to(self.model.device)
+        guided = wanted.guidance_scale > 1 and self.model.unet.config.time_cond_proj_dim is None
+        # A deterministic request is run in one way to its end, whatever is compiled meanwhile.
+        mode = self.execution.fixed_way((wanted.width, wanted.height)) if wanted.deterministic else ""
+        return _Work(slot, 2 if guided else 1, mode, table, generator, x)
+
+    def _prompts(self, wanted: parameters.ImageParameters, rows: int) -> list[str]:
+        negative = wanted.negative_prompt
+        if negative is None and not self.model.force_zeros:
+            negative = ""
+        return [wanted.prompt] if rows == 1 or negative is None else [negative, wanted.prompt]
+
+    def _condition(
+        self, wanted: parameters.ImageParameters, rows: int, known: Mapping[str, Embedding]
+    ) -> tuple[denoise.Conditioning, list[str]]:
+        found = [known[prompt] for prompt in self._prompts(wanted, rows)]
+        if len(found) < rows:
+            found.insert(0, self._encoder.zero)
+        hidden = torch.stack([embedding.hidden for embedding in found])
+        pooled = torch.stack([embedding.pooled for embedding in found])
+        width = self.model.unet.config.time_cond_proj_dim
+        conditioning = denoise.Conditioning(
+            kv=self._keys(hidden),
+            pooled=pooled,
+            time_ids=denoise.time_ids(wanted.width, wanted.height, rows, pooled),
+            time_cond=None if width is None else denoise.guidance_embedding(wanted.guidance_scale, width, pooled),
+        )
+        fields = ("negative_prompt", "prompt")[-len(found) :] if len(found) > 1 else ("prompt",)
+        limit = self.model.tokenizers[0].model_max_length
+        warnings = [
+            f"{name}: only the first {limit} tokens were read; left out: {embedding.dropped!r}"
+            for name, embedding in zip(fields, found, strict=True)
+            if embedding.dropped
+        ]
+        return conditioning, warnings
+
+    def _noise(self, work: _Work, rider: denoise.Trajectory) -> torch.Tensor | None:
+        if not rider.table.noisy[rider.step]:
+            return None
+        if work.noise is None or work.noise[0] != rider.step:
+            work.noise = (rider.step, torch.randn(rider.x.shape, generator=work.generator).to(rider.x.device))
+        return work.noise[1]
+
+    def _look(self, wanted: parameters.ImageParameters, moved: denoise.Trajectory) -> Any:
+        if not wanted.preview_every or moved.step % wanted.preview_every or not moved.left:
+            return None
+        if self._preview is None:
+            self._preview = vae.Preview(self.model)
+        return self._preview(moved.x0)
+
+    def close(self) -> None:
+        self.execution.close()
+        self._lane.close()
+
+
+class _Iteration(NamedTuple):
+    compute: Callable[[], Any]
+    commit: Callable[[Any], Mapping[str, Outcome]]
+
+
+def _translated(compute: Callable[[], Any]) -> Any:
+    """Run it, and say of torch's errors what they mean to the engine."""
+    try:
+        return compute()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(str(error)) from error
+    except RuntimeError as error:
+        text = str(error)
+        if "can't allocate memory" in text or "out of memory" in text:
+            raise OutOfMemory(text) from error
+        if "CUDA error" in text or isinstance(error, getattr(torch, "AcceleratorError", ())):
+            raise DeviceLost(text) from error
+        raise

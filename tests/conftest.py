@@ -1,0 +1,30 @@
+"""Sets the stage for every test: one torch thread per process, no network for models, hypothesis profiles.
+
+Knows nothing of the rooms; their fixtures live beside their tests.
+"""
+
+import os
+
+# Before anything imports torch: it reads these once. One thread each, because xdist runs a process per core,
+# and because sums must not depend on how many cores a machine has.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+    os.environ[name] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and fork do not mix
+# Models in tests are made in code: one that would be downloaded is a bug.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# ci: the same examples every time, and no clock, since a shared machine may stall anywhere.
+settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+# explore: new examples every time, and ten times as many; HYPOTHESIS_PROFILE=explore make test
+settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

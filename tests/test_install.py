@@ -1,0 +1,178 @@
+"""Where install.py takes torch from: the choice of build, and that an index that hangs costs only seconds.
+
+Nothing leaves the machine and nothing is installed: pip talks to small servers on the loopback interface.
+"""
+
+import contextlib
+import http.server
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import install
+
+PYTHON = Path(sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("versions", "gpu", "build"),
+    [
+        (["2.14.0", "2.13.0+cpu", "2.13.0"], False, "2.13.0+cpu"),
+        (["2.14.0", "2.13.0+cpu", "2.13.0"], True, "2.13.0"),
+        (["2.13.0+cu130", "2.13.0"], True, "2.13.0+cu130"),
+        (["2.13.0"], False, None),
+        (["2.13.0+cu130"], False, None),
+        (["2.13.0+cpu"], True, None),
+        (["2.14.0+cpu"], False, None),
+        ([], False, None),
+    ],
+)
+def test_build_fits_the_machine(versions, gpu, build):
+    assert install.build_for(versions, "2.13.0", gpu=gpu) == build
+
+
+def test_constraints_pin_torch_for_every_build():
+    assert "+" not in install.pinned("torch")
+    assert install.pinned("torch").startswith("2.")
+
+
+class Index(http.server.BaseHTTPRequestHandler):
+    """A package index with one page: torch, as a CPU build and as the default one."""
+
+    def do_GET(self) -> None:
+        files = (f"torch-{version}-py3-none-any.whl" for version in ("2.13.0", "2.13.0%2Bcpu", "2.12.0"))
+        links = "".join(f'<a href="/{file}">{file.replace("%2B", "+")}</a>' for file in files)
+        page = f"<!DOCTYPE html><html><body>{links}</body></html>".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def index() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+
+
+@pytest.fixture(params=["silent", "trickling"])
+def blackhole(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Takes connections and says nothing, or one byte at a time, which no socket's timeout ends."""
+    over = threading.Event()
+
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 100000\r\n\r\n")
+            while not over.wait(0.1):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if request.param == "trickling":
+            threading.Thread(target=trickle, args=(server,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/simple"
+        over.set()
+
+
+@pytest.fixture
+def bare_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip without what this machine configures: no mirrors, no folders of wheels, no proxy."""
+    for name in os.environ:
+        if name.startswith("PIP_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+
+
+@pytest.mark.usefixtures("bare_pip")
+def test_offered_asks_the_index_it_is_given(index):
+    assert install.offered(PYTHON, "--index-url", index, timeout_s=60) == ["2.13.0+cpu", "2.13.0", "2.12.0"]
+
+
+@pytest.mark.usefixtures("bare_pip")
+def test_offered_honours_pips_own_configuration(index, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", index)
+    assert "2.13.0+cpu" in install.offered(PYTHON, timeout_s=60)
+
+
+@pytest.mark.usefixtures("bare_pip")
+def test_index_that_hangs_costs_seconds(blackhole):
+    start = time.monotonic()
+    assert install.offered(PYTHON, "--index-url", blackhole, timeout_s=2) == []
+    assert time.monotonic() - start < 10  # a busy machine may be slow to reap the child
+
+
+@pytest.mark.usefixtures("bare_pip")
+def test_index_that_refuses_offers_nothing():
+    assert install.offered(PYTHON, "--index-url", "http://127.0.0.1:9/simple", timeout_s=60) == []
+
+
+class Calls(list[tuple[str, ...]]):
+    """Stands in for pip: notes what it is asked, and answers with a code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __call__(self, python: Path, *arguments: str) -> int:
+        self.append(arguments)
+        return self.code
+
+
+@pytest.mark.parametrize(
+    ("configured", "remote", "code", "asked", "said"),
+    [
+        (["2.13.0+cpu", "2.13.0"], [], 0, ["torch===2.13.0+cpu"], ""),
+        (["2.13.0"], ["2.13.0+cpu"], 0, ["torch===2.13.0+cpu"], ""),
+        (["2.13.0"], [], 0, [], "no CPU build"),
+        (["2.13.0"], ["2.13.0+cpu"], 1, ["torch===2.13.0+cpu"], "no CPU build"),
+    ],
+)
+def test_cpu_build_first_and_the_default_with_a_word(configured, remote, code, asked, said, monkeypatch, capsys):
+    pip = Calls(code)
+    monkeypatch.setattr(install, "pip", pip)
+    monkeypatch.setattr(install, "installed", lambda python, package: "")
+    monkeypatch.setattr(install, "offered", lambda python, *options, timeout_s: remote if options else configured)
+    install.install_torch(PYTHON, "2.13.0", gpu=False)
+    assert [arguments[-1] for arguments in pip] == asked
+    assert said in capsys.readouterr().err
+
+
+def test_pinned_torch_already_there_is_left_alone(monkeypatch):
+    monkeypatch.setattr(install, "installed", lambda python, package: "2.13.0+cpu")
+    monkeypatch.setattr(install, "offered", lambda *arguments, **options: pytest.fail("asked an index"))
+    install.install_torch(PYTHON, "2.13.0", gpu=False)
+
+
+def test_old_python_is_named(tmp_path):
+    """Whatever Python 3 runs it, the first thing it meets is a sentence, not a syntax error."""
+    source = (install.ROOT / "install.py").read_text("utf-8").replace("(3, 11)", "(99, 0)", 1)
+    (tmp_path / "install.py").write_text(source, "utf-8")
+    done = subprocess.run([sys.executable, tmp_path / "install.py"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "needs Python" in done.stderr
+    assert "make PYTHON=" in done.stderr
+
+
+def test_missing_venv_module_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="python3-venv"):
+        install.make_venv(tmp_path / ".venv")
+
+
+def test_gpu_is_seen_by_its_tool(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi" if name == "nvidia-smi" else None)
+    assert install.has_gpu()
