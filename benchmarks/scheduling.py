@@ -1,5 +1,4 @@
-"""What one scheduling decision costs with many requests waiting: `python -m benchmarks.scheduling` prints a
-JSON line.
+"""What a scheduling decision costs with many requests waiting: `python -m benchmarks.scheduling`, one JSON line.
 
 An image runner that computes nothing stands in for a model, with 32 slots, batches of up to 16 rows and an
 affine cost curve; every request that ends is replaced at once. Knows nothing of lanes' threads or of devices:

@@ -5,14 +5,21 @@ Knows names, types and defaults; nothing below it reads the environment.
 
 from __future__ import annotations
 
+import difflib
+import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's shape with random weights, where it is not installed
+_OTHERS = {"DIPTYCH_TORCH_INDEX"}  # read by install.py, before anything is installed
+
+log = logging.getLogger(__name__)
 
 
 class SettingsError(ValueError):
@@ -37,9 +44,19 @@ class Settings(BaseSettings):
     )
     deterministic_rows: int = Field(default=8, ge=2, le=1024, description="the fixed bucket of deterministic requests")
     image_objective_s: float = Field(
-        default=20.0, gt=0, description="pictures without a deadline are ordered as if due"
+        default=20.0, gt=0, allow_inf_nan=False, description="pictures without a deadline are ordered as if due"
     )
-    starvation_s: float = Field(default=60.0, gt=0, description="after so long the oldest request goes first")
+    starvation_s: float = Field(
+        default=60.0, gt=0, allow_inf_nan=False, description="after so long the oldest request goes first"
+    )
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _has_home(cls, value: Path) -> Path:
+        try:
+            return value.expanduser()
+        except RuntimeError as error:  # ~ of nobody
+            raise ValueError("names a home folder that does not exist") from error
 
     @property
     def model_name(self) -> str:
@@ -54,12 +71,26 @@ class Settings(BaseSettings):
 
 
 def read(**given: object) -> Settings:
-    """Settings from the environment, with `given` values (None: not given) over it. Raises `SettingsError`."""
+    """Settings from the environment, with `given` values (None: not given) over it. Raises `SettingsError`.
+
+    A variable DIPTYCH_… that is no setting is most likely misspelt: it is logged and ignored.
+    """
+    _warn_of_misspelt()
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, e['loc']))} (DIPTYCH_{'_'.join(map(str, e['loc'])).upper()}): {e['msg']}"
-            for e in error.errors(include_url=False)
-        )
-        raise SettingsError(wrong) from None
+        raise SettingsError("; ".join(_say(str(e["loc"][0]), e["msg"], given) for e in error.errors())) from None
+
+
+def _say(field: str, message: str, given: Mapping[str, object]) -> str:
+    """One complaint, about what the user wrote: the option, or the variable."""
+    name = f"--{field.replace('_', '-')}" if given.get(field) is not None else f"DIPTYCH_{field.upper()}"
+    return f"{name}: {message[:1].lower()}{message[1:]}"
+
+
+def _warn_of_misspelt() -> None:
+    known = {f"DIPTYCH_{field.upper()}" for field in Settings.model_fields}
+    for name in sorted(os.environ):
+        if name.upper().startswith("DIPTYCH_") and name.upper() not in known | _OTHERS:
+            near = difflib.get_close_matches(name.upper(), known, 1)
+            log.warning("%s is no setting and is ignored%s", name, f"; did you mean {near[0]}?" if near else "")

@@ -165,9 +165,7 @@ def _table(config_json: str, name: str, steps: int) -> Table:
     zeros = torch.zeros(steps, dtype=torch.float64)
     coefficients = torch.stack([columns.get(column, zeros) for column in COLUMNS], dim=1).float()  # [S, 7]
     for i, column in (~coefficients.isfinite()).nonzero().tolist():
-        raise ValueError(
-            f"{name}, steps={steps}: {COLUMNS[column]} is not finite at step {i} of the schedule"
-        )
+        raise ValueError(f"{name}, steps={steps}: {COLUMNS[column]} is not finite at step {i} of the schedule")
     init_noise_sigma = float(scheduler.init_noise_sigma)  # after set_timesteps: Euler's depends on it
     if not math.isfinite(init_noise_sigma):
         raise ValueError(f"{name}, steps={steps}: init_noise_sigma is not finite")

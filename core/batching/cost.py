@@ -13,17 +13,21 @@ from collections.abc import Hashable, Mapping
 class CostCurve:
     """Seconds for a number of rows, piecewise linear between the numbers that were measured.
 
-    Before anything is measured, a forward is taken to cost `guess_s` for its first row and as much again for
-    every further row shared by two: cheap enough that rows are put together, dear enough that it is not the
-    answer for ever.
+    Nothing measured yet: `guess_s` for a row, and little more for a wider forward, so that rows are put together until
+    it is known better. Measured long ago: taken for cheaper than it was, by up to half after `_STALE` observations of
+    other widths, so that a width which looked dear in one bad moment is tried again instead of never.
     """
 
-    _WEIGHT = 0.25  # of an observation against the running mean; noise on a shared machine is one-sided and large
+    _FALL, _RISE = 0.5, 0.2  # weights of an observation below and above what was expected: noise only ever adds
+    _FIXED_ROWS = 8  # a forward's fixed cost before anything is known, in rows
+    _STALE = 1000
 
     def __init__(self, guess_s: float = 0.01) -> None:
         self._guess_s = guess_s
         self._rows: list[int] = []
         self._seconds: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+        self._observations = 0
 
     @property
     def measured(self) -> Mapping[int, float]:
@@ -43,26 +47,34 @@ class CostCurve:
             insort(self._rows, rows)
             self._seconds[rows] = seconds
         else:
-            self._seconds[rows] = known + self._WEIGHT * (seconds - known)
+            weight = self._FALL if seconds < known else self._RISE
+            self._seconds[rows] = known + weight * (seconds - known)
+        self._observations += 1
+        self._seen[rows] = self._observations
 
     def forget(self) -> None:
         """Start anew, because what is executed has changed (compiled code took over)."""
         self._rows.clear()
         self._seconds.clear()
+        self._seen.clear()
 
     def __call__(self, rows: int) -> float:
-        known, seconds = self._rows, self._seconds
-        if rows in seconds:
-            return seconds[rows]
+        known, fixed = self._rows, self._FIXED_ROWS
+        if rows in self._seconds:
+            return self._recalled(rows)
         if not known:
-            return self._guess_s * (1 + rows) / 2
+            return self._guess_s * (fixed + rows) / (fixed + 1)
         if len(known) == 1:
-            (only,) = known
-            return seconds[only] * (1 + rows) / (1 + only)
+            return self._recalled(known[0]) * (fixed + rows) / (fixed + known[0])
         right = min(max(bisect_left(known, rows), 1), len(known) - 1)
         low, high = known[right - 1], known[right]
-        slope = max(0.0, (seconds[high] - seconds[low]) / (high - low))
-        return max(seconds[low] + slope * (rows - low), min(seconds[low], seconds[high]) * 0.1)
+        low_s, high_s = self._recalled(low), self._recalled(high)
+        slope = max(0.0, (high_s - low_s) / (high - low))
+        return max(low_s + slope * (rows - low), min(low_s, high_s) * 0.1)
+
+    def _recalled(self, rows: int) -> float:
+        age = self._observations - self._seen[rows]
+        return self._seconds[rows] * (1 - min(0.5, max(0.0, age / self._STALE - 0.5)))
 
 
 class CostTable:

@@ -1,0 +1,129 @@
+"""Cost curves: they pass through what was measured, stay finite and positive, and recover from outliers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.batching.cost import CostCurve, CostTable
+
+FIXED = settings(deadline=None, derandomize=True, database=None, max_examples=200)
+SECONDS = st.floats(1e-6, 1e3)
+
+
+def curve(points: dict[int, float]) -> CostCurve:
+    made = CostCurve()
+    for rows, seconds in points.items():
+        made.observe(rows, seconds)
+    return made
+
+
+def test_before_anything_is_measured_wider_is_dearer_but_cheaper_a_row() -> None:
+    guess = CostCurve(0.02)
+    assert guess(1) == pytest.approx(0.02)
+    for rows in range(1, 32):
+        assert guess(rows) < guess(rows + 1)
+        assert guess(rows) / rows > guess(rows + 1) / (rows + 1)
+
+
+@FIXED
+@given(st.dictionaries(st.integers(1, 64), SECONDS, min_size=1, max_size=8))
+def test_first_measurements_are_met_unless_they_are_outliers(points: dict[int, float]) -> None:
+    made = curve(points)
+    assert set(made.measured) == set(points)
+    for rows, seconds in points.items():
+        assert made(rows) == made.measured[rows]
+        assert made(rows) <= seconds
+
+
+@FIXED
+@given(
+    st.dictionaries(st.integers(1, 64), SECONDS, max_size=8),
+    st.lists(st.tuples(st.integers(-2, 99), st.floats(allow_nan=True, allow_infinity=True)), max_size=8),
+    st.integers(1, 256),
+)
+def test_always_finite_and_positive(points: dict[int, float], noise: list[tuple[int, float]], rows: int) -> None:
+    made = curve(points)
+    for place, seconds in noise:
+        made.observe(place, seconds)
+    assert 0 < made(rows) < math.inf
+
+
+@FIXED
+@given(st.integers(1, 40), st.integers(41, 80), st.floats(0.001, 1), st.floats(0, 1), st.integers(1, 99))
+def test_two_points_give_the_line_through_them(low: int, high: int, at_low: float, more: float, rows: int) -> None:
+    made = curve({low: at_low, high: at_low * (1 + 3 * more)})
+    if low <= rows:
+        share = (rows - low) / (high - low)
+        assert made(rows) == pytest.approx(at_low + share * 3 * more * at_low)
+    else:
+        assert at_low * 0.1 <= made(rows) <= at_low
+
+
+def test_noise_that_falls_with_rows_never_makes_more_rows_cheaper_between() -> None:
+    made = curve({1: 1.0, 8: 0.9})
+    assert [made(rows) for rows in range(2, 8)] == [1.0] * 6
+
+
+@pytest.mark.parametrize("nonsense", [0.0, -1.0, math.inf, math.nan])
+def test_what_cannot_be_a_duration_is_ignored(nonsense: float) -> None:
+    made = CostCurve()
+    made.observe(4, nonsense)
+    assert not made.measured
+    made.observe(4, 0.5)
+    made.observe(4, nonsense)
+    assert made(4) == 0.5
+    made.observe(0, 1.0)
+    made.observe(-3, 1.0)
+    assert set(made.measured) == {4}
+
+
+@FIXED
+@given(st.floats(1e-4, 10), st.floats(1e-4, 10))
+def test_a_measurement_that_was_wrong_is_forgotten(first: float, true: float) -> None:
+    made = curve({4: first})
+    for _ in range(100):
+        made.observe(4, true)
+    assert made(4) == pytest.approx(true, rel=0.01)
+
+
+def test_one_outlier_moves_a_measurement_by_less_than_double() -> None:
+    made = curve({4: 1.0})
+    made.observe(4, 1e6)
+    assert made(4) <= 1.75
+
+
+def test_a_first_measurement_can_be_an_outlier_too() -> None:
+    made = curve({1: 1.0, 2: 1.0})
+    made.observe(4, 1e6)  # the forward that also paid for warming up
+    assert made(4) <= 4.0
+
+
+def test_a_width_that_looked_dear_once_is_tried_again_some_day() -> None:
+    made = curve({2: 1.0, 16: 9.0})  # 16 rows cost 3.0 in truth, and the scheduler avoids them
+    for _ in range(500):
+        made.observe(2, 1.0)
+    assert made(16) == 9.0
+    for _ in range(500):
+        made.observe(2, 1.0)
+    assert made(16) == 4.5
+    made.observe(16, 3.0)
+    assert made(16) == 6.0
+
+
+def test_forget_starts_anew() -> None:
+    made = curve({1: 5.0, 2: 6.0})
+    made.forget()
+    assert not made.measured
+    assert made(1) == CostCurve()(1)
+
+
+def test_a_table_keeps_one_curve_a_group_and_shows_what_was_measured() -> None:
+    table = CostTable(0.5)
+    assert table["a"](1) == 0.5
+    table["b"].observe(2, 3.0)
+    assert table["b"] is table["b"]
+    assert table.measured() == {"b": {2: 3.0}}

@@ -1,0 +1,731 @@
+"""The engine with its real thread: every future ends, whatever breaks, and nothing depends on how fast that
+is.
+
+The heartbeat is set to an hour, so that a wake-up that is lost hangs the test instead of slowing it down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from core.batching import engine as engine_module
+from core.batching.engine import Aborted, Closed, Engine, Expired, Tick, end_process
+from core.batching.request import Outcome, Request, State
+from core.batching.runner import DeviceLost, Lane, OutOfMemory, Refused
+from tests.core.batching.fake import (
+    Ask,
+    FakeRunner,
+    Poisoned,
+    at_launches,
+    expected,
+    linear,
+    memory_for,
+    poison,
+    results,
+)
+
+PATIENCE_S = 20.0  # how long anything may take before a test fails
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Fails if a condition has not come true in a generous time."""
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "never came true"
+        time.sleep(0.001)
+
+
+class House:
+    """Makes runners with real lanes, and engines; closes all of them."""
+
+    def __init__(self) -> None:
+        self.lanes = {name: Lane(name) for name in ("main", "vae", "text")}
+        self.runners: list[FakeRunner] = []
+        self.engines: list[Engine] = []
+
+    def runner(self, **how: Any) -> FakeRunner:
+        runner = FakeRunner(time.monotonic, threads=self.lanes, **how)
+        self.runners.append(runner)
+        return runner
+
+    def engine(self, *runners: FakeRunner, **how: Any) -> Engine:
+        how.setdefault("on_device_lost", lambda error: None)
+        engine = Engine(runners, **how)
+        self.engines.append(engine)
+        return engine
+
+    def one(self, *, depth: int = 1, **how: Any) -> tuple[Engine, FakeRunner]:
+        runner = self.runner(**how)
+        return self.engine(runner, depth=depth), runner
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.gate.set()
+        for engine in self.engines:
+            engine.close()
+            assert not engine.alive
+            assert not engine._futures
+        for lane in self.lanes.values():
+            lane.close()
+        for runner in self.runners:
+            assert not runner.violations, runner.violations
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    monkeypatch.setattr(engine_module, "_HEARTBEAT_S", 3600.0)
+    house = House()
+    yield house
+    house.close()
+
+
+def ask(id: str, *, modality: str = "image", **how: Any) -> Request:
+    of_request = {k: how.pop(k) for k in ("priority", "deadline", "listener") if k in how}
+    return Request(id, modality, Ask(**how), **of_request)
+
+
+# -- results -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_futures_get_results(house: House, depth: int) -> None:
+    engine, runner = house.one(depth=depth, lanes_of={"vae": "vae"}, slots=8)
+    requests = [ask(f"r{n}", steps=1 + n % 5) for n in range(60)]
+    assert list(results([engine.submit(r) for r in requests])) == [expected(r) for r in requests]
+    assert {r.state for r in requests} == {State.DONE}
+    eventually(lambda: runner.held() == 0)
+    assert engine.counts() == {"image": (0, 0)}
+
+
+def test_requests_share_forwards(house: House) -> None:
+    engine, runner = house.one()
+    runner.gate.clear()
+    first = engine.submit(ask("first"))
+    eventually(lambda: bool(runner.log))
+    rest = [engine.submit(ask(f"r{n}")) for n in range(5)]
+    runner.gate.set()
+    results([first, *rest])
+    assert max(len(launch.ids) for launch in runner.log) >= 5
+
+
+def test_two_modalities_overlap(house: House) -> None:
+    """Text goes on while a picture's iteration is under way."""
+    image = house.runner()
+    text = house.runner(modality="text", lanes_of=dict.fromkeys(("encode", "step", "vae", "once"), "text"))
+    engine = house.engine(image, text)
+    image.gate.clear()
+    picture = engine.submit(ask("picture"))
+    eventually(lambda: bool(image.log))
+    words = engine.submit(ask("words", modality="text", steps=9))
+    assert results([words])
+    assert not picture.done()
+    image.gate.set()
+    assert results([picture])
+
+
+def test_submit_says_what_it_cannot_take(house: House) -> None:
+    engine, _ = house.one()
+    with pytest.raises(ValueError, match=r"'sound' is not served here; served: image"):
+        engine.submit(ask("r", modality="sound"))
+    with pytest.raises(Refused, match="steps"):
+        engine.submit(ask("r", steps=0))
+    request = ask("r")
+    assert results([engine.submit(request)])
+    with pytest.raises(ValueError, match="submitted before"):
+        engine.submit(request)
+    assert results([engine.submit(ask("r"))])  # an id is free again after its end
+
+
+def test_duplicate_ids_are_refused_while_they_live(house: House) -> None:
+    engine, runner = house.one()
+    runner.gate.clear()
+    first = engine.submit(ask("r"))
+    with pytest.raises(ValueError, match="'r' is already in use"):
+        engine.submit(ask("r"))
+    runner.gate.set()
+    assert isinstance(results([first])[0], int)
+
+
+def test_a_future_cannot_be_cancelled_behind_the_engines_back(house: House) -> None:
+    engine, runner = house.one()
+    runner.gate.clear()
+    future = engine.submit(ask("r"))
+    assert not future.cancel()
+    runner.gate.set()
+    assert results([future])
+
+
+def test_many_threads_submit_and_abort(house: House) -> None:
+    engine, runner = house.one(slots=6, lanes_of={"vae": "vae"}, depth=2)
+    futures: dict[str, tuple[Request, Future[Any]]] = {}
+    lock = threading.Lock()
+
+    def client(number: int) -> None:
+        rng = random.Random(number)
+        for turn in range(25):
+            request = ask(f"{number}-{turn}", steps=rng.randint(1, 4), priority=rng.randint(0, 3))
+            future = engine.submit(request)
+            with lock:
+                futures[request.id] = (request, future)
+            if rng.random() < 0.3:
+                engine.abort(f"{number}-{rng.randint(0, turn)}")
+
+    run_threads([lambda n=n: client(n) for n in range(8)])  # type: ignore[misc]
+    for request, future in futures.values():
+        error = future.exception(PATIENCE_S)
+        if error is None:
+            assert (request.state, future.result()) == (State.DONE, expected(request))
+        else:
+            assert isinstance(error, Aborted)
+            assert request.state is State.ABORTED
+    assert len(futures) == 200
+    eventually(lambda: runner.held() == 0)
+
+
+def void(_: object) -> None:
+    """Lets a callable that returns something stand where nothing is returned."""
+
+
+def run_threads(targets: list[Callable[[], None]]) -> None:
+    """Run all at once; what one of them raises fails the test."""
+    errors: list[BaseException] = []
+
+    def guarded(target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(target,), daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a thread hangs"
+    assert not errors, errors
+
+
+# -- early ends ----------------------------------------------------------------------------------------------
+
+
+def test_abort_in_flight_and_waiting(house: House) -> None:
+    engine, runner = house.one(slots=1, lanes_of={"vae": "vae"})
+    runner.gate.clear()
+    flying, waiting = engine.submit(ask("flying")), engine.submit(ask("waiting"))
+    eventually(lambda: bool(runner.log))
+    engine.abort("waiting")
+    assert isinstance(results([waiting])[0], Aborted)
+    engine.abort("flying")
+    engine.abort("nobody")
+    assert not flying.done()
+    runner.gate.set()
+    (error,) = results([flying])
+    assert isinstance(error, Aborted)
+    assert "flying" in str(error)
+    assert len(runner.log) == 1
+
+
+def test_a_deadline_wakes_the_engine(house: House) -> None:
+    """Nothing else happens: without an alarm the thread would sleep for an hour."""
+    engine, runner = house.one(slots=1, lanes_of={"vae": "vae"})
+    runner.gate.clear()
+    flying = engine.submit(ask("flying"))
+    eventually(lambda: bool(runner.log))
+    late = engine.submit(ask("late", deadline=engine.clock() + 0.05))
+    past = engine.submit(ask("past", deadline=-math.inf))
+    for error in results([late, past]):
+        assert isinstance(error, Expired)
+    runner.gate.set()
+    assert results([flying])
+
+
+def test_a_deadline_in_flight_ends_with_the_iteration(house: House) -> None:
+    engine, runner = house.one()
+    runner.gate.clear()
+    request = ask("r", once=True, deadline=engine.clock() + 0.01)
+    future = engine.submit(request)
+    eventually(lambda: engine.clock() > request.deadline)
+    runner.gate.set()
+    assert isinstance(results([future])[0], Expired)
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_launch", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_only_the_poisoned_fail(house: House, at_launch: bool, depth: int) -> None:
+    engine, runner = house.one(depth=depth, faults=[poison("r3", "r7", phase="step")], fail_at_launch=at_launch)
+    requests = [ask(f"r{n}") for n in range(12)]
+    found = results([engine.submit(r) for r in requests])
+    for request, result in zip(requests, found, strict=True):
+        if request.id in ("r3", "r7"):
+            assert isinstance(result, Poisoned)
+        else:
+            assert result == expected(request)
+            assert runner.committed[request.id] == request.parameters.trace
+
+
+@pytest.mark.parametrize("at_launch", [False, True])
+def test_memory_that_runs_out_halves_batches_and_says_so(
+    house: House, at_launch: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticks: list[Tick] = []
+    runner = house.runner(faults=[memory_for(2)], fail_at_launch=at_launch)
+    engine = house.engine(runner, on_tick=ticks.append)
+    runner.gate.clear()
+    futures = [engine.submit(ask("first", size="o"))]
+    eventually(lambda: bool(runner.log))
+    futures += [engine.submit(ask(f"r{n}")) for n in range(8)]
+    with caplog.at_level(logging.WARNING):
+        runner.gate.set()
+        assert not any(isinstance(r, Exception) for r in results(futures))
+    assert engine._scheduler.caps
+    assert all(cap <= 2 for cap in engine._scheduler.caps.values())
+    assert any("at most" in record.message for record in caplog.records)
+    failed = [tick for tick in ticks if tick.error is not None]
+    assert failed
+    assert all(isinstance(tick.error, OutOfMemory) and tick.rows > 2 for tick in failed)
+
+
+@pytest.mark.parametrize("at_launch", [False, True])
+def test_nothing_fits_and_all_end(house: House, at_launch: bool) -> None:
+    engine, _ = house.one(faults=[memory_for(0)], fail_at_launch=at_launch)
+    for error in results([engine.submit(ask(f"r{n}")) for n in range(6)]):
+        assert isinstance(error, OutOfMemory)
+    assert engine.alive
+
+
+def test_what_can_never_be_admitted_fails(house: House) -> None:
+    engine, _ = house.one(slots=4)
+    huge, after = engine.submit(ask("huge", slots=5)), engine.submit(ask("after"))
+    error, result = results([huge, after])
+    assert isinstance(error, OutOfMemory)
+    assert "huge" in str(error)
+    assert isinstance(result, int)
+
+
+def breaks_release(runner: FakeRunner) -> None:
+    runner.release_error = RuntimeError("broken runner")
+
+
+def breaks_group(runner: FakeRunner) -> None:
+    def group(request: Request) -> Any:
+        raise RuntimeError("broken runner")
+
+    runner.group = group  # type: ignore[method-assign]
+
+
+def breaks_outcomes(runner: FakeRunner) -> None:
+    def commit(request: Request) -> Outcome:
+        raise SystemExit("broken runner")
+
+    runner.commit = commit  # type: ignore[method-assign]
+
+
+def breaks_admission(runner: FakeRunner) -> None:
+    def admit(request: Request) -> bool:
+        raise KeyboardInterrupt("broken runner")
+
+    runner.admit = admit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", [breaks_release, breaks_group, breaks_outcomes, breaks_admission])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_broken_runner_leaves_no_future_hanging(house: House, how: Callable[[FakeRunner], None], depth: int) -> None:
+    engine, runner = house.one(slots=3, depth=depth)
+    runner.gate.clear()
+    futures = [engine.submit(ask(f"r{n}", steps=1)) for n in range(6)]
+    eventually(lambda: bool(runner.log))
+    how(runner)
+    futures.append(engine.submit(ask("late")))
+    runner.gate.set()
+    for error in results(futures):
+        assert "broken runner" in str(error)
+    eventually(lambda: not engine.alive)
+    with pytest.raises(Closed) as closed:
+        engine.submit(ask("after"))
+    assert "broken runner" in str(closed.value.__cause__)
+    assert engine.drain() == []
+    runner.release_error = None
+
+
+def test_a_bug_in_the_scheduler_leaves_no_future_hanging(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = house.one()
+    runner.gate.clear()
+    futures = [engine.submit(ask("a"))]
+    eventually(lambda: bool(runner.log))
+    monkeypatch.setattr(engine._scheduler, "schedule", lambda now: 1 / 0)
+    futures.append(engine.submit(ask("b")))
+    runner.gate.set()
+    for error in results(futures):
+        assert isinstance(error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("where", ["launch", "outcome", "ready", "admit"])
+def test_a_lost_device_is_reported_once_and_ends_everything(house: House, where: str) -> None:
+    told: list[BaseException] = []
+    lost = DeviceLost("an illegal memory access was encountered")
+    faults = [at_launches(1, error=lambda _: lost)] if where in ("launch", "outcome") else []  # type: ignore[arg-type]
+    runner = house.runner(faults=faults, fail_at_launch=where == "launch")
+    engine = house.engine(runner, on_device_lost=told.append)
+    runner.gate.clear()
+    futures = [engine.submit(ask("first"))]
+    eventually(lambda: bool(runner.log))
+    if where == "ready":
+        engine._tickets[0][1].ready = lambda: (_ for _ in ()).throw(lost)  # type: ignore[method-assign]
+    if where == "admit":
+        runner.admit_error["r0"] = lost
+    futures += [engine.submit(ask(f"r{n}")) for n in range(3)]
+    runner.gate.set()
+    for error in results(futures):
+        assert error is lost
+    eventually(lambda: not engine.alive)
+    assert told == [lost]
+    with pytest.raises(Closed):
+        engine.submit(ask("after"))
+
+
+def test_the_default_answer_to_a_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    end_process(DeviceLost("gone"))
+    assert codes == [70]
+
+
+def test_an_idle_engine_notices_a_leak(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    engine, runner = house.one()
+    runner.leaks = 1
+    assert isinstance(results([engine.submit(ask("r"))])[0], int)
+    eventually(lambda: not engine.alive)
+    assert "still holds 1" in caplog.text
+    with pytest.raises(Closed):
+        engine.submit(ask("after"))
+
+
+# -- listeners -----------------------------------------------------------------------------------------------
+
+
+def test_listeners_hear_every_iteration_before_the_end(house: House) -> None:
+    engine, _ = house.one()
+    heard: list[Outcome] = []
+    done: list[bool] = []
+    ready = threading.Event()
+
+    def listener(request: Request, outcome: Outcome) -> None:
+        ready.wait(PATIENCE_S)
+        heard.append(outcome)
+        done.append(future.done())
+
+    request = ask("r", steps=3, listener=listener)
+    future = engine.submit(request)
+    ready.set()
+    assert results([future])[0] == expected(request)
+    assert [outcome.progress for outcome in heard] == [(n, 5) for n in range(1, 6)]
+    assert [outcome.finished for outcome in heard] == [False] * 4 + [True]
+    assert not any(done)
+
+
+def test_a_listener_that_raises_harms_nobody(house: House) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a listener that raises")
+
+    runner = house.runner()
+    engine = house.engine(runner, on_tick=broken)
+    requests = [ask(f"r{n}", listener=broken) for n in range(4)]
+    assert list(results([engine.submit(r) for r in requests])) == [expected(r) for r in requests]
+    assert engine.alive
+
+
+def test_a_callback_may_submit_and_abort_but_not_drain(house: House) -> None:
+    engine, _ = house.one()
+    found: list[Any] = []
+    ended = threading.Event()
+
+    def listener(request: Request, outcome: Outcome) -> None:
+        if outcome.finished:
+            try:
+                engine.drain()
+            except RuntimeError as error:
+                found.append(error)
+            found.append(engine.submit(ask("from the listener")))
+
+    def callback(future: Future[Any]) -> None:
+        found.append(engine.submit(ask("from the callback")))
+        engine.abort("nobody")
+        ended.set()
+
+    engine.submit(ask("r", listener=listener)).add_done_callback(callback)
+    assert ended.wait(PATIENCE_S)
+    assert "cannot be called on it" in str(found[0])
+    assert all(isinstance(r, int) for r in results(found[1:]))
+
+
+def test_nobody_is_told_of_progress_after_an_abort(house: House) -> None:
+    engine, runner = house.one()
+    heard: list[Outcome] = []
+    runner.gate.clear()
+    future = engine.submit(ask("r", listener=lambda r, o: heard.append(o)))
+    eventually(lambda: bool(runner.log))
+    engine.abort("r")
+    runner.gate.set()
+    assert isinstance(results([future])[0], Aborted)
+    assert len(heard) <= 1  # the abort may come after the first iteration, never two iterations later
+
+
+# -- drain and close -----------------------------------------------------------------------------------------
+
+
+def test_drain_finishes_what_has_started_and_hands_back_the_rest(house: House) -> None:
+    engine, runner = house.one(slots=2)
+    runner.gate.clear()
+    started = [ask(f"s{n}") for n in range(2)]
+    rest = [ask("late", priority=5), ask("urgent", priority=1)]
+    futures = [engine.submit(r) for r in [*started, *rest]]
+    eventually(lambda: engine.counts() == {"image": (2, 2)} or bool(runner.log))
+    threading.Timer(0.02, runner.gate.set).start()
+    back = engine.drain()
+    found = results(futures)
+    assert [r.id for r in back if r in rest] == [r.id for r in back]
+    assert set(back) | {r for r in started if r.state is State.DONE} == {*started, *rest}
+    for request, result in zip([*started, *rest], found, strict=True):
+        if request in back:
+            assert isinstance(result, Closed)
+            assert request.state is State.WAITING
+        else:
+            assert result == expected(request)
+    with pytest.raises(Closed):
+        engine.submit(ask("after"))
+    assert engine.drain() == []
+
+
+def test_a_drain_that_runs_out_of_time_returns_what_is_unfinished(house: House) -> None:
+    engine, runner = house.one(slots=2, lanes_of={"vae": "vae"})
+    runner.gate.clear()
+    requests = [ask(f"r{n}") for n in range(4)]
+    futures = [engine.submit(r) for r in requests]
+    eventually(lambda: bool(runner.log) and engine.counts() == {"image": (2, 2)})
+    threading.Timer(0.05, runner.gate.set).start()
+    unfinished = engine.drain(timeout_s=0.01)
+    assert [r.id for r in unfinished] == ["r2", "r3", "r0", "r1"]
+    kinds = [type(r) for r in results(futures)]
+    assert kinds == [Aborted, Aborted, Closed, Closed]
+    assert runner.held() == 0
+
+
+def test_drain_of_an_idle_engine_returns_at_once(house: House) -> None:
+    engine, _ = house.one()
+    assert engine.drain() == []
+    assert engine.alive
+
+
+def test_what_was_handed_back_may_be_submitted_to_another_engine(house: House) -> None:
+    first, runner = house.one(slots=1)
+    second, _ = house.one(slots=1)
+    runner.gate.clear()
+    holding, moved = ask("holding"), ask("moved")
+    first.submit(holding)
+    eventually(lambda: bool(runner.log))
+    first.submit(moved)
+    threading.Timer(0.02, runner.gate.set).start()
+    back = first.drain()
+    assert back == [moved]
+    assert results([second.submit(moved)])[0] == expected(moved)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_close_with_work_in_flight(house: House, depth: int) -> None:
+    engine, runner = house.one(slots=3, depth=depth)
+    runner.gate.clear()
+    futures = [engine.submit(ask(f"r{n}", size="sl"[n % 2])) for n in range(6)]
+    eventually(lambda: bool(runner.log))
+    threading.Timer(0.02, runner.gate.set).start()
+    engine.close()
+    engine.close()
+    for error in results(futures):
+        assert isinstance(error, Closed)
+    assert runner.held() == 0
+    with pytest.raises(Closed):
+        engine.submit(ask("after"))
+    engine.abort("r0")
+    assert engine.drain() == []
+
+
+def test_close_waits_without_spinning(house: House) -> None:
+    engine, runner = house.one(depth=2)
+    runner.gate.clear()
+    engine.submit(ask("r"))
+    eventually(lambda: bool(runner.log))
+    before = engine.ticks
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    time.sleep(0.1)
+    assert engine.ticks - before < 300
+    runner.gate.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+
+
+def test_leaving_the_with_block_closes(house: House) -> None:
+    runner = house.runner()
+    with house.engine(runner) as engine:
+        future = engine.submit(ask("r"))
+        results([future])
+    assert not engine.alive
+
+
+@pytest.mark.parametrize("end", ["close", "drain", "break"])
+def test_no_future_hangs_when_the_end_races_with_submissions(house: House, end: str) -> None:
+    for turn in range(12):
+        engine, runner = house.one(slots=4, lanes_of={"vae": "vae"}, depth=1 + turn % 2)
+        futures: list[list[Future[Any]]] = [[] for _ in range(3)]
+        going = threading.Barrier(5)
+
+        def client(number: int) -> None:
+            going.wait(PATIENCE_S)  # noqa: B023
+            for count in itertools.count():
+                try:
+                    futures[number].append(engine.submit(ask(f"{number}-{count}", steps=1)))  # noqa: B023
+                except Closed:
+                    return
+                engine.abort(f"{number}-{count - 2}")  # noqa: B023
+
+        def nuisance() -> None:
+            going.wait(PATIENCE_S)  # noqa: B023
+            while engine.alive and engine._accepting:  # noqa: B023
+                engine.abort("nobody")  # noqa: B023
+
+        def ender() -> None:
+            going.wait(PATIENCE_S)  # noqa: B023
+            time.sleep(0.001 * (turn % 4))  # noqa: B023
+            if end == "close":
+                engine.close()  # noqa: B023
+            elif end == "drain":
+                engine.drain(timeout_s=0.001 * turn)  # noqa: B023
+            else:
+                runner.release_error = RuntimeError("broken runner")  # noqa: B023
+
+        run_threads([lambda n=n: client(n) for n in range(3)] + [nuisance, ender])
+        for error in results([future for one in futures for future in one]):
+            assert isinstance(error, int | Closed | Aborted) or "broken runner" in str(error)
+        runner.release_error = None
+        engine.close()
+
+
+def test_two_may_drain_and_close_at_once(house: House) -> None:
+    for _ in range(5):
+        engine, _runner = house.one(slots=2)
+        futures = [engine.submit(ask(f"r{n}")) for n in range(6)]
+        run_threads([lambda: void(engine.drain()), engine.close] * 2)  # noqa: B023
+        for error in results(futures):
+            assert isinstance(error, int | Closed | Aborted)
+
+
+def test_the_end_is_not_lost_to_those_who_still_talk(house: House) -> None:
+    """Others put things into the inbox while the engine empties it for the last time."""
+    engine, runner = house.one()
+    runner.gate.clear()
+    future = engine.submit(ask("r"))
+    eventually(lambda: bool(runner.log))
+
+    class Chatty(deque[tuple[str, Any]]):
+        """A deque into which someone writes whenever it is looked through."""
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in super().__iter__():
+                self.append(("abort", "nobody"))
+                yield item
+
+    engine._inbox = Chatty(engine._inbox)
+    engine._scheduler.schedule = lambda now: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    runner.gate.set()
+    engine.abort("nobody")
+    assert isinstance(results([future])[0], ZeroDivisionError)
+
+
+# -- waking and sleeping -------------------------------------------------------------------------------------
+
+
+def test_an_idle_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(time.monotonic)
+    with Engine([runner]) as engine:
+        before = engine.ticks
+        time.sleep(0.3)
+        assert engine.ticks - before <= 3
+        assert engine.clock() - engine.last_tick < PATIENCE_S
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_busy_engine_does_not_ask_the_scheduler_for_nothing(house: House, depth: int) -> None:
+    """While an iteration is under way and nothing else happens, nothing is decided again."""
+    engine, runner = house.one(depth=depth, lanes_of={"vae": "vae"}, costs={"": linear()})
+    runner.gate.clear()
+    futures = [engine.submit(ask(f"r{n}")) for n in range(5)]
+    eventually(lambda: len(runner.log) == depth and engine.counts() == {"image": (0, 5)})
+    time.sleep(0.02)
+    before = runner.calls
+    time.sleep(0.2)
+    assert runner.calls == before
+    runner.gate.set()
+    assert all(isinstance(r, int) for r in results(futures))
+
+
+def test_the_engine_ticks_while_an_iteration_takes_long() -> None:
+    """`last_tick` tells others that the thread lives: also while it waits for its device."""
+    lane = Lane()
+    runner = FakeRunner(time.monotonic, threads={"main": lane})
+    with Engine([runner]) as engine:
+        runner.gate.clear()
+        future = engine.submit(ask("r"))
+        eventually(lambda: bool(runner.log))
+        before = engine.ticks
+        eventually(lambda: engine.ticks > before + 1)
+        runner.gate.set()
+        results([future])
+    lane.close()
+
+
+# -- the lane ------------------------------------------------------------------------------------------------
+
+
+def test_a_lane_runs_in_order_and_hands_over_errors() -> None:
+    lane, ran = Lane(), list[int]()
+
+    def compute(number: int) -> int:
+        ran.append(number)
+        if number == 2:
+            raise ValueError("two")
+        return number
+
+    tickets = [
+        lane.start(lambda n=n: compute(n), lambda value: {"r": Outcome(result=value)})  # type: ignore[misc]
+        for n in range(4)
+    ]
+    assert tickets[3].wait(PATIENCE_S)
+    assert all(ticket.ready() for ticket in tickets)
+    assert ran == [0, 1, 2, 3]
+    assert tickets[1].outcome()["r"].result == 1
+    with pytest.raises(ValueError, match="two"):
+        tickets[2].outcome()
+    lane.close()
+
+
+def test_a_closed_lane_says_so() -> None:
+    lane = Lane()
+    ticket = lane.start(lambda: 1, lambda value: {})
+    lane.close()
+    assert ticket.ready()
+    with pytest.raises(RuntimeError, match="closed"):
+        lane.start(lambda: 1, lambda value: {})

@@ -1,0 +1,1078 @@
+"""What the scheduler promises, on a virtual clock: ends, order, isolation, memory and widths.
+
+Properties that hold for any sequence of events are a state machine; policies are checked against brute force.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from core.batching.request import Outcome, Request, State
+from core.batching.runner import DeviceLost, OutOfMemory
+from core.batching.scheduler import Batch, Scheduler
+from tests.core.batching.fake import (
+    Ask,
+    Clock,
+    Cost,
+    Drive,
+    FakeRunner,
+    Fault,
+    Poisoned,
+    affine,
+    at_launches,
+    bucketed,
+    drive,
+    expected,
+    flat,
+    linear,
+    memory_for,
+    poison,
+)
+
+FIXED = settings(deadline=None, derandomize=True, database=None, max_examples=60)
+STEPS = Ask(steps=4, encode=False, vae=False)
+VAE_LANE = {"vae": "vae"}
+CURVES: Mapping[str, Cost] = {
+    "flat": flat(),
+    "linear": linear(),
+    "affine": affine(1.0, 0.25),
+    "bucketed": bucketed(affine(1.0, 0.25)),
+}
+
+ask_strategy = st.builds(
+    Ask,
+    steps=st.integers(1, 5),
+    rows=st.integers(1, 2),
+    size=st.sampled_from("sl"),
+    slots=st.integers(1, 3),
+    encode=st.booleans(),
+    vae=st.booleans(),
+    once=st.booleans(),
+)
+
+
+def poisoned_size(at: str, requests: Sequence[Request], rows: int) -> BaseException | None:
+    """A fault that follows the request, for as long as it lives."""
+    return Poisoned("bad") if any(r.id.startswith("poison") for r in requests) else None
+
+
+def in_turn(error: type[BaseException], every: int) -> Fault:
+    """A passing trouble that comes again and again, for wide batches only: alone everyone goes through."""
+    count = itertools.count()
+
+    def fault(at: str, requests: Sequence[Request], rows: int) -> BaseException | None:
+        return error("passing") if len(requests) > 1 and next(count) % every == 0 else None
+
+    return fault
+
+
+# -- whatever happens ----------------------------------------------------------------------------------------
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Arrivals, aborts, deadlines, failures and time in any order: nobody ends twice, or wrongly, or not at
+    all.
+    """
+
+    @initialize(
+        curve=st.sampled_from(sorted(CURVES)),
+        two=st.booleans(),
+        shared=st.booleans(),
+        vae_lane=st.booleans(),
+        depth=st.integers(1, 2),
+        slots=st.integers(2, 8),
+        limit=st.integers(1, 6),
+        starvation_s=st.sampled_from([0.0, 5.0, 1e9]),
+        at_launch=st.booleans(),
+        fault=st.sampled_from(["none", "memory", "passing", "passing memory"]),
+    )
+    def start(
+        self,
+        curve: str,
+        two: bool,
+        shared: bool,
+        vae_lane: bool,
+        depth: int,
+        slots: int,
+        limit: int,
+        starvation_s: float,
+        at_launch: bool,
+        fault: str,
+    ) -> None:
+        self.clock = Clock()
+        kinds: dict[str, list[Fault]] = {
+            "none": [],
+            "memory": [memory_for(2)],
+            "passing": [in_turn(RuntimeError, 2)],
+            "passing memory": [in_turn(OutOfMemory, 3)],
+        }
+        how: dict[str, Any] = {
+            "slots": slots,
+            "limit": limit,
+            "costs": {"": CURVES[curve]},
+            "fail_at_launch": at_launch,
+            "faults": [poisoned_size, *kinds[fault]],
+            "patience_s": 20.0,
+        }
+        lanes = VAE_LANE if vae_lane else {}
+        runners = [FakeRunner(self.clock, lanes_of=lanes, **how)]
+        if two:
+            other = {} if shared else dict.fromkeys(("encode", "step", "vae", "once"), "text")
+            runners.append(FakeRunner(self.clock, modality="text", lanes_of=other, **how))
+        self.drive = Drive(runners, self.clock, depth, starvation_s)
+        self.slots = slots
+        self.count = 0
+        self.stopping: set[str] = set()
+        self.handed: set[str] = set()
+
+    @rule(
+        ask=ask_strategy,
+        priority=st.integers(0, 3),
+        wait=st.sampled_from([math.inf, math.inf, 0.0, 3.0, 9.0, 40.0]),
+        bad=st.integers(0, 9),
+        which=st.integers(0, 1),
+    )
+    def submit(self, ask: Ask, priority: int, wait: float, bad: int, which: int) -> None:
+        self.count += 1
+        modality = self.drive.runners[which % len(self.drive.runners)].modality
+        id = f"{'poison' if bad == 0 else 'r'}{self.count}"
+        self.drive.add(id, ask, modality=modality, priority=priority, deadline=self.clock.now + wait)
+
+    @rule(pick=st.integers(0, 1000))
+    def abort(self, pick: int) -> None:
+        ids = [*self.drive.asked, "nobody"]
+        id = ids[pick % len(ids)]
+        live = id in self.drive.scheduler.live
+        assert self.drive.abort(id) == live
+        if live:
+            self.stopping.add(id)
+            request = self.drive.asked[id]
+            assert request.state is State.ABORTED or request.in_flight
+
+    @rule()
+    def launch(self) -> None:
+        now = self.clock.now
+        overdue = [r for r in self.drive.scheduler.live.values() if r.deadline <= now]
+        for batch in self.drive.launch():
+            assert not {r.id for r in batch.requests} & self.stopping, "launched after an abort"
+            assert all(r.deadline > now for r in batch.requests), "launched after its deadline"
+        for request in overdue:
+            assert request.state is State.EXPIRED or request.in_flight or request.id in self.stopping
+
+    @rule()
+    def forward(self) -> None:
+        self.drive.forward()
+
+    @rule(seconds=st.floats(0.1, 30))
+    def let_pass(self, seconds: float) -> None:
+        self.drive.forward(self.clock.now + seconds)
+
+    @precondition(lambda self: self.count > 3)
+    @rule()
+    def hand_back(self) -> None:
+        waiting = {r.id for r in self.drive.scheduler.live.values() if r.state is State.WAITING}
+        handed = self.drive.scheduler.hand_back()
+        assert {r.id for r in handed} == waiting
+        assert [(r.priority, r.due) for r in handed] == sorted((r.priority, r.due) for r in handed)
+        self.handed |= waiting
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "drive"):
+            return
+        self.drive.verify()
+        for request in self.drive.asked.values():
+            if request.id in self.stopping:
+                assert request.state is State.ABORTED or request.in_flight or request.deadline <= self.clock.now
+
+    def teardown(self) -> None:
+        if not hasattr(self, "drive"):
+            return
+        self.drive.run()
+        self.drive.verify_idle()
+        ended = [r.id for r in self.drive.ended]
+        assert len(ended) == len(set(ended))
+        assert set(ended) | self.handed == set(self.drive.asked)
+        assert not set(ended) & self.handed
+        for request in self.drive.ended:
+            match request.state:
+                case State.ABORTED:
+                    assert request.id in self.stopping
+                case State.EXPIRED:
+                    assert request.deadline < math.inf
+                case State.FAILED:
+                    too_large = request.parameters.slots > self.slots
+                    alone_too_large = request.parameters.rows > 2
+                    assert request.id.startswith("poison") or too_large or alone_too_large
+                case _:
+                    assert request.state is State.DONE
+                    assert not request.id.startswith("poison")
+                    assert request.id not in self.stopping
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(FIXED, max_examples=120, stateful_step_count=40)
+
+
+def test_ten_thousand_random_operations_leave_every_slot_free() -> None:
+    rng = random.Random(20240607)
+    clock = Clock()
+    how: dict[str, Any] = {
+        "slots": 12,
+        "limit": 6,
+        "faults": [poisoned_size, memory_for(4)],
+        "patience_s": 30.0,
+    }
+    how["costs"] = {"": affine(0.5, 0.1), "vae": linear(0.3)}
+    image = FakeRunner(clock, lanes_of=VAE_LANE, **how)
+    text = FakeRunner(clock, modality="text", fail_at_launch=True, **how)
+    driven = Drive([image, text], clock, depth=2, starvation_s=40.0)
+    ids: list[str] = []
+    for number in range(10_000):
+        dice = rng.random()
+        if dice < 0.3:
+            id = f"{'poison' if rng.random() < 0.03 else 'r'}{number}"
+            ids.append(id)
+            driven.add(
+                id,
+                Ask(rng.randint(1, 6), rng.randint(1, 2), rng.choice("sl"), rng.randint(1, 4)),
+                modality=rng.choice(["image", "text"]),
+                priority=rng.randint(0, 9),
+                deadline=clock.now + rng.choice([math.inf, 5.0, 50.0]),
+            )
+        elif dice < 0.36 and ids:
+            driven.abort(rng.choice(ids[-30:]))
+        elif dice < 0.65:
+            driven.launch()
+        else:
+            driven.forward()
+        if number % 100 == 0:
+            driven.verify()
+    driven.run()
+    driven.verify_idle()
+    states = [r.state for r in driven.ended]
+    assert len(states) == len(ids)
+    assert {State.DONE, State.FAILED, State.ABORTED, State.EXPIRED} == set(states)
+
+
+# -- order and hunger ----------------------------------------------------------------------------------------
+
+HOW_URGENT = st.tuples(st.integers(0, 2), st.sampled_from([math.inf, 1e6, 2e6, 2e6 + 1]), st.integers(0, 12))
+
+
+@FIXED
+@given(st.lists(HOW_URGENT, min_size=1, max_size=12), st.sampled_from([1, 3, 100]))
+def test_earliest_deadline_first_within_a_priority(urgencies: list[tuple[int, float, int]], slots: int) -> None:
+    """With a limit of one row every launch is the most urgent that holds a slot; so is every admission."""
+    driven, runner = drive(slots=slots, limit=1, patience_s=1.5e6)
+    arrivals = sorted(enumerate(urgencies), key=lambda item: item[1][2])
+    while arrivals or not driven.scheduler.idle:
+        while arrivals and arrivals[0][1][2] <= driven.clock.now:
+            number, (priority, deadline, _) = arrivals.pop(0)
+            driven.add(f"r{number}", STEPS, priority=priority, deadline=deadline)
+        before = len(runner.admitted)
+        waiting = {r.id for r in driven.scheduler.live.values() if r.state is State.WAITING}
+        for batch in driven.launch():
+            (chosen,) = batch.requests
+            running = [r for r in driven.scheduler.live.values() if r.state is State.RUNNING]
+            assert chosen is min(running, key=lambda r: r.urgency)
+            deadline = chosen.deadline if chosen.deadline < math.inf else chosen.arrival + 1.5e6
+            assert chosen.urgency[:2] == (chosen.priority, deadline)
+        admitted = [driven.asked[id].urgency for id in runner.admitted[before:]]
+        assert admitted == sorted(driven.asked[id].urgency for id in waiting)[: len(admitted)]
+        driven.forward(driven.clock.now + 1)
+    assert {r.state for r in driven.ended} == {State.DONE}
+
+
+def test_equal_urgency_is_served_in_order_of_arrival() -> None:
+    driven, _ = drive(limit=1)
+    for number in range(8):
+        driven.add(f"r{number}", STEPS)
+    driven.run()
+    assert [r.id for r in driven.ended] == [f"r{n}" for n in range(8)]
+
+
+def besiege(driven: Drive, besieged: Request, by: Callable[[int], Request], until: float) -> None:
+    """Keep four urgent requests live until the besieged one has ended; fails when `until` passes first."""
+    count = itertools.count()
+    others: list[Request] = []
+    while not besieged.state.final:
+        assert driven.clock.now < until, f"{besieged.id} starves"
+        others = [r for r in others if not r.state.final]
+        while len(others) < 4:
+            others.append(by(next(count)))
+        driven.fill()
+        driven.forward(driven.clock.now + 1)
+    assert besieged.state is State.DONE
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("slots", [2, 64])
+@pytest.mark.parametrize("limit", [1, 4])
+@pytest.mark.parametrize("curve", sorted(CURVES))
+def test_low_priority_does_not_starve(depth: int, slots: int, limit: int, curve: str) -> None:
+    driven, _ = drive(
+        depth=depth, slots=slots, limit=limit, starvation_s=30.0, costs={"": CURVES[curve]}, patience_s=20.0
+    )
+    low = driven.add("low", Ask(steps=3), priority=9)
+    besiege(
+        driven,
+        low,
+        lambda n: driven.add(f"u{n}", Ask(steps=3, size="sl"[n % 2]), deadline=driven.clock.now + 1e5),
+        until=400.0,
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_a_late_deadline_does_not_starve(limit: int) -> None:
+    driven, _ = drive(slots=2, limit=limit, starvation_s=30.0)
+    late = driven.add("late", Ask(steps=3, size="l"), deadline=1e9)
+    besiege(
+        driven,
+        late,
+        lambda n: driven.add(f"u{n}", Ask(steps=3), deadline=driven.clock.now + 1e4),
+        until=300.0,
+    )
+
+
+def test_no_deadline_does_not_starve_even_without_the_rule_for_elders() -> None:
+    driven, _ = drive(limit=1, patience_s=30.0)
+    patient = driven.add("patient", STEPS)
+    besiege(driven, patient, lambda n: driven.add(f"u{n}", STEPS, deadline=driven.clock.now + 40), until=100.0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_elder_of_one_modality_does_not_starve_behind_those_of_another(depth: int) -> None:
+    """Under overload everything urgent is old as well: of two elders the older one goes first."""
+    clock = Clock()
+    image = FakeRunner(clock, limit=1)
+    text = FakeRunner(clock, modality="text", limit=1)
+    driven = Drive([image, text], clock, depth, starvation_s=5.0)
+    low = driven.add("low", Ask(steps=3), modality="text", priority=9)
+    besiege(driven, low, lambda n: driven.add(f"u{n}", Ask(steps=20)), until=200.0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stream_of_one_shots_does_not_starve_an_elder(depth: int) -> None:
+    """Each of them would go before a long request by Smith's rule."""
+    driven, _ = drive(depth=depth, limit=4, starvation_s=10.0)
+    long = driven.add("long", Ask(steps=30))
+    besiege(driven, long, lambda n: driven.add(f"u{n}", Ask(once=True, size="o")), until=200.0)
+
+
+def test_one_shots_still_go_between_the_steps_of_an_elder() -> None:
+    """An overload where everyone is old must not keep newcomers from joining the cohort."""
+    driven, runner = drive(starvation_s=0.0)
+    driven.add("old", STEPS)
+    driven.fill()
+    driven.add("new", Ask(steps=4))
+    driven.run()
+    assert [launch.phase for launch in runner.log[:3]] == ["step", "encode", "step"]
+    assert runner.log[2].ids == ["old", "new"]
+
+
+# -- abort and expiry ----------------------------------------------------------------------------------------
+
+
+def test_abort_ends_at_once_or_with_the_iteration_under_way() -> None:
+    driven, runner = drive(slots=2)
+    flying, admitted = driven.add("flying", Ask(size="s")), driven.add("admitted", Ask(size="l"))
+    waiting = driven.add("waiting", Ask())
+    driven.launch()
+    for request in (flying, admitted, waiting):
+        assert driven.abort(request.id)
+    assert [r.state for r in (flying, admitted, waiting)] == [State.RUNNING, State.ABORTED, State.ABORTED]
+    assert runner.held() == 1
+    driven.forward()
+    assert flying.state is State.ABORTED
+    assert not driven.abort("flying")
+    driven.verify_idle()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_end_that_was_asked_for_stays(fails: bool) -> None:
+    driven, _ = drive(faults=[at_launches(0)] if fails else [])
+    request, other = driven.add("r", STEPS, deadline=0.5), driven.add("o", STEPS)
+    driven.launch()
+    driven.clock.now = 0.6
+    driven.launch()
+    driven.abort("r")
+    driven.run()
+    assert request.state is State.EXPIRED
+    assert other.state is State.DONE
+    assert request.ended == 1.0
+
+
+def test_a_result_after_its_deadline_is_expired_whoever_looked_in_between() -> None:
+    driven, _ = drive()
+    request = driven.add("r", Ask(once=True), deadline=0.5)
+    exact = driven.add("x", Ask(once=True), deadline=1.5)
+    driven.launch()
+    driven.clock.now = 1.0
+    driven.land()
+    assert (request.state, exact.state) == (State.EXPIRED, State.DONE)
+
+
+@pytest.mark.parametrize("deadline", [-math.inf, -1.0, 0.0])
+def test_a_deadline_that_has_passed_expires_before_anything_is_held(deadline: float) -> None:
+    driven, runner = drive()
+    request = driven.add("r", deadline=deadline)
+    assert driven.launch() == []
+    assert request.state is State.EXPIRED
+    assert not runner.admitted
+
+
+def test_next_deadline_is_that_of_the_living() -> None:
+    driven, _ = drive()
+    assert driven.scheduler.next_deadline() == math.inf
+    for id, deadline in (("a", 5.0), ("b", 9.0), ("c", math.inf)):
+        driven.add(id, deadline=deadline)
+    assert driven.scheduler.next_deadline() == 5.0
+    driven.abort("a")
+    assert driven.scheduler.next_deadline() == 9.0
+    driven.abort("b")
+    assert driven.scheduler.next_deadline() == math.inf
+
+
+def test_what_ended_is_let_go() -> None:
+    """A far deadline, or an older neighbour that still runs, must not keep results in memory."""
+    driven, _ = drive(slots=2, limit=2)
+    driven.add("old", Ask(steps=10**6), priority=1, deadline=1e8)
+    asks: list[weakref.ref[Ask]] = []
+    for number in range(400):
+        ask = Ask(once=True)
+        asks.append(weakref.ref(ask))
+        request = driven.add(f"r{number}", ask, deadline=1e9, priority=number % 2)
+        if number % 3 == 0:
+            driven.abort(request.id)
+        while len(driven.scheduler.live) > 3:
+            driven.fill()
+            driven.forward()
+        driven.ended.clear()
+        driven.asked.clear()
+    driven.fill()
+    del ask, request
+    gc.collect()
+    assert sum(ref() is not None for ref in asks) < 40
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+@FIXED
+@given(
+    count=st.integers(1, 9),
+    bad=st.sets(st.integers(0, 8)),
+    phase=st.sampled_from(["encode", "step", "vae", None]),
+    curve=st.sampled_from(sorted(CURVES)),
+    depth=st.integers(1, 2),
+    at_launch=st.booleans(),
+)
+def test_a_poisoned_request_fails_alone(
+    count: int, bad: set[int], phase: str | None, curve: str, depth: int, at_launch: bool
+) -> None:
+    ids = {f"r{n}" for n in bad if n < count}
+    driven, _ = drive(
+        depth=depth,
+        faults=[poison(*ids, phase=phase)],
+        costs={"": CURVES[curve]},
+        lanes_of=VAE_LANE,
+        fail_at_launch=at_launch,
+    )
+    for number in range(count):
+        driven.add(f"r{number}", Ask(steps=2 + number % 3))
+    driven.run()
+    driven.verify_idle()
+    for request in driven.ended:
+        if request.id in ids:
+            assert request.state is State.FAILED
+            assert isinstance(request.error, Poisoned)
+            assert request.id in str(request.error)
+        else:
+            assert request.state is State.DONE
+            assert request.result == expected(request)
+
+
+@FIXED
+@given(st.sets(st.integers(0, 40)), st.integers(1, 8), st.integers(1, 2), st.booleans(), st.sampled_from([4, 16]))
+def test_a_retry_never_steps_twice(troubles: set[int], count: int, depth: int, at_launch: bool, limit: int) -> None:
+    """Launches fail out of the blue: whoever is done committed each of its iterations once, in order."""
+    driven, runner = drive(
+        depth=depth, faults=[at_launches(*troubles)], lanes_of=VAE_LANE, fail_at_launch=at_launch, limit=limit
+    )
+    for number in range(count):
+        driven.add(f"r{number}", Ask(steps=1 + number % 4))
+    while not driven.scheduler.idle or driven.flying:
+        driven.fill()
+        driven.forward()
+        driven.verify()
+    driven.verify_idle()
+    for request in driven.ended:
+        if request.state is State.DONE:
+            assert runner.committed[request.id] == request.parameters.trace
+        else:  # trouble may strike while it runs alone
+            assert request.state is State.FAILED
+            assert any(launch.failed and launch.ids == [request.id] for launch in runner.log)
+
+
+def test_a_passing_failure_costs_one_round_alone_and_no_request() -> None:
+    driven, runner = drive(faults=[at_launches(2)])
+    for number in range(3):
+        driven.add(f"r{number}", STEPS)
+    driven.run()
+    assert [r.state for r in driven.ended] == [State.DONE] * 3
+    widths = [len(launch.ids) for launch in runner.log]
+    assert widths == [3, 3, 3, 1, 1, 1, 3]  # two steps, a failure, its retries, and together again
+
+
+@pytest.mark.parametrize("starvation_s", [0.0, 1e9])
+def test_a_failed_cohort_meets_again_whatever_the_priorities(starvation_s: float) -> None:
+    driven, runner = drive(starvation_s=starvation_s, faults=[at_launches(1)])
+    for number in range(4):
+        driven.add(f"r{number}", Ask(steps=8, encode=False, vae=False), priority=number)
+    driven.run()
+    assert [len(launch.ids) for launch in runner.log] == [4, 4, 1, 1, 1, 1, *[4] * 6]
+
+
+def test_a_failure_of_every_wide_batch_does_not_stop_anyone() -> None:
+    driven, _ = drive(faults=[in_turn(RuntimeError, 1)])
+    for number in range(5):
+        driven.add(f"r{number}", STEPS)
+    driven.run()
+    assert [r.state for r in driven.ended] == [State.DONE] * 5
+
+
+def test_an_error_of_one_outcome_fails_one_request() -> None:
+    driven, _ = drive()
+    requests = [driven.add(f"r{n}", STEPS) for n in range(3)]
+    (batch,) = driven.launch()
+    driven.flying.clear()
+    outcomes = {"r0": Outcome((1, 4)), "r1": Outcome(error=ValueError("bad"))}
+    driven.scheduler.finish(batch, outcomes, 1.0)
+    assert [r.state for r in requests] == [State.RUNNING, State.FAILED, State.FAILED]
+    assert isinstance(requests[1].error, ValueError)
+    assert "no outcome for r2" in str(requests[2].error)
+
+
+@pytest.mark.parametrize("at_launch", [False, True])
+@FIXED
+@given(
+    fits=st.integers(1, 16),
+    rows=st.lists(st.integers(1, 2), min_size=1, max_size=20),
+    phase=st.sampled_from(["encode", "step", "vae", None]),
+    depth=st.integers(1, 2),
+)
+def test_batches_are_halved_until_they_fit(
+    at_launch: bool, fits: int, rows: list[int], phase: str | None, depth: int
+) -> None:
+    fits = max(fits, *rows)
+    driven, runner = drive(
+        depth=depth, slots=32, faults=[memory_for(fits, phase)], fail_at_launch=at_launch, lanes_of=VAE_LANE
+    )
+    for number, wide in enumerate(rows):
+        driven.add(f"r{number}", Ask(rows=wide))
+    driven.run()
+    driven.verify_idle()
+    assert {r.state for r in driven.ended} == {State.DONE}
+    failed = {launch.group for launch in runner.log if launch.failed}
+    caps = driven.scheduler.caps
+    assert set(caps) == {("image", group) for group in failed}
+    # of rows that come in twos, a limit of three takes two
+    assert all(1 <= cap < fits + max(rows) for cap in caps.values())
+    for group in failed:
+        tries = [launch for launch in runner.log if launch.group == group]
+        assert sum(launch.failed for launch in tries) <= 5 * depth  # 32 rows are halved to one in five
+        assert fits == 1 or max(launch.rows for launch in tries if not launch.failed) > fits / 4
+
+
+def test_a_request_that_does_not_fit_alone_fails_with_the_reason() -> None:
+    driven, _ = drive(faults=[memory_for(1)])
+    driven.add("wide", Ask(rows=2))
+    driven.add("narrow", Ask(rows=1))
+    driven.run()
+    states = {r.id: r.state for r in driven.ended}
+    assert states == {"wide": State.FAILED, "narrow": State.DONE}
+    assert isinstance(driven.asked["wide"].error, OutOfMemory)
+
+
+def test_a_limit_lowered_by_one_bad_moment_recovers() -> None:
+    driven, runner = drive(faults=[at_launches(0, 1, 2, 3, error=OutOfMemory)])
+    for number in range(16):
+        driven.add(f"r{number}", Ask(steps=1, encode=False, vae=False))
+    driven.fill()
+    for _ in range(4):
+        driven.forward()
+        driven.fill()
+    assert driven.scheduler.caps == {("image", ("step", "s")): 1}
+    extra = itertools.count()
+    while driven.scheduler.caps:
+        assert len(runner.log) < 5000, "the limit never recovers"
+        while len(driven.scheduler.live) < 16:
+            driven.add(f"x{next(extra)}", Ask(steps=1, encode=False, vae=False))
+        driven.fill()
+        driven.forward()
+    assert runner.log[-1].rows >= 8
+    assert sum(launch.failed for launch in runner.log) == 4
+
+
+def test_a_true_limit_is_tried_ever_more_rarely() -> None:
+    driven, runner = drive(faults=[memory_for(4)])
+    extra = itertools.count()
+    while len(runner.log) < 6000:
+        while len(driven.scheduler.live) < 16:
+            driven.add(f"x{next(extra)}", Ask(steps=1, encode=False, vae=False))
+        driven.fill()
+        driven.forward()
+        driven.ended.clear()
+    failures = [number for number, launch in enumerate(runner.log) if launch.failed]
+    assert 3 <= len(failures) <= 10
+    assert failures[-1] - failures[-2] > 500
+    assert {r.state for r in driven.ended} <= {State.DONE}
+
+
+def test_a_narrow_load_says_nothing_about_a_lowered_limit() -> None:
+    """What succeeds with one row is no reason to try sixteen again."""
+    driven, _ = drive(faults=[at_launches(0, error=OutOfMemory)])
+    for number in range(16):
+        driven.add(f"r{number}", STEPS)
+    driven.run()
+    driven.add("long", Ask(steps=1000, encode=False, vae=False))
+    driven.run()
+    assert driven.scheduler.caps == {("image", ("step", "s")): 8}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), OutOfMemory("full")])
+def test_a_failing_admission_fails_its_request_only(error: Exception) -> None:
+    driven, runner = drive()
+    runner.admit_error["bad"] = error
+    bad, good = driven.add("bad", priority=0), driven.add("good", priority=1)
+    driven.run()
+    driven.verify_idle()
+    assert (bad.state, good.state) == (State.FAILED, State.DONE)
+    assert bad.error is error
+
+
+def test_a_lost_device_is_not_one_requests_trouble() -> None:
+    driven, runner = drive()
+    runner.admit_error["r"] = DeviceLost("illegal address")
+    driven.add("r")
+    with pytest.raises(DeviceLost):
+        driven.launch()
+
+
+# -- admission -----------------------------------------------------------------------------------------------
+
+
+def test_nobody_overtakes_whoever_needs_more_room() -> None:
+    driven, runner = drive(slots=8)
+    driven.add("first", Ask(steps=3, slots=4))
+    driven.launch()
+    driven.add("large", Ask(slots=8))
+    for number in range(5):
+        driven.add(f"small{number}", Ask(slots=1))
+    driven.run()
+    assert runner.admitted[:2] == ["first", "large"]
+    assert runner.refused[0] == "large"
+    assert {r.state for r in driven.ended} == {State.DONE}
+
+
+def test_what_never_fits_fails_with_a_clear_message_and_holds_nobody_up() -> None:
+    driven, _ = drive(slots=8)
+    driven.add("first", Ask(slots=4))
+    driven.launch()
+    huge = driven.add("huge", Ask(slots=9))
+    after = driven.add("after", Ask(slots=8))
+    driven.run()
+    driven.verify_idle()
+    assert huge.state is State.FAILED
+    assert "huge" in str(huge.error)
+    assert "image" in str(huge.error)
+    assert after.state is State.DONE
+
+
+def test_hand_back_returns_what_has_not_started_and_forgets_it() -> None:
+    driven, _ = drive(slots=2)
+    started = [driven.add(f"s{n}") for n in range(2)]
+    driven.launch()
+    late = driven.add("late", priority=2, deadline=5.0)
+    urgent = driven.add("urgent", priority=1, deadline=9.0)
+    gone = driven.add("gone")
+    driven.abort("gone")
+    assert driven.scheduler.hand_back() == [urgent, late]
+    assert driven.scheduler.hand_back() == []
+    assert set(driven.scheduler.live) == {"s0", "s1"}
+    assert driven.scheduler.counts() == {"image": (0, 2)}
+    assert driven.scheduler.next_deadline() == math.inf
+    driven.clock.now = 0.5
+    driven.scheduler.add(late, 0.5)  # it may come again, here or elsewhere, and its old entries are gone
+    driven.run()
+    driven.verify_idle()
+    assert [r.state for r in started] == [State.DONE] * 2
+    assert (urgent.state, gone.state) == (State.WAITING, State.ABORTED)
+    assert late.state in (State.DONE, State.EXPIRED)
+
+
+def test_an_id_is_in_use_while_it_lives() -> None:
+    driven, _ = drive()
+    driven.add("r")
+    with pytest.raises(ValueError, match="'r' is already in use"):
+        driven.add("r")
+    driven.run()
+    driven.add("r")
+    driven.run()
+    assert [r.state for r in driven.ended] == [State.DONE] * 2
+
+
+def test_an_unknown_modality_is_refused() -> None:
+    driven, _ = drive()
+    with pytest.raises(ValueError, match=r"'sound' is not served here; served: image"):
+        driven.add("r", modality="sound")
+    assert driven.scheduler.idle
+
+
+def test_runners_and_depth_are_checked() -> None:
+    clock = Clock()
+    with pytest.raises(ValueError, match="same modality"):
+        Scheduler([FakeRunner(clock), FakeRunner(clock)])
+    with pytest.raises(ValueError, match="depth"):
+        Scheduler([FakeRunner(clock)], depth=0)
+
+
+def test_a_request_has_no_nan() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        Request("r", "image", None, deadline=math.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        Request("r", "image", None, arrival=math.nan)
+
+
+@pytest.mark.parametrize("priority", [-1, 10])
+def test_a_request_has_a_priority_that_celery_has(priority: int) -> None:
+    with pytest.raises(ValueError, match="between 0"):
+        Request("r", "image", None, priority=priority)
+
+
+def test_an_idle_check_sees_a_leak() -> None:
+    driven, runner = drive()
+    runner.leaks = 1
+    driven.add("r", Ask(slots=2))
+    driven.run()
+    with pytest.raises(RuntimeError, match="image runner still holds 1"):
+        driven.scheduler.check_idle()
+
+
+# -- width ---------------------------------------------------------------------------------------------------
+
+
+def first_width(cost: Cost, queue: int, limit: int = 16, slots: int = 10_000) -> int:
+    driven, _ = drive(slots=slots, limit=limit, costs={"": cost})
+    for number in range(queue):
+        driven.add(f"r{number}", STEPS)
+    (batch,) = driven.launch()
+    return len(batch.requests)
+
+
+def mean_completion_s(cost: Cost, queue: int, width: int) -> float:
+    """Serve `queue` requests in waves of `width` and average the moments at which each is done."""
+    now, ends = 0.0, list[float]()
+    for start in range(0, queue, width):
+        now += cost(width)
+        ends += [now] * min(width, queue - start)
+    return sum(ends) / queue
+
+
+@FIXED
+@given(st.integers(1, 40), st.integers(1, 16))
+def test_flat_cost_goes_as_wide_as_it_can(queue: int, limit: int) -> None:
+    widest = min(queue, limit)
+    width = first_width(flat(), queue, limit)
+    assert -(-queue // width) == -(-queue // widest)
+    assert queue > limit or width == queue
+
+
+@FIXED
+@given(st.integers(1, 60), st.integers(1, 16), st.floats(1e-6, 1e3))
+def test_linear_cost_stays_at_one(queue: int, limit: int, seconds: float) -> None:
+    assert first_width(linear(seconds), queue, limit) == 1
+
+
+@FIXED
+@given(
+    st.integers(1, 60),
+    st.integers(1, 16),
+    st.one_of(
+        st.builds(affine, st.floats(0.01, 10), st.floats(0.01, 10)),
+        st.builds(lambda a, b: bucketed(affine(a, b)), st.floats(0.01, 10), st.floats(0.01, 10)),
+        st.lists(st.floats(0.001, 1), min_size=16, max_size=16).map(lambda steps: lambda rows: sum(steps[:rows])),
+    ),
+    st.sampled_from([16, 10_000]),
+)
+def test_width_minimises_the_mean_completion_time(queue: int, limit: int, cost: Cost, slots: int) -> None:
+    """Also where most of the queue does not hold a slot yet."""
+    width = first_width(cost, queue, limit, slots)
+    best = min(mean_completion_s(cost, queue, k) for k in range(1, min(queue, limit) + 1))
+    assert mean_completion_s(cost, queue, width) <= best * (1 + 1e-9)
+
+
+def test_width_grows_with_the_queue_to_the_highest_throughput() -> None:
+    cost = affine(1.0, 0.5)
+    widths = [first_width(cost, queue) for queue in (1, 2, 4, 16, 64, 256, 1024)]
+    assert widths == sorted(widths)
+    assert widths[0] == 1
+    assert widths[-1] == 16
+    dear_when_wide: Cost = lambda rows: 1.0 + 0.05 * rows + 0.02 * rows**2  # noqa: E731
+    best = max(range(1, 17), key=lambda k: k / dear_when_wide(k))
+    assert abs(first_width(dear_when_wide, 2000) - best) <= 1
+
+
+@pytest.mark.parametrize("strange", [0.0, math.inf, math.nan])
+def test_a_strange_cost_stops_nobody(strange: float) -> None:
+    driven, runner = drive(slots=4)
+    runner.cost = lambda group, rows: strange  # type: ignore[method-assign]
+    request = driven.add("r", STEPS)
+    other = driven.add("o", STEPS)
+    for _ in range(20):
+        for batch in driven.scheduler.schedule(driven.clock.now):
+            driven.scheduler.finish(batch, {r.id: runner.commit(r) for r in batch.requests}, driven.clock.now)
+    assert (request.state, other.state) == (State.DONE, State.DONE)
+
+
+@FIXED
+@given(st.lists(st.integers(1, 2), min_size=1, max_size=20), st.integers(1, 9))
+def test_rows_are_what_fills_a_forward(rows: list[int], limit: int) -> None:
+    driven, runner = drive(slots=64, limit=limit)
+    for number, wide in enumerate(rows):
+        driven.add(f"r{number}", Ask(rows=wide))
+    driven.run()
+    driven.verify_idle()
+    assert all(launch.rows <= max(limit, 2) for launch in runner.log)
+    assert {r.state for r in driven.ended} == {State.DONE}
+
+
+# -- one shot first ------------------------------------------------------------------------------------------
+
+
+def one_shots_against_a_cohort(
+    left: int, step_s: float, cohort: int, shot_s: float, shots: int, **of_leader: Any
+) -> str:
+    """The phase that runs first: steps of a cohort that came first, or one-shots that came later."""
+    driven, runner = drive(slots=64, costs={"step": flat(step_s), "once": flat(shot_s)})
+    for number in range(cohort):
+        driven.add(f"c{number}", Ask(steps=left, encode=False), **(of_leader if number == cohort - 1 else {}))
+    for number in range(shots):
+        driven.add(f"o{number}", Ask(once=True, size="o"))
+    driven.launch()
+    return runner.log[0].phase
+
+
+@FIXED
+@given(st.integers(2, 20), st.floats(0.1, 9), st.integers(1, 12), st.floats(0.1, 90), st.integers(1, 12))
+def test_one_shots_go_first_where_that_lowers_the_sum_of_waiting_times(
+    left: int, step_s: float, cohort: int, shot_s: float, shots: int
+) -> None:
+    gain = shots * left * step_s - cohort * shot_s
+    before = one_shots_against_a_cohort(left, step_s, cohort, shot_s, shots) == "once"
+    assert abs(gain) < 1e-6 or before == (gain > 0)
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_one_shots_do_not_spend_a_deadline_that_someone_set(cohort: int) -> None:
+    """Ten steps of a second are left and the one-shot takes half a second; anyone of the cohort may be in a
+    hurry.
+    """
+    for deadline, phase in ((10.0, "step"), (10.4, "step"), (10.6, "once"), (math.inf, "once")):
+        assert one_shots_against_a_cohort(10, 1.0, cohort, 0.5, 4, deadline=deadline) == phase
+
+
+def test_a_hurry_behind_a_leader_without_one_counts_as_well() -> None:
+    driven, runner = drive(costs={"step": flat(), "once": flat(0.5)}, patience_s=5.0)
+    driven.add("leader", Ask(steps=10, encode=False, vae=False))
+    hurried = driven.add("hurried", Ask(steps=10, encode=False, vae=False), deadline=10.25)
+    driven.add("shot", Ask(once=True, size="o"))
+    driven.run()
+    assert runner.log[0].phase == "step"
+    assert hurried.state is State.DONE
+
+
+def test_one_shots_of_less_urgent_priority_wait() -> None:
+    driven, runner = drive(costs={"": flat(), "once": flat(0.01)})
+    driven.add("leader", Ask(steps=10, encode=False), priority=1)
+    driven.add("later", Ask(once=True, size="o"), priority=2)
+    driven.launch()
+    assert runner.log[0].phase == "step"
+
+
+# -- joining, lanes, second places ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_newcomer_joins_at_the_next_iteration(depth: int) -> None:
+    driven, runner = drive(depth=depth)
+    driven.add("old", Ask(steps=9, encode=False))
+    driven.fill()
+    driven.forward()
+    driven.fill()
+    driven.add("new", Ask(steps=2, encode=False))
+    driven.fill()
+    assert runner.log[-1].ids == ["old"]
+    driven.forward()
+    driven.fill()
+    assert runner.log[-1].ids == ["old", "new"]
+    driven.run()
+    driven.verify_idle()
+
+
+def test_latents_gather_for_one_vae_batch() -> None:
+    driven, runner = drive()
+    for number in range(4):
+        driven.add(f"r{number}", Ask(steps=3))
+    driven.run()
+    assert [(launch.phase, len(launch.ids)) for launch in runner.log] == [
+        ("encode", 4), ("step", 4), ("step", 4), ("step", 4), ("vae", 4),
+    ]  # fmt: skip
+
+
+def test_nothing_waits_while_its_lane_idles() -> None:
+    """At every moment a lane with ready requests holds a batch."""
+    rng = random.Random(5)
+    driven, runner = drive(lanes_of=VAE_LANE, costs={"": affine(1.0, 0.2), "vae": linear(0.7)})
+    for number in range(300):
+        if number < 100:
+            driven.add(f"r{number}", Ask(steps=rng.randint(1, 5)), deadline=driven.clock.now + 1e6)
+        driven.fill()
+        busy = {batch.lane for batch, _ in driven.flying}
+        for request in driven.scheduler.live.values():
+            if request.state is State.RUNNING and not request.in_flight:
+                assert runner.lane(runner.group(request)) in busy
+        driven.forward()
+
+
+def test_lanes_overlap() -> None:
+    driven, runner = drive(lanes_of=VAE_LANE)
+    driven.add("a", Ask(steps=1, encode=False))
+    driven.fill()
+    driven.forward()
+    driven.add("b", Ask(steps=1, encode=False))
+    batches = driven.launch()
+    assert {batch.lane for batch in batches} == {"main", "vae"}
+    driven.run()
+    assert driven.clock.now == 3.0
+    assert [launch.at for launch in runner.log] == [0.0, 1.0, 1.0, 2.0]
+
+
+def test_modalities_overlap_on_their_lanes_and_take_turns_on_a_shared_one() -> None:
+    for lane, took in (("text", 4.0), ("main", 8.0)):
+        clock = Clock()
+        image = FakeRunner(clock)
+        text = FakeRunner(clock, modality="text", lanes_of={"step": lane})
+        driven = Drive([image, text], clock)
+        driven.add("i", STEPS)
+        driven.add("t", STEPS, modality="text")
+        driven.run()
+        driven.verify_idle()
+        assert clock.now == took
+
+
+@pytest.mark.parametrize("curve", ["flat", "bucketed"])
+def test_a_second_place_never_fragments_a_cohort(curve: str) -> None:
+    costs = {"": flat()} if curve == "flat" else {"": bucketed(affine(1.0, 0.01))}
+    driven, runner = drive(depth=2, costs=costs)
+    for number in range(3):
+        driven.add(f"r{number}", Ask(steps=6, encode=False, vae=False))
+    driven.launch()
+    for number in range(3, 5):
+        driven.add(f"r{number}", Ask(steps=6, encode=False, vae=False))
+    assert driven.launch() == []
+    driven.run()
+    assert [len(launch.ids) for launch in runner.log] == [3, 5, 5, 5, 5, 5, 2]
+
+
+@FIXED
+@given(st.integers(1, 16), st.lists(st.integers(0, 6), max_size=8))
+def test_with_flat_cost_a_second_place_changes_nothing(count: int, later: list[int]) -> None:
+    """The same forwards, whatever the depth."""
+    logs = []
+    for depth in (1, 2):
+        driven, runner = drive(depth=depth, slots=64, limit=32)
+        arrivals = sorted(later)
+        for number in range(count):
+            driven.add(f"r{number}", STEPS)
+        while arrivals or not driven.scheduler.idle:
+            while arrivals and arrivals[0] <= driven.clock.now:
+                driven.add(f"l{len(arrivals)}", STEPS)
+                arrivals.pop(0)
+            driven.fill()
+            driven.forward(driven.clock.now + 1.0)
+        logs.append([launch.ids for launch in runner.log])
+    assert logs[0] == logs[1]
+
+
+def test_a_second_place_is_used_where_cost_is_linear() -> None:
+    driven, _ = drive(depth=2, costs={"": linear()})
+    for number in range(4):
+        driven.add(f"r{number}", STEPS)
+    assert [len(batch.requests) for batch in driven.fill()] == [1, 1]
+    driven.run()
+    driven.verify_idle()
+    assert driven.clock.now == 16.0
+
+
+def test_a_second_place_is_used_by_another_group_and_not_before_the_first() -> None:
+    driven, runner = drive(depth=2)
+    driven.add("steps", Ask(steps=4, encode=False))
+    driven.add("encode", Ask(steps=1, size="l"))
+    driven.fill()
+    assert [launch.ids for launch in runner.log] in ([["encode"], ["steps"]], [["steps"], ["encode"]])
+    assert driven.forward()
+    driven.run()
+    driven.verify_idle()
+
+
+def test_a_second_place_is_not_for_less_urgent_priorities() -> None:
+    """They would double the time of every step of the urgent one."""
+    driven, runner = drive(depth=2)
+    urgent = driven.add("urgent", STEPS)
+    driven.add("later", Ask(steps=50, encode=False, vae=False, size="l"), priority=5)
+    driven.run(until=4.0)
+    assert urgent.ended == 4.0
+    assert [launch.ids for launch in runner.log] == [["urgent"]] * 4
+    driven.run()
+    driven.verify_idle()
+
+
+# -- price ---------------------------------------------------------------------------------------------------
+
+
+def test_a_decision_asks_the_runner_as_often_whatever_the_queue() -> None:
+    calls = []
+    for waiting in (10, 1_000, 10_000):
+        driven, runner = drive(slots=8, limit=8, costs={"": affine(1.0, 0.3)})
+        for number in range(8 + waiting):
+            driven.add(f"r{number}", Ask(steps=20))
+        driven.fill()
+        driven.forward()
+        before = runner.calls
+        assert len(driven.launch()) == 1
+        calls.append(runner.calls - before)
+    assert max(calls) <= min(calls) + 40
+    assert max(calls) < 200
+
+
+def test_a_batch_says_what_it_holds() -> None:
+    driven, runner = drive()
+    for number in range(3):
+        driven.add(f"r{number}", Ask(rows=2))
+    (batch,) = driven.launch()
+    assert isinstance(batch, Batch)
+    assert (batch.runner, batch.group, batch.lane, batch.rows) == (runner, ("encode", "s"), "main", 6)
+    assert [r.id for r in batch.requests] == ["r0", "r1", "r2"]

@@ -1,0 +1,301 @@
+"""The image runner: parity with diffusers, alone and in mixed batches; equal bytes for deterministic requests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.batching.engine import Aborted, Engine
+from core.batching.request import Request, State
+from core.batching.runner import Lane, Refused
+from pipeline import sigmas
+from pipeline.parameters import ImageParameters
+from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock_picture
+
+# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+LANE = Lane("tests")
+
+
+def wanted(shape: str = "plain", **options: Any) -> ImageParameters:
+    side = SHAPES[shape].native
+    given_options = {"prompt": "a red cat", "seed": 1, "width": side, "height": side, "steps": 4, **options}
+    return ImageParameters(**given_options)
+
+
+def mixture(shape: str) -> list[ImageParameters]:
+    """Every scheduler, with and without guidance, with an absent, an empty and a given negative prompt."""
+    negatives = itertools.cycle((None, "", "blurry, grey"))
+    return [
+        wanted(shape, prompt=f"{name} in a {colour} hat", seed=seed, scheduler=name, guidance_scale=guidance,
+               negative_prompt=next(negatives), steps=steps)
+        for seed, (name, (guidance, colour, steps)) in enumerate(
+            itertools.product(sigmas.SCHEDULERS, ((1.0, "red", 3), (0.5, "blue", 5), (2.5, "green", 4), (7.0, "big", 7)))
+        )
+    ]  # fmt: skip
+
+
+def check_parity(shape: str, parameters: ImageParameters, picture: Any) -> None:
+    expected = stock_picture(shape, parameters)
+    assert expected.std() > 10, "a flat picture would prove nothing"
+    assert np.abs(levels(picture) - expected).max() <= 1, parameters
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_picture_equals_diffusers_alone_and_in_a_batch_that_others_join_and_leave(shape: str) -> None:
+    runner = Watching(model(shape), lane=LANE, max_rows=64)
+    parameters = [p for p in mixture(shape) if not (shape == "distilled" and p.scheduler != "lcm")]
+    crank = Crank(runner)
+    for index, one in enumerate(parameters):
+        crank.submit(str(index), one)
+        crank.turn()  # it is encoded,
+        crank.turn()  # and all who are here take a step before the next one comes
+    pictures = crank.pictures()
+    assert max(len(steps) for steps in runner.shared_steps) >= min(3, len(parameters) - 2), "nobody shared a forward"
+    for index, one in enumerate(parameters):
+        check_parity(shape, one, pictures[str(index)])
+    for one in parameters[:: len(parameters) // 4]:
+        check_parity(shape, one, solo(runner, one))
+
+
+def test_sizes_and_step_counts_differ_within_one_engine() -> None:
+    runner = Watching(model("three-levels"), lane=LANE)
+    parameters = [
+        wanted("three-levels", width=width, height=height, steps=steps, seed=steps)
+        for (width, height), steps in zip(itertools.cycle(runner.sizes), range(2, 8), strict=False)
+    ]
+    crank = Crank(runner)
+    for index, one in enumerate(parameters):
+        crank.submit(str(index), one)
+    for index, picture in crank.pictures().items():
+        check_parity("three-levels", parameters[int(index)], picture)
+
+
+def test_a_prompt_beyond_the_encoders_reach_is_cut_and_says_so() -> None:
+    runner = Watching(model("plain"), lane=LANE)
+    long = wanted(prompt="z" * 100, negative_prompt="y" * 90)
+    picture = solo(runner, long)
+    check_parity("plain", long, picture)
+    assert [warning.split(":")[0] for warning in picture.warnings] == ["negative_prompt", "prompt"]
+    assert "77" in picture.warnings[1] and "z" * 25 in picture.warnings[1].replace(" ", "")
+    assert not solo(runner, wanted(prompt="z" * 75)).warnings
+
+
+# -- same seed, same picture ---------------------------------------------------------------------------------------
+
+
+def deterministic(seed: int, **options: Any) -> ImageParameters:
+    return wanted(seed=seed, deterministic=True, **options)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("scheduler", ["euler", "euler-ancestral", "dpm++2m"])
+def test_deterministic_bytes_are_equal_at_every_position_of_the_bucket(threads: int, scheduler: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        runner = Watching(model("three-levels"), lane=LANE, deterministic_rows=8)
+        target = deterministic(5, scheduler=scheduler, width=64, height=64)
+        expected = solo(runner, target).png()
+        for position in range(4):
+            crank = Crank(runner)
+            for other in range(4):
+                one = target if other == position else replace(target, seed=50 + other, prompt=f"{other} dogs")
+                crank.submit(f"{other}", one, priority=other)
+            runner.rides.clear()
+            assert crank.pictures()[str(position)].png() == expected
+            full = [ride for phase, ride in runner.rides if phase == "deep" and len(ride) == 4]
+            assert full and all(ride[position][0] == str(position) for ride in full)
+    finally:
+        torch.set_num_threads(before)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_deterministic_bytes_do_not_depend_on_companions_aborts_and_retries(data: st.DataObject) -> None:
+    runner = Watching(model("plain"), lane=LANE, max_requests=6, deterministic_rows=8)
+    targets = [deterministic(seed, steps=3 + seed, guidance_scale=guidance) for seed, guidance in ((1, 5.0), (2, 1.0))]
+    expected = [solo(runner, target).png() for target in targets]
+    crank, live = Crank(runner), 0
+    for turn in range(data.draw(st.integers(3, 25))):
+        match data.draw(st.sampled_from(["target", "companion", "abort", "fail", "nothing"])):
+            case "target":
+                which = data.draw(st.integers(0, 1))
+                crank.submit(f"target-{which}-{turn}", targets[which], priority=data.draw(st.integers(0, 9)))
+            case "companion":
+                one = wanted(
+                    seed=turn,
+                    steps=data.draw(st.integers(1, 6)),
+                    guidance_scale=data.draw(st.sampled_from([1.0, 6.0])),
+                    deterministic=data.draw(st.booleans()),
+                )
+                crank.submit(f"companion-{turn}", one, priority=data.draw(st.integers(0, 9)))
+                live += 1
+            case "abort":
+                companions = [name for name in crank.scheduler.live if name.startswith("companion")]
+                if companions:
+                    crank.scheduler.abort(data.draw(st.sampled_from(companions)), crank.now)
+            case "fail":
+                crank.turn(alter=_broken)
+        crank.turn()
+    for name, request in crank.run().items():
+        if name.startswith("target") and request.state is State.DONE:
+            assert request.result.png() == expected[int(name.split("-")[1])]
+
+
+def _broken(_: Any, ticket: Any) -> Any:
+    """The forward ran, and then the batch failed: what it computed must not count."""
+    ticket.wait()
+
+    class Broken:
+        def outcome(self) -> Any:
+            raise RuntimeError("planted")
+
+    return Broken()
+
+
+def test_deterministic_requests_run_at_the_same_time_as_random_companions() -> None:
+    """On the real engine, from several threads at once, with aborts in between."""
+    runner = Watching(model("plain"), lane=Lane("own"), max_requests=12, deterministic_rows=4)
+    targets = [deterministic(seed, steps=5, scheduler=name) for seed, name in enumerate(sigmas.SCHEDULERS[:3])]
+    expected = [solo(Watching(model("plain"), lane=LANE, deterministic_rows=4), t).png() for t in targets]
+    found: list[tuple[int, bytes]] = []
+    with Engine([runner]) as engine:
+
+        def send(thread: int) -> None:
+            chance = random.Random(thread)
+            futures = []
+            for number in range(12):
+                which = chance.randrange(3)
+                futures.append((which, engine.submit(Request(f"t{thread}-{number}", "image", targets[which]))))
+                noise = wanted(seed=number, steps=chance.randint(1, 6), guidance_scale=chance.choice([1.0, 4.0]))
+                other = engine.submit(Request(f"c{thread}-{number}", "image", noise, priority=chance.randrange(10)))
+                if chance.random() < 0.5:
+                    engine.abort(f"c{thread}-{number}")
+                other.add_done_callback(lambda future: future.exception())
+            for which, future in futures:
+                found.append((which, future.result(timeout=60).png()))
+
+        threads = [threading.Thread(target=send, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    runner.close()
+    assert len(found) == 36
+    assert all(data == expected[which] for which, data in found)
+
+
+def test_other_requests_stay_within_one_level_of_their_solo_run() -> None:
+    runner = Watching(model("two-resnets"), lane=LANE)
+    parameters = [wanted("two-resnets", seed=seed, steps=3 + seed, guidance_scale=float(seed)) for seed in range(5)]
+    alone = [levels(solo(runner, one)) for one in parameters]
+    crank = Crank(runner)
+    for index, one in enumerate(parameters):
+        crank.submit(str(index), one)
+        crank.turn()
+    for index, picture in crank.pictures().items():
+        assert np.abs(levels(picture) - alone[int(index)]).max() <= 1
+
+
+# -- what a request is told, and what it holds ---------------------------------------------------------------------
+
+
+def test_progress_counts_steps_and_previews_come_when_asked_for() -> None:
+    runner = Watching(model("plain"), lane=LANE)
+    told: list[Any] = []
+    with Engine([runner]) as engine:
+        one = wanted(steps=5, preview_every=2)
+        request = Request("r", "image", one, listener=lambda _, outcome: told.append(outcome))
+        picture = engine.submit(request).result(timeout=30)
+    assert [outcome.progress for outcome in told] == [(step, 5) for step in (0, 1, 2, 3, 4, 5, 5)]
+    previews = {outcome.progress[0]: outcome.preview for outcome in told if outcome.preview is not None}
+    assert set(previews) == {2, 4}
+    assert previews[4].shape == (4, 4, 3) and previews[4].dtype == np.uint8
+    check_parity("plain", one, picture)
+
+
+@pytest.mark.parametrize("phase", ["encode", "deep", "vae"])
+def test_an_abort_in_any_phase_gives_everything_back(phase: str) -> None:
+    runner = Watching(model("plain"), lane=LANE, max_requests=2)
+    crank = Crank(runner)
+    request, other = crank.submit("gone", wanted(steps=2)), crank.submit("stays", wanted(steps=4, seed=9))
+    held = []
+
+    def abort_under_way(batch: Any, ticket: Any) -> Any:
+        if batch.group.phase == phase and request in batch.requests:
+            crank.scheduler.abort("gone", crank.now)
+            held.append(runner.held())  # its slot is in use until the iteration ends
+        return ticket
+
+    while not request.state.final:
+        crank.turn(alter=abort_under_way)
+    assert held == [2] and runner.held() == 1
+    assert request.state is State.ABORTED and request.work is None
+    check_parity("plain", other.parameters, crank.pictures()["stays"])
+
+
+def test_a_model_that_returns_nan_fails_its_request_and_says_so() -> None:
+    runner = Watching(model("plain"), lane=LANE)
+    crank = Crank(runner)
+    request = crank.submit("nan", wanted(steps=2))
+    crank.turn()
+    request.work.trajectory.x.fill_(float("nan"))
+    crank.run()
+    assert request.state is State.FAILED and "NaN" in str(request.error)
+
+
+def test_memory_that_runs_out_halves_the_batch_and_every_picture_is_drawn() -> None:
+    class Small(Watching):
+        def launch(self, requests: Any) -> Any:
+            if requests[0].phase == "deep" and len(requests) > 2:
+                return self._lane.start(lambda: torch.empty(2**60), lambda _: {})  # the allocator's own error
+            return super().launch(requests)
+
+    runner = Small(model("plain"), lane=LANE, max_rows=16)
+    crank = Crank(runner)
+    parameters = [wanted(seed=seed) for seed in range(6)]
+    for one in parameters:
+        crank.submit(str(one.seed), one)
+    pictures = crank.pictures()
+    assert len(pictures) == 6
+    for one in parameters:
+        check_parity("plain", one, pictures[str(one.seed)])
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": "x" * 100_000}),
+        ("size", {"width": 31}),
+        ("steps", {"steps": 0}),
+        ("steps", {"steps": 10_000}),
+        ("guidance_scale", {"guidance_scale": float("nan")}),
+        ("scheduler", {"scheduler": "ddim"}),
+        ("scheduler", {"scheduler": "lcm", "steps": 51}),
+        ("seed", {"seed": -1}),
+    ],
+)
+def test_the_engine_refuses_what_it_cannot_serve_and_names_the_field(field: str, options: dict[str, Any]) -> None:
+    with Engine([Watching(model("plain"), lane=LANE)]) as engine:
+        with pytest.raises(Refused, match=f"^{field}:"):
+            engine.submit(Request("bad", "image", wanted(**options)))
+        assert engine.submit(Request("bad", "image", wanted())).result(timeout=30).image.size == (32, 32)
+
+
+def test_an_aborted_future_says_so() -> None:
+    with Engine([Watching(model("plain"), lane=LANE)]) as engine:
+        future = engine.submit(Request("r", "image", wanted(steps=500)))
+        engine.abort("r")
+        with pytest.raises(Aborted):
+            future.result(timeout=30)

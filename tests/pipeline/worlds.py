@@ -1,0 +1,162 @@
+"""What the pipeline's tests share: models of several shapes, their stock diffusers twins, and a hand-cranked engine.
+
+The crank drives the real scheduler and runner one iteration at a time, so that who joins whom at which step is decided
+by the test and not by the clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from core.batching.request import Request, State
+from core.batching.runner import Ticket
+from core.batching.scheduler import Batch, Scheduler
+from pipeline import tiny
+from pipeline.load import Model, load
+from pipeline.parameters import ImageParameters
+from pipeline.runner import ImageRunner
+from pipeline.tiny import Shape
+
+SHAPES = {
+    "plain": Shape(),
+    "three-levels": Shape(native=64, channels=(16, 24, 32), transformers=(1, 1, 2), heads=(2, 3, 4)),
+    "many-heads": Shape(heads=(4, 8), groups=4, force_zeros=False),
+    "two-resnets": Shape(resnets=2, transformers=(1, 3), groups=16, pooled_width=32),
+    "v-prediction": Shape(prediction_type="v_prediction", scheduler={"rescale_betas_zero_snr": True}),
+    "distilled": Shape(time_cond=32, prediction_type="sample"),
+}
+
+
+@functools.cache
+def model(name: str) -> Model:
+    """A model of this shape; made by way of the registry that `load` reads."""
+    key = f"random:test-{name}"
+    tiny.SHAPES[key] = SHAPES[name]
+    return load(key)
+
+
+@functools.cache
+def stock(name: str) -> Any:
+    """The stock diffusers pipeline with the same weights, in memory of its own."""
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    pipeline = tiny.make(SHAPES[name])
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@functools.cache
+def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
+    """What diffusers draws for these parameters, [H, W, 3] in levels."""
+    from diffusers import (
+        DPMSolverMultistepScheduler,
+        EulerAncestralDiscreteScheduler,
+        EulerDiscreteScheduler,
+        LCMScheduler,
+    )
+
+    classes = {
+        None: EulerDiscreteScheduler,
+        "euler": EulerDiscreteScheduler,
+        "euler-ancestral": EulerAncestralDiscreteScheduler,
+        "dpm++2m": DPMSolverMultistepScheduler,
+        "lcm": LCMScheduler,
+    }
+    pipeline = stock(name)
+    own = pipeline.scheduler
+    pipeline.scheduler = classes[wanted.scheduler].from_config(own.config)
+    try:
+        image = pipeline(
+            wanted.prompt,
+            negative_prompt=wanted.negative_prompt,
+            width=wanted.width,
+            height=wanted.height,
+            num_inference_steps=wanted.steps,
+            guidance_scale=wanted.guidance_scale,
+            generator=torch.Generator().manual_seed(wanted.seed),
+        ).images[0]
+    finally:
+        pipeline.scheduler = own
+    return np.asarray(image).astype(int)
+
+
+class Watching(ImageRunner):
+    """The real runner, which also notes who rode in each forward, at which step.
+
+    Its cost curve is flat, so that every batch is as wide as can be, however the machine feels today.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rides: list[tuple[str, list[tuple[str, int]]]] = []
+
+    def cost(self, group: Hashable, rows: int) -> float:
+        return 1.0
+
+    def launch(self, requests: Sequence[Request]) -> Any:
+        steps = [(r.id, r.work.trajectory.step if r.work.trajectory else -1) for r in requests]
+        self.rides.append((requests[0].phase, steps))
+        return super().launch(requests)
+
+    @property
+    def shared_steps(self) -> set[frozenset[int]]:
+        """The sets of different steps that shared one UNet forward."""
+        return {frozenset(step for _, step in ride) for phase, ride in self.rides if phase == "deep"}
+
+
+class Crank:
+    """The engine's loop without its thread: `turn` is one tick, and time is the number of ticks."""
+
+    def __init__(self, runner: ImageRunner) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler([runner], starvation_s=1e9)
+        self.now = 0.0
+        self.ended: dict[str, Request] = {}
+
+    def submit(self, name: str, wanted: ImageParameters, **options: Any) -> Request:
+        request = Request(name, "image", wanted, **options)
+        self.runner.check(request)
+        self.scheduler.add(request, self.now)
+        return request
+
+    def turn(self, alter: Callable[[Batch, Ticket], Ticket] = lambda _, ticket: ticket) -> bool:
+        """One iteration; False once nothing is live. `alter` may break a ticket, or act while it is under way."""
+        self.now += 1
+        assert self.now < 10_000, "something never ends"
+        for batch in self.scheduler.schedule(self.now):
+            try:
+                outcomes = alter(batch, self.runner.launch(batch.requests)).outcome()
+            except Exception as error:
+                self.scheduler.fail(batch, error, self.now)
+            else:
+                self.scheduler.finish(batch, outcomes, self.now)
+        self.ended |= {request.id: request for request in self.scheduler.take_ended()}
+        return not self.scheduler.idle
+
+    def run(self) -> dict[str, Request]:
+        while self.turn():
+            pass
+        self.scheduler.check_idle()
+        return self.ended
+
+    def pictures(self) -> dict[str, Any]:
+        ended = self.run()
+        failed = {name: r.error for name, r in ended.items() if r.state is State.FAILED}
+        assert not failed, failed
+        return {name: r.result for name, r in ended.items() if r.state is State.DONE}
+
+
+def levels(picture: Any) -> np.ndarray:
+    return np.asarray(picture.image).astype(int)
+
+
+def solo(runner: ImageRunner, wanted: ImageParameters) -> Any:
+    """The picture drawn with no companions."""
+    crank = Crank(runner)
+    crank.submit("solo", wanted)
+    return crank.pictures()["solo"]
