@@ -7,15 +7,13 @@ is needed, because imports are most of what a short command costs.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import re
 import secrets
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +27,19 @@ if TYPE_CHECKING:
     from workers.build import Works
 
 
+_FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "prompt": "PROMPT"}  # else --field
+_EXAMPLES = """examples:
+  diptych generate "a slice of pizza"
+  diptych generate "a red panda" -n 4 --seed 7 --steps 30 --size 128x128 -o pandas
+  diptych generate --prompts captions.tsv --limit 64 --negative "blurry, low quality"
+
+Each picture's PNG holds its parameters in the text chunks "parameters" and "fingerprint". Where a file of the same
+name lies in DIR, from an earlier command with the same prompt and seed, it is replaced.
+
+exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, and is named; 130 stopped with Ctrl-C
+"""
+
+
 class UsageError(ValueError):
     """Something that the user gave cannot be used. The message names it."""
 
@@ -39,18 +50,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     for library in ("torch", "filelock", "urllib3", "httpx"):
         logging.getLogger(library).setLevel(logging.WARNING)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text at all
+    try:
+        return _run(options)
+    except KeyboardInterrupt as error:
+        print(f"stopped: {error}" if str(error) else "stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # nobody reads on: nothing to say, also not when Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    from core.batching.engine import Closed
     from core.batching.runner import Refused
     from core.config import SettingsError
+    from pipeline.folder import ModelError
+    from workers.draw import OutError
 
-    expected: tuple[type[Exception], ...] = (UsageError, SettingsError, Refused)
     try:
         return int(options.run(options) or 0)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    except expected as error:
+    except (UsageError, SettingsError, Refused, OutError) as error:
         print(f"diptych: {error}", file=sys.stderr)
         return 2
+    except ModelError as error:
+        print(f"diptych: model: {error}", file=sys.stderr)
+        return 2
+    except Closed as error:
+        print(f"diptych: {error} ({error.__cause__ or 'no reason is known'})", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,20 +87,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="draw pictures", description="Draw a picture for each prompt.")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT")
+    generate = commands.add_parser(
+        "generate",
+        help="draw pictures",
+        description="Draw a picture for each prompt. stdout gets the path of a single picture, or one line of summary.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to draw; quote each one")
     generate.add_argument(
         "--prompts",
         dest="file",
         type=Path,
         metavar="FILE",
-        help="a prompt a line, or a .tsv/.csv with a column prompt or caption",
+        help="more prompts: one a line, or a .tsv/.csv with a column prompt or caption (and id: names the files)",
     )
     generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of FILE")
-    generate.add_argument("-o", "--out", type=Path, default=Path("out"), metavar="DIR", help="default: %(default)s")
-    generate.add_argument("-n", "--count", type=int, default=1, help="pictures a prompt, with seeds counting up")
-    generate.add_argument("--steps", type=int, default=20, help="default: %(default)s")
-    generate.add_argument("--seed", type=int, help="of the first picture; default: a random one")
+    _add_out(generate)
+    generate.add_argument(
+        "-n", "--count", type=int, default=1, metavar="N", help="pictures a prompt, seeds counting up; default: 1"
+    )
+    generate.add_argument("--steps", type=int, default=20, metavar="N", help="of denoising; default: %(default)s")
+    generate.add_argument("--seed", type=int, metavar="N", help="of each prompt's first picture; default: a random one")
     generate.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
     generate.add_argument(
         "--guidance", type=float, default=5.0, metavar="SCALE", help="default: %(default)s; up to 1: off"
@@ -91,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         ("arrivals", "latency under Poisson arrivals, against request-level batching"),
     ):
         one = benches.add_parser(name, help=text, description=text.capitalize() + ".")
-        one.add_argument("--steps", type=int, default=20, help="default: %(default)s")
+        one.add_argument("--steps", type=int, default=20, metavar="N", help="of denoising; default: %(default)s")
         one.add_argument(
             "--pictures",
             type=int,
@@ -108,38 +145,50 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve", help="draw what is typed", description="Draw a picture for each line of input."
     )
-    serve.add_argument("-o", "--out", type=Path, default=Path("out"), metavar="DIR", help="default: %(default)s")
-    serve.add_argument("--steps", type=int, default=20, help="default: %(default)s")
+    _add_out(serve)
+    serve.add_argument("--steps", type=int, default=20, metavar="N", help="of denoising; default: %(default)s")
     _add_model(serve)
     serve.set_defaults(run=_serve)
     return parser
 
 
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("out"), metavar="DIR", help="for the pictures; default: %(default)s"
+    )
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a folder in diffusers' format or a hub id; default: the embedded model")
-    parser.add_argument("--variant", help="of the weight files, such as fp16")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--threads", type=int, help="CPU threads; default: one per core")
+    parser.add_argument(
+        "--model", metavar="NAME", help="a folder in diffusers' format or a hub id; default: the embedded model"
+    )
+    parser.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="of the computation; default: fp32")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled code beside eager mode")
 
 
-def _settings(options: argparse.Namespace, **given: Any) -> Settings:
+def _settings(options: argparse.Namespace, **defaults: Any) -> Settings:
+    """Settings: an option goes over the environment, the environment over a command's defaults, and these over all."""
     from core.config import read
 
     chosen = {name: getattr(options, name) for name in ("model", "variant", "precision", "threads", "compile")}
-    return read(**{**given, **{name: value for name, value in chosen.items() if value is not None}})
+    settings = read(**chosen)
+    settings = settings.model_copy(update={k: v for k, v in defaults.items() if k not in settings.model_fields_set})
+    if settings.compile:
+        try:
+            settings.compiled_code.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"DIPTYCH_CACHE_DIR: {error.filename} cannot be made ({error.strerror})") from error
+    return settings
 
 
 def _open(settings: Settings, console: Console, measure_s: float = 0.0) -> Works:
-    """Build the works under a spinner; a model that does not load is the user's to mend."""
-    from pipeline.load import ModelError
-    from workers.build import build
-
+    """Build the works under a spinner."""
     with console.status("starting") as status:
-        try:
-            return build(settings, measure_s=measure_s, say=status.update)
-        except ModelError as error:
-            raise UsageError(f"model: {error}") from error
+        from workers.build import build
+
+        return build(settings, measure_s=measure_s, say=status.update)
 
 
 # -- generate ------------------------------------------------------------------------------------------------------
@@ -150,6 +199,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     from core.batching.request import Request
     from pipeline import parameters
+    from workers.draw import draw, folder
 
     console = Console(stderr=True)
     # All that can be refused without a model is refused before one is loaded.
@@ -163,24 +213,27 @@ def _generate(options: argparse.Namespace) -> int:
         negative_prompt=options.negative, steps=options.steps, guidance_scale=options.guidance,
         scheduler=options.scheduler, deterministic=options.deterministic,
     )  # fmt: skip
+    if options.scheduler is None:
+        offered: Sequence[str] = ()
+    else:
+        from pipeline import sigmas
+
+        offered = sigmas.SCHEDULERS
     for prompt in prompts:
-        _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, None)
-    _check_out(options.out)
-    settings = _settings(options, compile=options.compile or False)
-    with _open(settings, console) as works:
-        native = works.images.model.native
+        _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
+    settings = _settings(options, compile=False)  # compiling takes longer than most commands; who asks for it gets it
+    with folder(options.out), _open(settings, console) as works:
         if size is None:
-            draft = replace(draft, width=native, height=native)
-        for prompt in prompts:
-            whole = replace(draft, prompt=prompt.text)
-            _check(whole, prompt, options, works.images.sizes, works.images.schedulers)
-        works.images.check(Request("check", "image", replace(draft, prompt=prompts[0].text)))
+            draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
+        first = replace(draft, prompt=prompts[0].text)
+        _check(first, prompts[0], options, works.images.sizes, works.images.schedulers)
+        works.images.check(Request("check", "image", first))
         jobs = (
             (replace(draft, prompt=prompt.text, seed=(seed + k) % (parameters.MAX_SEED + 1)), prompt)
             for prompt in prompts
             for k in range(options.count)
         )
-        return _draw(works, jobs, len(prompts) * options.count, options.steps, options.out, console)
+        return draw(works, jobs, len(prompts) * options.count, options.steps, options.out, console)
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:
@@ -188,6 +241,8 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 
     if options.limit is not None and options.limit < 1:
         raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    if options.limit is not None and options.file is None:
+        raise UsageError("--limit: counts prompts of a file, and there is no --prompts")
     typed = [Prompt(text, row, "") for row, text in enumerate(options.prompts, 1)]
     if options.file is None:
         if not typed:
@@ -209,93 +264,22 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 
 def _check(
-    whole: ImageParameters, prompt: Prompt, options: argparse.Namespace, sizes: Any, schedulers: Sequence[str] | None
+    whole: ImageParameters, prompt: Prompt, options: argparse.Namespace, sizes: Any, schedulers: Sequence[str]
 ) -> None:
-    """Refuse a picture before anything is drawn, and say where its prompt stands."""
+    """Refuse a picture before anything is drawn: say which option is wrong, or where the prompt stands."""
     from core.batching.runner import Refused
     from pipeline.parameters import check
 
     try:
-        check(whole, sizes, schedulers if schedulers is not None else [whole.scheduler or ""])
+        check(whole, sizes, schedulers)
     except Refused as error:
-        where = f"{options.file}: row {prompt.row}: " if prompt.name else ""
-        raise UsageError(where + str(error) if str(error).startswith("prompt") else str(error)) from error
-
-
-def _check_out(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(f"--out: {folder} cannot be written ({error.strerror})") from error
-
-
-def _draw(
-    works: Works, jobs: Iterator[tuple[ImageParameters, Prompt]], total: int, each: int, out: Path, console: Console
-) -> int:
-    """Keep the engine full with `total` pictures of `each` steps, and write what is done; hold none longer."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    started = time.monotonic()
-    written: list[Path] = []
-    pending: dict[Future[Any], Path] = {}
-    with Progress(*columns, console=console) as progress:
-        steps = progress.add_task("steps", total=total * each)
-        pictures = progress.add_task("pictures", total=total)
-        while True:
-            while len(pending) < 2 * works.settings.max_requests and (job := next(jobs, None)) is not None:
-                pending[_submit(works, job[0], lambda: progress.advance(steps))] = out / _file_name(*job)
-            if not pending:
-                break
-            done, _ = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                path = pending.pop(future)
-                progress.advance(pictures)
-                failure = future.exception()
-                if failure is not None:
-                    console.print(f"[red]{path.name}[/red]: {type(failure).__name__}: {failure}", soft_wrap=True)
-                    continue
-                picture = future.result()
-                try:
-                    picture.write(path)
-                except OSError as error:
-                    raise UsageError(f"--out: {path} cannot be written ({error.strerror})") from error
-                written.append(path)
-                for warning in picture.warnings:
-                    console.print(f"[yellow]{path.name}[/yellow]: {warning}", soft_wrap=True)
-    took_s = time.monotonic() - started
-    if total == 1 and written:
-        print(written[0])
-    else:
-        print(f"{len(written)} pictures in {out} in {took_s:.1f} s, {len(written) / took_s:.2f} a second")
-    return 0 if len(written) == total else 1
-
-
-def _submit(works: Works, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
-    from core.batching.request import Outcome, Request
-
-    def listen(_: Request, outcome: Outcome) -> None:
-        if outcome.progress is not None and outcome.progress[0] and not outcome.finished:
-            tick()
-
-    return works.engine.submit(Request(secrets.token_hex(8), "image", wanted, listener=listen))
-
-
-def _file_name(wanted: ImageParameters, prompt: Prompt) -> str:
-    slug = re.sub(r"[^a-z0-9]+", "-", wanted.prompt.lower()).strip("-")[:48].rstrip("-") or "picture"
-    name = re.sub(r"[^\w.-]+", "_", prompt.name).strip(".")[:64]
-    return "-".join(part for part in (name, slug, str(wanted.seed)) if part) + ".png"
+        field, _, wrong = str(error).partition(": ")
+        flag = _FLAGS.get(field, f"--{field}")
+        if field == "prompt" and prompt.name:
+            flag = f"--prompts: {options.file}: row {prompt.row}"
+        elif field == "prompt" and len(options.prompts) > 1:
+            flag = f"PROMPT {prompt.row}"
+        raise UsageError(f"{flag}: {wrong}") from error
 
 
 # -- bench and serve -----------------------------------------------------------------------------------------------
@@ -306,6 +290,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     from benchmarks.record import BenchError
 
+    _check_steps(options.steps)
     settings = _settings(options)
     module = importlib.import_module(f"benchmarks.{options.what}")
     given = {"rungs": options.rungs.split(",") if getattr(options, "rungs", None) else None}
@@ -324,23 +309,30 @@ def _serve(options: argparse.Namespace) -> int:
     from core.batching.runner import Refused
     from pipeline.parameters import ImageParameters
     from pipeline.prompts import Prompt
+    from workers.draw import draw, folder
 
     console = Console(stderr=True)
-    _check_out(options.out)
-    with _open(_settings(options), console, measure_s=1.0) as works:
+    _check_steps(options.steps)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is refused line by line, with the rest
+    with folder(options.out), _open(_settings(options), console, measure_s=1.0) as works:
         native = works.images.model.native
         console.print(f"{works.images.model.name}: type a prompt, get a picture in {options.out} (Ctrl-D ends)")
-        for line in sys.stdin:
-            if not line.strip():
-                continue
+        for line in filter(str.strip, sys.stdin):
             wanted = ImageParameters(line.strip(), secrets.randbelow(2**32), native, native, steps=options.steps)
             try:
-                _draw(works, iter([(wanted, Prompt(line, 1, ""))]), 1, options.steps, options.out, console)
+                draw(works, iter([(wanted, Prompt(line, 1, ""))]), 1, options.steps, options.out, console)
             except Refused as error:
-                console.print(f"[red]{error}[/red]")
+                console.print(str(error), style="red", markup=False, highlight=False)
     return 0
 
 
+def _check_steps(steps: int) -> None:
+    from pipeline.parameters import MAX_STEPS
+
+    if not 1 <= steps <= MAX_STEPS:
+        raise UsageError(f"--steps: must be between 1 and {MAX_STEPS}, not {steps}")
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     sys.exit(main())

@@ -1,6 +1,8 @@
-"""Latency under Poisson arrivals: the engine against request-level batching, on one trace and the same kernels.
+"""Latency under Poisson arrivals: the engine against request-level batching, on one trace.
 
-Knows the engine and the image runner; the peers here differ from it in nothing but when requests join and leave.
+The peer is the stock diffusers pipeline in batches of what waits, with and without a window. Beside it, under
+`same_kernels`, request-level batching with the engine's own runner, which differs from the engine in nothing but when
+requests join and leave. Knows the engine and the runner; knows nothing of HTTP and queues.
 """
 
 from __future__ import annotations
@@ -15,14 +17,22 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks import record
+from benchmarks.ladder import stock_pipeline
 from core.batching.request import Request
 from core.config import Settings
 from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
+from workers.build import build
 
 LOAD = 0.7  # of the static batch's capacity
 WINDOW_S = 3.0
 _BATCH = 8  # pictures of a static batch
+_NAMES = {
+    "engine": "step-level (engine)",
+    "window_free": "diffusers, what waits",
+    "window_3s": "diffusers, 3 s window",
+    "same_kernels": "own runner, what waits",
+}
 
 
 class Server(Protocol):
@@ -31,34 +41,44 @@ class Server(Protocol):
     def submit(self, request: Request, done: Callable[[], None]) -> None: ...
 
 
+Draw = Callable[[Sequence[Request]], None]
+"""Draws a batch to its end."""
+
+
 def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) -> dict[str, Any]:
     """Measure the static batch's capacity, then play one Poisson trace of `pictures` arrivals to each server."""
-    from workers.build import build
-
     if pictures < 1:
         raise record.BenchError("--pictures: must be at least 1")
-    with record.alone():
-        works = build(settings.model_copy(update={"max_rows": 2 * _BATCH}), measure_s=15.0)
-        try:
-            runner = works.images
-            if settings.compile:
-                runner.execution.wait()
-                runner.execution.prepare(measure_s=15.0)
-            capacity = _capacity(runner, steps)
-            rate = LOAD * capacity
-            trace = np.random.default_rng(0).exponential(1 / rate, pictures).cumsum().tolist()
-            measured = {
-                "engine": _play(_Engine(works.engine), runner, trace, steps),
-                "window_free": _play(RequestLevel(runner, 0.0), runner, trace, steps),
-                "window_3s": _play(RequestLevel(runner, WINDOW_S), runner, trace, steps),
-            }
-        finally:
-            works.close()
+    with record.alone(), build(settings, measure_s=15.0) as works:
+        runner = works.images
+        if settings.compile:
+            runner.execution.wait()
+            runner.execution.prepare(measure_s=15.0)
+        pipeline = stock_pipeline(settings, steps)
+
+        def stock(requests: Sequence[Request]) -> None:
+            pipeline([(request.parameters.prompt, request.parameters.seed) for request in requests])
+
+        def same(requests: Sequence[Request]) -> None:
+            draw_batch(runner, requests)
+
+        capacity, own_capacity = (_capacity(draw, runner, steps) for draw in (stock, same))
+        rate = LOAD * capacity
+        trace = np.random.default_rng(0).exponential(1 / rate, pictures).cumsum().tolist()
+        servers: dict[str, Server] = {
+            "engine": _Engine(works.engine),
+            "window_free": RequestLevel(stock, 0.0),
+            "window_3s": RequestLevel(stock, WINDOW_S),
+            "same_kernels": RequestLevel(same, 0.0),
+        }
+        measured = {name: _play(name, server, runner, trace, steps) for name, server in servers.items()}
+    engine = measured["engine"]
     result: dict[str, Any] = {
         "rate_per_s": round(rate, 4),
-        **measured["engine"],
+        **engine,
         "window_free": measured["window_free"],
         "window_3s": measured["window_3s"],
+        "same_kernels": {"window_free": measured["same_kernels"], "capacity_per_s": round(own_capacity, 4)},
         "capacity_per_s": round(capacity, 4),
         "load": LOAD,
         "arrivals": pictures,
@@ -67,17 +87,16 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "compiled": settings.compile,
         "machine": record.machine(),
     }
-    engine = measured["engine"]
     record.table(
         f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of a static batch's {capacity:.2f}/s",
-        ("batching", "p50", "p99", "p50 against engine", "p99 against engine"),
+        ("batching", "p50", "p99", "engine's p50 against it", "engine's p99 against it"),
         [
             (
-                name,
+                _NAMES[name],
                 f"{m['p50_s']:.2f} s",
                 f"{m['p99_s']:.2f} s",
-                f"{m['p50_s'] / engine['p50_s']:.2f}×",
-                f"{m['p99_s'] / engine['p99_s']:.2f}×",
+                f"{engine['p50_s'] / m['p50_s']:.2f}×",
+                f"{engine['p99_s'] / m['p99_s']:.2f}×",
             )
             for name, m in measured.items()
         ],
@@ -86,13 +105,13 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
     return result
 
 
-def _capacity(runner: ImageRunner, steps: int) -> float:
+def _capacity(draw: Draw, runner: ImageRunner, steps: int) -> float:
     """Pictures per second of full static batches, one after the other: the median of four."""
     rates = []
     for number in range(5):
-        requests = [_request(runner, f"capacity-{number}-{i}", i, steps) for i in range(_BATCH)]
+        requests = [_request(runner, f"capacity-{id(draw)}-{number}-{i}", i, steps) for i in range(_BATCH)]
         started = time.perf_counter()
-        draw_batch(runner, requests)
+        draw(requests)
         rates.append(_BATCH / (time.perf_counter() - started))
     return float(np.median(rates[1:]))
 
@@ -127,8 +146,8 @@ def draw_batch(runner: ImageRunner, requests: Sequence[Request]) -> None:
 class RequestLevel:
     """Serves batches of what waits, up to `_BATCH`, once `window_s` has passed since the first of them came."""
 
-    def __init__(self, runner: ImageRunner, window_s: float) -> None:
-        self._runner = runner
+    def __init__(self, draw: Draw, window_s: float) -> None:
+        self._draw = draw
         self._window_s = window_s
         self._waiting: deque[tuple[Request, Callable[[], None], float]] = deque()
         self._changed = threading.Condition()
@@ -147,7 +166,7 @@ class RequestLevel:
                 while len(self._waiting) < _BATCH and (left := until - time.monotonic()) > 0:
                     self._changed.wait(left)
                 batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
-            draw_batch(self._runner, [request for request, _, _ in batch])
+            self._draw([request for request, _, _ in batch])
             for _, done, _ in batch:
                 done()
 
@@ -160,15 +179,15 @@ class _Engine:
         self._engine.submit(request).add_done_callback(lambda _: done())
 
 
-def _play(server: Server, runner: ImageRunner, trace: Sequence[float], steps: int) -> dict[str, float]:
+def _play(name: str, server: Server, runner: ImageRunner, trace: Sequence[float], steps: int) -> dict[str, float]:
     """Submit at the trace's times, whatever the server does, and take latencies from the times that were due."""
+    from rich.console import Console
     from rich.progress import track
 
-    name = f"{type(server).__name__.strip('_')}-{id(server)}"
     latencies: list[float] = []
     all_done = threading.Semaphore(0)
     started = time.monotonic()
-    for index, due in enumerate(track(trace, description=type(server).__name__, transient=True)):
+    for index, due in enumerate(track(trace, description=_NAMES[name], console=Console(stderr=True), transient=True)):
         request = _request(runner, f"{name}-{index}", index, steps)
         time.sleep(max(0.0, started + due - time.monotonic()))
 

@@ -35,7 +35,7 @@ def run(
     with record.alone(), ExitStack() as stack:
         draws: dict[str, Draw] = {}
         if any(name.startswith("diffusers") for name in rungs):
-            stock = _stock(settings, steps)
+            stock = stock_pipeline(settings, steps)
             draws["diffusers"] = lambda jobs: _in_batches(stock, jobs, 1)
             draws["diffusers-static-batch"] = lambda jobs: _in_batches(stock, jobs, STATIC_BATCH)
         for name, compiled in (("step-batching", False), ("+compile", True)):
@@ -106,7 +106,7 @@ def _turns(draws: dict[str, Draw], pictures: int) -> dict[str, tuple[float, floa
     return {name: (statistics.median(values), min(values), max(values)) for name, values in rates.items()}
 
 
-def _stock(settings: Settings, steps: int) -> Callable[[Sequence[tuple[str, int]]], None]:
+def stock_pipeline(settings: Settings, steps: int) -> Callable[[Sequence[tuple[str, int]]], None]:
     """The stock pipeline on its own copy of the weights."""
     import torch
     from diffusers import StableDiffusionXLPipeline
@@ -142,9 +142,7 @@ def _engine(settings: Settings, steps: int, compiled: bool, stack: ExitStack) ->
     if compiled and compiler() is None:
         logging.getLogger(__name__).warning("no C++ compiler: the rung +compile is left out")
         return None
-    # The closed loop may fill a forward with every request in flight: two rows each.
-    chosen = settings.model_copy(update={"compile": compiled, "max_rows": max(settings.max_rows, 2 * IN_FLIGHT)})
-    works = stack.enter_context(build(chosen, measure_s=10.0))
+    works = stack.enter_context(build(settings.model_copy(update={"compile": compiled}), measure_s=10.0))
     if compiled:
         works.images.execution.wait()
         works.images.execution.prepare(measure_s=10.0)

@@ -40,7 +40,7 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code, kept between starts")
     max_requests: int = Field(default=32, ge=1, le=4096, description="pictures in the making at once")
     max_rows: int = Field(
-        default=16, ge=2, le=1024, description="rows of one UNet forward; guidance brings two a picture"
+        default=32, ge=2, le=1024, description="rows of one UNet forward; guidance brings two a picture"
     )
     deterministic_rows: int = Field(default=8, ge=2, le=1024, description="the fixed bucket of deterministic requests")
     image_objective_s: float = Field(

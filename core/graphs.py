@@ -38,6 +38,15 @@ def compiler() -> str | None:
     return None
 
 
+def _keep_in(cache: Path) -> None:
+    """Have Inductor keep its files here, unless the user told it where; torch itself sets a temporary folder."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    cache.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+
+
 class Executables:
     """Looks up the fastest way to run a phase, and compiles in the background what was asked for.
 
@@ -63,8 +72,7 @@ class Executables:
             self.enabled = False
             return
         if cache is not None:
-            cache.mkdir(parents=True, exist_ok=True)
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+            _keep_in(cache)
         # Every bucket is one entry of a function's cache; past the limit, torch would silently fall back to eager.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._inductor.config.compile_threads = 1  # the other cores are serving

@@ -83,9 +83,10 @@ class Encoder:
                 list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
             ).input_ids
             for row, prompt in enumerate(prompts):
-                whole = tokenizer(prompt, verbose=False).input_ids
-                if len(whole) > length and not dropped[row]:
-                    dropped[row] = tokenizer.decode(whole[length - 1 : -1]).strip()
+                whole = tokenizer(prompt, verbose=False, return_offsets_mapping=True)
+                if len(whole.input_ids) > length and not dropped[row]:
+                    # The prompt's own letters, from the first token that had to make room for the end token.
+                    dropped[row] = prompt[whole.offset_mapping[length - 1][0] :].strip()
             output = encoder(ids.to(self._model.device), output_hidden_states=True)
             hidden.append(output.hidden_states[-2])
             pooled = output[0]  # of the second encoder: its projected text embedding

@@ -67,7 +67,7 @@ class Execution:
     def fixed_way(self, size: tuple[int, int]) -> str:
         """The mode for a deterministic request that begins now: compiled once all that it needs is compiled."""
         keys = (Key(DEEP, self.deterministic_rows, size), Key(VAE, 1, size))
-        return "compiled" if all(self._executables.find(key) for key in keys) else "eager"
+        return "eager" if any(self._executables.find(key) is None for key in keys) else "compiled"
 
     def cheapest(self, group: Group, rows: int) -> Way:
         """How one iteration of so many rows is run. For a mode, always in the same bucket by the same executable."""
@@ -78,15 +78,17 @@ class Execution:
         if mode:
             bucket = self.deterministic_rows if phase == DEEP else 1
             fixed = self._executables.find(Key(phase, bucket, size)) if mode == "compiled" else None
-            return Way(fixed or eager, fixed is not None, bucket, self._curve(group, fixed is not None)(bucket))
+            if fixed is None:
+                return Way(eager, False, bucket, self._curve(group, False)(bucket))
+            return Way(fixed, True, bucket, self._curve(group, True)(bucket))
         best = Way(eager, False, rows, self._curve(group, False)(rows))
         for bucket in self._executables.buckets(phase, size):
             if bucket < rows:
                 continue
-            compiled, curve = self._executables.find(Key(phase, bucket, size)), self._curve(group, True)
+            found, curve = self._executables.find(Key(phase, bucket, size)), self._curve(group, True)
             # An executable that was never timed is taken once, to be timed.
-            if compiled is not None and (bucket not in curve.measured or curve(bucket) < best.seconds):
-                best = Way(compiled, True, bucket, curve(bucket))
+            if found is not None and (bucket not in curve.measured or curve(bucket) < best.seconds):
+                best = Way(found, True, bucket, curve(bucket))
             break
         return best
 
@@ -107,7 +109,7 @@ class Execution:
         for phase, rows in [(VAE, 1), (DEEP, 2), *((DEEP, rows) for rows in self._buckets), (VAE, VAE_ROWS)]:
             example = self._example(phase, rows, size)
             for fn in (self._executables.eager(phase), self._executables.find(Key(phase, rows, size))):
-                for run in range(3 if fn else 0):
+                for run in range(0 if fn is None else 3):
                     if time.monotonic() >= until:
                         return
                     started = time.perf_counter()

@@ -6,7 +6,7 @@ Knows the limits of values; knows nothing of weights, devices or HTTP, and impor
 from __future__ import annotations
 
 import math
-import unicodedata
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -16,6 +16,8 @@ MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
 MAX_GUIDANCE = 100.0
 MAX_SEED = 2**63 - 1
+# Control characters but tab and line ends, and surrogates, which no UTF-8 file could hold.
+_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,22 @@ def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], sched
     _check_integer("steps", parameters.steps, 1, MAX_STEPS)
     _check_integer("preview_every", parameters.preview_every, 0, MAX_STEPS)
     scale = parameters.guidance_scale
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not _finite(scale):
         raise Refused("guidance_scale: must be a finite number")
     if not 0 <= scale <= MAX_GUIDANCE:
-        raise Refused(f"guidance_scale: must be between 0 and {MAX_GUIDANCE:g}, not {scale:g}")
-    if parameters.scheduler is not None and parameters.scheduler not in schedulers:
+        raise Refused(f"guidance_scale: must be between 0 and {MAX_GUIDANCE:g}{_but(scale)}")
+    name = parameters.scheduler
+    if name is not None and (not isinstance(name, str) or name not in schedulers):
         raise Refused(f"scheduler: must be one of {', '.join(schedulers)}")
-    if (parameters.width, parameters.height) not in sizes:
-        offered = ", ".join(f"{width}x{height}" for width, height in sorted(sizes, key=lambda s: (-s[0] * s[1], s)))
-        raise Refused(f"size: {parameters.width}x{parameters.height} is not offered; offered: {offered}")
+    if not isinstance(parameters.deterministic, bool):
+        raise Refused("deterministic: must be true or false")
+    width, height = parameters.width, parameters.height
+    if not all(isinstance(side, int) and not isinstance(side, bool) for side in (width, height)):
+        raise Refused("size: width and height must be whole numbers")
+    if (width, height) not in sizes:
+        offered = ", ".join(f"{w}x{h}" for w, h in sorted(sizes, key=lambda size: (-size[0] * size[1], size)))
+        found = f"{width}x{height}" if max(abs(width), abs(height)) < 10**9 else "that"
+        raise Refused(f"size: {found} is not offered; offered: {offered}")
 
 
 def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
@@ -83,13 +92,23 @@ def _check_text(field: str, text: str) -> None:
         raise Refused(f"{field}: must be text")
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise Refused(f"{field}: has {len(text)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed")
-    for index, character in enumerate(text):
-        if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t\r":
-            raise Refused(f"{field}: character {index} is U+{ord(character):04X}, a control character or surrogate")
+    found = _FORBIDDEN.search(text)
+    if found is not None:
+        code = f"U+{ord(found[0]):04X}"
+        raise Refused(f"{field}: character {found.start() + 1} is {code}, a control character or surrogate")
 
 
 def _check_integer(field: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise Refused(f"{field}: must be a whole number")
     if not low <= value <= high:
-        raise Refused(f"{field}: must be between {low} and {high}, not {value if abs(value) < 10**20 else 'that'}")
+        raise Refused(f"{field}: must be between {low} and {high}{_but(value)}")
+
+
+def _finite(value: float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)  # an int of 400 digits is too large to ask
+
+
+def _but(value: float) -> str:
+    """The value that was given, where it is short: an integer may have a million digits."""
+    return f", not {value:g}" if isinstance(value, float) else f", not {value}" if abs(value) < 10**20 else ""

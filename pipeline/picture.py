@@ -5,10 +5,13 @@ Knows PNG text chunks; knows nothing of how the picture was drawn. Equal picture
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
-import os
+import re
+import secrets
+import unicodedata
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -46,13 +49,25 @@ class Picture:
 
     def write(self, path: Path) -> None:
         """Write the PNG whole or not at all. Raises OSError, and then leaves nothing behind."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        data = self.png()
+        # Short, since `path` may use up what a name may have; and random, since others may write the same picture.
+        partial = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            partial.write_bytes(self.png())
+            with partial.open("xb") as stream:
+                stream.write(data)
             partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
+        except BaseException:  # Ctrl-C too
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise
+
+
+def file_name(parameters: ImageParameters, name: str = "") -> str:
+    """What a picture's file may be called: `name` if it has one, words of its prompt, its seed. Below 200 bytes."""
+    plain = unicodedata.normalize("NFKD", parameters.prompt[:200]).encode("ascii", "ignore").decode().lower()
+    words = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].rstrip("-") or "picture"
+    safe = re.sub(r"[^\w.-]+", "_", name).strip(".").encode()[:96].decode("utf-8", "ignore")
+    return "-".join(part for part in (safe, words, str(parameters.seed)) if part) + ".png"
 
 
 def fingerprint(model: Model, *, executable: str, bucket: int | None) -> dict[str, Any]:

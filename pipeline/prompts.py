@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 COLUMNS = ("prompt", "caption")
@@ -28,60 +30,78 @@ class Prompt:
 
 
 def read(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a file, the first `limit` of them.
+    """The prompts of a file, the first `limit` of them. What comes after those is not looked at.
 
     A `.tsv` or `.csv` needs a header with a column `prompt` or `caption`; an `id` column becomes the name. Any other
     file holds one prompt a line, and empty lines are passed over.
 
     Raises:
         PromptsError: for a file that is missing, too large, not UTF-8, or empty; a table without such a column, with a
-            row too short, an empty prompt, or an id twice.
+            row too short or too long, an empty prompt, or an id that is empty or there twice.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise PromptsError(f"{path}: is larger than {MAX_FILE_BYTES // 2**20} MiB")
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptsError(f"{path}: is not UTF-8 (byte {error.start})") from None
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)  # not by its size: a pipe has none
     except OSError as error:
         raise PromptsError(f"{path}: cannot be read ({error.strerror})") from None
-    if path.suffix in (".tsv", ".csv"):
-        prompts = _table(path, text)
+    if len(data) > MAX_FILE_BYTES:
+        raise PromptsError(f"{path}: is larger than {MAX_FILE_BYTES // 2**20} MiB")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        row = data.count(b"\n", 0, error.start) + 1
+        raise PromptsError(f"{path}: row {row} is not UTF-8 (byte {error.start} of the file)") from None
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    suffix = path.suffix.lower()
+    if suffix in (".tsv", ".csv"):
+        prompts = list(islice(_table(path, _tabs(text) if suffix == ".tsv" else _commas(path, text)), limit))
     else:
-        lines = text.split("\n")
-        prompts = [Prompt(line.strip(), row, f"{row:05d}") for row, line in enumerate(lines, 1) if line.strip()]
+        lines = ((row, line.strip()) for row, line in enumerate(text.split("\n"), 1))
+        prompts = list(islice((Prompt(line, row, f"{row:05d}") for row, line in lines if line), limit))
     if not prompts:
         raise PromptsError(f"{path}: holds no prompts")
-    return prompts[:limit]
+    return prompts
 
 
-def _table(path: Path, text: str) -> list[Prompt]:
-    delimiter = "\t" if path.suffix == ".tsv" else ","
-    if delimiter == "\t":  # captions in TSV hold bare quotes
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=csv.QUOTE_NONE)
-    else:
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+def _tabs(text: str) -> Iterator[tuple[int, list[str]]]:
+    """(row, cells) of a table without quoting: captions in TSV hold bare quotes."""
+    for row, line in enumerate(text.split("\n"), 1):
+        yield row, line.split("\t")
+
+
+def _commas(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+    """(the row where it begins, cells) of a table whose quoted cells may hold line ends."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    row = 1
     try:
-        header = next(reader)
-    except StopIteration:
-        raise PromptsError(f"{path}: is empty") from None
+        for cells in reader:
+            yield row, cells
+            row = reader.line_num + 1
+    except csv.Error as error:  # a quote that is never closed, a cell beyond all reason
+        raise PromptsError(f"{path}: row {row} cannot be read as CSV ({error})") from None
+
+
+def _table(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[Prompt]:
+    filled = ((row, cells) for row, cells in rows if any(cell.strip() for cell in cells))
+    first = next(filled, None)
+    if first is None:
+        raise PromptsError(f"{path}: is empty")
+    header = [cell.strip().lower() for cell in first[1]]
     column = next((header.index(name) for name in COLUMNS if name in header), None)
     if column is None:
-        raise PromptsError(f"{path}: row 1 names no column {' or '.join(COLUMNS)}; it has {', '.join(header)[:200]}")
+        there = ascii(", ".join(header)[:200])  # quoted: it may be anything, a whole picture or a terminal's commands
+        raise PromptsError(f"{path}: row {first[0]} names no column {' or '.join(COLUMNS)}; it has {there}")
     number = header.index("id") if "id" in header else None
-    prompts: list[Prompt] = []
     seen: dict[str, int] = {}
-    for cells in reader:
-        row = reader.line_num
-        if not any(cells):
-            continue
+    for row, cells in filled:
         if len(cells) != len(header):
             raise PromptsError(f"{path}: row {row} has {len(cells)} columns, the header has {len(header)}")
         if not cells[column].strip():
             raise PromptsError(f"{path}: row {row} has an empty {header[column]}")
         name = cells[number].strip() if number is not None else f"{row:05d}"
+        if not name:
+            raise PromptsError(f"{path}: row {row} has an empty id")
         if name in seen:
-            raise PromptsError(f"{path}: row {row} has the id {name!r} of row {seen[name]}")
+            raise PromptsError(f"{path}: row {row} has the id {name[:80]!r} of row {seen[name]}")
         seen[name] = row
-        prompts.append(Prompt(cells[column].strip(), row, name))
-    return prompts
+        yield Prompt(cells[column].strip(), row, name)

@@ -53,7 +53,7 @@ class ImageRunner:
         *,
         lane: Lane | None = None,
         max_requests: int = 32,
-        max_rows: int = 16,
+        max_rows: int = 32,
         deterministic_rows: int = 8,
         buckets: Sequence[int] = (2, 4, 8, 16, 32),
         compiled: bool = False,

@@ -7,19 +7,19 @@ The policy, in the order in which it is applied:
 
 * Urgency. Priority first; within a priority the earliest deadline (given, or arrival plus the runner's
   patience). The oldest request of a modality, once it is older than `starvation_s`, goes before all others:
-  one at a time, so that an overload does not wash priorities away, yet nothing waits for ever. Where two
-  modalities have such an elder on one lane, the older of the two goes first, whatever its priority.
+  one at a time, so that an overload does not wash priorities away, yet nothing waits for ever. Of two
+  modalities' elders on one lane the older goes first, whatever its priority.
 * Leader. On each lane the most urgent ready request leads, and its group runs.
 * One shot first. A group whose requests need one iteration only (a prompt to encode, a latent to decode) goes
   before the leader's group where that lowers the sum of waiting times (Smith's rule): it delays the n
   requests of the leader's batch by its own cost, and spares its k requests what the leader's group still has
   to do. Never against a deadline that someone set in that batch, and never twice in a row before an elder.
-* Width. The batch takes the most urgent k requests, k chosen to minimise the mean completion time of all that
-  is queued for this group if it were served in waves of k. With cost(k) flat this is as wide as can be; with
-  cost linear in rows it is 1; and as the queue grows it tends to the k of the highest throughput.
-* Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join that
-  one at the next iteration, and never behind one that holds more urgent priorities: those would wait for it
-  at every step.
+* Width. The batch takes the most urgent k requests, k chosen to minimise the mean completion time if all that
+  is queued for this group, and the successors that will come while it is served, were served in waves of k.
+  With cost(k) flat this is as wide as can be; with cost linear in rows it is 1; and as the queue grows it
+  tends to the k of the highest throughput.
+* Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join it at the
+  next iteration, and never behind one of more urgent priorities: those would wait for it at every step.
 * Memory. A batch that did not fit halves what its group may hold (limits.py).
 """
 
@@ -36,6 +36,7 @@ from core.batching.request import Outcome, Request, State
 from core.batching.runner import DeviceLost, OutOfMemory, Runner
 
 _QUEUE_BEHIND_LOSS = 1.05  # a second batch may queue behind one if that costs at most 5% over one wider batch
+_SUCCESSORS = 4  # at a load of 3/4: each request brings 1 + 3/4 + 9/16 + … while it and what it brings is served
 
 
 @dataclass(slots=True, eq=False)
@@ -260,7 +261,7 @@ class Scheduler:
         if alone:
             return requests[:1]
         limit = self._limits.of(runner, group)
-        queued = len(requests) + self._waiting_count[runner.modality]
+        queued = _SUCCESSORS * (len(requests) + self._waiting_count[runner.modality])
         best, best_s, rows = 1, math.inf, 0
         for k, request in enumerate(requests, 1):
             rows += runner.rows(request)

@@ -39,7 +39,7 @@ def mixture(shape: str) -> list[ImageParameters]:
         wanted(shape, prompt=f"{name} in a {colour} hat", seed=seed, scheduler=name, guidance_scale=guidance,
                negative_prompt=next(negatives), steps=steps)
         for seed, (name, (guidance, colour, steps)) in enumerate(
-            itertools.product(sigmas.SCHEDULERS, ((1.0, "red", 3), (0.5, "blue", 5), (2.5, "green", 4), (7.0, "big", 7)))
+            itertools.product(sigmas.SCHEDULERS, ((1.0, "red", 3), (0.5, "teal", 5), (2.5, "pink", 4), (7.0, "big", 7)))
         )
     ]  # fmt: skip
 

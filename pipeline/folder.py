@@ -1,0 +1,234 @@
+"""Finds a model's folder and checks its files one by one, before anything heavy is imported or loaded.
+
+Knows diffusers' layout and the formats of its files; knows nothing of modules, and imports no torch of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PARTS = ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "unet", "vae", "scheduler")
+WEIGHTS = {
+    "text_encoder": "model",
+    "text_encoder_2": "model",
+    "unet": "diffusion_pytorch_model",
+    "vae": "diffusion_pytorch_model",
+}
+_FAMILY = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
+_CLASSES = {
+    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "text_encoder": ("CLIPTextModel",),
+    "text_encoder_2": ("CLIPTextModelWithProjection",),
+    "unet": ("UNet2DConditionModel",),
+    "vae": ("AutoencoderKL",),
+}
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_HASH_WHOLE_BYTES = 256 * 2**20
+_HASH_BLOCK_BYTES = 4 * 2**20
+_HASH_SAMPLE_BYTES = 4096
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded. The message names the folder, the part and what is wrong with it."""
+
+
+def find(name: str, variant: str | None) -> Path:
+    """The folder of a model, downloaded first if `name` is a hub id and no folder. Raises `ModelError`."""
+    if variant is not None and not re.fullmatch(r"[\w-]+", variant):
+        raise ModelError(f"variant: must be a word such as fp16, not {variant!r}")
+    if not name:
+        raise ModelError("the name is empty; a model is a folder in diffusers' format or a hub id")
+    short = name if len(name) <= 200 else f"{name[:200]}…"
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        if folder.exists():
+            raise ModelError(f"{short}: is a file; a model is a folder in diffusers' format")
+    except (OSError, RuntimeError) as error:  # a name too long, no permission, ~ of nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{short}: no such folder ({reason})") from error
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
+        raise ModelError(f"{short}: no such folder, and not a hub id of the form owner/name")
+    return _download(name, short, variant)
+
+
+def _download(name: str, short: str, variant: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    # The files of one variant only: a repository often holds the same weights three times over.
+    wanted = ["model_index.json", "*/*.json", "*/*.txt"]
+    for part, stem in WEIGHTS.items():
+        if variant:
+            wanted += [f"{part}/{stem}*{variant}*.safetensors"]
+        else:
+            wanted += [f"{part}/{stem}.safetensors", f"{part}/{stem}-?????-of-?????.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except HFValidationError as error:
+        raise ModelError(f"{short}: no such folder, and not a hub id of the form owner/name") from error
+    except HfHubHTTPError as error:  # not there, or not for everyone
+        raise ModelError(f"{short}: no such folder, and the hub says: {first_line(error)}") from error
+    except OSError as error:
+        what = "the hub cannot be reached and its cache does not hold it"
+        raise ModelError(f"{short}: no such folder, and {what} ({type(error).__name__})") from error
+
+
+def check(folder: Path, variant: str | None) -> tuple[dict[str, Any], dict[str, list[Path]]]:
+    """Read what can be read without loading: (model_index.json, the weight files of each part).
+
+    Raises:
+        ModelError: for another kind of pipeline or part, and for a file that is missing, damaged or of another format.
+    """
+    index = _check_index(folder)
+    return index, {part: _check_part(folder / part, part, variant) for part in PARTS}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `ModelError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent}: {path.name} is missing") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: is not JSON ({first_line(error)})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return value
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough for one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _check_index(folder: Path) -> dict[str, Any]:
+    index = read_json(folder / "model_index.json")
+    family = index.get("_class_name")
+    if family not in _FAMILY:
+        raise ModelError(f"{folder}/model_index.json: is a {family}; this engine runs {_FAMILY[0]}")
+    for part in PARTS:
+        entry = index.get(part)
+        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(word, str) for word in entry):
+            raise ModelError(f"{folder}/model_index.json: names no {part}; SDXL has {', '.join(PARTS)}")
+        _check_class(folder / "model_index.json", part, entry[1])
+        if not (folder / part).is_dir():
+            raise ModelError(f"{folder}: the part {part} is missing")
+    return index
+
+
+def _check_class(path: Path, part: str, found: object) -> None:
+    wanted = _CLASSES.get(part)
+    if wanted and found not in wanted:
+        raise ModelError(f"{path}: {part} is of class {found}; this engine runs {wanted[0]}")
+
+
+def _check_part(where: Path, part: str, variant: str | None) -> list[Path]:
+    """The weight files of a part, each one complete; none for a part without weights."""
+    if part == "scheduler":
+        read_json(where / "scheduler_config.json")
+        return []
+    if part not in WEIGHTS:
+        _check_tokenizer(where)
+        return []
+    config = read_json(where / "config.json")
+    if "_class_name" in config:
+        _check_class(where / "config.json", part, config["_class_name"])
+    files = _weight_files(where, WEIGHTS[part], variant)
+    for file in files:
+        _check_safetensors(file, old_buffers=part.startswith("text"))
+    return files
+
+
+def _check_tokenizer(where: Path) -> None:
+    # Without these files the library makes a tokenizer all the same, one that knows no words.
+    read_json(where / "tokenizer_config.json")
+    if (where / "tokenizer.json").exists():
+        read_json(where / "tokenizer.json")
+        return
+    read_json(where / "vocab.json")
+    merges = where / "merges.txt"
+    try:
+        if not merges.read_text(encoding="utf-8").strip():
+            raise ModelError(f"{merges}: is empty")
+    except FileNotFoundError:
+        raise ModelError(f"{where}: merges.txt is missing") from None
+    except OSError as error:
+        raise ModelError(f"{merges}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{merges}: is not UTF-8 (byte {error.start})") from error
+
+
+def _weight_files(where: Path, stem: str, variant: str | None) -> list[Path]:
+    single = where / f"{stem}{f'.{variant}' if variant else ''}.safetensors"
+    listing = where / f"{stem}.safetensors.index{f'.{variant}' if variant else ''}.json"
+    if single.is_file():
+        return [single]
+    if listing.is_file():
+        shards = read_json(listing).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
+            raise ModelError(f"{listing}: has no weight_map")
+        return [where / shard for shard in sorted(set(shards.values()))]
+    found = sorted(path.name for path in where.glob("*.safetensors") if path.is_file())
+    pickles = sorted(path.name for path in where.iterdir() if path.suffix in (".bin", ".ckpt", ".pt", ".pth"))
+    also = ""
+    if found:
+        also = f" (there is {', '.join(found)[:200]}{'' if variant else ': give its variant'})"
+    elif pickles:
+        also = f" (there is {', '.join(pickles)[:200]}: pickles can run code and are not read; save as safetensors)"
+    raise ModelError(f"{where}: {single.name} is missing{also}")
+
+
+def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
+    """A whole file of floats. `old_buffers`: text encoders of old carry integer position ids, which nobody reads."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as tensors:
+            names = list(tensors.keys())
+            dtypes = {name: tensors.get_slice(name).get_dtype() for name in names}
+    except FileNotFoundError:
+        raise ModelError(f"{file.parent}: {file.name} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: is damaged ({first_line(error)})") from error
+    if not names:
+        raise ModelError(f"{file}: holds no tensors")
+    wrong = next((name for name, dtype in dtypes.items() if dtype not in _DTYPES), None)
+    if wrong is not None and not old_buffers:
+        raise ModelError(f"{file}: {wrong} is {dtypes[wrong]}; weights must be one of {', '.join(_DTYPES)}")
+
+
+def digest(folder: Path, files: Mapping[str, list[Path]]) -> str:
+    """SHA-256 (16 hex digits) over all that makes the model what it is, wherever its folder lies.
+
+    Of a weight file over 256 MB it reads the header and 4 KiB from the middle of each tensor.
+    """
+    hashed = hashlib.sha256()
+    texts = [p for part in PARTS for ending in ("json", "txt") for p in sorted((folder / part).glob(f"*.{ending}"))]
+    for path in [folder / "model_index.json", *texts, *(file for part in PARTS for file in files[part])]:
+        size = path.stat().st_size
+        hashed.update(f"{path.relative_to(folder)}\0{size}\0".encode())
+        with path.open("rb") as stream:
+            if size <= _HASH_WHOLE_BYTES or path.suffix != ".safetensors":
+                while block := stream.read(_HASH_BLOCK_BYTES):
+                    hashed.update(block)
+                continue
+            header = stream.read(int.from_bytes(stream.read(8), "little"))
+            hashed.update(header)
+            start = stream.tell()
+            tensors = json.loads(header)
+            for name in sorted(set(tensors) - {"__metadata__"}):
+                first, end = tensors[name]["data_offsets"]
+                sample = min(_HASH_SAMPLE_BYTES, end - first)
+                stream.seek(start + first + (end - first - sample) // 2)
+                hashed.update(stream.read(sample))
+    return hashed.hexdigest()[:16]

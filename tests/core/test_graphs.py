@@ -1,0 +1,123 @@
+"""Executables: eager at once, compiled in the background, kept on disk, and eager for good where compiling fails."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.graphs import Executables, Key, compiler
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
+# torch.compile's own modules use what Python and numpy have deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).sin() + x
+
+
+def example(rows: int):  # type: ignore[no-untyped-def]
+    return lambda fn: fn(torch.ones(rows, 3))
+
+
+@needs_compiler
+def test_compiled_code_takes_over_bucket_by_bucket(tmp_path: Path) -> None:
+    made = Executables({"double": double}, compiled=True, cache=tmp_path)
+    keys = [Key("double", rows, (8, 8)) for rows in (2, 4)]
+    assert made.find(keys[0]) is None and made.eager("double") is double
+    for key in keys:
+        made.want(key, example(key.rows))
+        made.want(key, example(key.rows))  # asking twice is asking once
+    assert made.wait(300)
+    assert made.buckets("double", (8, 8)) == [2, 4] and made.buckets("double", (9, 9)) == []
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    compiled = made.find(keys[0])
+    assert compiled is not None
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), double(x))
+    made.close()
+
+
+@needs_compiler
+def test_eager_serves_while_code_is_compiled(tmp_path: Path) -> None:
+    made, release = Executables({"double": double}, compiled=True, cache=tmp_path), threading.Event()
+
+    def slow(fn):  # type: ignore[no-untyped-def]
+        release.wait()
+        fn(torch.ones(5, 3))
+
+    made.want(Key("double", 5, 0), slow)
+    assert not made.wait(0.05)
+    assert made.find(Key("double", 5, 0)) is None
+    torch.testing.assert_close(made.eager("double")(torch.zeros(5, 3)), torch.zeros(5, 3))
+    release.set()
+    assert made.wait(300) and made.find(Key("double", 5, 0)) is not None
+
+
+@needs_compiler
+def test_what_does_not_compile_stays_eager_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    made = Executables({"breaks": breaks, "double": double}, compiled=True)
+    with caplog.at_level(logging.WARNING):
+        made.want(Key("breaks", 2, 0), example(2))
+        made.want(Key("double", 3, 0), example(3))
+        assert made.wait(300)
+    assert made.find(Key("breaks", 2, 0)) is None and "breaks" in made.failed
+    assert "breaks does not compile and stays eager" in caplog.text
+    assert made.find(Key("double", 3, 0)) is not None, "one phase's failure is not another's"
+    made.want(Key("breaks", 4, 0), example(4))
+    assert made.wait(1), "a phase that failed is not tried again"
+
+
+def test_without_a_compiler_everything_is_eager(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    made = Executables({"double": double}, compiled=True)
+    assert not made.enabled and "no C++ compiler" in caplog.text
+    made.want(Key("double", 2, 0), example(2))
+    assert made.wait(0) and made.find(Key("double", 2, 0)) is None
+
+
+def test_compiling_can_be_off() -> None:
+    made = Executables({"double": double}, compiled=False)
+    made.want(Key("double", 2, 0), example(2))
+    assert made.wait(0) and made.find(Key("double", 2, 0)) is None
+
+
+_PROCESS = """
+import sys, torch
+from pathlib import Path
+from core.graphs import Executables, Key
+from torch._dynamo.utils import counters
+made = Executables({"f": lambda x: (x * 3).cos() - x}, compiled=True, cache=Path(sys.argv[1]))
+made.want(Key("f", 4, 0), lambda fn: fn(torch.ones(4, 7)))
+assert made.wait(300) and not made.failed, made.failed
+hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+print("hits", hits, "misses", counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@needs_compiler
+def test_compiled_code_is_kept_between_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    root = Path(__file__).resolve().parents[2]
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", _PROCESS, str(tmp_path)], cwd=root, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert said[0].startswith("hits 0 misses 1"), said
+    assert "hits 0" not in said[1] and "misses 0" in said[1], said
+    assert any(tmp_path.rglob("*.so")), "the compiled code lies where it was told to"

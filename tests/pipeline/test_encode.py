@@ -1,0 +1,169 @@
+"""Prompts to embeddings: as diffusers encodes them, remembered within bounds, and honest about what was cut."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.encode import Embedding, Encoder
+from pipeline.load import Model
+from tests.pipeline.worlds import model, stock
+
+PROMPTS = [
+    "a slice of pizza",
+    "A PHOTO of a naïve café, 8k",
+    "一只狐狸 🦊👩‍👩‍👧",
+    "tabs\tand\nlines  and   spaces",
+    "(((very:1.4) [odd] {syntax}))",
+    "<|endoftext|> in the middle <|startoftext|>",
+    "long " * 100,
+    "x",
+    "",
+]
+
+
+class Counting(Encoder):
+    """Notes which prompts went through the encoders together."""
+
+    def __init__(self, model: Model, capacity: int = 256) -> None:
+        super().__init__(model, capacity)
+        self.batches: list[list[str]] = []
+
+    def _forward(self, prompts: Sequence[str]) -> list[Embedding]:
+        self.batches.append(list(prompts))
+        return super()._forward(prompts)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Model:
+    return model("plain")
+
+
+@pytest.mark.parametrize("shape", ["plain", "two-resnets", "many-heads"])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+def test_embeddings_are_those_of_diffusers(shape: str, prompt: str) -> None:
+    hidden, _, pooled, _ = stock(shape).encode_prompt(prompt, do_classifier_free_guidance=False)
+    (found,) = Encoder(model(shape)).encode([prompt])
+    torch.testing.assert_close(found.hidden, hidden[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.pooled, pooled[0], rtol=0, atol=1e-6)
+
+
+def test_an_absent_negative_prompt_is_that_of_diffusers() -> None:
+    pipeline, encoder = stock("plain"), Encoder(model("plain"))
+    _, hidden, _, pooled = pipeline.encode_prompt("a fox", negative_prompt=None)
+    assert torch.equal(encoder.zero.hidden, hidden[0])
+    assert torch.equal(encoder.zero.pooled, pooled[0])
+
+
+def test_a_prompt_is_encoded_alike_in_company(plain: Model) -> None:
+    together = Encoder(plain).encode(PROMPTS)
+    for prompt, embedding in zip(PROMPTS, together, strict=True):
+        (alone,) = Encoder(plain).encode([prompt])
+        torch.testing.assert_close(embedding.hidden, alone.hidden, rtol=0, atol=1e-5)
+        torch.testing.assert_close(embedding.pooled, alone.pooled, rtol=0, atol=1e-5)
+        assert embedding.dropped == alone.dropped
+
+
+@pytest.mark.parametrize("bucket", [2, 4])
+def test_in_a_bucket_bits_do_not_depend_on_companions(plain: Model, bucket: int) -> None:
+    solo = {prompt: Encoder(plain).encode([prompt], bucket)[0] for prompt in PROMPTS}
+    for order in (PROMPTS, PROMPTS[::-1], PROMPTS[3:] + PROMPTS[:3]):
+        for prompt, embedding in zip(order, Encoder(plain).encode(order, bucket), strict=True):
+            assert torch.equal(embedding.hidden, solo[prompt].hidden)
+            assert torch.equal(embedding.pooled, solo[prompt].pooled)
+
+
+def test_buckets_are_full_and_remembered_apart(plain: Model) -> None:
+    encoder = Counting(plain)
+    encoder.encode(["a", "b", "c"], bucket=2)
+    assert encoder.batches == [["a", "b"], ["c", ""]]
+    encoder.encode(["a", "c"], bucket=2)
+    assert len(encoder.batches) == 2
+    encoder.encode(["a", "c"])
+    assert encoder.batches[2:] == [["a", "c"]]
+
+
+def test_what_is_remembered_is_not_encoded_again(plain: Model) -> None:
+    encoder = Counting(plain)
+    first = encoder.encode(["a", "b", "a"])
+    assert first[0] is first[2] and encoder.batches == [["a", "b"]]
+    assert (encoder.misses, encoder.hits) == (2, 1)
+    assert encoder.encode(["b", "c"])[0] is first[1]
+    assert encoder.batches == [["a", "b"], ["c"]]
+    assert (encoder.misses, encoder.hits) == (3, 2)
+    assert encoder.encode([]) == []
+
+
+def test_the_least_recently_used_go_first_and_no_more_are_kept_than_said(plain: Model) -> None:
+    encoder = Counting(plain, capacity=3)
+    encoder.encode(["a", "b", "c"])
+    encoder.encode(["a"])
+    encoder.encode(["d"])
+    assert [prompt for prompt, _ in encoder._known] == ["c", "a", "d"]
+    many = [str(i) for i in range(8)]
+    assert len(encoder.encode(many)) == 8  # more at once than are kept
+    assert [prompt for prompt, _ in encoder._known] == many[-3:]
+    encoder.encode([str(i) for i in range(6)])  # some known, some gone
+    assert len(encoder._known) == 3
+
+
+def test_a_known_prompt_survives_newcomers_in_its_own_batch(plain: Model) -> None:
+    encoder = Counting(plain, capacity=2)
+    (first,) = encoder.encode(["a"])
+    assert encoder.encode(["b", "c", "d", "a"])[3] is first
+
+
+def words(tokens: int) -> str:
+    """A prompt of so many tokens, start and end included: the tiny tokenizer's are single letters."""
+    return " ".join("abcdefghijklmnopqrstuvwxyz"[i % 26] for i in range(tokens - 2))
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 75, 76, 77])
+def test_a_prompt_that_fits_is_not_called_cut(plain: Model, tokens: int) -> None:
+    prompt = words(tokens)
+    assert len(plain.tokenizers[0](prompt).input_ids) == tokens
+    assert Encoder(plain).encode([prompt])[0].dropped == ""
+
+
+@pytest.mark.parametrize("over", [1, 2, 30, 1000])
+def test_what_was_beyond_reach_is_said_word_by_word(plain: Model, over: int) -> None:
+    prompt = words(77 + over)
+    (found,) = Encoder(plain).encode([prompt])
+    assert found.dropped == " ".join(prompt.split()[-over:])
+    kept = " ".join(prompt.split()[:-over])
+    (fits,) = Encoder(plain).encode([kept])
+    assert torch.equal(found.hidden, fits.hidden) and torch.equal(found.pooled, fits.pooled)
+
+
+def test_only_the_prompt_that_was_cut_says_so(plain: Model) -> None:
+    found = Encoder(plain).encode([words(77), words(80), "short"], bucket=4)
+    assert [bool(embedding.dropped) for embedding in found] == [False, True, False]
+
+
+def test_a_character_that_is_cut_through_is_no_error(plain: Model) -> None:
+    for start in range(4):
+        (found,) = Encoder(plain).encode(["x" * start + "🦊" * 40])
+        assert "🦊" in found.dropped
+        found.dropped.encode()
+
+
+def test_what_is_remembered_does_not_keep_its_batch_alive(plain: Model) -> None:
+    encoder = Encoder(plain, capacity=1)
+    found = encoder.encode([f"prompt {i}" for i in range(16)])
+    kept = found[-1]
+    for tensor in (kept.hidden, kept.pooled):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    gone: Any = weakref.ref(found[0].hidden)
+    del found
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("tail", ["[/red] [bold]:smile:", "It's  CAPITAL,\nand\tspaced!!", "🦊 café 一只狐狸", "a.b.c"])
+def test_what_was_cut_is_quoted_as_it_was_written(plain: Model, tail: str) -> None:
+    assert Encoder(plain).encode([f"{words(77)} {tail}"])[0].dropped == tail

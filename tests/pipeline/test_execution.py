@@ -1,0 +1,80 @@
+"""Eager and compiled code in one runner: pictures do not notice when compiled code takes over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.graphs import Key, compiler
+from pipeline.execution import DEEP, VAE, Group
+from pipeline.parameters import ImageParameters
+from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own modules
+]
+SIZE = (32, 32)
+
+
+def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
+    return ImageParameters("a red cat", seed, *SIZE, steps=6, deterministic=deterministic)
+
+
+def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path) -> None:
+    runner = Watching(model("plain"), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
+    eager = Watching(model("plain"), deterministic_rows=4)
+    bytes_of = {"eager": solo(eager, wanted(3, True)).png()}
+    crank = Crank(runner)
+    for seed in (1, 2):
+        crank.submit(f"free-{seed}", wanted(seed))
+        crank.submit(f"fixed-{seed}", wanted(3, True))
+        for _ in range(4):
+            crank.turn()
+    assert {r.work.mode for r in crank.scheduler.live.values() if r.work} == {"", "eager"}
+    for phase, rows in ((DEEP, 4), (VAE, 1)):  # as `prepare` asks, less what this test does not use
+        runner.execution._executables.want(Key(phase, rows, SIZE), runner.execution._example(phase, rows, SIZE))
+    assert runner.execution.wait(900)
+    assert not runner.execution._executables.failed
+    crank.submit("late", wanted(3, True))
+    pictures = crank.pictures()
+
+    # Those that began in eager mode end in it, to the byte; the late one says that it is compiled.
+    for seed in (1, 2):
+        assert pictures[f"fixed-{seed}"].png() == bytes_of["eager"]
+        assert np.abs(levels(pictures[f"free-{seed}"]) - stock_picture("plain", wanted(seed))).max() <= 1
+    late = pictures["late"]
+    assert late.fingerprint["executable"] == "compiled" and late.fingerprint["bucket"] == 4
+    assert np.abs(levels(late) - stock_picture("plain", wanted(3))).max() <= 1
+    # Compiled and deterministic: equal bytes at every position, with companions and without.
+    for position in range(2):
+        crank = Crank(runner)
+        for other in range(2):
+            crank.submit(f"{other}", wanted(3 if other == position else 40 + other, True), priority=other)
+        assert crank.pictures()[f"{position}"].png() == late.png()
+
+    # A free request takes whichever is cheaper: compiled once it is there, and only if a bucket is wide enough.
+    assert runner.execution.cheapest(Group(DEEP, SIZE), 3).rows == 4
+    assert runner.execution.cheapest(Group(DEEP, SIZE), 5) == runner.execution.cheapest(Group(DEEP, SIZE), 5)
+    assert not runner.execution.cheapest(Group(DEEP, SIZE), 5).compiled
+    for _ in range(3):
+        runner.execution.observe(Group(DEEP, SIZE), 3, False, 0.001)
+        runner.execution.observe(Group(DEEP, SIZE), 4, True, 0.002)
+    assert not runner.execution.cheapest(Group(DEEP, SIZE), 3).compiled
+    for _ in range(30):
+        runner.execution.observe(Group(DEEP, SIZE), 3, False, 0.004)
+    assert runner.execution.cheapest(Group(DEEP, SIZE), 3).compiled
+    assert runner.execution._executables.find(Key(VAE, 1, SIZE)) is not None
+    runner.close()
+
+
+def test_measuring_fills_the_curves_within_its_budget() -> None:
+    runner = Watching(model("plain"), buckets=(2, 4), deterministic_rows=4)
+    runner.execution.prepare(measure_s=0.0)
+    assert runner.execution.costs() == {}
+    runner.execution.prepare(measure_s=60.0)
+    assert set(runner.execution.costs()[DEEP, SIZE, False]) == {2, 4}
+    assert set(runner.execution.costs()[VAE, SIZE, False]) == {1, 4}
+    runner.close()

@@ -1,0 +1,145 @@
+"""What is asked for and what is refused: every field alone, strings of every kind, and the sizes on offer."""
+
+from __future__ import annotations
+
+import dataclasses
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.batching.runner import Refused
+from pipeline import parameters
+from pipeline.parameters import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS, ImageParameters, check, sizes
+
+SIZES = sizes(64, 16)
+SCHEDULERS = ("euler", "lcm")
+GOOD = ImageParameters("a fox", 7, 64, 64)
+SECRET = "xyzzy"
+
+
+def short(value: object) -> str:
+    return "huge" if isinstance(value, int) and abs(value) > 10**20 else ascii(value)[:20]
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(Refused) as caught:
+        check(dataclasses.replace(GOOD, **fields), SIZES, SCHEDULERS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prompt": "x" * MAX_PROMPT_CHARACTERS},
+        {"prompt": "tab\tand\r\nlines 🦊 一只狐狸"},
+        {"negative_prompt": ""},
+        {"negative_prompt": "blurry"},
+        {"seed": 0},
+        {"seed": MAX_SEED},
+        {"steps": 1},
+        {"steps": MAX_STEPS},
+        {"guidance_scale": 0},
+        {"guidance_scale": MAX_GUIDANCE},
+        {"scheduler": "lcm"},
+        {"width": 32, "height": 32},
+        {"preview_every": 5},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_what_is_offered_is_taken(fields: dict[str, Any]) -> None:
+    check(dataclasses.replace(GOOD, **fields), SIZES, SCHEDULERS)
+
+
+NOT_NUMBERS = [None, "7", "", True, False, float("nan"), float("inf"), 1j, [], {}]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("prompt", value) for value in ("", " \t\n", "\u3000", None, 7, b"bytes", ["list"])),
+        *(("prompt", value) for value in ("nul\0", "\ud800", "bell\a", "escape\x1b[31m", "\x7f", "\x85", "\x9b")),
+        ("prompt", "x" * 100_000),
+        *(("negative_prompt", value) for value in (7, b"", "\0", "\udfff", "x" * 100_000)),
+        *(("seed", value) for value in (*NOT_NUMBERS, 7.0, -1, MAX_SEED + 1, 10**5000, -(10**5000))),
+        *(("steps", value) for value in (*NOT_NUMBERS, 20.0, 0, -1, 10_000, 10**5000)),
+        *(("preview_every", value) for value in (*NOT_NUMBERS, 1.5, -1, MAX_STEPS + 1)),
+        *(("guidance_scale", value) for value in (*NOT_NUMBERS, -0.1, 100.1, -float("inf"), 10**5000, -(10**5000))),
+        *(("scheduler", value) for value in ("", "ddim", "Euler", 7, [], {}, "\0")),
+        *(("deterministic", value) for value in (None, 1, 0, "yes", [])),
+    ],
+    ids=short,
+)
+def test_what_is_wrong_is_refused_by_its_name(field: str, value: Any) -> None:
+    said = refusal(**{field: value})
+    assert said.startswith(f"{field}: ")
+    assert len(said) < 200 and said.isprintable()
+
+
+@pytest.mark.parametrize("side", [*NOT_NUMBERS, 0, -64, 63, 65, 64.0, 10**5000, 2**40], ids=short)
+@pytest.mark.parametrize("which", ["width", "height"])
+def test_a_size_that_is_not_offered_is_refused_with_those_that_are(which: str, side: Any) -> None:
+    said = refusal(**{which: side})
+    assert said.startswith("size: ")
+    assert "64x64" in said or "whole numbers" in said
+
+
+ANY_CHARACTER = st.characters()
+SURROGATES = st.characters(categories=["Cs"])
+
+
+@given(st.text(st.one_of(ANY_CHARACTER, SURROGATES), max_size=60))
+def test_a_prompt_is_taken_exactly_if_it_can_be_read_and_printed(text: str) -> None:
+    bad = [c for c in text if unicodedata.category(c) in ("Cc", "Cs") and c not in "\t\r\n"]
+    if bad or not text.strip():
+        assert refusal(prompt=text).startswith("prompt: ")
+    else:
+        check(dataclasses.replace(GOOD, prompt=text), SIZES, SCHEDULERS)
+        text.encode()
+    if bad:
+        assert refusal(negative_prompt=text).startswith("negative_prompt: ")
+
+
+@given(st.sampled_from("\0\a\x1b\x7f\x80\ud800\udfff"), st.integers(0, 30))
+def test_what_is_said_of_a_prompt_never_echoes_it(character: str, place: int) -> None:
+    text = f"{'é' * place}{character}{SECRET * 3}"
+    said = refusal(prompt=text)
+    assert f"character {place + 1} is U+{ord(character):04X}" in said
+    assert SECRET not in said and "é" not in said
+    said.encode()
+
+
+@pytest.mark.parametrize("field", ["prompt", "negative_prompt", "scheduler"])
+def test_long_texts_are_not_echoed_either(field: str) -> None:
+    assert SECRET not in refusal(**{field: SECRET * 30_000})
+
+
+NATIVE = st.sampled_from([32, 64, 128, 256, 512, 768, 1024])
+
+
+@given(NATIVE, st.sampled_from([8, 16, 32]))
+def test_sizes_are_of_the_native_area_and_on_the_grid(native: int, multiple: int) -> None:
+    offered = sizes(native, multiple)
+    assert (native, native) in offered
+    assert len(set(offered)) == len(offered) and list(offered) == sorted(offered)
+    for width, height in offered:
+        assert (height, width) in offered
+        assert width % multiple == height % multiple == 0
+        assert 0.5 <= width / height <= 2
+        if width != height:
+            assert 0.85 <= width * height / native**2 <= 1.15 or native < 16 * multiple
+    squares = {width for width, height in offered if width == height}
+    assert squares <= {native, native // 2}
+
+
+def test_sdxl_offers_the_sizes_that_people_ask_for() -> None:
+    wanted = {(1024, 1024), (512, 512), (1152, 896), (1216, 832), (1344, 768), (832, 1216)}
+    assert wanted <= set(sizes(1024, 32))
+
+
+def test_the_limits_are_those_that_are_documented() -> None:
+    assert (parameters.MAX_STEPS, parameters.MAX_SEED) == (1000, 2**63 - 1)

@@ -1,0 +1,136 @@
+"""Draws a list of pictures with an engine of its own: keeps it full, shows how far it is, writes what is done.
+
+Knows files and the terminal; leaves arguments to the command line. Light to import: it is there before torch is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeline.parameters import ImageParameters
+    from pipeline.prompts import Prompt
+    from workers.build import Works
+
+
+class OutError(ValueError):
+    """Pictures cannot be written. The message names the folder, and says how many were."""
+
+
+@contextlib.contextmanager
+def folder(path: Path) -> Iterator[None]:
+    """See that a folder is there and can be written; in the end take it away again if nothing came of it."""
+    made: list[Path] = []
+    try:
+        made += [one for one in (path, *path.parents) if not one.exists()]  # the innermost first
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(bytes(4096))  # a full disk still makes empty files
+    except OSError as error:
+        _remove(made)
+        raise OutError(f"--out: {path} cannot be written ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        _remove(made)
+
+
+def _remove(made: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):  # what holds a picture stays
+        for path in made:
+            path.rmdir()
+
+
+def draw(
+    works: Works, jobs: Iterator[tuple[ImageParameters, Prompt]], total: int, each: int, out: Path, console: Console
+) -> int:
+    """Keep the engine full with `total` pictures of `each` steps, and write what is done; hold none longer."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from pipeline.picture import file_name
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    started = time.monotonic()
+    written: list[Path] = []
+    taken: set[str] = set()
+    pending: dict[Future[Any], Path] = {}
+    try:
+        with Progress(*columns, console=console) as progress:
+            steps = progress.add_task("steps", total=total * each)
+            pictures = progress.add_task("pictures", total=total)
+            while True:
+                while len(pending) < 2 * works.settings.max_requests and (job := next(jobs, None)) is not None:
+                    future = _submit(works, job[0], lambda: progress.advance(steps))
+                    pending[future] = out / _free(file_name(job[0], job[1].name), taken)
+                if not pending:
+                    break
+                done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    path = pending.pop(future)
+                    if _write(future, path, console):
+                        written.append(path)
+                    progress.advance(pictures)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{len(written)} of {total} pictures were written") from None
+    except OSError as error:
+        been = f"{len(written)} of {total} pictures were written"
+        raise OutError(f"--out: {out} cannot be written ({error.strerror}); {been}") from error
+    took_s = time.monotonic() - started
+    if total == 1 and written:
+        print(written[0], flush=True)
+    else:
+        print(f"{len(written)} pictures in {out} in {took_s:.1f} s, {len(written) / took_s:.2f} a second", flush=True)
+    return 0 if len(written) == total else 1
+
+
+def _write(future: Future[Any], path: Path, console: Console) -> bool:
+    """Write a picture that is done, and say what its user should know. False if it failed. Raises OSError."""
+    failure = future.exception()
+    if failure is None:
+        picture = future.result()
+        picture.write(path)
+        notes, style = picture.warnings, "yellow"
+    else:
+        notes, style = (f"{type(failure).__name__}: {failure}",), "red"
+    for note in notes:  # it may quote the prompt: that is no markup, and may be long
+        line = f"{path.name}: {note if len(note) <= 300 else note[:300] + '…'}"
+        console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    return failure is None
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """The name, numbered if this command has used it: equal prompts with equal seeds are two files all the same."""
+    stem, number = name.removesuffix(".png"), 1
+    while name.casefold() in taken:  # some file systems do not tell cases apart
+        number += 1
+        name = f"{stem}-{number}.png"
+    taken.add(name.casefold())
+    return name
+
+
+def _submit(works: Works, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
+    from core.batching.request import Outcome, Request
+
+    def listen(_: Request, outcome: Outcome) -> None:
+        if outcome.progress is not None and outcome.progress[0] and not outcome.finished:
+            tick()
+
+    return works.engine.submit(Request(secrets.token_hex(8), "image", wanted, listener=listen))
