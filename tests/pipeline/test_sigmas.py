@@ -8,6 +8,7 @@ import logging
 import logging.handlers
 import math
 import queue
+import re
 import subprocess
 import sys
 import warnings
@@ -400,7 +401,7 @@ def test_order_of_accuracy_on_gaussian_data() -> None:
         ("lcm", {"rescale_betas_zero_snr": True}, 4, "a_x is not finite at step 0"),
         ("euler", {"beta_start": object()}, 4, "object"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)),  # addresses differ between test processes
 )
 def test_refusals_name_the_field(name: str, change: Config, steps: Any, field: str) -> None:
     with pytest.raises(ValueError, match=field):
