@@ -53,8 +53,8 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         runner = works.images
         if settings.compile:
             runner.execution.wait()
-            runner.execution.prepare(measure_s=15.0)
-        pipeline = stock_pipeline(settings, steps)
+            runner.prepare(measure_s=15.0)
+        pipeline = stock_pipeline(settings, steps, works.lane)
 
         def stock(requests: Sequence[Request]) -> None:
             pipeline([(request.parameters.prompt, request.parameters.seed) for request in requests])

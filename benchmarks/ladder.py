@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from core.batching.runner import Lane
 from core.config import Settings
 
 RUNGS = ("diffusers", "diffusers-static-batch", "step-batching", "+compile")
@@ -34,13 +35,14 @@ def run(
         raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
     with record.alone(), ExitStack() as stack:
         draws: dict[str, Draw] = {}
+        lane = Lane("rungs")  # all compute on one thread: see Lane
         if any(name.startswith("diffusers") for name in rungs):
-            stock = stock_pipeline(settings, steps)
+            stock = stock_pipeline(settings, steps, lane)
             draws["diffusers"] = lambda jobs: _in_batches(stock, jobs, 1)
             draws["diffusers-static-batch"] = lambda jobs: _in_batches(stock, jobs, STATIC_BATCH)
         for name, compiled in (("step-batching", False), ("+compile", True)):
             if name in rungs:
-                draw = _engine(settings, steps, compiled, stack)
+                draw = _engine(settings, steps, compiled, lane, stack)
                 if draw is None:
                     rungs = [rung for rung in rungs if rung != name]
                 else:
@@ -106,8 +108,8 @@ def _turns(draws: dict[str, Draw], pictures: int) -> dict[str, tuple[float, floa
     return {name: (statistics.median(values), min(values), max(values)) for name, values in rates.items()}
 
 
-def stock_pipeline(settings: Settings, steps: int) -> Callable[[Sequence[tuple[str, int]]], None]:
-    """The stock pipeline on its own copy of the weights."""
+def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
+    """The stock pipeline on its own copy of the weights, run on the lane's thread like everything else."""
     import torch
     from diffusers import StableDiffusionXLPipeline
 
@@ -115,24 +117,29 @@ def stock_pipeline(settings: Settings, steps: int) -> Callable[[Sequence[tuple[s
 
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision]
-    if settings.model_name in tiny.SHAPES:
-        pipeline = tiny.make(tiny.SHAPES[settings.model_name]).to(dtype)
-    else:
-        pipeline = StableDiffusionXLPipeline.from_pretrained(settings.model_name, torch_dtype=dtype)
+
+    def make() -> Any:
+        if settings.model_name in tiny.SHAPES:
+            return tiny.make(tiny.SHAPES[settings.model_name]).to(dtype)
+        return StableDiffusionXLPipeline.from_pretrained(settings.model_name, torch_dtype=dtype)
+
+    pipeline = lane.call(make)
     pipeline.set_progress_bar_config(disable=True)
 
     def draw(jobs: Sequence[tuple[str, int]]) -> None:
-        pipeline(
-            [prompt for prompt, _ in jobs],
-            num_inference_steps=steps,
-            guidance_scale=5.0,
-            generator=[torch.Generator().manual_seed(seed) for _, seed in jobs],
+        lane.call(
+            lambda: pipeline(
+                [prompt for prompt, _ in jobs],
+                num_inference_steps=steps,
+                guidance_scale=5.0,
+                generator=[torch.Generator().manual_seed(seed) for _, seed in jobs],
+            )
         )
 
     return draw
 
 
-def _engine(settings: Settings, steps: int, compiled: bool, stack: ExitStack) -> Draw | None:
+def _engine(settings: Settings, steps: int, compiled: bool, lane: Lane, stack: ExitStack) -> Draw | None:
     """A closed loop of `IN_FLIGHT` requests; None where no compiler is there."""
     from core.batching.request import Request
     from core.graphs import compiler
@@ -142,10 +149,10 @@ def _engine(settings: Settings, steps: int, compiled: bool, stack: ExitStack) ->
     if compiled and compiler() is None:
         logging.getLogger(__name__).warning("no C++ compiler: the rung +compile is left out")
         return None
-    works = stack.enter_context(build(settings.model_copy(update={"compile": compiled}), measure_s=10.0))
+    works = stack.enter_context(build(settings.model_copy(update={"compile": compiled}), lane=lane, measure_s=10.0))
     if compiled:
         works.images.execution.wait()
-        works.images.execution.prepare(measure_s=10.0)
+        works.images.prepare(measure_s=10.0)
     native = works.images.model.native
 
     def draw(jobs: Sequence[tuple[str, int]]) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ class Executables:
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self._wanted: set[Key] = set()
         self._failed: dict[str, str] = {}
-        self._jobs: queue.SimpleQueue[tuple[Key, Callable[[Callable[..., Any]], Any]] | None] = queue.SimpleQueue()
+        self._jobs: deque[tuple[Key, Callable[[Callable[..., Any]], Any]]] = deque()
         self._thread: threading.Thread | None = None
         self._pending = 0
         self._idle = threading.Condition()
@@ -93,12 +93,12 @@ class Executables:
         if not self.enabled or key in self._wanted or key.phase in self._failed:
             return
         self._wanted.add(key)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
-            self._thread.start()
         with self._idle:
             self._pending += 1
-        self._jobs.put((key, example))
+            self._jobs.append((key, example))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
+                self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until all that was asked for is compiled or has failed."""
@@ -107,9 +107,10 @@ class Executables:
 
     def close(self) -> None:
         """Drop what has not begun to compile; what has will end by itself."""
-        while not self._jobs.empty():
-            self._jobs.get()
-        self._jobs.put(None)
+        with self._idle:
+            self._pending -= len(self._jobs)
+            self._jobs.clear()
+            self._idle.notify_all()
 
     @property
     def failed(self) -> dict[str, str]:
@@ -122,8 +123,13 @@ class Executables:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
             except OSError as error:
                 log.debug("compiling at normal priority: %s", error)
-        while (job := self._jobs.get()) is not None:
-            key, example = job
+        while True:
+            with self._idle:
+                if not self._jobs:
+                    # Ends rather than waits: a thread that computed keeps a team of OpenMP threads (see Lane).
+                    self._thread = None
+                    return
+                key, example = self._jobs.popleft()
             try:
                 self._build(key, example)
             except Exception as error:

@@ -36,7 +36,7 @@ class _Work:
     mode: str
     table: sigmas.Table
     generator: torch.Generator
-    x: torch.Tensor  # [1, C, h, w] fp32: the starting noise
+    x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
     trajectory: denoise.Trajectory | None = None
     noise: tuple[int, torch.Tensor] | None = None  # (step, what was drawn for it): a retry must not draw again
     warnings: list[str] = field(default_factory=list)
@@ -70,6 +70,7 @@ class ImageRunner:
         self.default_scheduler = sigmas.default_name(model.scheduler_config)
         self.lanes = frozenset({"device"})
         self._lane = lane or Lane("image")
+        self._own_lane = lane is None
         self._slots = Slots(max_requests)
         self._max_rows = max_rows
         self._encoder = Encoder(model)
@@ -162,6 +163,9 @@ class ImageRunner:
             prompts = [p for w, work in zip(wanted, works, strict=True) for p in self._prompts(w, work.rows)]
             known = dict(zip(prompts, self._encoder.encode(prompts, _ENCODE_BUCKET if group.mode else 0), strict=True))
             made = [self._condition(w, work.rows, known) for w, work in zip(wanted, works, strict=True)]
+            for w, work in zip(wanted, works, strict=True):
+                if work.x is None:  # a retry must not draw again
+                    work.x = self._start(w, work)
             if self._encoder.misses > before:  # remembered prompts say nothing of what encoding costs
                 rows = sum(work.rows for work in works)
                 self.execution.observe(group, rows, False, time.perf_counter() - started)
@@ -171,8 +175,10 @@ class ImageRunner:
             outcomes = {}
             for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
                 scale = request.parameters.guidance_scale
-                start = denoise.Trajectory(work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning)
-                work.trajectory = start
+                assert work.x is not None
+                work.trajectory = denoise.Trajectory(
+                    work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning
+                )
                 work.warnings += warnings
                 request.phase = DEEP
                 outcomes[request.id] = Outcome(progress=(0, work.table.steps))
@@ -211,22 +217,23 @@ class ImageRunner:
     def _finish(self, group: Group, requests: list[Request]) -> _Iteration:
         latents = [request.work.trajectory.x for request in requests]
 
-        def compute() -> torch.Tensor:
+        def compute() -> tuple[torch.Tensor, list[bool]]:
             started = time.perf_counter()
             way = self.execution.cheapest(group, len(latents))
             with torch.inference_mode():
                 padded = torch.cat(latents + latents[:1] * (way.rows - len(latents)))
                 pixels: torch.Tensor = way.function(padded)[: len(latents)].cpu()
             self.execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
-            return pixels
+            return pixels, [bool(torch.isfinite(latent).all()) for latent in latents]
 
-        def commit(pixels: torch.Tensor) -> dict[str, Outcome]:
+        def commit(made: tuple[torch.Tensor, list[bool]]) -> dict[str, Outcome]:
             from PIL import Image
 
+            pixels, finite = made
             outcomes = {}
             for index, request in enumerate(requests):
                 work: _Work = request.work
-                if not bool(torch.isfinite(latents[index]).all()):
+                if not finite[index]:
                     error = FloatingPointError(f"the {self.model.precision} UNet of {self.model.name} returned NaN")
                     outcomes[request.id] = Outcome(error=error)
                     continue
@@ -246,14 +253,10 @@ class ImageRunner:
         name = wanted.scheduler or self.default_scheduler
         table = sigmas.table(self.model.scheduler_config, name, wanted.steps)
         generator = torch.Generator().manual_seed(wanted.seed)
-        scale = self.model.vae_scale
-        shape = (1, self.model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
-        # Drawn on the CPU in fp32, so that a seed means the same noise on every device and in every precision.
-        x = (torch.randn(shape, generator=generator) * table.init_noise_sigma).to(self.model.device)
         guided = wanted.guidance_scale > 1 and self.model.unet.config.time_cond_proj_dim is None
         # A deterministic request is run in one way to its end, whatever is compiled meanwhile.
         mode = self.execution.fixed_way((wanted.width, wanted.height)) if wanted.deterministic else ""
-        return _Work(slot, 2 if guided else 1, mode, table, generator, x)
+        return _Work(slot, 2 if guided else 1, mode, table, generator)
 
     def _prompts(self, wanted: parameters.ImageParameters, rows: int) -> list[str]:
         negative = wanted.negative_prompt
@@ -285,6 +288,12 @@ class ImageRunner:
         ]
         return conditioning, warnings
 
+    def _start(self, wanted: parameters.ImageParameters, work: _Work) -> torch.Tensor:
+        """Starting noise, drawn on the CPU in fp32: a seed means the same noise on every device and precision."""
+        scale = self.model.vae_scale
+        shape = (1, self.model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
+        return (torch.randn(shape, generator=work.generator) * work.table.init_noise_sigma).to(self.model.device)
+
     def _noise(self, work: _Work, rider: denoise.Trajectory) -> torch.Tensor | None:
         if not rider.table.noisy[rider.step]:
             return None
@@ -299,9 +308,15 @@ class ImageRunner:
             self._preview = vae.Preview(self.model)
         return self._preview(moved.x0)
 
+    def prepare(self, *, measure_s: float = 0.0) -> None:
+        """`Execution.prepare` at the native size, on the lane's thread."""
+        self._lane.call(lambda: self.execution.prepare(measure_s=measure_s))
+
     def close(self) -> None:
+        """Stop compiling, and the lane if it is the runner's own."""
         self.execution.close()
-        self._lane.close()
+        if self._own_lane:
+            self._lane.close()
 
 
 class _Iteration(NamedTuple):

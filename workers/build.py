@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from core.batching.engine import Engine
+from core.batching.runner import Lane
 from core.config import STAND_IN_MODEL, Settings
 from pipeline.load import Model, load
 from pipeline.runner import ImageRunner
@@ -26,10 +27,12 @@ class Works:
     settings: Settings
     engine: Engine
     images: ImageRunner
+    lane: Lane
 
     def close(self) -> None:
         self.engine.close()
         self.images.close()
+        self.lane.close()
 
     def __enter__(self) -> Self:
         return self
@@ -54,12 +57,20 @@ def load_model(settings: Settings) -> Model:
     return load(settings.model_name, precision=settings.precision, device=device, variant=settings.variant)
 
 
-def build(settings: Settings, *, measure_s: float = 0.0, say: Callable[[str], None] = lambda text: None) -> Works:
+def build(
+    settings: Settings,
+    *,
+    lane: Lane | None = None,
+    measure_s: float = 0.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Works:
     """Load the model and start an engine. `measure_s` is how long cost curves may be measured beforehand."""
+    lane = lane or Lane("device")
     say(f"loading {settings.model_name}")
-    model = load_model(settings)
+    model = lane.call(lambda: load_model(settings))
     images = ImageRunner(
         model,
+        lane=lane,
         max_requests=settings.max_requests,
         max_rows=settings.max_rows,
         deterministic_rows=settings.deterministic_rows,
@@ -69,5 +80,5 @@ def build(settings: Settings, *, measure_s: float = 0.0, say: Callable[[str], No
     )
     if measure_s or settings.compile:
         say("measuring what forwards cost")
-        images.execution.prepare(measure_s=measure_s)
-    return Works(settings, Engine([images], starvation_s=settings.starvation_s), images)
+        images.prepare(measure_s=measure_s)
+    return Works(settings, Engine([images], starvation_s=settings.starvation_s), images, lane)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from core.batching.request import Outcome, Request
+
+T = TypeVar("T")
 
 
 class OutOfMemory(RuntimeError):
@@ -108,7 +110,10 @@ class Runner(Protocol):
 class Lane:
     """A thread that runs callables one after another: what a CUDA stream is to a GPU, on a CPU.
 
-    Runners that share a processor share a Lane: their forwards take turns instead of fighting for cores.
+    Runners that share a processor share a Lane: their forwards take turns instead of fighting for cores. Whatever
+    else computes in the process (loading, measuring) should run here too: OpenMP keeps a team of threads for each
+    thread that ever computed in parallel, and with more threads than cores all of them wait asleep, which made small
+    forwards twice as slow (GNU libgomp, OMP_WAIT_POLICY).
     """
 
     def __init__(self, name: str = "lane") -> None:
@@ -124,6 +129,12 @@ class Lane:
         ticket = LaneTicket(compute, commit)
         self._queue.put(ticket)
         return ticket
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run something on the lane's thread and wait for it; raises what it raises."""
+        value: list[T] = []
+        self.start(lambda: value.append(function()), lambda _: {}).outcome()
+        return value[0]
 
     def close(self) -> None:
         """Let what was started end, then stop the thread. Not while others may still start something."""
