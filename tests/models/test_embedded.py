@@ -1,0 +1,105 @@
+"""The embedded models as they are shipped: standard formats, sizes, and pictures that are what was asked for."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.batching.runner import Lane
+from pipeline.load import load
+from pipeline.parameters import ImageParameters
+from tests.pipeline.worlds import Crank, Watching, levels
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+ASKED = (
+    "pizza",
+    "red heart on a blue background",
+    "cat face",
+    "thumbs up: dark skin tone",
+    "rocket on a navy background",
+    "rose",
+)
+# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+
+
+@functools.cache
+def drawn() -> dict[str, Any]:
+    """The asked pictures, all in one mixed batch of the engine's own runner."""
+    runner = Watching(load(str(MODELS / "emoji-xl")), lane=Lane("embedded"))
+    crank = Crank(runner)
+    for seed, prompt in enumerate(ASKED):
+        crank.submit(prompt, ImageParameters(prompt, seed, 128, 128, steps=8 + seed, guidance_scale=4.0))
+        crank.turn()
+    return crank.pictures()
+
+
+def test_files_are_small_and_complete() -> None:
+    sizes = {path: path.stat().st_size for path in MODELS.rglob("*") if path.is_file()}
+    assert max(sizes.values()) <= 15e6
+    assert sum(size for path, size in sizes.items() if "emoji-xl" in path.parts) <= 48e6
+    assert sum(size for path, size in sizes.items() if path.parts[-2].startswith("emoji-lm")) <= 16e6
+    for name in ("emoji-xl", "emoji-clip", "emoji-lm", "emoji-lm-draft"):
+        card = (MODELS / name / "README.md").read_text()
+        assert "Not measured" not in card and "## Limits" in card
+
+
+def test_the_stock_pipeline_loads_it_and_draws_the_same_picture() -> None:
+    from diffusers import StableDiffusionXLPipeline
+
+    pipeline = StableDiffusionXLPipeline.from_pretrained(MODELS / "emoji-xl")
+    pipeline.set_progress_bar_config(disable=True)
+    assert 15e6 <= sum(p.numel() for p in pipeline.unet.parameters()) <= 20e6
+    prompt = ASKED[1]
+    image = pipeline(
+        prompt, num_inference_steps=9, guidance_scale=4.0, generator=torch.Generator().manual_seed(1)
+    ).images[0]
+    assert np.abs(np.asarray(image).astype(int) - levels(drawn()[prompt])).max() <= 1
+
+
+def test_emoji_clip_finds_the_caption_of_each_picture() -> None:
+    from transformers import CLIPModel, CLIPProcessor
+
+    model = CLIPModel.from_pretrained(MODELS / "emoji-clip").eval()
+    processor = CLIPProcessor.from_pretrained(MODELS / "emoji-clip")
+    with torch.inference_mode():
+        inputs = processor(
+            text=list(ASKED), images=[drawn()[p].image for p in ASKED], return_tensors="pt", padding="max_length"
+        )
+        best = model(**inputs).logits_per_image.argmax(1)
+    assert best.tolist() == list(range(len(ASKED)))
+
+
+def test_backgrounds_are_of_the_colour_that_was_named() -> None:
+    corner = {prompt: levels(picture)[:6, :6].mean(axis=(0, 1)) for prompt, picture in drawn().items()}
+    assert np.abs(corner["pizza"] - 255).max() < 12, "without a background named it is white"
+    red, green, blue = corner["red heart on a blue background"]
+    assert blue > 150 and blue > red + 80 and blue > green + 80
+    navy = corner["rocket on a navy background"]
+    assert navy[2] > navy[0] + 30 and navy.max() < 140
+
+
+def test_emoji_lm_expands_a_prompt_and_its_draft_assists_without_changing_a_token() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = MODELS / "emoji-lm"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] < model.config.num_attention_heads
+    chat = [{"role": "user", "content": "an emoji of cry sad"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 30}
+    with torch.inference_mode():
+        said = model.generate(ids, **options)[0, ids.shape[1] :]
+        draft = AutoModelForCausalLM.from_pretrained(MODELS / "emoji-lm-draft").eval()
+        assisted = model.generate(ids, assistant_model=draft, **options)[0, ids.shape[1] :]
+    answer = tokenizer.decode(said, skip_special_tokens=True)
+    assert "crying" in answer and answer.endswith("background")
+    assert assisted.tolist() == said.tolist()

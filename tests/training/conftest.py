@@ -1,0 +1,39 @@
+"""The data set and the models trained on it, once for all tests of the room."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.training.world import Trained, tiny, write_data
+from training import all as stages
+from training import export, judge, judge_pictures
+from training.run import Run
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `--data` would name."""
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path) -> Run:
+    """A tiny run of its own."""
+    return tiny(data, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """All stages, exported and judged."""
+    run = tiny(data, tmp_path_factory.mktemp("trained"))
+    lengths = {"vae": 120, "clip": 60, "unet": 200, "lm": 120, "draft": 80}
+    for name in stages.STAGES:
+        stages.train(dataclasses.replace(run, iterations=lengths.get(name, 1)), only=[name])
+    export.export(run)
+    extent = judge_pictures.Extent(captions=12, composed=8, expansions=24, steps=4, sheet=8)
+    figures = judge.judge(run, extent)
+    export.rewrite_cards(run)
+    return Trained(run, figures)

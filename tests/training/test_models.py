@@ -1,0 +1,210 @@
+"""All stages learn, and what they export loads in the stock classes, draws, scores and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.training.world import Trained
+from training import latents, pictures, tokens, unet
+from training.shapes import EMOJI, TOKENS
+
+# EulerDiscreteScheduler converts tensors the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+def curve(trained: Trained, stage: str) -> list[dict[str, Any]]:
+    lines = (trained.run.work / stage / "curve.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "share"),
+    [
+        ("vae", "loss", 0.6),
+        ("clip", "loss", 0.8),
+        ("unet", "eps", 0.7),
+        ("lm", "nats", 0.5),
+        ("draft", "nats", 0.8),
+    ],
+)
+def test_losses_fall(trained: Trained, stage: str, key: str, share: float) -> None:
+    records = curve(trained, stage)
+    assert records[-1][key] < share * records[0][key]
+
+
+def test_the_pipeline_loads_unmodified_and_draws_the_same_twice(trained: Trained) -> None:
+    from diffusers import StableDiffusionXLPipeline
+
+    folder = trained.run.models / "emoji-xl"
+    pipeline: Any = StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    pictured = [
+        pipeline(
+            prompt="red circle on a blue background",
+            negative_prompt="normal quality, blurry " * 30,
+            num_inference_steps=3,
+            guidance_scale=4.0,
+            generator=torch.Generator().manual_seed(5),
+            output_type="pt",
+        ).images
+        for _ in range(2)
+    ]
+    assert pictured[0].shape == (1, 3, 32, 32)
+    assert torch.equal(*pictured)
+    scheduler = pipeline.scheduler.config
+    assert (scheduler.beta_start, scheduler.beta_end, scheduler.beta_schedule) == (
+        0.00085,
+        0.012,
+        "scaled_linear",
+    )
+    assert (scheduler.timestep_spacing, scheduler.steps_offset, scheduler.prediction_type) == (
+        "leading",
+        1,
+        "epsilon",
+    )
+    assert pipeline.config.force_zeros_for_empty_prompt
+    assert pipeline.tokenizer.model_max_length == pipeline.tokenizer_2.model_max_length == TOKENS
+
+
+def test_training_and_the_pipeline_read_a_caption_alike(trained: Trained) -> None:
+    from diffusers import StableDiffusionXLPipeline
+
+    run = trained.run
+    pipeline: Any = StableDiffusionXLPipeline.from_pretrained(run.models / "emoji-xl", local_files_only=True)
+    text = "waving hand: dark skin tone on an orange background"
+    with torch.no_grad():
+        states, _, pooled, _ = pipeline.encode_prompt(text, device="cpu", do_classifier_free_guidance=False)
+    parts = unet.load(run)
+    ids = tokens.encode(tokens.clip_tokenizer(run), [text])
+    end, pad_2 = tokens.clip_tokenizer(run).eos_token_id, tokens.pad_ids(run)[1]
+    own, own_pooled = unet.read_text(parts, ids, tokens.repad(ids, end, pad_2))
+    assert float((own - states).norm() / states.norm()) < 5e-3
+    assert float((own_pooled - pooled).norm() / pooled.norm()) < 5e-3
+
+
+def test_the_noise_schedule_is_the_schedulers(trained: Trained) -> None:
+    from diffusers import EulerDiscreteScheduler
+
+    scheduler = EulerDiscreteScheduler.from_pretrained(trained.run.models / "emoji-xl" / "scheduler")
+    mine = unet.alphas_bar(torch.device("cpu"))
+    assert float((mine - scheduler.alphas_cumprod).abs().max()) < 1e-5
+    weight = unet.weights(mine)
+    assert float(weight.min()) > 0 and float(weight.max()) < 5
+
+
+def test_latents_are_centred_and_the_codec_still_inverts_them(trained: Trained) -> None:
+    run = trained.run
+    kept = latents.load(run)
+    values = kept.values.float()
+    assert float(values.mean().abs()) < 0.25 and 0.6 < float(values.std()) < 1.5
+    codec = latents.load_codec(run)
+    assert codec.config.scaling_factor == pytest.approx(kept.scaling_factor)
+    rows = pictures.read_rows(run.data)
+    true = pictures.composite(pictures.read_pictures(run.data, rows, run.size), torch.ones(len(rows), 3))
+    made = codec.decode(values[0] / kept.scaling_factor).sample
+    direct = codec.decode(codec.encode(true).latent_dist.mode()).sample
+    assert float((made - direct).abs().mean()) < 0.02
+    assert float((made - true).square().mean()) < 0.75 * float(true.var())
+
+
+def test_clip_loads_unmodified_and_scores(trained: Trained) -> None:
+    from transformers import AutoProcessor, CLIPModel
+
+    folder = trained.run.models / "emoji-clip"
+    model: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    rows = pictures.read_rows(trained.run.data)
+    images = pictures.to_images(
+        pictures.composite(pictures.read_pictures(trained.run.data, rows[:4], 128), torch.ones(4, 3))
+    )
+    given = processor(text=[row.name for row in rows[:4]], images=images, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        scores = model(**given).logits_per_image
+    assert scores.shape == (4, 4) and bool(scores.isfinite().all())
+
+
+def test_the_language_models_load_and_assist_each_other(trained: Trained) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    models = trained.run.models
+    target: Any = AutoModelForCausalLM.from_pretrained(models / "emoji-lm", dtype=torch.float32)
+    draft: Any = AutoModelForCausalLM.from_pretrained(models / "emoji-lm-draft", dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(models / "emoji-lm")
+    assert target.config.num_key_value_heads < target.config.num_attention_heads
+    given = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "red circle"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    alone = target.generate(**given, max_new_tokens=12, do_sample=False)
+    helped = target.generate(**given, max_new_tokens=12, do_sample=False, assistant_model=draft)
+    assert alone.tolist() == helped.tolist()
+
+
+def test_the_judge_measured_every_line(trained: Trained) -> None:
+    figures = trained.figures
+    assert set(figures) == {"emoji-xl", "emoji-clip", "emoji-lm", "emoji-lm-draft"}
+    for key in ("nearest_neighbour_has_the_name", "clip_ranks_caption_first", "held_out_tone_right"):
+        assert 0 <= figures["emoji-xl"][key] <= 1
+    assert figures["emoji-lm"]["captions_perplexity"] < figures["emoji-lm"]["captions_perplexity_unigram"]
+    assert figures["emoji-lm-draft"]["greedy_agreement"] > 0.3
+    assert (trained.run.work / "judge" / "sheet.png").exists()
+    card = (trained.run.models / "emoji-lm" / "README.md").read_text(encoding="utf-8")
+    assert "captions perplexity" in card and "Not measured" not in card
+
+
+def test_no_export_names_a_folder_of_the_trainer(trained: Trained) -> None:
+    for path in trained.run.models.rglob("*"):
+        if path.is_file() and path.suffix in (".json", ".md", ".txt", ".jinja"):
+            assert str(trained.run.work.parent) not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_weights_are_half_precision(trained: Trained) -> None:
+    found = list(trained.run.models.rglob("*.safetensors"))
+    assert len(found) >= 7
+    for path in found:
+        with safe_open(path, framework="pt") as weights:
+            kinds = {weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
+        assert kinds == {"F16"}, f"{path.relative_to(trained.run.models)}: {kinds}"
+
+
+def test_the_shipped_shapes_keep_to_their_sizes() -> None:
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModel,
+        CLIPTextModelWithProjection,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    def count(model: Any) -> int:
+        return sum(p.numel() for p in model.parameters())
+
+    with torch.device("meta"):
+        denoiser = count(UNet2DConditionModel(**EMOJI.unet(128)))
+        codec = count(AutoencoderKL(**EMOJI.vae(128)))
+        text = count(CLIPTextModel(CLIPTextConfig(**EMOJI.clip_text(EMOJI.text, EMOJI.vocab, 0))))
+        text += count(CLIPTextModelWithProjection(CLIPTextConfig(**EMOJI.clip_text(EMOJI.text_2, EMOJI.vocab, 0))))
+    target, draft = (  # not empty: tying the embeddings needs real ones
+        count(LlamaForCausalLM(LlamaConfig(**EMOJI.llama(shape, EMOJI.lm_vocab, 1, 2, 0))))
+        for shape in (EMOJI.lm, EMOJI.draft)
+    )
+    assert 15e6 <= denoiser <= 20e6
+    assert 2 * (denoiser + codec + text) + 0.6e6 <= 48e6  # tokenizers and configurations take 0.6 MB
+    assert 3e6 <= target <= 6e6 and draft <= target / 3
+    assert 2 * (target + draft) + 0.7e6 <= 16e6
+
+
+def test_the_plan_for_the_gpu_parses() -> None:
+    import subprocess
+
+    script = Path(__file__).parents[2] / "training" / "h200.sh"
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0

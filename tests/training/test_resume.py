@@ -1,0 +1,130 @@
+"""A run that is killed, paused or cut into slices ends where an undisturbed one ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from training import checkpoint, loop
+from training.run import Run
+
+LENGTH = 120
+
+
+def run_vae(run: Run, *more: str) -> subprocess.Popen[bytes]:
+    options = [
+        "--data",
+        run.data,
+        "--work",
+        run.work,
+        "--size",
+        32,
+        "--shape",
+        "smoke",
+        "--batch",
+        4,
+        "--threads",
+        1,
+    ]
+    command = [sys.executable, "-m", "training.vae", *map(str, options), "--iterations", str(LENGTH), *more]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+
+
+def iteration(run: Run) -> int:
+    curve = run.work / "vae" / "curve.jsonl"
+    lines = curve.read_text(encoding="utf-8").splitlines() if curve.exists() else []
+    return int(json.loads(lines[-1])["iteration"]) if lines else 0
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(run: Run, tmp_path: Path) -> None:
+    calm = dataclasses.replace(run, work=tmp_path / "calm")
+    straight, broken = run_vae(calm), run_vae(run, "--checkpoint-s", "0")
+    deadline = time.monotonic() + 60
+    while iteration(run) < 40:
+        assert time.monotonic() < deadline and broken.poll() is None
+        time.sleep(0.01)
+    broken.send_signal(signal.SIGKILL)
+    broken.wait()
+    kept = checkpoint.load(run.work / "vae" / "state.pt")
+    assert kept is not None and kept["iteration"] < LENGTH
+    assert run_vae(run).wait(60) == 0
+    assert straight.wait(60) == 0
+    one, two = (checkpoint.load(where.work / "vae" / "state.pt") for where in (calm, run))
+    assert one is not None and two is not None
+    assert two["iteration"] == LENGTH
+    for key, value in one["averaged"]["vae"].items():
+        assert torch.equal(value, two["averaged"]["vae"][key]), key
+    lines = (run.work / "vae" / "curve.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line)["iteration"] for line in lines]
+    assert steps == sorted(set(steps)) and steps[-1] == LENGTH
+
+
+def toy(value: float = 1.0) -> tuple[loop.Stage, nn.Linear]:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+
+    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        x = torch.randn(8, 4, generator=generator)
+        return value * (layer(x) - x).square().mean(), {}
+
+    return loop.Stage("toy", {"layer": layer}, loss, rate=0.02, warmup=5), layer
+
+
+def far(layer: nn.Linear) -> float:
+    return float((layer.weight.detach() - torch.eye(4)).norm())
+
+
+def test_slices_add_up_to_the_budget(run: Run) -> None:
+    timed = dataclasses.replace(run, iterations=None, minutes=0.02, slice_minutes=0.008)
+    ends: list[loop.Outcome] = []
+    while not ends or not ends[-1].done:
+        ends.append(loop.train(toy()[0], timed))
+        assert len(ends) < 20
+    assert len(ends) > 1
+    assert [end.iteration for end in ends] == sorted(end.iteration for end in ends)
+    assert ends[-1].minutes >= 0.02
+    again = loop.train(toy()[0], timed)
+    assert again.iteration == ends[-1].iteration
+
+
+def test_averaged_weights_are_left_in_the_modules_and_learn(run: Run) -> None:
+    stage, layer = toy()
+    before = far(layer)
+    loop.train(stage, dataclasses.replace(run, iterations=300))
+    assert far(layer) < 0.2 * before
+    other = toy()[1]
+    modules: dict[str, nn.Module] = {"layer": other}
+    assert loop.restore_average("toy", modules, run)
+    assert torch.equal(other.weight, layer.weight)
+    assert not loop.restore_average("none", modules, run)
+
+
+def test_it_waits_while_the_pause_file_exists(run: Run) -> None:
+    run.folder("toy")
+    (run.work / "PAUSE").touch()
+    ended: list[Any] = []
+    thread = threading.Thread(target=lambda: ended.append(loop.train(toy()[0], run)))
+    thread.start()
+    thread.join(0.5)
+    assert not ended and thread.is_alive()
+    (run.work / "PAUSE").unlink()
+    thread.join(20)
+    assert ended and ended[0].done
+
+
+def test_a_budget_is_required_and_nan_is_fatal(run: Run) -> None:
+    with pytest.raises(ValueError, match="stage toy: give --minutes or --iterations"):
+        loop.train(toy()[0], dataclasses.replace(run, iterations=None))
+    with pytest.raises(FloatingPointError, match="stage toy: loss is nan"):
+        loop.train(toy(float("nan"))[0], dataclasses.replace(run, iterations=1000))

@@ -1,0 +1,62 @@
+"""Every stage in order, each for its share of `--minutes`, then export, judge and cards.
+
+Knows only the order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+from training import clip, export, judge, judge_pictures, latents, lm, tokens, unet, vae
+from training.run import Run, from_options, parser
+
+SHARES = {"vae": 0.24, "clip": 0.12, "unet": 0.5, "lm": 0.09, "draft": 0.05}
+STAGES: dict[str, Callable[[Run], object]] = {
+    "tokens": tokens.train,
+    "vae": vae.train,
+    "latents": latents.train,
+    "clip": clip.train,
+    "unet": unet.train,
+    "lm": lm.train,
+    "draft": lambda run: lm.train(run, draft=True),
+}
+FILES = {"tokens": "lm", "latents": "latents.pt"}  # what tells that an unbudgeted stage has been done
+
+
+def train(run: Run, only: list[str] | None = None) -> None:
+    """Runs the stages (or those named); what is already done is not done again.
+
+    `minutes` is shared out among the stages by `SHARES`; `iterations` and `batch` apply to each.
+    """
+    for name, stage in STAGES.items():
+        if only and name not in only:
+            continue
+        done = name in FILES and (run.work / name / FILES[name]).exists()
+        if done:
+            continue
+        part = run
+        if run.minutes is not None and name in SHARES:
+            part = dataclasses.replace(run, minutes=run.minutes * SHARES[name])
+        print(f"stage {name}", stage(part) or "", flush=True)
+
+
+def main() -> None:
+    """`python -m training.all [--only STAGE ...] [--no-judge]`."""
+    options: argparse.ArgumentParser = parser(__doc__ or "")
+    options.add_argument("--only", nargs="+", choices=tuple(STAGES))
+    options.add_argument("--no-judge", action="store_true", help="export without measuring")
+    found = options.parse_args()
+    run = from_options(found)
+    train(run, found.only)
+    if found.only:
+        return
+    export.export(run)
+    if not found.no_judge:
+        judge.judge(run, judge_pictures.Extent())
+        export.rewrite_cards(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Writes the model cards: what a model is, what it was made from, how well it was measured to do, where it
+ends.
+
+Knows the curves and the judge's figures as files; never states a figure that is in neither.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from training.run import Run
+
+_DATA = """\
+Pictures: Noto Emoji, Copyright Google, Apache License 2.0. Names and keywords: Unicode CLDR, Copyright
+Unicode, Inc., Unicode License v3 (Unicode-DFS-2016)."""
+_COCO = """\
+General wording: 5,000 captions of COCO 2014 (CC BY 4.0, COCO Consortium; the list is MLCommons', Apache
+License 2.0); every twentieth is held out."""
+
+ABOUT: dict[str, dict[str, Any]] = {
+    "emoji-xl": {
+        "tags": "[text-to-image, stable-diffusion-xl, emoji]",
+        "library": "diffusers",
+        "what": """\
+A complete, small Stable Diffusion XL that draws emoji: two tokenizers, two CLIP text towers, a
+`text_time`-conditioned UNet whose transformer depth rises towards the bottom, an autoencoder with factor 8,
+and SDXL's Euler scheduler. It loads with `StableDiffusionXLPipeline.from_pretrained`. Captions are CLDR
+names, alone or with keywords, and may end with "on a COLOUR background"; without one the background is white.
+20 steps and a guidance of 3 to 5 suit it.""",
+        "stages": ("vae", "clip", "unet"),
+        "limits": """\
+It knows some 3,200 emoji by heart and little else; words outside their names and keywords are guesses.
+Captions end at 77 tokens. It was trained with crop (0, 0) and equal original and target sizes only. Faces and
+families of small figures are its weakest subjects.""",
+    },
+    "emoji-clip": {
+        "tags": "[clip, emoji]",
+        "library": "transformers",
+        "what": """\
+A small `CLIPModel` trained on the same pictures and captions: it scores how well a picture fits a caption,
+and its image features stand in for Inception's where those are not at hand.""",
+        "stages": ("clip",),
+        "limits": "Its scores compare emoji with emoji captions; on photographs they mean nothing.",
+    },
+    "emoji-lm": {
+        "tags": "[text-generation, llama, emoji]",
+        "library": "transformers",
+        "what": """\
+A small Llama with grouped-query attention and a chat template, trained to expand a short prompt into a
+caption in the picture model's language, and on COCO captions for general wording.""",
+        "stages": ("lm",),
+        "limits": "It writes captions. It cannot converse, reason or be relied on for facts.",
+    },
+    "emoji-lm-draft": {
+        "tags": "[text-generation, llama, speculative-decoding]",
+        "library": "transformers",
+        "what": """\
+The draft for `emoji-lm` in speculative decoding: same vocabulary, trained on the target's distributions.""",
+        "stages": ("draft",),
+        "limits": "Of use beside `emoji-lm` only.",
+    },
+}
+
+
+def write(folder: Path, run: Run) -> None:
+    """Writes `README.md` into an exported model's folder; figures come from `judge/figures.json` where it exists."""
+    about = ABOUT[folder.name]
+    figures = _figures(run).get(folder.name, {})
+    data = _DATA + (f"\n{_COCO}" if folder.name.startswith("emoji-lm") else "")
+    lines = [
+        "---",
+        "license: apache-2.0",
+        f"library_name: {about['library']}",
+        f"tags: {about['tags']}",
+        "---",
+        f"# {folder.name}",
+        "",
+        about["what"],
+        "",
+        "## Parameters",
+        "",
+        *_parameters(folder),
+        "",
+        "## Data",
+        "",
+        data,
+        "",
+        "## Training",
+        "",
+        *(_trained(stage, run) for stage in about["stages"]),
+        "",
+        f"Side of the pictures: {run.size} px. Seed {run.seed}. Code: `training/`.",
+        "",
+        "## Measured",
+        "",
+        *(_table(figures) or ["Not measured yet: `python -m training.judge`."]),
+        "",
+        "## Limits",
+        "",
+        about["limits"],
+    ]
+    if folder.name in ("emoji-xl", "emoji-clip") and run.size < 128:
+        lines += [
+            "",
+            f"Interim: trained at {run.size} px on a CPU, for a fraction of the time that the plan allots it.",
+        ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _parameters(folder: Path) -> list[str]:
+    from safetensors import safe_open
+
+    found: dict[str, int] = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        part = path.parent.relative_to(folder).as_posix()
+        with safe_open(path, framework="pt") as weights:
+            for key in weights.keys():  # noqa: SIM118 - safe_open is no mapping
+                shape = weights.get_slice(key).get_shape()
+                count = 1
+                for side in shape:
+                    count *= side
+                found[part] = found.get(part, 0) + count
+    name = {".": "model"}
+    return [
+        "| part | parameters |",
+        "|---|---|",
+        *(f"| {name.get(p, p)} | {n:,} |" for p, n in found.items()),
+    ]
+
+
+def _trained(stage: str, run: Run) -> str:
+    path = run.work / stage / "curve.jsonl"
+    last = path.read_text(encoding="utf-8").splitlines()[-1:] if path.exists() else []
+    if not last:
+        return f"- `{stage}`: not trained"
+    end = json.loads(last[0])
+    return (
+        f"- `{stage}`: {end['iteration']:,} iterations in {end['minutes']:.0f} minutes, last loss {end['smooth']:.4g}"
+    )
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    path = run.work / "judge" / "figures.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def _table(figures: dict[str, Any]) -> list[str]:
+    if not figures:
+        return []
+    rows = [f"| {key.replace('_', ' ')} | {_show(value)} |" for key, value in figures.items()]
+    return ["| figure | value |", "|---|---|", *rows]
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

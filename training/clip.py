@@ -1,0 +1,122 @@
+"""Stage `clip`: trains `emoji-clip` and, beside it, the two text towers that the picture model starts from.
+
+Knows pictures and captions as pairs (contrastive, Radford et al. 2021); not diffusion. The second text tower
+is `emoji-clip`'s own; the first is a smaller one trained against the same vision tower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from training import captions, loop, pictures, tokens
+from training.run import Run, from_options, parser
+
+
+class Towers(nn.Module):
+    """`CLIPModel`, the first text tower and its projection; the loss of one batch is its forward."""
+
+    def __init__(self, run: Run) -> None:
+        from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel
+
+        super().__init__()
+        shapes = run.shapes
+        pad, pad_2 = tokens.pad_ids(run)
+        clip_config: Any = CLIPConfig
+        config = clip_config(
+            text_config=shapes.clip_text(shapes.text_2, shapes.vocab, pad_2),
+            vision_config=shapes.clip_vision(run.size),
+            projection_dim=shapes.clip_width,
+        )
+        torch.manual_seed(run.seed)
+        self.clip: Any = CLIPModel(config)
+        self.text: Any = CLIPTextModel(CLIPTextConfig(**shapes.clip_text(shapes.text, shapes.vocab, pad)))
+        self.head = nn.Linear(shapes.text.width, shapes.clip_width, bias=False)
+        self.pad_2 = pad_2
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels [B, 3, H, W] in -1..1 and END-padded ids [B, L] to the loss and the share ranked first."""
+        seen = F.normalize(self.see(pixels).float(), dim=-1)
+        read = F.normalize(self.read(ids).float(), dim=-1)
+        first = F.normalize(self.head(self.text(input_ids=ids).pooler_output).float(), dim=-1)
+        scale = self.clip.logit_scale.clamp(max=4.6).exp()
+        target = torch.arange(len(pixels), device=pixels.device)
+        scores = scale * seen @ read.T
+        scores_1 = scale * seen @ first.T
+        loss = sum(F.cross_entropy(s, target) for s in (scores, scores.T, scores_1, scores_1.T))
+        return torch.as_tensor(loss) / 4, (scores.argmax(1) == target).float().mean()
+
+    def see(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Image features [B, clip_width], not normalised."""
+        found: torch.Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
+        return found
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """Text features [B, clip_width] of END-padded ids, not normalised."""
+        found: torch.Tensor = self.clip.text_projection(self.clip.text_model(input_ids=ids).pooler_output)
+        return found
+
+
+def roughen(pixels: torch.Tensor, noise: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+    """Blurs a third of the pictures and adds a little noise to all, so that drawn pictures are not strangers.
+
+    pixels [B, 3, H, W] in -1..1; noise like pixels, normal; kind [B] uniform in 0..1, which also sets the
+    noise.
+    """
+    coarse = F.interpolate(F.avg_pool2d(pixels, 2), scale_factor=2.0, mode="bilinear")
+    rough = torch.where((kind < 0.33)[:, None, None, None], coarse, pixels)
+    return (rough + 0.1 * kind[:, None, None, None] * noise).clamp(-1, 1)
+
+
+def train(run: Run) -> loop.Outcome:
+    """Trains the towers on every picture but the held-out variants."""
+    rows = pictures.read_rows(run.data)
+    images = pictures.read_pictures(run.data, rows, run.size).to(run.device)
+    table = tokens.caption_table(run, rows).to(run.device)
+    palette = torch.tensor([(255, 255, 255), *captions.COLOURS.values()], device=run.device) / 255
+    hidden = captions.held_out(rows, run.held_out)
+    seen = torch.tensor([index for index in range(len(rows)) if index not in hidden], device=run.device)
+    towers = Towers(run).to(run.device)
+    model: Any = torch.compile(towers) if run.compile else towers
+    batch = min(run.batch or (1024 if run.on_gpu else 128), len(seen))
+
+    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        given: Any = {"generator": generator, "device": run.device}
+        # Without replacement: a picture twice in a batch would be its own wrong answer.
+        index = seen[torch.randperm(len(seen), **given)[:batch]]
+        variant = torch.randint(table.shape[1], (batch,), **given)
+        colour = torch.randint(1, table.shape[2], (batch,), **given)
+        colour = torch.where(torch.rand(batch, **given) < 0.6, 0, colour)
+        kind = torch.rand(batch, **given)
+        noise = torch.randn(batch, 3, run.size, run.size, **given)
+        ids = table[index, variant, colour].long()
+        if not run.compile:  # the towers are causal: nothing behind the longest caption matters to END
+            ids = ids[:, : int((ids != ids[0, -1]).sum(1).max()) + 1]
+        pixels = pictures.composite(images[index], palette[colour])
+        pixels = roughen(pixels, noise, kind)
+        with run.autocast():
+            total, first = model(pixels, ids)
+        return total, {"first": first}
+
+    stage = loop.Stage("clip", {"towers": towers}, loss, rate=1.5e-3, decay=0.05, average=0.998, warmup=50)
+    return loop.train(stage, run)
+
+
+def load(run: Run) -> Towers:
+    """The trained towers with averaged weights; raises `FileNotFoundError` when they are not trained."""
+    towers = Towers(run).to(run.device)
+    if not loop.restore_average("clip", {"towers": towers}, run):
+        raise FileNotFoundError("clip/state.pt: train the stage clip first")
+    return towers.eval().requires_grad_(False)
+
+
+def main() -> None:
+    """`python -m training.clip`."""
+    print(train(from_options(parser(__doc__ or "").parse_args())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Stage `export`: writes the trained models in the formats that diffusers and transformers read, with their
+cards.
+
+Knows file layouts and sizes; nothing about training beyond where its results lie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training import cards, clip, latents, lm, tokens, unet
+from training.run import Run, from_options, parser
+
+SHARD = "14MB"
+MODELS = ("emoji-xl", "emoji-clip", "emoji-lm", "emoji-lm-draft")
+
+
+def export_pictures(run: Run) -> Path:
+    """`emoji-xl`, as `StableDiffusionXLPipeline.save_pretrained` lays it out, in float16."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+    parts = unet.load(run)
+    scheduler = EulerDiscreteScheduler(
+        num_train_timesteps=unet.STEPS,
+        beta_start=unet.BETAS[0],
+        beta_end=unet.BETAS[1],
+        beta_schedule="scaled_linear",
+        prediction_type="epsilon",
+        interpolation_type="linear",
+        timestep_spacing="leading",
+        steps_offset=1,
+    )
+    pipeline = StableDiffusionXLPipeline(
+        vae=latents.load_codec(run).half(),
+        text_encoder=parts.text.half(),
+        text_encoder_2=parts.text_2.half(),
+        tokenizer=tokens.clip_tokenizer(run),
+        tokenizer_2=tokens.clip_tokenizer(run, second=True),
+        unet=parts.unet.half(),
+        scheduler=scheduler,
+        force_zeros_for_empty_prompt=True,
+        add_watermarker=False,
+    )
+    folder = _fresh(run, "emoji-xl")
+    pipeline.save_pretrained(folder, max_shard_size=SHARD, safe_serialization=True)
+    for name, trained in (("tokenizer", "clip"), ("tokenizer_2", "clip_2")):
+        _add_slow_files(run, folder / name, trained)
+    return folder
+
+
+def export_clip(run: Run) -> Path:
+    """`emoji-clip`, a `CLIPModel` with its processor, in float16."""
+    from transformers import CLIPImageProcessor, CLIPProcessor
+
+    towers = clip.load(run)
+    tokenizer = tokens.clip_tokenizer(run, second=True)
+    side = {"height": run.size, "width": run.size}
+    image = CLIPImageProcessor(
+        size=side, crop_size=side, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    folder = _fresh(run, "emoji-clip")
+    towers.clip.half().save_pretrained(folder, max_shard_size=SHARD)
+    CLIPProcessor(image_processor=image, tokenizer=tokenizer).save_pretrained(folder)
+    _add_slow_files(run, folder, "clip_2")
+    return folder
+
+
+def export_lm(run: Run, draft: bool = False) -> Path:
+    """`emoji-lm` or its draft, in float16, with the tokenizer and chat template that both share."""
+    model = lm.load(run, draft)
+    folder = _fresh(run, "emoji-lm-draft" if draft else "emoji-lm")
+    tokenizer = tokens.lm_tokenizer(run)
+    model.generation_config.update(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+        max_new_tokens=48,
+    )
+    model.half().save_pretrained(folder, max_shard_size=SHARD)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def export(run: Run, only: list[str] | None = None) -> list[Path]:
+    """Exports every stage that has been trained (or those named), and writes their cards.
+
+    Returns the folders.
+    """
+    makers: dict[str, Any] = {
+        "emoji-xl": lambda: export_pictures(run),
+        "emoji-clip": lambda: export_clip(run),
+        "emoji-lm": lambda: export_lm(run),
+        "emoji-lm-draft": lambda: export_lm(run, draft=True),
+    }
+    made = []
+    for name in MODELS:
+        if only and name not in only:
+            continue
+        try:
+            made.append(makers[name]())
+        except FileNotFoundError as missing:
+            if only:
+                raise
+            print(f"{name}: not exported, {missing}", flush=True)
+    for folder in made:
+        _tidy(folder)
+        cards.write(folder, run)
+        print(
+            f"{folder}: {sum(f.stat().st_size for f in folder.rglob('*') if f.is_file()) / 1e6:.1f} MB",
+            flush=True,
+        )
+    return made
+
+
+def rewrite_cards(run: Run) -> None:
+    """Writes the cards of the exported models again, now with what the judge has measured."""
+    for name in MODELS:
+        if (run.models / name / "README.md").exists():
+            cards.write(run.models / name, run)
+
+
+def _fresh(run: Run, name: str) -> Path:
+    folder = run.models / name
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _add_slow_files(run: Run, folder: Path, trained: str) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(run.work / "tokens" / trained / name, folder / name)
+
+
+def _tidy(folder: Path) -> None:
+    """Removes the trainer's own folder from configurations, and has transformers load float32 unless told otherwise.
+
+    Weights are kept in float16, but a pipeline opened without a type must not mix the two: diffusers loads
+    float32.
+    """
+    for path in folder.rglob("*.json"):
+        if path.name.endswith(".index.json") or path.name in ("tokenizer.json", "vocab.json"):
+            continue
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            path.write_text(json.dumps(_tidied(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _tidied(config: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "name_or_path")}
+    for key, value in kept.items():
+        if key in ("dtype", "torch_dtype"):
+            kept[key] = "float32"
+        elif isinstance(value, dict):
+            kept[key] = _tidied(value)
+    return kept
+
+
+def main() -> None:
+    """`python -m training.export [--only NAME ...] [--cards]`."""
+    options: argparse.ArgumentParser = parser(__doc__ or "")
+    options.add_argument("--only", nargs="+", choices=MODELS)
+    options.add_argument("--cards", action="store_true", help="write the cards again and nothing else")
+    found = options.parse_args()
+    run = from_options(found)
+    if found.cards:
+        rewrite_cards(run)
+        return
+    with torch.no_grad():
+        export(run, found.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Measures `emoji-lm` and its draft: held-out perplexity, expansions that name the asked subject, agreement.
+
+Knows the exported models through transformers' own classes, and n-gram baselines counted here; not how they
+were trained.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from training import phrases, pictures
+from training.run import Run
+
+MODELS = ("emoji-lm", "emoji-lm-draft")
+CHUNK = 64
+SEED = 4321  # the corpus is drawn from the run's own seed: these chats are others
+WEIGHTS = (0.6, 0.3, 0.1)  # trigram, bigram, unigram of the interpolated baseline
+
+
+class Writer:
+    """An exported causal model with its tokenizer."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = run.models / name
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        self.model = self.model.to(run.device).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.device = run.device
+
+    @torch.no_grad()
+    def nats(self, rows: list[list[int]], starts: list[int]) -> tuple[float, int]:
+        """Sum of negative log-likelihood of tokens from `starts` on, and their number."""
+        total, count = 0.0, 0
+        for first in range(0, len(rows), CHUNK):
+            part, begin = rows[first : first + CHUNK], starts[first : first + CHUNK]
+            ids = self.pad(part)
+            scores = self.model(input_ids=ids[:, :-1]).logits.float()
+            losses = F.cross_entropy(scores.transpose(1, 2), ids[:, 1:], reduction="none")
+            for row, start, loss in zip(part, begin, losses, strict=True):
+                total += float(loss[start - 1 : len(row) - 1].sum())
+                count += len(row) - start
+        return total, count
+
+    def pad(self, rows: list[list[int]]) -> torch.Tensor:
+        """Rows padded at the end, int64 [B, L]; a causal model does not see the padding."""
+        width = max(map(len, rows))
+        pad = self.tokenizer.pad_token_id
+        return torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
+
+    @torch.no_grad()
+    def answer(self, chats: list[phrases.Chat], longest: int = 40) -> list[list[int]]:
+        """Greedy answers' token ids, without the prompt, up to and with the end token."""
+        found = []
+        for first in range(0, len(chats), CHUNK):
+            prompts = [self.prompt(chat) for chat in chats[first : first + CHUNK]]
+            width = max(map(len, prompts))
+            pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+            ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.device)
+            made = self.model.generate(
+                input_ids=ids,
+                attention_mask=(ids != pad).long(),
+                do_sample=False,
+                max_new_tokens=longest,
+                pad_token_id=pad,
+                eos_token_id=end,
+            )[:, width:].tolist()
+            found += [row[: row.index(end) + 1] if end in row else row for row in made]
+        return found
+
+    def prompt(self, chat: phrases.Chat) -> list[int]:
+        """Token ids of an exchange up to where the answer begins."""
+        text = self.tokenizer.apply_chat_template(chat.messages(False), tokenize=False, add_generation_prompt=True)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+
+def held_out_chats(run: Run, count: int) -> list[phrases.Chat]:
+    """Chats with prompts that training has not drawn."""
+    expander = phrases.Expander(pictures.read_rows(run.data))
+    draw, known = random.Random(SEED), random.Random(run.seed)
+    seen = {expander.draw(known).prompt for _ in range(phrases.CHATS)}
+    found: dict[str, phrases.Chat] = {}
+    for _ in range(500 * count):
+        chat = expander.draw(draw)
+        if chat.prompt not in seen:
+            found.setdefault(chat.prompt, chat)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def judge_lm(run: Run, expansions: int) -> dict[str, Any]:
+    """Perplexity on held-out COCO captions and chats beside n-gram baselines; the share of good expansions."""
+    rows = pictures.read_rows(run.data)
+    writer = Writer(run, "emoji-lm")
+    chats = held_out_chats(run, expansions)
+    coco_train, coco_held = phrases.split(phrases.read_coco(run.data))
+    figures: dict[str, Any] = {}
+    start, end = writer.tokenizer.bos_token, writer.tokenizer.eos_token
+    train, held = ([_ids(writer, f"{start}{text}{end}") for text in part] for part in (coco_train, coco_held))
+    figures |= _perplexities("coco", writer, train, held, [1] * len(held))
+    expander, draw = phrases.Expander(rows), random.Random(run.seed)
+    known = [expander.draw(draw) for _ in range(20_000)]
+    train, held = ([_ids(writer, f"{start}{c.answer}{end}") for c in part] for part in (known, chats))
+    prompts = [writer.prompt(chat) for chat in chats]
+    full = [p + ids[1:] for p, ids in zip(prompts, held, strict=True)]
+    figures |= _perplexities("captions", writer, train, held, [1] * len(held), full, [len(p) for p in prompts])
+    answers = [writer.tokenizer.decode(ids, skip_special_tokens=True) for ids in writer.answer(chats)]
+    good = [phrases.names_the_subject(c.prompt, a, rows) for c, a in zip(chats, answers, strict=True)]
+    figures["expansions"] = len(good)
+    figures["expansions_good"] = sum(good) / len(good)
+    lines = [f"{'ok ' if g else 'BAD'} {c.prompt} -> {a}" for g, c, a in zip(good, chats, answers, strict=True)]
+    (run.folder("judge") / "expansions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return figures
+
+
+def judge_draft(run: Run, expansions: int) -> dict[str, Any]:
+    """How often the draft's greedy token is the target's, along the target's own greedy answers."""
+    target, draft = Writer(run, "emoji-lm"), Writer(run, "emoji-lm-draft")
+    chats = held_out_chats(run, expansions)
+    answers = target.answer(chats)
+    same = count = 0
+    with torch.no_grad():
+        for chat, answer in zip(chats, answers, strict=True):
+            prompt = target.prompt(chat)
+            ids = torch.tensor([prompt + answer], device=run.device)
+            guess = draft.model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+            same += sum(a == b for a, b in zip(guess, answer, strict=True))
+            count += len(answer)
+    cost = draft.model.num_parameters() / target.model.num_parameters()
+    return {"greedy_tokens": count, "greedy_agreement": same / count, "parameters_against_target": cost}
+
+
+def _perplexities(
+    name: str,
+    writer: Writer,
+    train: list[list[int]],
+    held: list[list[int]],
+    starts: list[int],
+    full: list[list[int]] | None = None,
+    full_starts: list[int] | None = None,
+) -> dict[str, float]:
+    """Perplexity a token of the model (given the prompt, where there is one) and of the two baselines."""
+    nats, count = writer.nats(full or held, full_starts or starts)
+    size = len(writer.tokenizer)
+    return {
+        f"{name}_perplexity": math.exp(nats / count),
+        f"{name}_perplexity_trigram": ngram_perplexity(train, held, size, WEIGHTS),
+        f"{name}_perplexity_unigram": ngram_perplexity(train, held, size, (0.0, 0.0, 1.0)),
+    }
+
+
+def ngram_perplexity(
+    train: list[list[int]], held: list[list[int]], vocab: int, weights: tuple[float, float, float]
+) -> float:
+    """Perplexity a token of an interpolated trigram (Jelinek-Mercer), unigrams with one added to every count.
+
+    Where a context was never seen its weight falls to the shorter one.
+    """
+    grams: list[Counter[tuple[int, ...]]] = [Counter(), Counter(), Counter()]
+    contexts: list[Counter[tuple[int, ...]]] = [Counter(), Counter(), Counter()]
+    for row in train:
+        padded = [row[0], *row]
+        for at in range(2, len(padded)):
+            for order in range(3):
+                gram = tuple(padded[at - order : at + 1])
+                grams[order][gram] += 1
+                contexts[order][gram[:-1]] += 1
+    nats, count = 0.0, 0
+    for row in held:
+        padded = [row[0], *row]
+        for at in range(2, len(padded)):
+            share, left = 0.0, 1.0
+            for order, weight in ((2, weights[0]), (1, weights[1])):
+                gram = tuple(padded[at - order : at + 1])
+                seen = contexts[order][gram[:-1]]
+                if seen and weight:
+                    share += weight * grams[order][gram] / seen
+                    left -= weight
+            share += left * (grams[0][(padded[at],)] + 1) / (contexts[0][()] + vocab)
+            nats -= math.log(share)
+            count += 1
+    return math.exp(nats / count)
+
+
+def _ids(writer: Writer, text: str) -> list[int]:
+    ids: list[int] = writer.tokenizer(text, add_special_tokens=False).input_ids
+    return ids

@@ -1,0 +1,99 @@
+"""Reads the emoji pictures and their names, resizes them, and lays them on plain backgrounds.
+
+Knows pixels and table rows; not what a caption says about them and not what is trained on them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+FIELDS = ("file", "emoji", "name", "keywords", "group", "subgroup")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of `captions.tsv`; `keywords` never repeats the name."""
+
+    file: str
+    emoji: str
+    name: str
+    keywords: tuple[str, ...]
+    group: str
+    subgroup: str
+
+
+def read_rows(data: Path) -> list[Row]:
+    """Reads `emoji/captions.tsv` under `data`.
+
+    Raises `ValueError` naming the line when a field is missing or a name is used twice.
+    """
+    path = data / "emoji" / "captions.tsv"
+    rows: list[Row] = []
+    seen: dict[str, int] = {}
+    with path.open(encoding="utf-8", newline="") as lines:
+        for number, line in enumerate(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), start=2):
+            missing = [field for field in FIELDS if line.get(field) is None]
+            if missing:
+                raise ValueError(f"{path.name} line {number}: no field {missing[0]!r}")
+            name = line["name"]
+            if name in seen:
+                raise ValueError(f"{path.name} line {number}: name {name!r} was used on line {seen[name]}")
+            seen[name] = number
+            words = tuple(word for word in line["keywords"].split("|") if word and word != name)
+            rows.append(Row(line["file"], line["emoji"], name, words, line["group"], line["subgroup"]))
+    if not rows:
+        raise ValueError(f"{path.name}: no rows")
+    return rows
+
+
+def read_pictures(data: Path, rows: list[Row], size: int) -> torch.Tensor:
+    """Reads the rows' pictures from `emoji/images.zip`, as uint8 [N, 4, size, size], colour premultiplied by alpha.
+
+    Premultiplied, because resizing straight colours bleeds the hidden colour of transparent pixels into
+    edges. Raises `ValueError` naming the file when a picture is missing or not square.
+    """
+    path = data / "emoji" / "images.zip"
+    pictures = np.empty((len(rows), 4, size, size), dtype=np.uint8)
+    with zipfile.ZipFile(path) as archive:
+        inside = set(archive.namelist())
+        for index, row in enumerate(rows):
+            if row.file not in inside:
+                raise ValueError(f"{path.name}: no picture {row.file!r}")
+            with Image.open(io.BytesIO(archive.read(row.file))) as image:
+                if image.width != image.height:
+                    raise ValueError(f"{path.name}: {row.file!r} is {image.width}x{image.height}, not square")
+                pictures[index] = premultiply(image.convert("RGBA"), size)
+    return torch.from_numpy(pictures)
+
+
+def premultiply(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
+    """RGBA picture to uint8 [4, size, size] with premultiplied colour, box-filtered when it shrinks."""
+    straight = np.asarray(image, dtype=np.float32) / 255
+    layers = np.concatenate([straight[..., :3] * straight[..., 3:], straight[..., 3:]], axis=-1)
+    planes = [Image.fromarray(layers[..., channel]) for channel in range(4)]
+    if image.width != size:
+        planes = [plane.resize((size, size), Image.Resampling.BOX) for plane in planes]
+    scaled = np.stack([np.asarray(plane) for plane in planes])
+    found: npt.NDArray[np.uint8] = np.rint(np.clip(scaled, 0, 1) * 255).astype(np.uint8)
+    return found
+
+
+def composite(pictures: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
+    """Lays premultiplied uint8 [B, 4, H, W] on plain RGB `colours` [B, 3] in 0..1; returns [B, 3, H, W] in -1..1."""
+    layers = pictures.to(colours.dtype) / 255
+    return (layers[:, :3] + (1 - layers[:, 3:]) * colours[:, :, None, None]) * 2 - 1
+
+
+def to_images(pixels: torch.Tensor) -> list[Image.Image]:
+    """[B, 3, H, W] in -1..1 to PIL pictures."""
+    values = ((pixels.detach().float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return [Image.fromarray(value.permute(1, 2, 0).cpu().numpy()) for value in values]

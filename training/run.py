@@ -1,0 +1,122 @@
+"""What every training command shares: its options, its device, and its folder of checkpoints.
+
+Knows no model and no data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from training.shapes import BY_NAME, Shapes
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: where it reads and writes, how large, how long, on what.
+
+    `minutes` is the whole stage's budget, over all its commands; `slice_minutes` ends this command earlier.
+    `iterations` overrides both and makes the run exactly repeatable.
+    """
+
+    data: Path
+    work: Path
+    models: Path
+    size: int = 128
+    shapes: Shapes = BY_NAME["emoji"]
+    seed: int = 0
+    minutes: float | None = None
+    slice_minutes: float | None = None
+    iterations: int | None = None
+    batch: int | None = None
+    held_out: int = 48
+    variants: int = 12
+    checkpoint_s: float = 60.0
+    compile: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run uses CUDA."""
+        return self.device.type == "cuda"
+
+    def folder(self, stage: str) -> Path:
+        """The stage's folder under `work`, made when missing."""
+        folder = self.work / stage
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Mixed precision where `dtype` is not float32; weights and optimizer stay in float32."""
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            yield
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options of every stage."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--data", type=Path, required=True, help="folder that holds emoji/ and coco/")
+    options.add_argument("--work", type=Path, required=True, help="folder for checkpoints and curves")
+    options.add_argument("--models", type=Path, default=Path("models"), help="folder for exported models")
+    options.add_argument("--size", type=int, choices=(32, 64, 128), default=128, help="picture side in pixels")
+    options.add_argument("--shape", choices=sorted(BY_NAME), default="emoji", help="model family")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--minutes", type=float, help="the stage's whole budget, over all commands")
+    options.add_argument("--slice", type=float, dest="slice_minutes", help="end this command after so many minutes")
+    options.add_argument("--iterations", type=int, help="exact length instead of --minutes")
+    options.add_argument("--batch", type=int, help="rows in one step; each stage has its own default")
+    options.add_argument("--held-out", type=int, default=48, help="skin-tone variants never trained on")
+    options.add_argument("--variants", type=int, default=12, help="wordings drawn for each picture")
+    options.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
+    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    options.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="auto: on a GPU")
+    options.add_argument("--threads", type=int, help="CPU threads")
+    return options
+
+
+def from_options(found: argparse.Namespace) -> Run:
+    """Builds the run and sets what is global in torch: threads, and TF32 on a GPU."""
+    if found.threads:
+        torch.set_num_threads(found.threads)
+    name = found.device if found.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+    dtype = _dtype(found.dtype, device)
+    return Run(
+        data=found.data,
+        work=found.work,
+        models=found.models,
+        size=found.size,
+        shapes=BY_NAME[found.shape],
+        seed=found.seed,
+        minutes=found.minutes,
+        slice_minutes=found.slice_minutes,
+        iterations=found.iterations,
+        batch=found.batch,
+        held_out=found.held_out,
+        variants=found.variants,
+        checkpoint_s=found.checkpoint_s,
+        compile=found.compile == "on" or (found.compile == "auto" and device.type == "cuda"),
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "float32":
+        return torch.float32
+    if name == "bfloat16":
+        return torch.bfloat16
+    # On a CPU bf16 pays only where the processor multiplies it; elsewhere it is emulated and slower.
+    native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else torch.float32

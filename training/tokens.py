@@ -1,0 +1,188 @@
+"""Stage `tokens`: trains the vocabularies, one for the pictures' text towers and one for the language model.
+
+Knows text only. The picture vocabulary has CLIP's own layout (lower-cased bytes, `</w>`, two special tokens
+last), so that `CLIPTokenizer` of any version reads its `vocab.json` and `merges.txt`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from training import captions, phrases, pictures
+from training.run import Run, from_options, parser
+from training.shapes import TOKENS
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+LM_SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train(run: Run) -> None:
+    """Writes `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
+    rows = pictures.read_rows(run.data)
+    folder = run.folder("tokens")
+    vocab, merges = _clip_vocab(_picture_text(rows), run.shapes.vocab)
+    for name, pad in (("clip", END), ("clip_2", "!")):
+        _write_clip(folder / name, vocab, merges, pad)
+    _write_lm(folder / "lm", phrases.corpus(run.data, rows), run.shapes.lm_vocab)
+    caption_table(run, rows)
+
+
+def clip_tokenizer(run: Run, second: bool = False) -> Any:
+    """The trained `CLIPTokenizer`; `second` is SDXL's tokenizer_2. Raises `FileNotFoundError` before the
+    stage has run.
+    """
+    from transformers import CLIPTokenizer
+
+    return CLIPTokenizer.from_pretrained(_trained(run, "clip_2" if second else "clip"))
+
+
+def lm_tokenizer(run: Run) -> Any:
+    """The trained language-model tokenizer, with its chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(_trained(run, "lm"))
+
+
+def pad_ids(run: Run) -> tuple[int, int]:
+    """Padding ids of the two picture tokenizers."""
+    return clip_tokenizer(run).pad_token_id, clip_tokenizer(run, second=True).pad_token_id
+
+
+def caption_table(run: Run, rows: list[pictures.Row]) -> torch.Tensor:
+    """Token ids of every caption that training may draw: int16 [N, variants, 1 + colours, TOKENS], END-padded.
+
+    Colour 0 is a caption without a background, the others follow `captions.COLOUR_NAMES`. Drawn once, so that
+    a step costs an index and no tokenizing; kept in `tokens/table.pt`.
+    """
+    path = run.folder("tokens") / f"table-{run.variants}-{run.seed}.pt"
+    if path.exists():
+        kept: torch.Tensor = torch.load(path, weights_only=True)
+        if len(kept) == len(rows):
+            return kept
+    draw = random.Random(run.seed)
+    tokenizer = clip_tokenizer(run)
+    table = torch.empty(len(rows), run.variants, 1 + len(captions.COLOURS), TOKENS, dtype=torch.int16)
+    for index, row in enumerate(rows):
+        found = captions.subjects(row, run.variants, draw)
+        texts = [text for one in found for text in (one, *(captions.with_background(one, c) for c in captions.COLOURS))]
+        table[index] = encode(tokenizer, texts).view(run.variants, -1, TOKENS).to(torch.int16)
+    torch.save(table, path)
+    return table
+
+
+def encode(tokenizer: Any, texts: list[str]) -> torch.Tensor:
+    """Texts to ids, int64 [B, TOKENS], padded and truncated as the pipeline does."""
+    found = tokenizer(texts, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt")
+    ids: torch.Tensor = found.input_ids
+    return ids
+
+
+def repad(ids: torch.Tensor, end: int, pad: int) -> torch.Tensor:
+    """END-padded ids [B, L] to ids padded with `pad` behind the first END, as tokenizer_2 makes them."""
+    after = (ids == end).long().cumsum(1) - (ids == end).long() > 0
+    return torch.where(after, torch.full_like(ids, pad), ids)
+
+
+def _trained(run: Run, name: str) -> Path:
+    folder = run.work / "tokens" / name
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder}: run the stage tokens first")
+    return folder
+
+
+def _picture_text(rows: list[pictures.Row]) -> list[str]:
+    draw = random.Random(0)
+    names = list(captions.COLOURS)
+    text = [captions.with_background(row.name, draw.choice(names)) for row in rows]
+    # Names without tone once more, else the 1,600 toned names would take most merges.
+    text += sorted({captions.split_tone(row.name)[0] for row in rows}) * 4
+    text += [" ".join(row.keywords) for row in rows if not captions.has_tone(row.name)] * 2
+    return text
+
+
+def _clip_vocab(text: list[str], size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Byte-pair vocabulary of exactly `size` tokens in CLIP's order: bytes, bytes at a word's end, merges,
+    START, END.
+    """
+    from transformers import CLIPTokenizer
+
+    blank = CLIPTokenizer().backend_tokenizer
+    trained = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    trained.normalizer, trained.pre_tokenizer = blank.normalizer, blank.pre_tokenizer
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=letters,
+        end_of_word_suffix="</w>",
+        show_progress=False,
+        special_tokens=[],
+    )
+    trained.train_from_iterator(text, trainer)
+    found: list[tuple[str, str]] = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    order = dict.fromkeys([*letters, *(letter + "</w>" for letter in letters)])
+    merges: list[tuple[str, str]] = []
+    for left, right in found:
+        if len(order) == size - 2:
+            break
+        order[left + right] = None
+        merges.append((left, right))
+    for number in range(size - 2 - len(order)):  # a tiny corpus has fewer pairs than a vocabulary has room
+        order[f"<|unused{number}|>"] = None
+    order[START] = order[END] = None
+    return {token: number for number, token in enumerate(order)}, merges
+
+
+def _write_clip(folder: Path, vocab: dict[str, int], merges: list[tuple[str, str]], pad: str) -> None:
+    from transformers import CLIPTokenizer
+
+    tokenizer = CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad, model_max_length=TOKENS)
+    tokenizer.save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _write_lm(folder: Path, text: list[str], size: int) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=list(LM_SPECIAL),
+        show_progress=False,
+    )
+    trained.train_from_iterator(text, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    """`python -m training.tokens`."""
+    train(from_options(parser(__doc__ or "").parse_args()))
+
+
+if __name__ == "__main__":
+    main()

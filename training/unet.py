@@ -1,0 +1,171 @@
+"""Stage `unet`: trains the denoiser and, with it, both text towers, on latents and token tables.
+
+Knows the diffusion objective (epsilon, SDXL's `scaled_linear` noise); not how pictures are sampled or
+exported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from training import captions, clip, latents, loop, pictures, tokens
+from training.run import Run, from_options, parser
+
+STEPS = 1000
+BETAS = (0.00085, 0.012)
+DROP_ALL, DROP_TEXT = 0.08, 0.02  # zeroed embeddings (the pipeline's unconditional), and an empty prompt
+TONED_WEIGHT = 0.5  # a toned picture has four near-copies, an untoned one has none
+
+
+@dataclass
+class Parts:
+    """The picture model's trained parts."""
+
+    unet: Any
+    text: Any
+    text_2: Any
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The parts by the names under which checkpoints keep them."""
+        return {"unet": self.unet, "text": self.text, "text_2": self.text_2}
+
+
+def build(run: Run) -> Parts:
+    """Fresh parts on the run's device; the text towers' last layers stay untrained here, as SDXL reads the
+    one before.
+    """
+    from diffusers import UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    shapes = run.shapes
+    pad, pad_2 = tokens.pad_ids(run)
+    torch.manual_seed(run.seed)
+    unet: Any = UNet2DConditionModel(**shapes.unet(run.size))
+    text: Any = CLIPTextModel(CLIPTextConfig(**shapes.clip_text(shapes.text, shapes.vocab, pad)))
+    config = CLIPTextConfig(**shapes.clip_text(shapes.text_2, shapes.vocab, pad_2))
+    text_2: Any = CLIPTextModelWithProjection(config)
+    return Parts(unet.to(run.device), text.to(run.device), text_2.to(run.device))
+
+
+def adopt_(parts: Parts, towers: clip.Towers) -> None:
+    """Starts the text towers from the ones that `clip` trained."""
+    parts.text.load_state_dict(towers.text.state_dict())
+    own = parts.text_2.state_dict()
+    trained = {key.removeprefix("clip."): value for key, value in towers.state_dict().items()}
+    parts.text_2.load_state_dict({key: trained[key] for key in own})
+
+
+def alphas_bar(device: torch.device) -> torch.Tensor:
+    """Cumulative signal share per timestep, [1000], of SDXL's `scaled_linear` schedule."""
+    betas = torch.linspace(BETAS[0] ** 0.5, BETAS[1] ** 0.5, STEPS, dtype=torch.float64) ** 2
+    return (1 - betas).cumprod(0).float().to(device)
+
+
+def weights(alpha_bar: torch.Tensor) -> torch.Tensor:
+    """Loss weight of epsilon per noise level.
+
+    Min-SNR-5 (Hang et al. 2023) where the signal is strong; and, where noise is strong, the fourth root of
+    the noise variance: there a small error in epsilon is a large one in the picture, and a caption that is
+    known by heart leaves nothing else to learn.
+    """
+    variance = (1 - alpha_bar) / alpha_bar  # sigma squared
+    return (5 * variance).clamp(max=1) * (1 + variance) ** 0.25
+
+
+def read_text(parts: Parts, ids: torch.Tensor, ids_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tokenizers' ids [B, L] to states [B, L, C1 + C2], of the layers before the last, and pooled [B, P]."""
+    first = parts.text(input_ids=ids, output_hidden_states=True)
+    second = parts.text_2(input_ids=ids_2, output_hidden_states=True)
+    states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+    return states, second.text_embeds
+
+
+def train(run: Run) -> loop.Outcome:
+    """Trains on every picture but the held-out variants, on white and on every named background."""
+    rows = pictures.read_rows(run.data)
+    values = latents.load(run).values.to(run.device)
+    table = tokens.caption_table(run, rows).to(run.device)
+    tokenizer = tokens.clip_tokenizer(run)
+    end, pad_2 = int(tokenizer.eos_token_id), tokens.pad_ids(run)[1]
+    empty = tokens.encode(tokenizer, [""]).to(run.device)
+    hidden = captions.held_out(rows, run.held_out)
+    odds = torch.tensor(
+        [0.0 if i in hidden else TONED_WEIGHT if captions.has_tone(r.name) else 1.0 for i, r in enumerate(rows)],
+        device=run.device,
+    )
+    parts = build(run)
+    if not (run.folder("unet") / "state.pt").exists():
+        adopt_(parts, clip.load(run))
+    unet: Any = torch.compile(parts.unet) if run.compile else parts.unet
+    rows_each = 1 if run.on_gpu else 4  # on a CPU reading a caption costs as much as a denoising: read once, use often
+    batch = run.batch or (512 if run.on_gpu else 128)
+    count = max(1, batch // rows_each)
+    batch = count * rows_each
+    signal = alphas_bar(run.device)
+    weight = weights(signal)
+    size = float(run.size)
+    time_ids = torch.tensor([size, size, 0, 0, size, size], device=run.device).expand(batch, 6)
+
+    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.rand(*shape, generator=generator, device=run.device)
+
+        index = torch.multinomial(odds, count, replacement=True, generator=generator)
+        variant = (draw(count) * table.shape[1]).long()
+        colour = 1 + (draw(count) * len(captions.COLOURS)).long()
+        colour = torch.where(draw(count) < 0.5, 0, colour)
+        ids = torch.where(draw(count, 1) < DROP_TEXT, empty, table[index, variant, colour].long())
+        clean = values[(colour - 1).clamp(min=0), index].float().repeat_interleave(rows_each, 0)
+        # One timestep out of each of `batch` equal intervals: less variance than independent draws.
+        order = torch.randperm(batch, generator=generator, device=run.device)
+        step = ((order + draw(batch)) * (STEPS / batch)).long().clamp(max=STEPS - 1)
+        noise = torch.randn(clean.shape, generator=generator, device=run.device)
+        share = signal[step][:, None, None, None]
+        noisy = share.sqrt() * clean + (1 - share).sqrt() * noise
+        keep = (draw(batch) >= DROP_ALL).float()
+        with run.autocast():
+            states, pooled = read_text(parts, ids, tokens.repad(ids, end, pad_2))
+            states = states.repeat_interleave(rows_each, 0) * keep[:, None, None]
+            pooled = pooled.repeat_interleave(rows_each, 0) * keep[:, None]
+            told = {"text_embeds": pooled, "time_ids": time_ids}
+            guess = unet(noisy, step, states, added_cond_kwargs=told, return_dict=False)[0]
+        square = (guess.float() - noise).square().mean(dim=(1, 2, 3))
+        late = step >= 600
+        return (weight[step] * square).mean(), {
+            "eps": square.detach().mean(),
+            "eps_noisy": (square.detach() * late).sum() / late.sum().clamp(min=1),
+        }
+
+    stage = loop.Stage(
+        "unet",
+        parts.modules(),
+        loss,
+        rate=1.5e-3,
+        warmup=150,
+        average=0.9995 if run.on_gpu else 0.999,
+        rates={"text": 0.3, "text_2": 0.3},
+    )
+    return loop.train(stage, run)
+
+
+def load(run: Run) -> Parts:
+    """The trained parts with averaged weights; raises `FileNotFoundError` when they are not trained."""
+    parts = build(run)
+    if not loop.restore_average("unet", parts.modules(), run):
+        raise FileNotFoundError("unet/state.pt: train the stage unet first")
+    for part in parts.modules().values():
+        part.eval().requires_grad_(False)
+    return parts
+
+
+def main() -> None:
+    """`python -m training.unet`."""
+    print(train(from_options(parser(__doc__ or "").parse_args())))
+
+
+if __name__ == "__main__":
+    main()

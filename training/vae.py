@@ -1,0 +1,110 @@
+"""Stage `vae`: trains the picture codec, `AutoencoderKL` with factor 8.
+
+Knows pictures on plain backgrounds; not their captions. Without any trained perceptual network: what keeps
+edges sharp is a loss on gradients at three scales.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from training import captions, loop, pictures
+from training.run import Run, from_options, parser
+
+KL_WEIGHT = 1e-4  # per element; keeps the posterior a little noisy, so that the decoder forgives small errors
+
+
+def build(run: Run) -> Any:
+    """A fresh autoencoder in channels-last layout, on the run's device."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(run.seed)
+    model: Any = AutoencoderKL(**run.shapes.vae(run.size))
+    with torch.no_grad():
+        # A posterior as wide as the prior would drown every colour in noise at the start.
+        model.quant_conv.bias[model.config.latent_channels :] = -4.0
+    return model.to(run.device, memory_format=torch.channels_last)
+
+
+def reconstruction_loss(made: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """L1 on pixels and on their first differences, at full, half and quarter scale. [B, 3, H, W] in -1..1."""
+    total = torch.zeros((), device=made.device)
+    for scale in range(3):
+        if scale:
+            made, true = F.avg_pool2d(made, 2), F.avg_pool2d(true, 2)
+        error = made - true
+        down = error[:, :, 1:] - error[:, :, :-1]
+        right = error[:, :, :, 1:] - error[:, :, :, :-1]
+        total = total + error.abs().mean() + 0.5 * (down.abs().mean() + right.abs().mean())
+    return total
+
+
+class Codec(nn.Module):
+    """Loss of one batch as a single module, so that one compiled graph holds encoder, decoder and loss."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, true: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pixels [B, 3, H, W] and normal noise [B, 4, H/8, W/8] to loss, KL per element, mean square error."""
+        moments = self.vae.quant_conv(self.vae.encoder(true))
+        mean, log_variance = moments.float().chunk(2, dim=1)
+        log_variance = log_variance.clamp(-30, 20)
+        latent = mean + (0.5 * log_variance).exp() * noise
+        made = self.vae.decoder(self.vae.post_quant_conv(latent)).float()
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
+        return reconstruction_loss(made, true) + KL_WEIGHT * kl, kl, F.mse_loss(made, true)
+
+
+def train(run: Run) -> loop.Outcome:
+    """Trains the codec on every picture, held-out variants included (it never sees a name)."""
+    rows = pictures.read_rows(run.data)
+    images = pictures.read_pictures(run.data, rows, run.size).to(run.device)
+    palette = torch.tensor(list(captions.COLOURS.values()), device=run.device) / 255
+    vae = build(run)
+    codec: Any = Codec(vae)
+    if run.compile:
+        codec = torch.compile(codec)
+    batch = run.batch or (96 if run.on_gpu else 8)
+    side = run.size // 8
+
+    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        given: Any = {"generator": generator, "device": run.device}
+        index = torch.randint(len(rows), (batch,), **given)
+        named = palette[torch.randint(len(palette), (batch,), **given)]
+        free = torch.rand(batch, 3, **given)
+        kind = torch.rand(batch, 1, **given)
+        colours = torch.where(kind < 0.25, torch.ones_like(free), torch.where(kind < 0.8, named, free))
+        true = pictures.composite(images[index], colours)
+        noise = torch.randn(batch, 4, side, side, **given)
+        with run.autocast():
+            total, kl, square = codec(true.contiguous(memory_format=torch.channels_last), noise)
+        return total, {"kl": kl.detach(), "psnr_db": 10 * torch.log10(4 / square.detach())}
+
+    stage = loop.Stage("vae", {"vae": vae}, loss, rate=2e-3, decay=0.0, average=0.998, warmup=50)
+    return loop.train(stage, run)
+
+
+def load(run: Run) -> Any:
+    """The trained codec with averaged weights, in evaluation mode; raises `FileNotFoundError` when it is not
+    trained.
+    """
+    vae = build(run)
+    if not loop.restore_average("vae", {"vae": vae}, run):
+        raise FileNotFoundError(f"{Path('vae') / 'state.pt'}: train the stage vae first")
+    return vae.eval().requires_grad_(False)
+
+
+def main() -> None:
+    """`python -m training.vae`."""
+    print(train(from_options(parser(__doc__ or "").parse_args())))
+
+
+if __name__ == "__main__":
+    main()
