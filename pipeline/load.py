@@ -223,8 +223,11 @@ def _quiet() -> Iterator[None]:
 
     loud = [logging.getLogger("diffusers"), logging.getLogger("transformers")]
     levels = [logger.level for logger in loud]
+    from diffusers.utils import logging as diffusers_logging
+
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
+    diffusers_logging.disable_progress_bar()
     for logger in loud:
         logger.setLevel(logging.ERROR)
     try:
@@ -236,3 +239,4 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
+            diffusers_logging.enable_progress_bar()
