@@ -5,7 +5,7 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 
 BIN := .venv/bin
 
-.PHONY: serve test check fix bench
+.PHONY: serve test check fix bench train
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than its own
@@ -25,6 +25,10 @@ fix: .venv/.installed  ## what ruff can put right by itself
 
 bench: .venv/.installed  ## BENCH=arrivals for another one
 	$(BIN)/diptych bench $(or $(BENCH),ladder) $(ARGS)
+
+train: .venv/.installed  ## the embedded models anew: DATA=folder with emoji/ and coco/, MORE="--minutes 24"; resumes
+	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
+	    --work $(or $(WORK),build/training) --models $(or $(MODELS),models) $(MORE)
 
 .venv/.installed: pyproject.toml constraints.txt install.py
 	$(PYTHON) install.py .venv
