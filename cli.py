@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -341,5 +342,18 @@ def _check_steps(steps: int) -> None:
         raise UsageError(f"--steps: must be between 1 and {MAX_STEPS}, not {steps}")
 
 
+def entry() -> None:
+    """The console script: run `main`, and end at once where code is still being compiled on a thread of its own.
+
+    The compiler cannot be interrupted, and an interpreter that ends around it aborts.
+    """
+    code = main()
+    if any(thread.name == "compile" for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -83,7 +83,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "load": LOAD,
         "arrivals": pictures,
         "steps": steps,
-        "model": settings.model_name,
+        "model": Path(settings.model_name).name,
         "compiled": settings.compile,
         "machine": record.machine(),
     }

@@ -59,7 +59,7 @@ def run(
         for name, (rate, low, high) in measured.items()
     ]
     record.table(
-        f"{settings.model_name}, {steps} steps, guidance, {settings.precision}",
+        f"{Path(settings.model_name).name}, {steps} steps, guidance, {settings.precision}",
         ("rung", "pictures/s", "speedup", "lowest to highest turn"),
         [
             (r["name"], f"{r['images_per_s']:.3f}", f"{r['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*r["spread"]))
@@ -69,7 +69,7 @@ def run(
     result = {
         "rungs": rows,
         "machine": record.machine(),
-        "model": settings.model_name,
+        "model": Path(settings.model_name).name,
         "steps": steps,
         "pictures": -(-pictures // _ROUND) * _ROUND,
         "in_flight": IN_FLIGHT,
