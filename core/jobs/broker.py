@@ -1,0 +1,86 @@
+"""What Celery's producers, its workers and our scripts must agree on: queues, task names, priorities, settings.
+
+Plain data. Does not import Celery, so that the store can know under which Redis key kombu keeps a list.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from dataclasses import dataclass
+from typing import Any
+
+QUEUES = ("image", "text")
+PRIORITY_STEPS = (0, 3, 6, 9)  # the lists that kombu keeps for each queue; first in, first out within one
+_SEPARATOR = ":"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """One message to send: which job, to which queue, at which of Celery's priorities (0 to 9, 0 first)."""
+
+    id: str
+    queue: str
+    priority: int
+
+
+def task_name(queue: str) -> str:
+    """Name of the Celery task that serves a queue. Its one argument is the job's id."""
+    return f"diptych.{queue}"
+
+
+def level(priority: int) -> int:
+    """The step whose list a message of this priority (0 to 9) is put into, as kombu rounds: down."""
+    return PRIORITY_STEPS[bisect(PRIORITY_STEPS, priority) - 1]
+
+
+def list_key(queue: str, level: int) -> str:
+    """Redis key of the list in which kombu keeps this queue's messages of one level (`Channel._q_for_pri`).
+
+    Messages are pushed on the left and popped from the right.
+    """
+    return f"{queue}{_SEPARATOR}{level}" if level else queue
+
+
+def celery_settings(url: str) -> dict[str, Any]:
+    """Celery's configuration, for producers and workers alike. `url` is Redis's, with its password if it has one."""
+    return {
+        "broker_url": url,
+        "broker_connection_timeout": 5,
+        "broker_connection_retry": True,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,  # for ever: a worker outlives its Redis
+        "broker_transport_options": {
+            "priority_steps": list(PRIORITY_STEPS),
+            "sep": _SEPARATOR,
+            "queue_order_strategy": "priority",
+            # Kombu's own redelivery only after a day: sooner, and what runs long would run twice. Lost messages
+            # are found by the store's sweep.
+            "visibility_timeout": 86_400,
+            "socket_timeout": 10,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "health_check_interval": 10,
+        },
+        "accept_content": ["json"],
+        "task_serializer": "json",
+        "result_backend": None,
+        "task_ignore_result": True,
+        "task_acks_late": True,
+        "task_default_priority": 5,
+        "task_default_queue": QUEUES[0],
+        "task_create_missing_queues": False,
+        "task_queues": {
+            queue: {"exchange": queue, "exchange_type": "direct", "routing_key": queue} for queue in QUEUES
+        },
+        "task_publish_retry": True,
+        # Short: a message that is not sent is sent again by the reaper.
+        "task_publish_retry_policy": {"max_retries": 2, "interval_start": 0, "interval_step": 0.1, "interval_max": 0.2},
+        "task_send_sent_event": False,
+        "worker_send_task_events": False,
+        "worker_enable_remote_control": False,
+        "worker_prefetch_multiplier": 1,
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "worker_detect_quorum_queues": False,
+        "worker_hijack_root_logger": False,
+        "worker_redirect_stdouts": False,
+    }

@@ -1,0 +1,108 @@
+"""How Redis is reached: pools, timeouts, and redis-py's many errors as three of ours.
+
+Knows nothing of what is kept in Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.retry import Retry
+
+from core.jobs.keys import PREFIX
+
+CONNECTIONS = 32  # of one store; further threads wait for one to come back
+TIMEOUT_S = 5.0  # to connect, to wait for an answer, and to wait for a free connection
+_CHECK_S = 15  # a connection idle for so long is tried with a PING before it is used
+
+
+class StoreError(RuntimeError):
+    """Redis did not do what it was asked. The message names no user's input."""
+
+
+class StoreDown(StoreError):
+    """Redis cannot be reached, does not answer, or is still loading its file. It is worth trying again."""
+
+
+class StoreFull(StoreError):
+    """Redis takes no more data: its memory limit is reached, or its disk is full."""
+
+
+def connect(url: str) -> redis.Redis:
+    """A client for any number of threads. Connects at its first command. Raises ValueError for a url of no use.
+
+    A command whose connection broke is sent again twice: every script must bear that.
+    """
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=CONNECTIONS,
+        timeout=TIMEOUT_S,
+        socket_timeout=TIMEOUT_S,
+        socket_connect_timeout=TIMEOUT_S,
+        socket_keepalive=True,
+        health_check_interval=_CHECK_S,
+        decode_responses=True,
+        protocol=2,
+        retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 2, supported_errors=(redis.ConnectionError,)),
+    )
+    return redis.Redis.from_pool(pool)
+
+
+def connect_asyncio(url: str, *, connections: int, answer_s: float) -> redis.asyncio.Redis:
+    """A client for one event loop that never repeats a command. `answer_s`: the longest wait for an answer."""
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url,
+        max_connections=connections,
+        timeout=None,
+        socket_timeout=answer_s,
+        socket_connect_timeout=TIMEOUT_S,
+        socket_keepalive=True,
+        decode_responses=True,
+        protocol=2,
+        retry=AsyncRetry(NoBackoff(), 0),
+    )
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+class Script:
+    """A Lua script with one client. A call raises `StoreError`s; the prefix of all keys is its first argument."""
+
+    def __init__(self, client: redis.Redis, text: str) -> None:
+        self._script = client.register_script(text)
+
+    def __call__(self, *arguments: str | int | float) -> Any:
+        with translated():
+            return self._script(args=[PREFIX, *arguments])
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Turns redis-py's errors into `StoreError`s. A context, and a decorator too."""
+    try:
+        yield
+    except redis.RedisError as error:
+        raise _translate(error) from error
+
+
+def _translate(error: redis.RedisError) -> StoreError:
+    # Redis 6 wraps what a script's command said in words of its own, so that only the text tells.
+    said = str(error)
+    if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in said:
+        return StoreFull("Redis has reached its memory limit")
+    if "MISCONF" in said:
+        return StoreFull("Redis cannot write its file")
+    if isinstance(error, redis.AuthenticationError):
+        return StoreDown("Redis does not accept the password")
+    if isinstance(error, redis.exceptions.BusyLoadingError):
+        return StoreDown("Redis is still loading its file")
+    if isinstance(error, redis.TimeoutError):
+        return StoreDown("Redis does not answer")
+    if isinstance(error, redis.ConnectionError | redis.ReadOnlyError):
+        return StoreDown("Redis cannot be reached")
+    return StoreError(f"Redis refused a command: {type(error).__name__}")

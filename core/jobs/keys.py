@@ -1,0 +1,32 @@
+"""Names of the keys in Redis that Python uses as well as Lua. `scripts.py` tells what each of them holds."""
+
+from __future__ import annotations
+
+PREFIX = "diptych:"
+
+WORKERS = f"{PREFIX}workers"
+MODELS = f"{PREFIX}models"
+
+
+def job(id: str) -> str:
+    return f"{PREFIX}job:{id}"
+
+
+def events(id: str) -> str:
+    return f"{PREFIX}events:{id}"
+
+
+def backlog(queue: str) -> str:
+    return f"{PREFIX}backlog:{queue}"
+
+
+def worker(id: str) -> str:
+    return f"{PREFIX}worker:{id}"
+
+
+def control(worker_id: str) -> str:
+    return f"{PREFIX}control:{worker_id}"
+
+
+def wake(reader: str) -> str:
+    return f"{PREFIX}wake:{reader}"

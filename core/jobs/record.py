@@ -1,0 +1,172 @@
+"""A job as the record in Redis tells it: what was asked for, where it stands, how it ended.
+
+Knows states, fields and their JSON; knows nothing of scripts, connections, or what the parameters mean.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from core.jobs.broker import PRIORITY_STEPS, QUEUES
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LONGEST_S = 1_000_000_000  # some thirty years: Lua's numbers stay exact
+
+
+class JobState(StrEnum):
+    """Where a job stands. The last four are final: a job reaches exactly one of them, once."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def final(self) -> bool:
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+def new_id() -> str:
+    """An id that nobody can guess: `job_` and 24 hexadecimal digits."""
+    return f"job_{secrets.token_hex(12)}"
+
+
+def to_json(value: Any) -> str:
+    """Compact ASCII JSON. Raises ValueError for NaN and infinities, TypeError for what JSON does not know."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def from_json(text: str | None) -> Any:
+    """What `to_json` was given; None for no text."""
+    return json.loads(text) if text else None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A job that is to be created. `modality` is also the name of its queue.
+
+    `priority` is Celery's: 0 the most urgent, 9 the least. `deadline_s` counts from its creation; None: no deadline.
+    `work_ms` estimates how long one worker is busy with it. Raises ValueError, naming the field.
+    """
+
+    id: str
+    modality: str
+    model: str
+    parameters: dict[str, Any]
+    priority: int = 5
+    deadline_s: float | None = None
+    work_ms: int = 0
+
+    def __post_init__(self) -> None:
+        if not _ID.fullmatch(self.id):
+            raise ValueError("id: must be 1 to 64 letters, digits, - or _")
+        if self.modality not in QUEUES:
+            raise ValueError(f"modality: must be one of {', '.join(QUEUES)}")
+        if not PRIORITY_STEPS[0] <= self.priority <= 9:
+            raise ValueError("priority: must be between 0 (most urgent) and 9")
+        if self.deadline_s is not None and not 0 <= self.deadline_s <= _LONGEST_S:
+            raise ValueError(f"deadline_s: must be between 0 and {_LONGEST_S}")
+        if not 0 <= self.work_ms <= _LONGEST_S * 1000:
+            raise ValueError(f"work_ms: must be between 0 and {_LONGEST_S * 1000}")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job's record as it was read. Times are seconds since the epoch on Redis's clock.
+
+    `attempt` counts claims and fences writes: only the holder of the present one may write. `lost` counts workers
+    that stopped answering while they ran it; after one the job is `suspect` and must run alone. `progress` is the
+    data of the last progress event of the present attempt, `result` what a success brought, `error` has `code` and
+    `message` where the job failed or expired. `worker` is the one that runs it, or ran it last.
+    """
+
+    id: str
+    modality: str
+    model: str
+    state: JobState
+    parameters: dict[str, Any]
+    priority: int
+    created: float
+    deadline: float | None
+    started: float | None
+    ended: float | None
+    attempt: int
+    lost: int
+    worker: str
+    progress: dict[str, Any] | None
+    result: dict[str, Any] | None
+    error: dict[str, Any] | None
+    suspect: bool
+    work_ms: int
+
+    @classmethod
+    def of(cls, id: str, fields: Mapping[str, str]) -> Self:
+        """Read the fields of the hash `job:{id}`."""
+        return cls(
+            id=id,
+            modality=fields["modality"],
+            model=fields["model"],
+            state=JobState(fields["state"]),
+            parameters=from_json(fields["parameters"]),
+            priority=int(fields["priority"]),
+            created=int(fields["created"]) / 1000,
+            deadline=_seconds(fields.get("deadline")),
+            started=_seconds(fields.get("started")),
+            ended=_seconds(fields.get("ended")),
+            attempt=int(fields["attempt"]),
+            lost=int(fields["lost"]),
+            worker=fields.get("worker", ""),
+            progress=from_json(fields.get("progress")),
+            result=from_json(fields.get("result")),
+            error=from_json(fields.get("error")),
+            suspect=fields.get("suspect") == "1",
+            work_ms=int(fields["work_ms"]),
+        )
+
+
+def _seconds(milliseconds: str | None) -> float | None:
+    return int(milliseconds) / 1000 if milliseconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job that a worker holds, until it ends it, hands it back, or its lease runs out.
+
+    `deadline_left_s` is how much of its time was left at the claim; None: it has no deadline.
+    """
+
+    id: str
+    attempt: int
+    modality: str
+    model: str
+    parameters: dict[str, Any]
+    priority: int
+    deadline_left_s: float | None
+    suspect: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Progress of one held job: `data` becomes the event's data and the record's `progress`."""
+
+    id: str
+    attempt: int
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What one queue holds: how many jobs wait and run, and the estimated work in them (ms of one worker)."""
+
+    queued: int
+    queued_ms: int
+    running: int
+    running_ms: int

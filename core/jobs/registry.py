@@ -1,0 +1,141 @@
+"""Workers announce themselves here: what they offer, what it costs, and that they live. And are told things.
+
+Knows cards, their time to live and control streams; knows nothing of jobs or of what a model is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
+
+from core.config import Settings
+from core.jobs import keys, scripts
+from core.jobs.connection import TIMEOUT_S, Script, connect, translated
+from core.jobs.record import to_json
+
+READY = "ready"
+_KEPT_S = 86_400  # after so long a silent worker is dropped from the list of heartbeats
+_BLOCK_S = TIMEOUT_S / 2  # the longest that one read waits: well before the connection counts as broken
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model as a worker offers it.
+
+    `limits`: max_prompt_characters, max_steps, max_guidance, max_seed, max_images. `costs`: encode_s, vae_s,
+    solo_step_s and row_step_s, each step_s a dict "WxH" → seconds: of a forward of two rows; of one row at the best
+    width. `capacity_per_s`: pictures a second at 20 steps with guidance at native size. `live`: whether a worker that
+    is ready offers it now; only `Registry.models` sets it.
+    """
+
+    name: str
+    modality: str
+    precision: str
+    device: str
+    native: int
+    sizes: list[list[int]]
+    schedulers: list[str]
+    default_scheduler: str
+    limits: dict[str, Any]
+    costs: dict[str, Any]
+    capacity_per_s: float
+    live: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCard:
+    """A worker as it last announced itself.
+
+    `state` is "starting", "ready" or "draining", `message` what it is at, `started` seconds since the epoch;
+    `in_flight` and `limits` count jobs by queue.
+    """
+
+    id: str
+    host: str
+    pid: int
+    state: str
+    message: str
+    started: float
+    models: list[ModelCard] = field(default_factory=list)
+    in_flight: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
+    version: str = ""
+
+
+class Registry:
+    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+
+    A worker's id names one process and is never used again.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+        self._announce = Script(self._client, scripts.ANNOUNCE)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(settings.redis_url)
+
+    def close(self) -> None:
+        """Give the connections back. A later call would open new ones."""
+        self._client.close()
+
+    def announce(self, card: WorkerCard, ttl_s: float) -> None:
+        """Say that the worker lives, for `ttl_s` seconds from now. Works on a full Redis too."""
+        models = [value for model in card.models for value in (model.name, to_json(asdict(model)))]
+        self._announce(card.id, to_json(asdict(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models)
+
+    @translated()
+    def forget(self, worker_id: str) -> None:
+        """The worker ends: it is no longer listed, and its control stream is gone."""
+        with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
+            pipe.delete(keys.worker(worker_id), keys.control(worker_id))
+            pipe.zrem(keys.WORKERS, worker_id)
+            pipe.execute()
+
+    @translated()
+    def workers(self) -> list[WorkerCard]:
+        """Those that live, by id."""
+        ids: Any = self._client.zrange(keys.WORKERS, 0, -1)
+        cards: Any = self._client.mget([keys.worker(id) for id in sorted(ids)]) if ids else []
+        return [_worker(json.loads(card)) for card in cards if card is not None]
+
+    @translated()
+    def models(self) -> list[ModelCard]:
+        """Every model that was ever announced, as it was last, by name; `live` says which are served now."""
+        cards: Any = self._client.hgetall(keys.MODELS)
+        served = {model.name for worker in self.workers() if worker.state == READY for model in worker.models}
+        return [replace(_model(json.loads(cards[name])), live=name in served) for name in sorted(cards)]
+
+    def control(self, worker_id: str, after: str, block_s: float) -> list[tuple[str, dict[str, str]]]:
+        """Messages to a worker after the one named ("0": all), waiting up to `block_s` for the first; may be none.
+
+        Each with its id. {"cancel": job id}: the job was cancelled or has expired, and nobody waits for it any more.
+        """
+        until = time.monotonic() + block_s
+        while True:
+            left_s = until - time.monotonic()
+            with translated():
+                # 0 would mean for ever
+                block_ms = max(1, round(1000 * min(left_s, _BLOCK_S)))
+                answer: Any = self._client.xread({keys.control(worker_id): after}, block=block_ms)
+            if answer:
+                return [(id, dict(message)) for id, message in answer[0][1]]
+            if left_s <= _BLOCK_S:
+                return []
+
+
+def _worker(raw: Mapping[str, Any]) -> WorkerCard:
+    return WorkerCard(**{**_known(WorkerCard, raw), "models": [_model(model) for model in raw["models"]]})
+
+
+def _model(raw: Mapping[str, Any]) -> ModelCard:
+    return ModelCard(**_known(ModelCard, raw))
+
+
+def _known(card: type[WorkerCard] | type[ModelCard], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Only the fields that this version knows: a newer worker may say more."""
+    return {f.name: raw[f.name] for f in fields(card) if f.name in raw}

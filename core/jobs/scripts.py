@@ -1,0 +1,359 @@
+"""The Lua in which every change of a job's state is made: atomic, and by one clock, Redis's own.
+
+Knows keys, fields and transitions; JSON passes through unread. Knows nothing of connections or of Python's types.
+
+Keys, all under the prefix that every script gets as ARGV[1] (they are put together here, so Redis Cluster is not
+supported); times are milliseconds since the epoch:
+
+    job:{id}               hash: the record (see `record.Job`), and our own `level sequence sent claim by graced`
+    events:{id}            stream of `type`, `data`; the terminal event is the last
+    leases                 zset: running job → when its lease ends
+    deadlines              zset: live job that has one → its deadline
+    sent:{queue}:{level}   zset: queued job → sequence, in the order in which their messages were sent
+    mark:{queue}:{level}   hash: `highest` sequence that was ever claimed; `checkpoint`, what it was at `since`
+    backlog:{queue}        hash: queued, queued_ms, running, running_ms: always what counting the records would give
+    sequence, swept        the last sequence given; when anybody last swept
+    workers                zset: worker → heartbeat;  worker:{id}: its card, with a time to live;  models: hash of cards
+    control:{worker}       stream of messages to a worker
+
+On a full Redis (`noeviction`) a script's first write is refused if it could need memory; after a first write of
+another kind all others go through. So `CREATE` begins with one that is refused, and makes nothing by halves; whatever
+ends a job, or keeps it going, begins with one that is not.
+"""
+
+from __future__ import annotations
+
+_PRELUDE = """
+local P = ARGV[1]
+
+local function now()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- As a first write it lets all others through on a full Redis; it removes nothing.
+local function let_through()
+  redis.call('ZREM', P .. 'leases', '')
+end
+
+local function read(id)
+  local key = P .. 'job:' .. id
+  local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
+    'worker', 'deadline', 'claim', 'by')
+  if not v[1] then return nil end
+  return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
+    lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12]}
+end
+
+local function count(job, state, n)
+  local key = P .. 'backlog:' .. job.queue
+  redis.call('HINCRBY', key, state, n)
+  redis.call('HINCRBY', key, state .. '_ms', n * job.work_ms + 0)  -- + 0: Redis takes no -0
+end
+
+local function emit(id, type, data)
+  redis.call('XADD', P .. 'events:' .. id, '*', 'type', type, 'data', data)
+end
+
+-- Takes a live job out of where it stands. Its first write frees memory.
+local function leave(job)
+  if job.state == 'queued' then
+    redis.call('ZREM', P .. 'sent:' .. job.queue .. ':' .. job.level, job.id)
+  else
+    redis.call('ZREM', P .. 'leases', job.id)
+  end
+  count(job, job.state, -1)
+end
+
+-- Notes that a job's message is being sent now.
+local function post(job, level, at)
+  local sequence = redis.call('INCR', P .. 'sequence')
+  redis.call('HSET', job.key, 'level', level, 'sequence', sequence, 'sent', at)
+  redis.call('ZADD', P .. 'sent:' .. job.queue .. ':' .. level, sequence, job.id)
+end
+
+local function requeue(job, by, at, reason)
+  leave(job)
+  redis.call('HSET', job.key, 'state', 'queued', 'worker', '', 'by', by)
+  redis.call('HDEL', job.key, 'started', 'progress', 'claim')
+  count(job, 'queued', 1)
+  post(job, 0, at)
+  emit(job.id, 'queued', '{"reason":"' .. reason .. '"}')
+end
+
+-- The one end of every job.
+local function finish(job, state, by, at, retention_ms, field, value)
+  leave(job)
+  redis.call('ZREM', P .. 'deadlines', job.id)
+  redis.call('HSET', job.key, 'state', state, 'ended', at, 'by', by)
+  if field then redis.call('HSET', job.key, field, value) end
+  emit(job.id, state, field == 'error' and value or '{}')
+  redis.call('PEXPIRE', job.key, retention_ms)
+  redis.call('PEXPIRE', P .. 'events:' .. job.id, retention_ms)
+end
+
+local function expire(job, by, at, retention_ms)
+  finish(job, 'expired', by, at, retention_ms, 'error',
+    '{"code":"expired","message":"the deadline passed before the job was done"}')
+end
+
+local function tell_to_cancel(worker, id)
+  local key = P .. 'control:' .. worker
+  redis.call('XADD', key, 'MAXLEN', '~', 1000, '*', 'cancel', id)
+  redis.call('PEXPIRE', key, 3600000)  -- of a worker that died
+end
+"""
+
+# id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued
+# → the record's fields; or 0: the queue is full.
+CREATE = (
+    _PRELUDE
+    + """
+local id, queue = ARGV[2], ARGV[3]
+local key = P .. 'job:' .. id
+if redis.call('EXISTS', key) == 0 then
+  local queued = redis.call('HGET', P .. 'backlog:' .. queue, 'queued')
+  if queued and tonumber(queued) >= tonumber(ARGV[10]) then return 0 end
+  local at = now()
+  redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', ARGV[4], 'parameters', ARGV[5],
+    'priority', ARGV[6], 'created', at, 'attempt', 0, 'lost', 0, 'work_ms', ARGV[9], 'by', 'create')
+  local job = {id = id, key = key, queue = queue, work_ms = ARGV[9]}
+  if ARGV[8] ~= '' then
+    redis.call('HSET', key, 'deadline', at + ARGV[8])
+    redis.call('ZADD', P .. 'deadlines', at + ARGV[8], id)
+  end
+  count(job, 'queued', 1)
+  post(job, ARGV[7], at)
+  emit(id, 'queued', '{}')
+end
+return redis.call('HGETALL', key)
+"""
+)
+
+# id, worker, token of this call, lease_ms, retention_ms
+# → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect; or nothing.
+CLAIM = (
+    _PRELUDE
+    + """
+local job, token, at = read(ARGV[2]), ARGV[4], now()
+if not job then return false end
+if job.state == 'queued' then
+  if job.deadline and tonumber(job.deadline) <= at then
+    expire(job, 'claim', at, ARGV[6])
+    return false
+  end
+  leave(job)
+  local mark = P .. 'mark:' .. job.queue .. ':' .. job.level
+  local highest = redis.call('HGET', mark, 'highest')
+  if not highest or tonumber(highest) < tonumber(job.sequence) then
+    redis.call('HSET', mark, 'highest', job.sequence)
+  end
+  local attempt = job.attempt + 1
+  redis.call('HSET', job.key, 'state', 'running', 'attempt', attempt, 'worker', ARGV[3], 'started', at,
+    'claim', token, 'by', 'claim')
+  redis.call('HDEL', job.key, 'graced')
+  redis.call('ZADD', P .. 'leases', at + ARGV[5], job.id)
+  count(job, 'running', 1)
+  emit(job.id, 'running', '{"attempt":' .. attempt .. '}')
+elseif job.state ~= 'running' or job.claim ~= token then  -- else the call was repeated: its answer got lost
+  return false
+end
+local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect')
+return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0'}
+"""
+)
+
+# worker, lease_ms, then id, attempt, … → the ids that are not this worker's.
+RENEW = (
+    _PRELUDE
+    + """
+let_through()
+local stale, until_ms = {}, now() + ARGV[3]
+for i = 4, #ARGV, 2 do
+  local job = read(ARGV[i])
+  if job and job.state == 'running' and job.worker == ARGV[2] and job.attempt == ARGV[i + 1] then
+    redis.call('ZADD', P .. 'leases', until_ms, job.id)
+    redis.call('HDEL', job.key, 'graced')
+  else
+    stale[#stale + 1] = ARGV[i]
+  end
+end
+return stale
+"""
+)
+
+# id, attempt, data, … → the ids whose attempt does not run.
+REPORT = (
+    _PRELUDE
+    + """
+local stale = {}
+for i = 2, #ARGV, 3 do
+  local job = read(ARGV[i])
+  if job and job.state == 'running' and job.attempt == ARGV[i + 1] then
+    redis.call('XADD', P .. 'events:' .. job.id, 'MAXLEN', '~', 1000, '*', 'type', 'progress', 'data', ARGV[i + 2])
+    redis.call('HSET', job.key, 'progress', ARGV[i + 2])
+  else
+    stale[#stale + 1] = ARGV[i]
+  end
+end
+return stale
+"""
+)
+
+# id, attempt, state, retention_ms, and for some: field, value → 1, or 0: refused. Repeating it is harmless.
+FINISH = (
+    _PRELUDE
+    + """
+local job, state = read(ARGV[2]), ARGV[4]
+if not job or job.attempt ~= ARGV[3] then return 0 end
+if job.state == 'running' then
+  if state == 'expired' then
+    expire(job, 'worker', now(), ARGV[5])
+  else
+    finish(job, state, 'worker', now(), ARGV[5], ARGV[6], ARGV[7])
+  end
+  return 1
+end
+return job.state == state and job.by == 'worker' and 1 or 0
+"""
+)
+
+# id, attempt → the queue, or nothing: refused. Repeating it is harmless.
+HAND_BACK = (
+    _PRELUDE
+    + """
+local job = read(ARGV[2])
+if not job or job.attempt ~= ARGV[3] then return false end
+if job.state == 'running' then
+  requeue(job, 'worker', now(), 'handed_back')
+elseif job.state ~= 'queued' or job.by ~= 'worker' then
+  return false
+end
+return job.queue
+"""
+)
+
+# id, retention_ms → the record's fields afterwards; none if it is unknown.
+CANCEL = (
+    _PRELUDE
+    + """
+local job = read(ARGV[2])
+if job and (job.state == 'queued' or job.state == 'running') then
+  finish(job, 'cancelled', 'cancel', now(), ARGV[3])
+  if job.state == 'running' then tell_to_cancel(job.worker, job.id) end
+end
+return redis.call('HGETALL', P .. 'job:' .. ARGV[2])
+"""
+)
+
+# limit, lease_ms, max_attempts, retention_ms, resend_ms, overtime_ms, silence_ms, then queue, level, kombu's list, …
+# → {id, queue, …} to send at priority 0, {id, …} expired, {id, …} failed
+SWEEP = (
+    _PRELUDE
+    + """
+let_through()
+local limit, lease_ms, max_attempts, retention_ms = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
+local resend_ms, overtime_ms, silence_ms = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local at, leases = now(), P .. 'leases'
+local send, expired, failed = {}, {}, {}
+
+local function to_send(job)
+  send[#send + 1] = job.id
+  send[#send + 1] = job.queue
+end
+
+-- The jobs that a zset names; what has no record (somebody deleted it by hand) is dropped from it.
+local function jobs(zset, ...)
+  local found = {}
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', zset, '-inf', ...)) do
+    local job = read(id)
+    if job then found[#found + 1] = job else redis.call('ZREM', zset, id) end
+  end
+  return found
+end
+
+-- Nobody swept for long: most likely Redis was away, and workers could not renew. Once they get another lease.
+local last = redis.call('GET', P .. 'swept')
+redis.call('SET', P .. 'swept', at)
+if last and at - last > silence_ms then
+  for _, job in ipairs(jobs(leases, at + lease_ms)) do
+    if redis.call('HSETNX', job.key, 'graced', 1) == 1 then
+      redis.call('ZADD', leases, at + lease_ms, job.id)
+    end
+  end
+end
+
+-- Deadlines that passed. A worker gets a moment to say so itself.
+for _, job in ipairs(jobs(P .. 'deadlines', at, 'LIMIT', 0, limit)) do
+  if job.state == 'queued' or job.deadline + overtime_ms <= at then
+    expire(job, 'sweep', at, retention_ms)
+    if job.state == 'running' then tell_to_cancel(job.worker, job.id) end
+    expired[#expired + 1] = job.id
+  end
+end
+
+-- Leases that ran out.
+for _, job in ipairs(jobs(leases, at, 'LIMIT', 0, limit)) do
+  local lost = job.lost + 1
+  redis.call('HSET', job.key, 'lost', lost, 'suspect', 1)
+  if lost >= max_attempts then
+    local who = lost == 1 and 'a worker stopped answering while it ran' or
+      lost .. ' workers stopped answering while they ran'
+    finish(job, 'failed', 'sweep', at, retention_ms, 'error', '{"code":"crashed","message":"' .. who .. ' this job"}')
+    failed[#failed + 1] = job.id
+  else
+    requeue(job, 'sweep', at, 'worker_lost')
+    to_send(job)
+  end
+end
+
+-- Messages that got lost: Celery's list is empty, or one that was sent later has been claimed for a while.
+local left = limit
+for i = 9, #ARGV, 3 do
+  local queue, level = ARGV[i], ARGV[i + 1]
+  local sent, mark = P .. 'sent:' .. queue .. ':' .. level, P .. 'mark:' .. queue .. ':' .. level
+  local below = redis.call('EXISTS', ARGV[i + 2]) == 0 and '+inf' or nil
+  if not below then
+    local m = redis.call('HMGET', mark, 'highest', 'checkpoint', 'since')
+    if m[1] and (not m[3] or at - m[3] >= resend_ms) then
+      if m[2] then below = '(' .. m[2] end
+      if m[1] ~= m[2] then redis.call('HSET', mark, 'checkpoint', m[1], 'since', at) end
+    end
+  end
+  if below and left > 0 then
+    for _, job in ipairs(jobs(sent, below, 'LIMIT', 0, left)) do
+      if at - job.sent < resend_ms then break end  -- and all after it are younger
+      redis.call('ZREM', sent, job.id)
+      post(job, 0, at)
+      to_send(job)
+      left = left - 1
+    end
+  end
+end
+return {send, expired, failed}
+"""
+)
+
+# worker, card, ttl_ms, keep_ms, then model, card, …
+ANNOUNCE = (
+    _PRELUDE
+    + """
+local at = now()
+redis.call('ZREMRANGEBYSCORE', P .. 'workers', '-inf', at - ARGV[5])  -- which lets the rest through, too
+redis.call('ZADD', P .. 'workers', at, ARGV[2])
+redis.call('SET', P .. 'worker:' .. ARGV[2], ARGV[3], 'PX', ARGV[4])
+for i = 6, #ARGV, 2 do
+  redis.call('HSET', P .. 'models', ARGV[i], ARGV[i + 1])
+end
+"""
+)
+
+# key of the reader's own stream, ttl_ms
+WAKE = (
+    _PRELUDE
+    + """
+let_through()
+redis.call('XADD', ARGV[2], 'MAXLEN', 1, '*', 'wake', '')
+redis.call('PEXPIRE', ARGV[2], ARGV[3])
+"""
+)

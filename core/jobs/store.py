@@ -1,0 +1,210 @@
+"""The jobs' records: every change of state is one Lua script, so that a job is never lost and never finished twice.
+
+Knows states, leases, deadlines and counters; knows nothing of Celery: callers send the envelopes that it returns.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from core.config import Settings
+from core.jobs import keys, scripts
+from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, level, list_key
+from core.jobs.connection import Script, connect, translated
+from core.jobs.record import Backlog, Claim, Draft, Job, JobState, Report, from_json, to_json
+
+_SILENCE_S = 5.0  # without any sweep: it says that nobody could reach Redis
+
+
+class QueueFull(RuntimeError):
+    """A queue holds as many waiting jobs as it may. Not a `StoreError`: nothing is wrong with the store."""
+
+    def __init__(self, queue: str, limit: int) -> None:
+        super().__init__(f"the {queue} queue holds {limit} jobs and takes no more")
+        self.queue = queue
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What one sweep did: envelopes that the caller must send, and the ids of jobs that it ended."""
+
+    send: list[Envelope]
+    expired: list[str]
+    failed: list[str]
+
+
+class JobStore:
+    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+
+    On a full Redis only `create` and `report` are refused. A call that was cut off, so that nobody knows whether it
+    took effect, may be repeated with the same arguments: it takes effect once, and answers as it would have (but for
+    `claim`, which then says None until the lease has run out).
+
+    `lease_s`: a worker silent for so long loses its jobs. `max_attempts`: as many workers lost while they ran it, and
+    a job fails. `max_queued`: jobs that may wait in one queue. `retention_s`: how long the record and the events of a
+    job that ended are kept. `resend_s`: how long a message may be on its way before it counts as lost. `overtime_s`:
+    how long after its deadline a running job is left to its worker to expire.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        lease_s: float = 15.0,
+        max_attempts: int = 3,
+        max_queued: int = 1000,
+        retention_s: float = 86_400.0,
+        resend_s: float = 5.0,
+        overtime_s: float = 2.0,
+    ) -> None:
+        self._max_attempts = max_attempts
+        self._max_queued = max_queued
+        self._lease_ms = _milliseconds(lease_s)
+        self._retention_ms = _milliseconds(retention_s)
+        self._resend_ms = _milliseconds(resend_s)
+        self._overtime_ms = _milliseconds(overtime_s)
+        self._silence_ms = _milliseconds(max(_SILENCE_S, lease_s / 3))
+        self._client = connect(url)
+        self._create = Script(self._client, scripts.CREATE)
+        self._claim = Script(self._client, scripts.CLAIM)
+        self._renew = Script(self._client, scripts.RENEW)
+        self._report = Script(self._client, scripts.REPORT)
+        self._finish = Script(self._client, scripts.FINISH)
+        self._hand_back = Script(self._client, scripts.HAND_BACK)
+        self._cancel = Script(self._client, scripts.CANCEL)
+        self._sweep = Script(self._client, scripts.SWEEP)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The store that the settings name, with their limits."""
+        return cls(
+            settings.redis_url,
+            lease_s=settings.lease_s,
+            max_attempts=settings.max_attempts,
+            max_queued=settings.max_queued,
+            retention_s=settings.retention_s,
+        )
+
+    def close(self) -> None:
+        """Give the connections back. A later call would open new ones."""
+        self._client.close()
+
+    # -- for those who want something done -------------------------------------------------------------------
+
+    def create(self, draft: Draft) -> Job:
+        """Make the record of a queued job. The caller then sends `Envelope(job.id, job.modality, job.priority)`.
+
+        Raises `QueueFull`, and `StoreFull` with nothing made. A draft that is already a job is returned as it stands.
+        """
+        answer = self._create(
+            draft.id, draft.modality, draft.model, to_json(draft.parameters), draft.priority, level(draft.priority),
+            "" if draft.deadline_s is None else _milliseconds(draft.deadline_s), int(draft.work_ms), self._max_queued,
+        )  # fmt: skip
+        if answer == 0:
+            raise QueueFull(draft.modality, self._max_queued)
+        return Job.of(draft.id, _pairs(answer))
+
+    @translated()
+    def get(self, id: str) -> Job | None:
+        """The record; None if there is none, or no longer."""
+        fields: Any = self._client.hgetall(keys.job(id))
+        return Job.of(id, fields) if fields else None
+
+    def cancel(self, id: str) -> Job | None:
+        """End a queued or running job at once; its worker is told. One that has ended stays as it is. None: unknown."""
+        fields = _pairs(self._cancel(id, self._retention_ms))
+        return Job.of(id, fields) if fields else None
+
+    @translated()
+    def backlog(self, queue: str) -> Backlog:
+        """What a queue holds, in jobs and in estimated work."""
+        fields: Any = self._client.hmget(keys.backlog(queue), "queued", "queued_ms", "running", "running_ms")
+        return Backlog(*(int(field or 0) for field in fields))
+
+    # -- for those who do it ---------------------------------------------------------------------------------
+
+    @translated()
+    def suspect(self, id: str) -> bool:
+        """Whether the job must run alone, because a worker stopped answering while it ran. False if unknown."""
+        return self._client.hget(keys.job(id), "suspect") == "1"
+
+    def claim(self, id: str, worker: str) -> Claim | None:
+        """Take a queued job. None: nothing to do (live elsewhere, ended, unknown, or its deadline has passed)."""
+        answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
+        if not answer:
+            return None
+        attempt, modality, model, parameters, priority, left_ms, suspect = answer
+        return Claim(
+            id=id,
+            attempt=int(attempt),
+            modality=modality,
+            model=model,
+            parameters=from_json(parameters),
+            priority=int(priority),
+            deadline_left_s=None if left_ms == "" else int(left_ms) / 1000,
+            suspect=suspect == "1",
+        )
+
+    def renew(self, worker: str, held: Mapping[str, int]) -> set[str]:
+        """Extend the leases of jobs, id to attempt; returns the ids that are no longer this worker's."""
+        if not held:
+            return set()
+        return set(self._renew(worker, self._lease_ms, *(value for pair in held.items() for value in pair)))
+
+    def report(self, items: Sequence[Report]) -> set[str]:
+        """Tell progress, in one round trip; returns the ids whose attempt is no longer the running one."""
+        if not items:
+            return set()
+        return set(self._report(*(v for item in items for v in (item.id, item.attempt, to_json(item.data)))))
+
+    def succeed(self, id: str, attempt: int, result: dict[str, Any]) -> bool:
+        """End a running job. False: refused, because this attempt no longer runs."""
+        return self._end(id, attempt, JobState.SUCCEEDED, "result", to_json(result))
+
+    def fail(self, id: str, attempt: int, code: str, message: str) -> bool:
+        """End a running job with an error that may be shown. False: refused, as above."""
+        return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message}))
+
+    def expire(self, id: str, attempt: int) -> bool:
+        """End a running job whose deadline has passed. False: refused, as above."""
+        return self._end(id, attempt, JobState.EXPIRED)
+
+    def _end(self, id: str, attempt: int, state: JobState, *field: str) -> bool:
+        return bool(self._finish(id, attempt, state.value, self._retention_ms, *field))
+
+    def hand_back(self, id: str, attempt: int) -> Envelope | None:
+        """Queue a running job again, at no cost to it; the caller sends the envelope. None: refused, as above.
+
+        It goes before all that was never begun.
+        """
+        queue = self._hand_back(id, attempt)
+        return Envelope(id, queue, 0) if queue else None
+
+    # -- for everybody, now and then -------------------------------------------------------------------------
+
+    def sweep(self, limit: int = 100) -> Sweep:
+        """Look after what nobody looks after: deadlines that passed, leases that ran out, messages that got lost.
+
+        Each at most `limit` jobs. Many may sweep at once. What it finds to send counts as sent: if the caller cannot
+        send it, a later sweep finds it again. A sweep after a long time without any (Redis was away) lets every
+        lease run for once more, because nobody could renew.
+        """
+        lists = [(queue, step, list_key(queue, step)) for queue in QUEUES for step in PRIORITY_STEPS]
+        send, expired, failed = self._sweep(
+            limit, self._lease_ms, self._max_attempts, self._retention_ms, self._resend_ms, self._overtime_ms,
+            self._silence_ms, *(value for entry in lists for value in entry),
+        )  # fmt: skip
+        return Sweep([Envelope(id, queue, 0) for id, queue in _pairs(send).items()], expired, failed)
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def _pairs(flat: Sequence[str]) -> dict[str, str]:
+    """[a, 1, b, 2] → {a: 1, b: 2}"""
+    return dict(zip(flat[::2], flat[1::2], strict=True))

@@ -1,0 +1,44 @@
+"""A real Redis for each module of these tests, and the store on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from core.jobs.store import JobStore
+from deployment.redis import RedisServer
+from tests.servers import redis_server, redis_url
+
+__all__ = ["redis_server", "redis_url"]
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    """Redis as it is, past the store."""
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        yield client
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[JobStore]:
+    """A store whose every wait is so long that no slow machine comes near: tests let time pass by `books.age`."""
+    store = JobStore(redis_url, lease_s=1000, resend_s=1000, overtime_s=1000)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def full(redis_server: RedisServer, client: redis.Redis) -> Iterator[redis.Redis]:
+    """Fill Redis by `client.config_set("maxmemory", 1)`; it has room again when the test ends."""
+    yield client
+    client.config_set("maxmemory", 0)
+
+
+@pytest.fixture
+def mortal(redis_server: RedisServer) -> Iterator[RedisServer]:
+    """The server for a test that ends it; it runs again afterwards."""
+    yield redis_server
+    redis_server.kill()
+    redis_server.start()

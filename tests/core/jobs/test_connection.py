@@ -1,0 +1,78 @@
+"""Redis's troubles by our three names; no message carries a password or a user's input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from core.jobs.connection import StoreDown, StoreError, StoreFull, connect, translated
+from deployment.redis import RedisServer
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (redis.ConnectionError("Error 111 connecting to 10.0.0.1:6379"), StoreDown),
+        (redis.TimeoutError("Timeout reading from socket"), StoreDown),
+        (redis.exceptions.BusyLoadingError("loading"), StoreDown),
+        (redis.AuthenticationError("invalid password hunter2"), StoreDown),
+        (redis.ReadOnlyError("a replica"), StoreDown),
+        (redis.exceptions.OutOfMemoryError("command not allowed"), StoreFull),
+        (redis.ResponseError("Error running script: -OOM command not allowed when used memory"), StoreFull),
+        (redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), StoreFull),
+        (redis.ResponseError("WRONGTYPE hunter2"), StoreError),
+    ],
+)
+def test_translated(error: redis.RedisError, kind: type[StoreError]) -> None:
+    @translated()
+    def as_decorator() -> None:
+        raise error
+
+    def as_context() -> None:
+        with translated():
+            raise error
+
+    for way in (as_decorator, as_context):
+        for _ in range(2):  # a decorator is used many times
+            with pytest.raises(StoreError) as raised:
+                way()
+            assert type(raised.value) is kind
+            assert "hunter2" not in str(raised.value)
+            assert "10.0.0.1" not in str(raised.value)
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(KeyError), translated():
+        raise KeyError
+
+
+def asked(client: redis.Redis) -> Callable[[], None]:
+    def ask() -> None:
+        with translated():
+            client.get("x")
+
+    return ask
+
+
+def test_real_troubles(redis_url: str, redis_server: RedisServer) -> None:
+    wrong = redis_url.replace(redis_server.password, "hunter2")
+    with connect(wrong) as client, pytest.raises(StoreDown, match="does not accept the password"):
+        asked(client)()
+    with connect("redis://127.0.0.1:1/0") as client, pytest.raises(StoreDown, match="cannot be reached"):
+        asked(client)()
+    with pytest.raises(ValueError):
+        connect("")
+
+
+def test_full_redis_in_a_script_and_outside(redis_url: str) -> None:
+    with connect(redis_url) as client:
+        client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(StoreFull), translated():
+                client.eval("return redis.call('SET', 'a', 1)", 0)
+            with pytest.raises(StoreFull), translated():
+                client.set("a", 1)
+        finally:
+            client.config_set("maxmemory", 0)

@@ -1,0 +1,382 @@
+"""Every event reaches every subscriber once and in order: late ones, slow ones, and over Redis's restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+
+from core.jobs.events import Event, EventReader
+from core.jobs.record import Draft, Report, new_id
+from core.jobs.store import JobStore
+from deployment.redis import RedisServer
+
+PATIENCE_S = 120.0  # no test is decided by it
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(work(), PATIENCE_S)
+
+    return asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def reading(url: str) -> AsyncIterator[EventReader]:
+    reader = EventReader(url)
+    await reader.start()
+    try:
+        yield reader
+    finally:
+        await reader.close()
+
+
+async def collect(reader: EventReader, job_id: str, after: str = "0") -> list[Event]:
+    return [event async for event in reader.subscribe(job_id, after)]
+
+
+def make(store: JobStore) -> str:
+    return store.create(Draft(new_id(), "image", "emoji-xl", {})).id
+
+
+def live_through(store: JobStore, id: str, reports: int, dice: random.Random) -> None:
+    """A whole life: claimed, reported on in batches of any size, handed back and claimed again in the middle."""
+    for attempt in (1, 2):
+        store.claim(id, "ada")
+        said = 0
+        while said < reports:
+            count = dice.randint(1, 5)
+            store.report([Report(id, attempt, {"attempt": attempt, "step": said + k}) for k in range(count)])
+            said += count
+        if attempt == 1:
+            store.hand_back(id, 1)
+    store.succeed(id, 2, {})
+
+
+def whole(client: redis.Redis, id: str) -> list[tuple[str, str]]:
+    """The stream as it lies in Redis: (id, type) of each event."""
+    entries: Any = client.xrange(f"diptych:events:{id}")
+    return [(entry, fields["type"]) for entry, fields in entries]
+
+
+def seen(events: list[Event]) -> list[tuple[str, str]]:
+    return [(event.id, event.type) for event in events]
+
+
+def test_past_events_then_the_end(store: JobStore, redis_url: str, client: redis.Redis) -> None:
+    id = make(store)
+    live_through(store, id, 150, random.Random(0))  # more than one page
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            events = await collect(reader, id)
+            assert seen(events) == whole(client, id)
+            assert len(events) > 300
+            assert [event.final for event in events] == [False] * (len(events) - 1) + [True]
+            assert events[0] == Event(events[0].id, "queued", {})
+            assert events[1].data == {"attempt": 1}
+            assert events[2].data == {"attempt": 1, "step": 0}
+            assert Event(events[-1].id, "succeeded", {}) == events[-1]
+            for index in (0, 1, 99, 100, len(events) - 2, len(events) - 1):
+                assert await collect(reader, id, events[index].id) == events[index + 1 :]
+
+    run(work)
+
+
+def test_after_an_event_that_is_no_more(store: JobStore, redis_url: str) -> None:
+    id = make(store)
+    store.cancel(id)
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            assert await collect(reader, id, "9999999999999") == []
+            assert [event.type for event in await collect(reader, id, "1")] == ["queued", "cancelled"]
+
+    run(work)
+
+
+def test_failures_are_told(store: JobStore, redis_url: str) -> None:
+    id = make(store)
+    store.claim(id, "ada")
+    store.fail(id, 1, "refused", 'steps: "too" many')
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            events = await collect(reader, id)
+            assert events[-1].data == {"code": "refused", "message": 'steps: "too" many'}
+
+    run(work)
+
+
+@pytest.mark.parametrize("after", ["", "x", "-1", "1-", "1-2-3", "1 ", "99999999999999999999", "١", "$", "+"])
+def test_after_what_is_no_event(redis_url: str, after: str) -> None:
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            with pytest.raises(ValueError, match="after: is not the id of an event"):
+                reader.subscribe("job_x", after)
+
+    run(work)
+
+
+def test_live_events_without_gaps_or_duplicates(store: JobStore, redis_url: str, client: redis.Redis) -> None:
+    """Writers race with subscribers who come at any moment, from the beginning or from any event, and leave."""
+    dice = random.Random(7)
+    ids = [make(store) for _ in range(6)]
+    seeds = [random.Random(index) for index in range(len(ids))]
+    threads = [
+        threading.Thread(target=live_through, args=(store, id, 200, own)) for id, own in zip(ids, seeds, strict=True)
+    ]
+
+    async def follow(reader: EventReader, id: str) -> tuple[str, str, list[Event]]:
+        """Comes late, leaves and comes again a few times, each time from where it was; or from further back."""
+        await asyncio.sleep(dice.random() / 2)
+        after, start, events = "0", "0", []
+        if dice.random() < 0.5:
+            past = whole(client, id)
+            after = start = dice.choice(past)[0]
+        while True:
+            leave = dice.randint(1, 200)
+            stream = reader.subscribe(id, after)
+            async for event in stream:
+                events.append(event)
+                after, leave = event.id, leave - 1
+                if event.final:
+                    return id, start, events
+                if leave == 0:
+                    break
+            await stream.aclose()
+
+    async def work() -> list[tuple[str, str, list[Event]]]:
+        async with reading(redis_url) as reader:
+            for thread in threads:
+                thread.start()
+            return await asyncio.gather(*(follow(reader, dice.choice(ids)) for _ in range(60)))
+
+    results = run(work)
+    for thread in threads:
+        thread.join()
+    assert len(results) == 60
+    for id, start, events in results:
+        stream = whole(client, id)
+        begin = [entry for entry, _ in stream].index(start) + 1 if start != "0" else 0
+        assert seen(events) == stream[begin:]
+
+
+def test_many_subscribers_share_a_few_connections(store: JobStore, redis_url: str, client: redis.Redis) -> None:
+    ids = [make(store) for _ in range(40)]
+
+    async def work() -> None:
+        before = {each["id"] for each in client.client_list()}
+        async with reading(redis_url) as reader:
+            tasks = [asyncio.create_task(collect(reader, id)) for id in ids for _ in range(10)]
+            while True:  # all of them wait
+                mine = [each for each in client.client_list() if each["id"] not in before]
+                if any(each["flags"] == "b" for each in mine) and len(reader._followers) == len(ids):
+                    break
+                await asyncio.sleep(0.01)
+            assert len(mine) <= 3
+            for id in ids:
+                await asyncio.to_thread(store.cancel, id)
+            for events in await asyncio.gather(*tasks):
+                assert [event.type for event in events] == ["queued", "cancelled"]
+            assert len([each for each in client.client_list() if each["id"] not in before]) <= 4  # and the store's own
+
+    run(work)
+
+
+def test_waiting_costs_nothing(store: JobStore, redis_url: str, client: redis.Redis) -> None:
+    """No spinning: while nothing happens, nothing is asked."""
+    ids = [make(store) for _ in range(3)]
+
+    def reads() -> int:
+        return int(client.info("commandstats")["cmdstat_xread"]["calls"])
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            tasks = [asyncio.create_task(collect(reader, id)) for id in ids]
+            while not any(each["flags"] == "b" for each in client.client_list()) or len(reader._followers) < 3:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            before = reads()
+            await asyncio.sleep(1)
+            assert reads() - before <= 2
+            for id in ids:
+                store.cancel(id)
+            await asyncio.gather(*tasks)
+            assert not reader._followers
+            assert not reader._positions
+
+    run(work)
+
+
+def test_stream_that_does_not_exist_yet(store: JobStore, redis_url: str) -> None:
+    id = new_id()
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            task = asyncio.create_task(collect(reader, id))
+            while not reader._followers:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(store.create, Draft(id, "text", "emoji-lm", {}))
+            await asyncio.to_thread(store.cancel, id)
+            assert [event.type for event in await task] == ["queued", "cancelled"]
+
+    run(work)
+
+
+def test_redis_restarts_under_subscribers(store: JobStore, client: redis.Redis, mortal: RedisServer) -> None:
+    ids = [make(store) for _ in range(3)]
+    for id in ids:
+        store.claim(id, "ada")
+
+    def writes(first: int) -> None:
+        for step in range(first, first + 20):
+            store.report([Report(id, 1, {"step": step}) for id in ids])
+
+    async def work() -> None:
+        async with reading(mortal.url) as reader:
+            tasks = [asyncio.create_task(collect(reader, id)) for id in ids]
+            for kill in range(3):
+                await asyncio.to_thread(writes, 20 * kill)
+                await asyncio.to_thread(mortal.kill)
+                if kill == 1:  # somebody comes while it is away
+                    tasks += [asyncio.create_task(collect(reader, id)) for id in ids]
+                    await asyncio.sleep(0.3)
+                await asyncio.to_thread(mortal.start)
+            await asyncio.to_thread(writes, 60)
+            for id in ids:
+                await asyncio.to_thread(store.succeed, id, 1, {})
+            for id, events in zip(ids * 2, await asyncio.gather(*tasks), strict=True):
+                assert seen(events) == whole(client, id)
+                assert [e.data["step"] for e in events if e.type == "progress"] == list(range(80))
+
+    run(work)
+
+
+def test_reader_starts_before_redis(store: JobStore, mortal: RedisServer) -> None:
+    id = make(store)
+    mortal.kill()
+
+    async def work() -> None:
+        async with reading(mortal.url) as reader:
+            task = asyncio.create_task(collect(reader, id))
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(mortal.start)
+            await asyncio.to_thread(store.cancel, id)
+            assert [event.type for event in await task] == ["queued", "cancelled"]
+
+    run(work)
+
+
+def test_slow_subscriber_misses_progress_alone(store: JobStore, redis_url: str, client: redis.Redis) -> None:
+    id = make(store)
+
+    def writes() -> None:
+        for attempt in range(1, 5):
+            store.claim(id, "ada")
+            for step in range(40):
+                store.report([Report(id, attempt, {"step": 10 * step + k}) for k in range(10)])
+            store.hand_back(id, attempt)
+        store.cancel(id)
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            slow = reader.subscribe(id)
+            first = await anext(slow)
+            # It follows, and then does nothing while everything happens.
+            second = asyncio.ensure_future(anext(slow))
+            while not reader._followers:
+                await asyncio.sleep(0.01)
+            fast = asyncio.create_task(collect(reader, id))
+            await asyncio.to_thread(writes)
+            everything = await fast
+            assert len(everything) > 1000
+            assert [event.final for event in everything][-1]
+            (follower,) = reader._followers[id]
+            assert len(follower.waiting) < 300
+            late = [first, await second, *[event async for event in slow]]
+            assert len(late) < 400
+            rest = iter(everything)
+            assert all(event in rest for event in late)  # the same order, and none twice
+            changes = [event for event in everything if event.type != "progress"]
+            assert [event for event in late if event.type != "progress"] == changes
+            assert late[-1].final
+
+    run(work)
+
+
+def test_full_redis(store: JobStore, redis_url: str, full: redis.Redis) -> None:
+    """Waking the reader writes, and must work all the same: else each subscription would wait out the read."""
+    id = make(store)
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            full.config_set("maxmemory", 1)
+            task = asyncio.create_task(collect(reader, id))
+            while full.xlen(reader._wake_key) == 0:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(store.cancel, id)
+            assert [event.type for event in await task] == ["queued", "cancelled"]
+
+    run(work)
+
+
+def test_close_ends_subscriptions(store: JobStore, redis_url: str, client: redis.Redis) -> None:
+    id = make(store)
+    before = len(client.client_list())
+
+    async def work() -> None:
+        reader = EventReader(redis_url)
+        await reader.start()
+        waiting = asyncio.create_task(collect(reader, id))
+        held = reader.subscribe(id)  # one that has fetched an event, and is closed before it asks for the next
+        await anext(held)
+        while not reader._followers:
+            await asyncio.sleep(0.01)
+        await reader.close()
+        assert [event.type for event in await waiting] == ["queued"]
+        assert [event async for event in held] == []
+        assert await collect(reader, id) == []  # nobody waits at a closed reader
+
+    run(work)
+    while len(client.client_list()) > before:  # Redis notices in a moment
+        pass
+
+
+def test_close_at_any_moment(store: JobStore, redis_url: str) -> None:
+    """Also while it connects, where a cancellation may get lost."""
+    id = make(store)
+    store.cancel(id)
+
+    async def work() -> None:
+        for turns in range(60):
+            reader = EventReader(redis_url)
+            await reader.start()
+            if turns % 2:
+                await collect(reader, id)
+            for _ in range(turns // 2):
+                await asyncio.sleep(0)
+            await reader.close()
+
+    run(work)
+
+
+def test_unread_key_goes_away(redis_url: str, store: JobStore, client: redis.Redis) -> None:
+    id = make(store)
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            task = asyncio.create_task(collect(reader, id))
+            while client.xlen(reader._wake_key) == 0:
+                await asyncio.sleep(0.01)
+            assert 0 < client.pttl(reader._wake_key) <= 60_000
+            store.cancel(id)
+            await task
+
+    run(work)

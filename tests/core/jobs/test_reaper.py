@@ -1,0 +1,125 @@
+"""The reaper finds what got lost and sends it, whatever fails meanwhile, and says each trouble once."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+
+import pytest
+import redis
+
+from core.jobs.broker import Envelope
+from core.jobs.reaper import Reaper
+from core.jobs.record import Draft, JobState, new_id
+from core.jobs.store import JobStore, Sweep
+from deployment.redis import RedisServer
+from tests.core.jobs import books
+
+PATIENCE_S = 60.0  # no test is decided by it
+
+
+def make(store: JobStore, **given: float) -> str:
+    return store.create(Draft(new_id(), "image", "emoji-xl", {}, **given)).id  # type: ignore[arg-type]
+
+
+def test_lost_message_is_sent_again(store: JobStore, client: redis.Redis) -> None:
+    id, sent = make(store), queue.Queue[Envelope]()
+    books.age(client, 1100)
+    reaper = Reaper(store, sent.put, every_s=0.01)
+    reaper.start()
+    assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 0)
+    reaper.stop()
+    assert sent.empty()
+
+
+def test_more_than_one_sweep_holds(store: JobStore, client: redis.Redis) -> None:
+    ids, sent = {make(store) for _ in range(250)}, queue.Queue[Envelope]()
+    books.age(client, 1100)
+    reaper = Reaper(store, sent.put, every_s=0.5)
+    reaper.start()
+    assert {sent.get(timeout=PATIENCE_S).id for _ in range(250)} == ids
+    reaper.stop()
+    assert sent.empty()
+
+
+def test_send_that_fails(store: JobStore, client: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "core.jobs.reaper")
+    id, tried, works = make(store), queue.Queue[Envelope](), threading.Event()
+
+    def send(envelope: Envelope) -> None:
+        tried.put(envelope)
+        if not works.is_set():
+            raise OSError("the broker is away")
+
+    reaper = Reaper(store, send, every_s=0.01)
+    reaper.start()
+    for _ in range(3):
+        books.age(client, 1100)
+        assert tried.get(timeout=PATIENCE_S).id == id
+    works.set()
+    books.age(client, 1100)
+    assert tried.get(timeout=PATIENCE_S).id == id
+    reaper.stop()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["reaper: cannot send jobs again, the next sweeps try: OSError", "reaper: well again (send)"]
+
+
+def test_deadline_passes_with_no_worker(store: JobStore, client: redis.Redis) -> None:
+    id = make(store, deadline_s=500)
+    books.age(client, 600)
+    reaper = Reaper(store, lambda envelope: None, every_s=0.01)
+    reaper.start()
+    while (job := store.get(id)) is None or job.state is not JobState.EXPIRED:
+        pass
+    reaper.stop()
+
+
+def test_redis_away(
+    store: JobStore, client: redis.Redis, mortal: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "core.jobs.reaper")
+    sent, failed = queue.Queue[Envelope](), queue.Queue[str]()
+    id = make(store)
+    sweep = store.sweep
+
+    def watched(limit: int) -> Sweep:
+        try:
+            return sweep(limit)
+        except Exception as error:
+            failed.put(type(error).__name__)
+            raise
+
+    store.sweep = watched  # type: ignore[method-assign,assignment]
+    mortal.kill()
+    reaper = Reaper(store, sent.put, every_s=0.01)
+    reaper.start()
+    for _ in range(3):
+        assert failed.get(timeout=PATIENCE_S) == "StoreDown"
+    mortal.start()
+    books.age(client, 1100)
+    assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 0)
+    reaper.stop()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["reaper: no sweep until it is better: Redis cannot be reached", "reaper: well again (sweep)"]
+
+
+def test_stops_while_it_waits(store: JobStore) -> None:
+    reaper = Reaper(store, lambda envelope: None, every_s=3600)
+    reaper.start()
+    reaper.stop()  # returns, or the test would hang
+    Reaper(store, lambda envelope: None).stop()  # and so does one that never started
+
+
+def test_many_reapers(store: JobStore, client: redis.Redis) -> None:
+    """What one finds, no other sends at the same time."""
+    ids, sent = [make(store) for _ in range(150)], queue.Queue[Envelope]()
+    books.age(client, 1100)
+    reapers = [Reaper(store, sent.put, every_s=0.01) for _ in range(4)]
+    for reaper in reapers:
+        reaper.start()
+    got = [sent.get(timeout=PATIENCE_S).id for _ in ids]
+    for reaper in reapers:
+        reaper.stop()
+    assert sorted(got) == sorted(ids)
+    assert sent.empty()

@@ -1,0 +1,157 @@
+"""Cards come, live as long as they said, and go; messages to workers arrive."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import redis
+
+from core.jobs.connection import StoreDown
+from core.jobs.record import Draft, new_id
+from core.jobs.registry import ModelCard, Registry, WorkerCard
+from core.jobs.store import JobStore
+from deployment.redis import RedisServer
+from tests.core.jobs import books
+
+MODEL = ModelCard(
+    name="emoji-xl",
+    modality="image",
+    precision="fp32",
+    device="cpu",
+    native=128,
+    sizes=[[128, 128], [128, 96]],
+    schedulers=["euler", "lcm"],
+    default_scheduler="euler",
+    limits={"max_prompt_characters": 10_000, "max_steps": 1000, "max_guidance": 100.0, "max_seed": 2**63 - 1},
+    costs={"encode_s": 0.01, "vae_s": 0.02, "solo_step_s": {"128x128": 0.03}, "row_step_s": {"128x128": 0.01}},
+    capacity_per_s=1.5,
+)
+WORKER = WorkerCard(
+    id="ada",
+    host="here",
+    pid=7,
+    state="ready",
+    message="drawing",
+    started=1_700_000_000.5,
+    models=[MODEL],
+    in_flight={"image": 2},
+    limits={"image": 32, "text": 64},
+    version="0.1.0",
+)
+
+
+@pytest.fixture
+def registry(redis_url: str) -> Iterator[Registry]:
+    registry = Registry(redis_url)
+    yield registry
+    registry.close()
+
+
+def test_nobody(registry: Registry) -> None:
+    assert registry.workers() == []
+    assert registry.models() == []
+    registry.forget("nobody")
+
+
+def test_card_survives_the_way(registry: Registry, client: redis.Redis) -> None:
+    registry.announce(WORKER, 15.0)
+    assert registry.workers() == [WORKER]
+    assert registry.models() == [replace(MODEL, live=True)]
+    assert 0 < client.pttl("diptych:worker:ada") <= 15_000
+    later = replace(WORKER, state="draining", in_flight={})
+    registry.announce(later, 100.0)
+    assert registry.workers() == [later]
+    assert 15_000 < client.pttl("diptych:worker:ada") <= 100_000
+
+
+def test_silent_workers_are_not_listed(registry: Registry, client: redis.Redis) -> None:
+    registry.announce(WORKER, 15.0)
+    registry.announce(replace(WORKER, id="bob", models=[replace(MODEL, name="other", modality="text")]), 15.0)
+    assert [worker.id for worker in registry.workers()] == ["ada", "bob"]
+    client.delete("diptych:worker:ada")  # as its time to live does
+    assert [worker.id for worker in registry.workers()] == ["bob"]
+    assert [(model.name, model.live) for model in registry.models()] == [("emoji-xl", False), ("other", True)]
+    # And a day later nothing is left of it.
+    books.age(client, 90_000)
+    registry.announce(replace(WORKER, id="eve"), 15.0)
+    assert client.zrange("diptych:workers", 0, -1) == ["eve"]
+
+
+@pytest.mark.parametrize("state", ["starting", "draining"])
+def test_only_ready_workers_serve(registry: Registry, state: str) -> None:
+    registry.announce(replace(WORKER, state=state), 15.0)
+    assert registry.models() == [MODEL]
+
+
+def test_forget(registry: Registry, client: redis.Redis, full: redis.Redis) -> None:
+    registry.announce(WORKER, 15.0)
+    client.xadd("diptych:control:ada", {"cancel": "job_x"})
+    full.config_set("maxmemory", 1)
+    registry.announce(WORKER, 15.0)  # a heart beats on a full Redis too
+    registry.forget("ada")
+    assert registry.workers() == []
+    assert registry.models() == [MODEL]
+    assert client.keys() == ["diptych:models"]
+
+
+def test_cards_of_a_newer_version(registry: Registry, client: redis.Redis) -> None:
+    registry.announce(WORKER, 15.0)
+    card = json.loads(client.get("diptych:worker:ada") or "")
+    card["colour"] = card["models"][0]["colour"] = "blue"
+    client.set("diptych:worker:ada", json.dumps(card))
+    client.hset("diptych:models", "emoji-xl", json.dumps(card["models"][0]))
+    assert registry.workers() == [WORKER]
+    assert registry.models() == [replace(MODEL, live=True)]
+
+
+def test_control(registry: Registry, store: JobStore) -> None:
+    assert registry.control("ada", "0", 0) == []
+    assert registry.control("ada", "0", 0.05) == []
+    ids = []
+    for _ in range(2):
+        ids.append(store.create(Draft(new_id(), "image", "emoji-xl", {})).id)
+        store.claim(ids[-1], "ada")
+        store.cancel(ids[-1])
+    messages = registry.control("ada", "0", 60)
+    assert [message for _, message in messages] == [{"cancel": id} for id in ids]
+    assert registry.control("ada", messages[0][0], 60) == messages[1:]
+    assert registry.control("ada", messages[1][0], 0) == []
+    assert registry.control("bob", "0", 0) == []
+
+
+def test_control_waits(registry: Registry, store: JobStore, client: redis.Redis) -> None:
+    job = store.create(Draft(new_id(), "image", "emoji-xl", {}))
+    store.claim(job.id, "ada")
+    got: list[tuple[str, dict[str, str]]] = []
+    thread = threading.Thread(target=lambda: got.extend(registry.control("ada", "0", 120)))
+    thread.start()
+    while not any(each["flags"] == "b" for each in client.client_list()):
+        pass
+    store.cancel(job.id)
+    thread.join()
+    assert [message for _, message in got] == [{"cancel": job.id}]
+
+
+def test_control_waits_longer_than_an_answer_may_take(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.jobs.registry._BLOCK_S", 0.05)
+    assert registry.control("ada", "0", 0.3) == []  # several reads
+
+
+def test_redis_away(registry: Registry, mortal: RedisServer) -> None:
+    registry.announce(WORKER, 100.0)
+    mortal.kill()
+    for call in (
+        lambda: registry.announce(WORKER, 15.0),
+        lambda: registry.forget("ada"),
+        lambda: registry.workers(),
+        lambda: registry.models(),
+        lambda: registry.control("ada", "0", 0),
+    ):
+        with pytest.raises(StoreDown):
+            call()
+    mortal.start()
+    assert registry.workers() == [WORKER]

@@ -1,0 +1,555 @@
+"""The store's edges, one by one: races, a full Redis, Redis killed and away, answers that got lost."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+
+from core.config import Settings
+from core.jobs.broker import Envelope
+from core.jobs.connection import StoreDown, StoreError, StoreFull
+from core.jobs.record import Backlog, Draft, JobState, Report, new_id
+from core.jobs.store import JobStore, QueueFull, Sweep
+from deployment.redis import RedisServer
+from tests.core.jobs import books
+from tests.core.jobs.severed import Severed
+
+
+def draft(**given: Any) -> Draft:
+    return Draft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
+
+
+def check(client: redis.Redis) -> None:
+    books.Books.of(client).check()
+
+
+def told(client: redis.Redis, worker: str) -> list[dict[str, str]]:
+    messages: Any = client.xrange(f"diptych:control:{worker}")
+    return [fields for _, fields in messages]
+
+
+# -- a life ------------------------------------------------------------------------------------------------------
+
+
+def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
+    wanted = draft(
+        parameters={"prompt": "ein Fuchs 🦊\n", "seed": 2**63 - 1}, priority=7, deadline_s=500.25, work_ms=1234
+    )
+    job = store.create(wanted)
+    assert job == store.get(job.id)
+    assert (job.id, job.modality, job.model, job.parameters) == (wanted.id, "image", "emoji-xl", wanted.parameters)
+    assert (job.state, job.priority, job.attempt, job.lost, job.worker) == (JobState.QUEUED, 7, 0, 0, "")
+    assert (job.started, job.ended, job.progress, job.result, job.error, job.suspect) == (
+        None,
+        None,
+        None,
+        None,
+        None,
+        False,
+    )
+    seconds, microseconds = client.time()
+    assert abs(job.created - (seconds + microseconds / 1e6)) < 60
+    assert job.deadline == pytest.approx(job.created + 500.25, abs=0.001)
+    assert store.backlog("image") == Backlog(1, 1234, 0, 0)
+    assert store.backlog("text") == Backlog(0, 0, 0, 0)
+
+    claim = store.claim(job.id, "ada")
+    assert claim is not None
+    assert (claim.id, claim.attempt, claim.modality, claim.model) == (job.id, 1, "image", "emoji-xl")
+    assert (claim.parameters, claim.priority, claim.suspect) == (wanted.parameters, 7, False)
+    assert claim.deadline_left_s is not None
+    assert 400 < claim.deadline_left_s <= 500.25
+    running = store.get(job.id)
+    assert running is not None
+    assert (running.state, running.worker, running.attempt) == (JobState.RUNNING, "ada", 1)
+    assert running.started is not None
+    assert running.started >= job.created
+    assert store.backlog("image") == Backlog(0, 0, 1, 1234)
+
+    assert store.report([Report(job.id, 1, {"steps_done": 3, "steps": 20})]) == set()
+    assert store.succeed(job.id, 1, {"images": [{"key": "sha256/ab"}]})
+    ended = store.get(job.id)
+    assert ended is not None
+    assert (ended.state, ended.result, ended.error) == (JobState.SUCCEEDED, {"images": [{"key": "sha256/ab"}]}, None)
+    assert ended.progress == {"steps_done": 3, "steps": 20}
+    assert ended.ended is not None
+    assert ended.ended >= running.started
+    assert store.backlog("image") == Backlog(0, 0, 0, 0)
+    assert [type for type, _ in books.Books.of(client).streams[job.id]] == [
+        "queued",
+        "running",
+        "progress",
+        "succeeded",
+    ]
+    check(client)
+
+
+def test_unknown_jobs(store: JobStore) -> None:
+    assert store.get("job_x") is None
+    assert store.claim("job_x", "ada") is None
+    assert store.cancel("job_x") is None
+    assert store.hand_back("job_x", 1) is None
+    assert not store.suspect("job_x")
+    assert not store.succeed("job_x", 1, {})
+    assert not store.fail("job_x", 1, "a", "b")
+    assert not store.expire("job_x", 1)
+    assert store.renew("ada", {"job_x": 1}) == {"job_x"}
+    assert store.report([Report("job_x", 1, {})]) == {"job_x"}
+    assert store.renew("ada", {}) == set()
+    assert store.report([]) == set()
+    assert store.sweep() == Sweep([], [], [])
+
+
+def test_ended_jobs_are_kept_for_their_time(redis_url: str, client: redis.Redis) -> None:
+    store = JobStore(redis_url, retention_s=5000)
+    job = store.create(draft(deadline_s=900))
+    assert client.pttl(f"diptych:job:{job.id}") == -1
+    store.claim(job.id, "ada")
+    store.cancel(job.id)
+    for key in (f"diptych:job:{job.id}", f"diptych:events:{job.id}"):
+        assert 4_000_000 < client.pttl(key) <= 5_000_000
+    assert 0 < client.pttl("diptych:control:ada") <= 3_600_000
+    # And nothing else is left of it.
+    rest = {f"diptych:{name}" for name in ("sequence", "backlog:image", "mark:image:3", "control:ada")}
+    assert set(client.keys("diptych:*")) == rest | {f"diptych:job:{job.id}", f"diptych:events:{job.id}"}
+    store.close()
+
+
+def test_full_queue(redis_url: str, client: redis.Redis) -> None:
+    store = JobStore(redis_url, max_queued=2)
+    jobs = [store.create(draft()) for _ in range(2)]
+    before = sorted(client.keys())
+    with pytest.raises(QueueFull) as raised:
+        store.create(draft())
+    assert (raised.value.queue, raised.value.limit) == ("image", 2)
+    assert not isinstance(raised.value, StoreError)
+    assert sorted(client.keys()) == before
+    assert store.create(draft(id=jobs[0].id)) == jobs[0]  # it is there already
+    store.create(draft(modality="text"))
+    store.claim(jobs[0].id, "ada")
+    store.create(draft())  # what runs does not count
+    check(client)
+    store.close()
+
+
+def test_hands_back_at_no_cost(store: JobStore, client: redis.Redis) -> None:
+    job = store.create(draft(priority=8))
+    for attempt in range(1, 6):  # more than max_attempts
+        claim = store.claim(job.id, "ada")
+        assert claim is not None
+        assert claim.attempt == attempt
+        store.report([Report(job.id, attempt, {"steps_done": 1})])
+        assert store.hand_back(job.id, attempt) == Envelope(job.id, "image", 0)
+        again = store.get(job.id)
+        assert again is not None
+        assert (again.state, again.lost, again.suspect, again.worker) == (JobState.QUEUED, 0, False, "")
+        assert (again.started, again.progress, again.priority) == (None, None, 8)
+    assert ("queued", {"reason": "handed_back"}) in books.Books.of(client).streams[job.id]
+    check(client)
+
+
+def test_crashes_are_counted(redis_url: str, client: redis.Redis) -> None:
+    store = JobStore(redis_url, lease_s=1000, max_attempts=3)
+    job = store.create(draft(priority=9))
+    for lost in (1, 2, 3):
+        claim = store.claim(job.id, f"worker {lost}")
+        assert claim is not None
+        assert claim.suspect is (lost > 1)
+        assert store.suspect(job.id) is claim.suspect
+        store.sweep()
+        books.age(client, 300)  # within the lease, and within what counts as silence
+        assert store.sweep() == Sweep([], [], [])
+        books.age(client, 300)
+        store.sweep()
+        books.age(client, 300)
+        store.sweep()
+        books.age(client, 300)
+        sweep = store.sweep()
+        if lost < 3:
+            assert sweep == Sweep([Envelope(job.id, "image", 0)], [], [])
+            assert ("queued", {"reason": "worker_lost"}) in books.Books.of(client).streams[job.id]
+            assert not store.succeed(job.id, lost, {})  # the worker was only slow, and is too late
+        else:
+            assert sweep == Sweep([], [], [job.id])
+    failed = store.get(job.id)
+    assert failed is not None
+    assert failed.error == {"code": "crashed", "message": "3 workers stopped answering while they ran this job"}
+    assert failed.lost == 3
+    check(client)
+    store.close()
+
+
+def test_one_attempt(redis_url: str, client: redis.Redis) -> None:
+    store = JobStore(redis_url, lease_s=1000, max_attempts=1)
+    job = store.create(draft())
+    store.claim(job.id, "ada")
+    books.age(client, 1100)
+    assert store.sweep().failed == [job.id]
+    failed = store.get(job.id)
+    assert failed is not None
+    assert failed.error == {"code": "crashed", "message": "a worker stopped answering while it ran this job"}
+    store.close()
+
+
+def test_outage_costs_no_job(store: JobStore, client: redis.Redis) -> None:
+    """Nobody swept for long: Redis was away, and so nobody could renew."""
+    job = store.create(draft())
+    store.claim(job.id, "ada")
+    store.sweep()
+    books.age(client, 5000)
+    assert store.sweep() == Sweep([], [], [])
+    assert store.renew("ada", {job.id: 1}) == set()
+    books.age(client, 5000)
+    assert store.sweep() == Sweep([], [], [])  # it renewed, so it has the same right again
+    books.age(client, 5000)
+    assert store.sweep().send == [Envelope(job.id, "image", 0)]  # it did not: no job waits for ever
+    store.claim(job.id, "bob")
+    books.age(client, 5000)
+    assert store.sweep() == Sweep([], [], [])  # nor is its next worker to blame for the outage
+    check(client)
+
+
+def test_deadlines(store: JobStore, client: redis.Redis) -> None:
+    queued, running, claimed, in_time = (store.create(draft(deadline_s=s)) for s in (500, 500, 500, 9000))
+    store.claim(running.id, "ada")
+    books.age(client, 600)
+    assert store.claim(claimed.id, "ada") is None
+    late = store.get(claimed.id)
+    assert late is not None
+    assert late.state is JobState.EXPIRED
+    assert store.sweep() == Sweep([], [queued.id], [])  # the one that runs is left to its worker for now
+    store.renew("ada", {running.id: 1})
+    books.age(client, 700)  # 800 s over
+    assert store.sweep().expired == []
+    books.age(client, 300)
+    assert store.sweep().expired == [running.id]
+    over = store.get(running.id)
+    assert over is not None
+    assert over.state is JobState.EXPIRED
+    assert over.error == {"code": "expired", "message": "the deadline passed before the job was done"}
+    assert store.renew("ada", {running.id: 1}) == {running.id}
+    assert told(client, "ada") == [{"cancel": running.id}]
+    waiting = store.get(in_time.id)
+    assert waiting is not None
+    assert waiting.state is JobState.QUEUED
+    check(client)
+
+
+def test_cancel_tells_the_worker(store: JobStore, client: redis.Redis) -> None:
+    waiting, running = store.create(draft()), store.create(draft())
+    store.claim(running.id, "ada")
+    for job in (waiting, running):
+        cancelled = store.cancel(job.id)
+        assert cancelled is not None
+        assert (cancelled.state, cancelled.error) == (JobState.CANCELLED, None)
+        assert store.cancel(job.id) == cancelled
+    assert told(client, "ada") == [{"cancel": running.id}]
+    assert store.renew("ada", {running.id: 1}) == {running.id}
+    assert store.report([Report(running.id, 1, {})]) == {running.id}
+    assert not store.succeed(running.id, 1, {})
+    assert store.hand_back(running.id, 1) is None
+    assert store.claim(waiting.id, "ada") is None
+    check(client)
+
+
+# -- messages that get lost --------------------------------------------------------------------------------------
+
+
+def test_never_sent(store: JobStore, client: redis.Redis) -> None:
+    """The API died between create and send."""
+    job = store.create(draft(priority=7))
+    books.age(client, 900)
+    assert store.sweep().send == []
+    books.age(client, 200)
+    assert store.sweep().send == [Envelope(job.id, "image", 0)]
+    assert store.sweep().send == []  # it is on its way
+    books.age(client, 1100)
+    assert store.sweep().send == [Envelope(job.id, "image", 0)]
+    books.push(client, "image", 0, job.id)
+    books.age(client, 9000)
+    assert store.sweep().send == []  # it waits in its list
+    check(client)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_message_overtaken_by_a_later_one(store: JobStore, client: redis.Redis, order: tuple[int, int]) -> None:
+    """A worker died with a message in its hands, while the list was never empty."""
+    jobs = [store.create(draft()) for _ in range(6)]
+    for job in jobs:
+        books.push(client, "image", 3, job.id)
+    for job in jobs[:3]:
+        assert books.pop(client, "image") == job.id
+    lost = jobs.pop(1)
+    store.sweep()
+    for index in order:  # as threads do that took them at the same time
+        assert store.claim(jobs[index].id, "ada") is not None
+    found = []
+    for turn in range(8):
+        for envelope in store.sweep().send:
+            found.append(envelope)
+            books.push(client, envelope.queue, 0, envelope.id)
+        if turn % 2:
+            books.age(client, 600)
+            store.renew("ada", {jobs[0].id: 1, jobs[1].id: 1})
+    assert found == [Envelope(lost.id, "image", 0)]  # and none of those that wait behind
+    check(client)
+
+
+def test_message_in_hand_is_not_lost(store: JobStore, client: redis.Redis) -> None:
+    """A later one was claimed, but only just: the first may be on its way to its claim."""
+    first, second, behind = (store.create(draft()) for _ in range(3))
+    books.push(client, "image", 3, behind.id)
+    books.age(client, 5000)
+    assert store.claim(second.id, "ada") is not None
+    assert store.sweep().send == []
+    books.age(client, 900)
+    assert store.sweep().send == []
+    assert store.claim(first.id, "ada") is not None
+
+
+def test_sweep_is_bounded(store: JobStore, client: redis.Redis) -> None:
+    jobs = [store.create(draft()) for _ in range(7)] + [store.create(draft(deadline_s=10)) for _ in range(7)]
+    books.age(client, 1100)
+    first, second, third = (store.sweep(4) for _ in range(3))
+    assert [len(sweep.expired) for sweep in (first, second, third)] == [4, 3, 0]
+    assert sorted(e.id for sweep in (first, second, third) for e in sweep.send) == sorted(job.id for job in jobs[:7])
+    assert max(len(sweep.send) for sweep in (first, second, third)) == 4
+    check(client)
+
+
+def test_records_deleted_by_hand_are_swept_away(store: JobStore, client: redis.Redis) -> None:
+    jobs = [store.create(draft(deadline_s=10)) for _ in range(2)]
+    store.claim(jobs[0].id, "ada")
+    client.delete(*(f"diptych:job:{job.id}" for job in jobs))
+    books.age(client, 9000)
+    assert store.sweep() == Sweep([], [], [])
+    assert not client.exists("diptych:leases", "diptych:deadlines", "diptych:sent:image:3")
+
+
+# -- many at once ------------------------------------------------------------------------------------------------
+
+
+def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """The same work on many threads, begun together."""
+    barrier = threading.Barrier(count)
+
+    def begin(index: int) -> Any:
+        barrier.wait()
+        return work(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+def test_each_job_is_claimed_once(store: JobStore, client: redis.Redis) -> None:
+    ids = [store.create(draft()).id for _ in range(200)]
+
+    def work(index: int) -> list[str]:
+        mine = random.Random(index).sample(ids, len(ids))
+        return [id for id in mine if store.claim(id, f"worker {index}") is not None]
+
+    claimed = Counter(id for some in at_once(8, work) for id in some)
+    assert claimed == Counter(ids)
+    assert store.backlog("image") == Backlog(0, 0, 200, 0)
+    check(client)
+
+
+def test_everybody_does_everything_at_once(redis_url: str, client: redis.Redis) -> None:
+    """Threads that end, hand back, cancel and sweep the same jobs, each on a connection of a store of its own."""
+    ids = [new_id() for _ in range(30)]
+    ends: list[tuple[str, int]] = []
+
+    def work(index: int) -> None:
+        store, dice = JobStore(redis_url, lease_s=1000, max_attempts=2), random.Random(index)
+        for _ in range(120):
+            id = dice.choice(ids)
+            store.create(draft(id=id, work_ms=7, deadline_s=dice.choice([None, 0.01, 500])))
+            claim = store.claim(id, f"worker {index}")
+            attempt = claim.attempt if claim else dice.randint(1, 3)
+            match dice.randrange(9):
+                case 0:
+                    store.cancel(id)
+                case 1 | 2:
+                    if store.succeed(id, attempt, {"by": index}) and claim:
+                        ends.append((id, attempt))
+                case 3:
+                    store.fail(id, attempt, "code", "message")
+                case 4 | 5:
+                    store.hand_back(id, attempt)
+                case 6:
+                    store.sweep()
+                case 7:
+                    store.report([Report(id, attempt, {"by": index})])
+                case 8:
+                    client.zadd("diptych:leases", {id: 1}, xx=True)  # its lease has run out
+        store.close()
+
+    at_once(6, work)
+    after = books.Books.of(client)
+    after.check()
+    assert set(after.records) == set(ids)
+    assert len(ends) == len({id for id, _ in ends})  # nothing is finished twice
+    for id, attempt in ends:
+        assert (after.records[id]["state"], after.records[id]["attempt"]) == ("succeeded", str(attempt))
+
+
+def test_many_threads_share_a_few_connections(store: JobStore, client: redis.Redis) -> None:
+    before = len(client.client_list())
+    ids = [store.create(draft()).id for _ in range(4)]
+    at_once(64, lambda index: [store.get(id) for id in ids * 5])
+    assert len(client.client_list()) - before <= 32
+
+
+# -- a full Redis ------------------------------------------------------------------------------------------------
+
+
+def test_full_redis_creates_nothing_and_ends_all(store: JobStore, full: redis.Redis) -> None:
+    jobs = [store.create(draft(deadline_s=500 if index == 8 else None)) for index in range(11)]
+    for job in jobs[:6]:
+        store.claim(job.id, "ada")
+    before = sorted(full.keys())
+    full.config_set("maxmemory", 1)
+    with pytest.raises(StoreFull):
+        store.create(draft())
+    assert sorted(full.keys()) == before
+    check(full)
+    with pytest.raises(StoreFull):
+        store.report([Report(jobs[0].id, 1, {"steps_done": 1})])
+    # Whatever keeps jobs going or ends them goes on.
+    assert store.renew("ada", {job.id: 1 for job in jobs[:7]}) == {jobs[6].id}
+    assert store.succeed(jobs[0].id, 1, {"images": ["x" * 10_000]})
+    assert store.fail(jobs[1].id, 1, "code", "message")
+    assert store.expire(jobs[2].id, 1)
+    assert store.hand_back(jobs[3].id, 1) is not None
+    assert store.cancel(jobs[4].id) is not None
+    assert store.cancel(jobs[6].id) is not None
+    assert store.claim(jobs[7].id, "bob") is not None
+    full.config_set("maxmemory", 0)
+    books.age(full, 1100)
+    full.config_set("maxmemory", 1)
+    sweep = store.sweep()
+    assert sweep.expired == [jobs[8].id]
+    assert {envelope.id for envelope in sweep.send} == {
+        job.id for job in (jobs[3], jobs[5], jobs[7], jobs[9], jobs[10])
+    }
+    check(full)
+    states = [record.state for job in jobs if (record := store.get(job.id)) is not None]
+    assert [state.value for state in states] == [
+        *("succeeded", "failed", "expired", "queued", "cancelled", "queued"),
+        *("cancelled", "queued", "expired", "queued", "queued"),
+    ]
+    full.config_set("maxmemory", 0)
+    assert store.create(draft()).state is JobState.QUEUED
+
+
+# -- Redis dies --------------------------------------------------------------------------------------------------
+
+
+def test_kill_loses_nothing_that_was_acknowledged(store: JobStore, client: redis.Redis, mortal: RedisServer) -> None:
+    kept: dict[str, JobState] = {}
+    for round in range(4):
+        for index in range(20):
+            id = store.create(draft(deadline_s=5000)).id
+            kept[id] = JobState.QUEUED
+            if index % 4 > 0:
+                assert store.claim(id, "ada") is not None
+                kept[id] = JobState.RUNNING
+            if index % 4 > 1:
+                assert store.succeed(id, 1, {"round": round})
+                kept[id] = JobState.SUCCEEDED
+        before = books.Books.of(client)
+        mortal.kill()
+        mortal.start()
+        assert books.Books.of(client) == before
+        assert {id: job.state for id in kept if (job := store.get(id)) is not None} == kept
+    check(client)
+    assert store.sweep() == Sweep([], [], [])
+
+
+def test_redis_away(store: JobStore, mortal: RedisServer) -> None:
+    job = store.create(draft())
+    claim = store.claim(job.id, "ada")
+    assert claim is not None
+    mortal.kill()
+    calls: list[Callable[[], Any]] = [
+        lambda: store.create(draft()),
+        lambda: store.get(job.id),
+        lambda: store.suspect(job.id),
+        lambda: store.claim(job.id, "ada"),
+        lambda: store.renew("ada", {job.id: 1}),
+        lambda: store.report([Report(job.id, 1, {})]),
+        lambda: store.succeed(job.id, 1, {}),
+        lambda: store.fail(job.id, 1, "a", "b"),
+        lambda: store.expire(job.id, 1),
+        lambda: store.hand_back(job.id, 1),
+        lambda: store.cancel(job.id),
+        lambda: store.sweep(),
+        lambda: store.backlog("image"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreDown):
+            call()
+    mortal.start()  # which has forgotten every script
+    assert store.succeed(job.id, 1, {"images": []})
+    for call in calls:
+        call()
+
+
+def test_answers_that_get_lost(redis_url: str, client: redis.Redis) -> None:
+    """Each command takes effect, and the connection breaks before its answer: it is repeated, and has effect once."""
+    severed = Severed(redis_url)
+    store = JobStore(severed.url, lease_s=1000, resend_s=1000)
+    # Load the scripts: from then on each call is one command.
+    store.cancel(store.create(draft()).id)
+    store.claim("x", "y")
+    store.renew("y", {"x": 1})
+    store.succeed("x", 1, {})
+    store.hand_back("x", 1)
+
+    def lost(call: Callable[[], Any], marker: str) -> Any:
+        cuts = severed.cuts
+        severed.cut(marker)
+        answer = call()
+        assert severed.cuts == cuts + 1
+        return answer
+
+    wanted = draft(work_ms=5)
+    job = lost(lambda: store.create(wanted), wanted.id)
+    assert job == store.get(job.id)
+    claim = lost(lambda: store.claim(job.id, "ada"), job.id)
+    assert claim is not None
+    assert claim.attempt == 1
+    assert store.claim(job.id, "ada") is None  # another call of the same worker is another matter
+    assert lost(lambda: store.hand_back(job.id, 1), job.id) == Envelope(job.id, "image", 0)
+    assert store.claim(job.id, "ada") is not None
+    assert lost(lambda: store.renew("ada", {job.id: 2}), job.id) == set()
+    assert lost(lambda: store.succeed(job.id, 2, {"images": []}), job.id) is True
+    assert not store.fail(job.id, 2, "a", "b")
+    second = store.create(draft())
+    cancelled = lost(lambda: store.cancel(second.id), second.id)
+    assert cancelled.state is JobState.CANCELLED
+    types = [type for type, _ in books.Books.of(client).streams[job.id]]
+    assert types == ["queued", "running", "queued", "running", "succeeded"]
+    check(client)
+    store.close()
+    severed.close()
+
+
+def test_of_settings() -> None:
+    store = JobStore.of(Settings(redis_url="redis://127.0.0.1:1/0", lease_s=7.0, max_attempts=5))
+    with pytest.raises(StoreDown):
+        store.get("job_x")
+    store.close()
+
+
+def test_values_that_are_no_json(store: JobStore, client: redis.Redis) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        store.create(draft(parameters={"guidance": float("nan")}))
+    assert client.keys() == []
