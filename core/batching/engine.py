@@ -176,6 +176,11 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def busy_since(self) -> float | None:
+        """When the oldest iteration under way was launched, on the engine's clock. None: nothing is under way."""
+        return min((started for _, _, started in tuple(self._tickets)), default=None)
+
     # -- the engine's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:

@@ -697,6 +697,28 @@ def test_the_engine_ticks_while_an_iteration_takes_long() -> None:
     lane.close()
 
 
+def test_since_when_the_oldest_iteration_runs() -> None:
+    """A device that hangs shows in `busy_since`, while the thread goes on ticking."""
+    lane = Lane()
+    runner = FakeRunner(time.monotonic, threads={"main": lane})
+    with Engine([runner], depth=2) as engine:
+        assert engine.busy_since is None
+        runner.gate.clear()
+        before = engine.clock()
+        futures = [engine.submit(ask("r"))]
+        eventually(lambda: len(runner.log) == 1 and engine.busy_since is not None)
+        since = engine.busy_since
+        assert since is not None
+        assert before <= since <= engine.clock()
+        futures.append(engine.submit(ask("s", size="l")))  # queued behind, launched later
+        eventually(lambda: len(runner.log) == 2)
+        assert engine.busy_since == since
+        runner.gate.set()
+        results(futures)
+        eventually(lambda: engine.busy_since is None)
+    lane.close()
+
+
 # -- the lane ------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,117 @@
+"""Finished artifacts (PNG files) under content-addressed keys, on a disk or in an object store.
+
+Knows keys, bytes and what can go wrong with a store; knows nothing of pictures, jobs or HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import LocalStore, from_url
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_SUFFIXES: Final = {"image/png": "png"}
+_MEDIA_TYPES: Final = {suffix: media_type for media_type, suffix in _SUFFIXES.items()}
+_KEY: Final = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{62})\.([a-z]+)")
+_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
+
+
+class ArtifactError(RuntimeError):
+    """The store cannot do what was asked. The message says why, in words for people."""
+
+
+class NoArtifact(ArtifactError):
+    """There is nothing under this key, or it is no key of ours."""
+
+
+def media_type(key: str) -> str:
+    """The media type of an artifact, by its key. Raises `NoArtifact` for what is no key."""
+    return _MEDIA_TYPES[_checked(key)[3]]
+
+
+class Artifacts:
+    """A store of artifacts: `file:///folder`, `memory://`, `s3://bucket/path`, and what else obstore knows.
+
+    Thread-safe. Credentials of an object store come from the environment (AWS_ACCESS_KEY_ID and so on). Raises
+    `ArtifactError` for a URL that cannot be used; an object store is not talked to before it is needed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._store: ObjectStore
+        with _told("open the store of artifacts"):
+            parts = urlsplit(url)
+            if parts.scheme == "file":
+                folder = Path(url2pathname(parts.path))
+                if parts.netloc or not folder.is_absolute():
+                    raise ValueError("file:// needs an absolute path of this machine")
+                self._store = LocalStore(folder, mkdir=True, automatic_cleanup=True)
+            else:
+                self._store = from_url(url)
+
+    def put(self, data: bytes, media_type: str) -> str:
+        """Keep `data` whole or not at all, and return its key. What is there already is not written again."""
+        digest = hashlib.sha256(data).hexdigest()
+        key = f"sha256/{digest[:2]}/{digest[2:]}.{_SUFFIXES[media_type]}"
+        with _told("write an artifact"):
+            # obstore writes beside and renames, so that others see nothing or all of it. A size that differs is what
+            # a power cut left: it is written anew.
+            if self._size(key) != len(data):
+                # A folder has no place for a media type: there the key's ending tells it.
+                attributes = None if isinstance(self._store, LocalStore) else {"Content-Type": media_type}
+                obstore.put(self._store, key, data, attributes=attributes)
+        return key
+
+    def get(self, key: str) -> bytes:
+        """The artifact's bytes. Raises `NoArtifact` where there is none, and `ArtifactError` where it is damaged."""
+        match = _checked(key)
+        with _told("read an artifact"):
+            data = bytes(obstore.get(self._store, key).bytes())
+        if hashlib.sha256(data).hexdigest() != match[1] + match[2]:
+            raise ArtifactError("an artifact is damaged: its content does not match its key")
+        return data
+
+    def _size(self, key: str) -> int | None:
+        try:
+            return int(obstore.head(self._store, key)["size"])
+        except FileNotFoundError:
+            return None
+
+
+def _checked(key: str) -> re.Match[str]:
+    """Whatever is not exactly a key of ours reaches no store: no path can be read by way of one."""
+    match = _KEY.fullmatch(key)
+    if match is None or match[3] not in _MEDIA_TYPES:
+        raise NoArtifact("this is not the key of an artifact")
+    return match
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Says of a store's errors what they mean, without its addresses and its own long-windedness."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NoArtifact(f"cannot {what}: it does not exist") from error
+    except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
+        raise ArtifactError(f"cannot {what}: permission denied") from error
+    except (BaseError, OSError, ValueError, NotImplementedError) as error:
+        raise ArtifactError(f"cannot {what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    code = _OS_ERROR.search(str(error))
+    if code is not None:
+        return os.strerror(int(code[1])).lower()
+    return str(error).partition("\n")[0]

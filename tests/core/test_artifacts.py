@@ -1,0 +1,177 @@
+"""Tests core/artifacts.py on real folders and in memory: keys, atomicity, and what is said when a disk refuses."""
+
+import hashlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.artifacts import ArtifactError, Artifacts, NoArtifact, media_type
+
+PNG = "image/png"
+DATA = b"\x89PNG a picture" * 1000
+KEY = Artifacts("memory://").put(DATA, PNG)
+
+
+@pytest.fixture(params=["folder", "memory"])
+def artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> Artifacts:
+    return Artifacts((tmp_path / "new" / "a b").as_uri() if request.param == "folder" else "memory://")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_was_put_is_got(artifacts: Artifacts) -> None:
+    key = artifacts.put(DATA, PNG)
+    assert artifacts.get(key) == DATA
+    assert media_type(key) == PNG
+    assert isinstance(artifacts.get(key), bytes)
+
+
+def test_the_key_is_the_content(artifacts: Artifacts, tmp_path: Path) -> None:
+    digest = hashlib.sha256(DATA).hexdigest()
+    assert artifacts.put(DATA, PNG) == f"sha256/{digest[:2]}/{digest[2:]}.png"
+    assert artifacts.put(DATA + b".", PNG) != artifacts.put(DATA, PNG)
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    artifacts = Artifacts(tmp_path.as_uri())
+    path = tmp_path / artifacts.put(DATA, PNG)
+    before = path.stat()
+    artifacts.put(DATA, PNG)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert len(files(tmp_path)) == 1
+
+
+def test_what_a_power_cut_cut_short_is_written_anew(tmp_path: Path) -> None:
+    artifacts = Artifacts(tmp_path.as_uri())
+    path = tmp_path / artifacts.put(DATA, PNG)
+    path.write_bytes(b"")
+    with pytest.raises(ArtifactError, match="damaged"):
+        artifacts.get(KEY)
+    assert artifacts.get(artifacts.put(DATA, PNG)) == DATA
+
+
+def test_a_damaged_artifact_is_not_handed_out(tmp_path: Path) -> None:
+    artifacts = Artifacts(tmp_path.as_uri())
+    path = tmp_path / artifacts.put(DATA, PNG)
+    path.write_bytes(DATA[:-1] + b"?")
+    with pytest.raises(ArtifactError, match="damaged") as caught:
+        artifacts.get(KEY)
+    assert not isinstance(caught.value, NoArtifact)
+
+
+def test_many_at_once_may_put_the_same(artifacts: Artifacts, tmp_path: Path) -> None:
+    keys, going = list[str](), threading.Barrier(8)
+
+    def put() -> None:
+        going.wait(30)
+        for number in range(20):
+            keys.append(artifacts.put(DATA + bytes([number]), PNG))
+            assert artifacts.get(keys[-1]) == DATA + bytes([number])  # seen whole, whoever wrote it
+
+    threads = [threading.Thread(target=put) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(keys) == 160
+    assert len(set(keys)) == 20
+    assert set(files(tmp_path / "new" / "a b")) in (set(keys), set())  # nothing half-written is left
+
+
+FORGED = [
+    "", "sha256", "/etc/passwd", "../secret", "sha256/../../secret", f"/{KEY}", f"{KEY}/", f"{KEY}\n", f" {KEY}",
+    f"sha256/../{KEY}", KEY.replace("sha256", "."), KEY.upper(), KEY.removesuffix(".png"), f"{KEY}.png",
+    KEY.replace(".png", ".txt"), KEY.replace("/", "//"), KEY.replace("/", "\\"), KEY.replace("/", "%2f"), f"{KEY}\0",
+    KEY[:-5] + ".png", "file:///etc/passwd", KEY.replace(KEY[10], "٣"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FORGED)
+def test_a_forged_key_reads_nothing(key: str, tmp_path: Path) -> None:
+    artifacts = Artifacts((tmp_path / "in").as_uri())
+    artifacts.put(DATA, PNG)
+    (tmp_path / "secret").write_bytes(b"secret")
+    for ask in (artifacts.get, media_type):
+        with pytest.raises(NoArtifact) as caught:
+            ask(key)
+        assert len(key) < 3 or key not in str(caught.value)
+
+
+@given(st.text(alphabet="sha256/.\\%0f-ag~\n\0", max_size=90))
+def test_no_key_leads_out_of_the_store(key: str) -> None:
+    with pytest.raises(NoArtifact):
+        Artifacts("memory://").get(key)
+
+
+def test_a_link_does_not_pass_for_an_artifact(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    artifacts = Artifacts((tmp_path / "in").as_uri())
+    path = tmp_path / "in" / artifacts.put(DATA, PNG)
+    path.unlink()
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(ArtifactError):
+        artifacts.get(KEY)
+
+
+def test_nothing_there_is_said_so(artifacts: Artifacts) -> None:
+    with pytest.raises(NoArtifact, match="does not exist"):
+        artifacts.get(KEY)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ArtifactError, match=r"cannot open .*: (not a directory|file exists)"):
+        Artifacts((tmp_path / "file" / "folder").as_uri())
+
+
+def test_a_folder_that_is_no_longer_one(tmp_path: Path) -> None:
+    artifacts = Artifacts((tmp_path / "folder").as_uri())
+    (tmp_path / "folder").rmdir()
+    (tmp_path / "folder").write_text("in the way")
+    with pytest.raises(ArtifactError, match=r"cannot write .*: not a directory"):
+        artifacts.put(DATA, PNG)
+
+
+def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+    """A limit on file sizes stands for a full disk: the write fails half-way, and nothing is left of it."""
+    program = """
+import resource, signal, sys
+from core.artifacts import ArtifactError, Artifacts
+artifacts = Artifacts(sys.argv[1])
+artifacts.put(b"small", "image/png")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    artifacts.put(bytes(100_000), "image/png")
+except ArtifactError as error:
+    sys.stdout.write(str(error)[:200])
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, tmp_path.as_uri()], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout == "cannot write an artifact: file too large"
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/some/path", "s3://bucket", "gs://bucket/path"])
+def test_object_stores_are_taken_and_not_talked_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "nowhere-1")
+    Artifacts(url)
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "ftp://host/path", "file:relative", "file://host/path"])
+def test_a_url_of_no_use_is_refused(url: str) -> None:
+    with pytest.raises(ArtifactError):
+        Artifacts(url)
+
+
+def test_only_known_media_types_are_kept(artifacts: Artifacts) -> None:
+    with pytest.raises(KeyError):
+        artifacts.put(DATA, "text/html")
