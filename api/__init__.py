@@ -1,0 +1,1 @@
+"""The REST API. Knows HTTP and jobs; knows no torch, no models and no pictures."""

@@ -1,0 +1,156 @@
+"""From fields to a job: what the model offers is checked, what is not given is filled in, the work is estimated.
+
+Knows model cards and backlogs; knows nothing of HTTP and of Redis.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+
+from api.errors import ApiError, refused
+from api.schemas import MAX_SEED, ImageFields
+from core.jobs.broker import level
+from core.jobs.record import Backlog, Draft, new_id
+from core.jobs.registry import ModelCard
+from core.text import complaint
+
+# A picture's own defaults: SDXL's, at 20 steps.
+_STEPS, _GUIDANCE, _PRIORITY = 20, 5.0, 5
+_CHARACTERS = 10_000  # of a text, where the model's card does not say
+
+
+def image_draft(fields: ImageFields, card: ModelCard) -> Draft:
+    """The job that these fields ask of this model. Raises `ApiError` (400) naming the field that it does not offer."""
+    limits = card.limits
+    _check_text("prompt", fields.prompt, limits)
+    if not fields.prompt.strip():
+        raise refused("prompt", "must not be empty")
+    if fields.negative_prompt is not None:
+        _check_text("negative_prompt", fields.negative_prompt, limits)
+    width, height = _size(fields.size, card)
+    if fields.scheduler is not None and fields.scheduler not in card.schedulers:
+        raise refused("scheduler", f"must be one of {', '.join(card.schedulers)}")
+    n = _at_most("n", fields.n, 1, limits.get("max_images"))
+    steps = _at_most("steps", fields.steps, _STEPS, limits.get("max_steps"))
+    guidance = _at_most("guidance_scale", fields.guidance_scale, _GUIDANCE, limits.get("max_guidance"))
+    max_seed = int(min(MAX_SEED, limits.get("max_seed", MAX_SEED)))
+    seed = _at_most("seed", fields.seed, secrets.randbelow(max_seed + 1), max_seed)
+    return Draft(
+        id=new_id(),
+        modality="image",
+        model=card.name,
+        parameters={
+            "prompt": fields.prompt,
+            "negative_prompt": fields.negative_prompt,
+            "n": int(n),
+            "seed": int(seed),
+            "steps": int(steps),
+            "guidance_scale": float(guidance),
+            "width": width,
+            "height": height,
+            "scheduler": fields.scheduler,
+            "deterministic": bool(fields.deterministic),
+        },
+        priority=_PRIORITY if fields.priority is None else fields.priority,
+        deadline_s=fields.deadline_s,
+        work_ms=round(1000 * work_s(card, int(n), int(steps), float(guidance), width, height)),
+    )
+
+
+def work_s(card: ModelCard, n: int, steps: int, guidance: float, width: int, height: int) -> float:
+    """How long one worker is busy with it when its batches are full."""
+    step_s = _rows(guidance) * _step_s(card, "row_step_s", width, height)
+    return n * (_cost_s(card, "encode_s") + steps * step_s + _cost_s(card, "vae_s"))
+
+
+def solo_s(card: ModelCard, n: int, steps: int, guidance: float, width: int, height: int) -> float:
+    """How long it takes at best, on a worker that does nothing else: its n pictures side by side."""
+    # Measured with two rows; one row takes at least half of that.
+    step_s = _rows(guidance) / 2 * _step_s(card, "solo_step_s", width, height)
+    one = _cost_s(card, "encode_s") + steps * step_s + _cost_s(card, "vae_s")
+    return max(one, work_s(card, n, steps, guidance, width, height))
+
+
+def check_deadline(draft: Draft, card: ModelCard, backlog: Backlog, ready: int) -> None:
+    """Refuse a deadline that cannot be met even if all goes well. Raises `ApiError` (400) with the estimate.
+
+    With no worker ready nothing can be estimated: the job is taken, and expires by itself if none comes.
+    """
+    if draft.deadline_s is None or ready < 1:
+        return
+    p = draft.parameters
+    best_s = solo_s(card, p["n"], p["steps"], p["guidance_scale"], p["width"], p["height"])
+    if level(draft.priority) > 0:  # the most urgent pass by what is queued
+        best_s += backlog.queued_ms / 1000 / ready
+    if draft.deadline_s < best_s:
+        message = f"cannot be met: with what is queued it takes {_rounded(best_s)} s at best"
+        raise refused("deadline_s", message, "deadline_hopeless")
+
+
+def retry_after_s(wait_s: float) -> int:
+    """When a full queue is worth another try: when the work in it is done, within 1 to 120 seconds."""
+    return min(120, max(1, math.ceil(wait_s)))
+
+
+def unknown_model() -> ApiError:
+    return ApiError(404, "model: is not known; see GET /v1/models", param="model", code="model_not_found")
+
+
+def no_model() -> ApiError:
+    message = "No worker has announced a model yet; see GET /readyz."
+    return ApiError(503, message, code="no_model", headers={"Retry-After": "10"})
+
+
+def _check_text(field: str, text: str, limits: dict[str, float]) -> None:
+    wrong = complaint(text, int(limits.get("max_prompt_characters", _CHARACTERS)))
+    if wrong is not None:
+        raise refused(field, wrong)
+
+
+def _at_most(field: str, given: float | None, default: float, limit: float | None) -> float:
+    if given is None:
+        return default if limit is None else min(default, limit)
+    if limit is not None and given > limit:
+        raise refused(field, f"must be at most {limit if isinstance(limit, int) else format(limit, 'g')}")
+    return given
+
+
+def _size(given: str | None, card: ModelCard) -> tuple[int, int]:
+    if given is None or given == "auto":
+        return card.native, card.native
+    match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", given)
+    size = (int(match[1]), int(match[2])) if match else None
+    if size is None or list(size) not in card.sizes:
+        offered = ", ".join(f"{w}x{h}" for w, h in sorted(card.sizes, key=lambda s: (-s[0] * s[1], s)))
+        what = "must look like 1024x1024, or be auto" if size is None else "is not offered"
+        raise refused("size", f"{what}; offered: {offered}")
+    return size
+
+
+def _rows(guidance: float) -> int:
+    return 2 if guidance > 1 else 1
+
+
+def _cost_s(card: ModelCard, name: str) -> float:
+    return float(card.costs.get(name, 0.0))
+
+
+def _step_s(card: ModelCard, name: str, width: int, height: int) -> float:
+    """Seconds of one step at this size; a size that was not measured is scaled by area from the nearest that was."""
+    table: dict[str, float] = card.costs.get(name) or {}
+    if not table:
+        return 0.0
+    exact = table.get(f"{width}x{height}")
+    if exact is not None:
+        return exact
+    areas = {math.prod(map(int, size.split("x"))): seconds for size, seconds in table.items()}
+    near = min(areas, key=lambda area: (abs(math.log(area / (width * height))), area))
+    return areas[near] * width * height / near
+
+
+def _rounded(seconds: float) -> str:
+    """Upwards to two digits, so that a deadline of what is said is taken."""
+    digits = max(0, 1 - math.floor(math.log10(seconds)))
+    return f"{math.ceil(seconds * 10**digits) / 10**digits:.{digits}f}"

@@ -1,0 +1,92 @@
+"""The app: routes, errors and lifespan put together; and the server that runs it.
+
+Knows which parts there are; what they do is theirs.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import uvicorn
+from fastapi import FastAPI
+
+from api import errors, events, health, images, jobs, models, schemas
+from api.service import Service
+from core.config import Settings
+
+_GRACE_S = 5  # for what is being answered when the server stops
+_IDLE_S = 75  # longer than load balancers keep a connection, so that it is they who close it
+
+_ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
+
+Errors are of OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The app on these settings. It starts whether or not Redis is there. Raises `core.config.SettingsError`."""
+    service = Service(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(
+        title="Diptych",
+        version=version("diptych"),
+        description=_ABOUT,
+        lifespan=lifespan,
+        redirect_slashes=False,  # a redirect would repeat the address
+        responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
+    )
+    app.state.service = service
+    errors.install(app)
+    for part in (images, jobs, events, models, health):
+        app.include_router(part.router)
+    return app
+
+
+class Server(uvicorn.Server):
+    """Lets open waits end before it waits for open connections."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.closing.set()
+        await super().shutdown(sockets)
+
+
+def make_server(settings: Settings) -> Server:
+    """A server of the app that is not running yet. Raises `core.config.SettingsError`."""
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        lifespan="on",
+        ws="none",
+        access_log=False,
+        log_config=None,  # the process's own logging, whatever it is
+        server_header=False,
+        timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    return Server(config, app.state.service)
+
+
+def serve(settings: Settings, fd: int | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, on the settings' host and port or on `fd`, an already bound socket.
+
+    As uvicorn does, raises the signal again after a clean end. Raises `core.config.SettingsError`, OSError.
+    """
+    # Not uvicorn's own `fd`: that takes every socket for a Unix one, for which asyncio sets no TCP_NODELAY, and each
+    # answer would take 40 ms longer. Python looks what kind a socket is when it is given the number alone.
+    make_server(settings).run([socket.socket(fileno=fd)] if fd is not None else None)

@@ -1,0 +1,159 @@
+"""A request's body as strict JSON: what other parsers wave through is refused here, by the path of its field.
+
+Knows bytes and JSON; knows nothing of which fields mean what.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from api.errors import ApiError, refused
+
+MAX_BYTES = 1024 * 1024
+MAX_DEPTH = 32
+_MAX_DIGITS = 20  # of a whole number, its sign included; 2**63 - 1 has 19
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_NEVER = re.compile("[\x00\ud800-\udfff]")
+
+
+class _Huge:
+    """Stands for a whole number of more digits than anything here needs."""
+
+
+class _Repeated:
+    """Stands for an object in which a name appears twice."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_HUGE = _Huge()
+
+
+async def read(request: Request) -> dict[str, Any]:
+    """The body's top-level object. Raises `ApiError`: 415 for what is no JSON by its headers, 413, 400."""
+    _check_headers(request)
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > MAX_BYTES):
+        raise _too_large()
+    raw = bytearray()
+    try:
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > MAX_BYTES:  # whatever it declared
+                raise _too_large()
+    except ClientDisconnect:
+        raise ApiError(400, "The body ended early.", code="invalid_body") from None
+    return parse(bytes(raw))
+
+
+def parse(raw: bytes) -> dict[str, Any]:
+    """Strict JSON whose top level is an object. Raises `ApiError` (400) naming where it is wrong, without echo."""
+    if not raw.strip():
+        raise _invalid("The body is empty; it must be a JSON object.")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _invalid(f"The body is not UTF-8, from byte {error.start + 1} on.") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+    except json.JSONDecodeError as error:
+        raise _invalid(f"The body is not JSON: line {error.lineno}, column {error.colno}.") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict | _Repeated):
+        raise _invalid("The body must be a JSON object.")
+    _check(value, [])
+    assert isinstance(value, dict)
+    return value
+
+
+def plain(name: object) -> str | None:
+    """A field's name if it is short and plain, so that an answer may repeat it; else None."""
+    return name if isinstance(name, str) and _PLAIN.fullmatch(name) else None
+
+
+def _check_headers(request: Request) -> None:
+    kind, *parameters = request.headers.get("content-type", "").split(";")
+    charsets = [
+        value.strip().strip('"').lower()
+        for name, _, value in (parameter.partition("=") for parameter in parameters)
+        if name.strip().lower() == "charset"
+    ]
+    if kind.strip().lower() != "application/json" or any(charset not in ("utf-8", "utf8") for charset in charsets):
+        message = "content-type: must be application/json, in UTF-8."
+        raise ApiError(415, message, param="content-type", code="unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        message = "content-encoding: a compressed body is not understood."
+        raise ApiError(415, message, param="content-encoding", code="unsupported_media_type")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeated:
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            break
+        seen.add(name)
+    return _Repeated(name)
+
+
+def _integer(digits: str) -> int | _Huge:
+    return int(digits) if len(digits) <= _MAX_DIGITS else _HUGE
+
+
+def _check(value: Any, path: list[str | int]) -> None:
+    """Refuse, in the order of the document, what must not be anywhere: also not where nobody would look.
+
+    `path` is where the value stands; it grows and shrinks on the way, since there may be half a million values.
+    """
+    if isinstance(value, str):
+        if (found := _NEVER.search(value)) is not None:
+            what = "NUL" if found[0] == "\x00" else "a lone surrogate"
+            raise _wrong(path, f"character {found.start() + 1} is {what}, which is allowed nowhere")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise _wrong(path, "must be a finite number")
+    elif isinstance(value, dict | list):
+        if len(path) >= MAX_DEPTH:
+            raise _too_deep()
+        if isinstance(value, dict) and any(map(_NEVER.search, value)):
+            raise _wrong(path, "the name of a field holds NUL or a lone surrogate, which is allowed nowhere")
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if inner is not None and not isinstance(inner, int):
+                path.append(name)
+                _check(inner, path)
+                path.pop()
+    elif isinstance(value, _Repeated):
+        raise _wrong([*path, value.name], "appears twice", "repeated_field")
+    else:
+        raise _wrong(path, f"a whole number of more than {_MAX_DIGITS} digits is allowed nowhere")
+
+
+def _wrong(path: list[str | int], message: str, code: str = "invalid_value") -> ApiError:
+    """A refusal of what stands at this path. A name on the way that is not plain could say anything: no path then."""
+    words = ""
+    if all(isinstance(name, int) or plain(name) for name in path):
+        words = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path).removeprefix(".")
+    return refused(words or None, message if words else f"A field is wrong: {message}.", code)
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_body")
+
+
+def _too_deep() -> ApiError:
+    return _invalid(f"The body is nested more than {MAX_DEPTH} deep.")
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"The body is larger than {MAX_BYTES} bytes.", code="body_too_large")

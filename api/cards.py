@@ -1,0 +1,123 @@
+"""What the workers last said of themselves, read in the background so that no request waits for it.
+
+Knows cards, backlogs and their age; decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+
+import anyio.to_thread
+
+from core.jobs.broker import QUEUES
+from core.jobs.connection import StoreError
+from core.jobs.record import Backlog
+from core.jobs.registry import ModelCard, Registry, WorkerCard
+from core.jobs.store import JobStore
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+_STALE_S = 5.0  # a Redis that has not answered for so long is taken for gone
+_START_S = 2.0  # how long a start waits for the first look
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look at the registry and the queues."""
+
+    workers: tuple[WorkerCard, ...] = ()
+    models: tuple[ModelCard, ...] = ()
+    backlogs: dict[str, Backlog] = field(default_factory=dict)
+
+    def ready(self, modality: str) -> int:
+        """How many workers take this queue's jobs now."""
+        return sum(
+            worker.state == "ready" and any(model.modality == modality for model in worker.models)
+            for worker in self.workers
+        )
+
+    def model(self, name: str | None, modality: str) -> ModelCard | None:
+        """The model of this name; without a name, the first live one, or else the first that is known."""
+        known = [model for model in self.models if model.modality == modality and name in (None, model.name)]
+        return min(known, key=lambda model: not model.live, default=None)
+
+    def wait_s(self, queue: str) -> float:
+        """How long the ready workers have to do with what is queued; with none ready, how long one would."""
+        backlog = self.backlogs.get(queue)
+        return 0.0 if backlog is None else backlog.queued_ms / 1000 / max(1, self.ready(queue))
+
+
+class Cards:
+    """Keeps the newest snapshot. Belongs to one event loop; outlives Redis."""
+
+    def __init__(self, registry: Registry, store: JobStore) -> None:
+        self._registry = registry
+        self._store = store
+        self._task: asyncio.Task[None] | None = None
+        self._look: asyncio.Task[None] | None = None
+        self._looked = -float("inf")
+        self._down = False
+        # Its own thread: a Redis that hangs must not take the ones that requests wait for.
+        self._limiter = anyio.CapacityLimiter(1)
+        self.now = Snapshot()
+
+    @property
+    def redis_answers(self) -> bool:
+        return not self._down and time.monotonic() - self._looked < _STALE_S
+
+    async def start(self) -> None:
+        """Returns after the first look, or without it if Redis does not answer soon."""
+        self._task = asyncio.create_task(self._run())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.renew(), _START_S)
+
+    async def close(self) -> None:
+        for task in (self._task, self._look):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def find(self, name: str | None, modality: str) -> ModelCard | None:
+        """The model's card. One that is missing is looked for again: a worker may have come this very moment."""
+        found = self.now.model(name, modality)
+        if found is None and self.redis_answers:
+            await self.renew()
+            found = self.now.model(name, modality)
+        return found
+
+    async def renew(self) -> None:
+        """Look now. Whoever asks while a look is under way waits for that one."""
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._read())
+        await asyncio.shield(self._look)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            await self.renew()
+
+    async def _read(self) -> None:
+        try:
+            self.now = await anyio.to_thread.run_sync(self._snapshot, limiter=self._limiter)
+        except StoreError as error:
+            if not self._down:
+                log.warning("the registry cannot be read, the last known cards are kept: %s", error)
+            self._down = True
+        except Exception:
+            log.exception("the registry holds something that cannot be read")
+            self._down = True
+        else:
+            if self._down:
+                log.info("the registry can be read again")
+            self._down = False
+            self._looked = time.monotonic()
+
+    def _snapshot(self) -> Snapshot:
+        models = tuple(self._registry.models())
+        workers = tuple(self._registry.workers())  # after the models: whose worker is live, its worker is known
+        return Snapshot(workers, models, {queue: self._store.backlog(queue) for queue in QUEUES})

@@ -1,0 +1,142 @@
+"""Every error as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}}.
+
+Knows statuses and headers. No answer repeats what was sent, except names of fields that are plain words.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from core.artifacts import ArtifactError
+from core.jobs.connection import StoreDown, StoreError, StoreFull
+
+log = logging.getLogger(__name__)
+
+# The unmodified OpenAI client tries 408, 409, 429 and 5xx again by itself, unless it is told not to.
+NO_RETRY = {"x-should-retry": "false"}
+
+_DOWN_S, _FULL_S = 2, 30  # when to come back: a Redis that starts again, one that is full
+
+
+class ApiError(Exception):
+    """An answer that is no success. `param` names the field of the request that is wrong, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": _type(self.status), "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.content, self.status, dict(self.headers or {}))
+
+
+def refused(field: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """A 400 about one field of the request."""
+    return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of the app, the framework's own included, one of this form."""
+    app.add_exception_handler(ApiError, _from_api)
+    app.add_exception_handler(HTTPException, _from_framework)
+    app.add_exception_handler(RequestValidationError, _from_validation)
+    app.add_exception_handler(StoreError, _from_store)
+    app.add_exception_handler(ArtifactError, _from_artifacts)
+    app.add_middleware(LastResort)
+
+
+class LastResort:
+    """Answers 500 for what nobody expected, and logs it: the traceback stays here."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception:
+            if started or scope["type"] != "http":
+                raise  # half an answer is out; the server cuts the connection, which says it all
+            log.exception("an unexpected error")
+            answer = ApiError(
+                500, "Something unexpected went wrong; the server's log says what.", code="internal_error"
+            )
+            await answer.response(scope, receive, send)
+
+
+def _type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+async def _from_api(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error.response
+
+
+async def _from_framework(request: Request, error: Exception) -> JSONResponse:
+    """404, 405 and the like of Starlette and FastAPI. Their own words are dropped: they may quote the request."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    messages = {404: "There is nothing at this address.", 405: "This address does not answer to this method."}
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    kept = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+    message = messages.get(status) or f"{HTTPStatus(status).phrase}."
+    return ApiError(status, message, code=codes.get(status), headers=kept).response
+
+
+async def _from_validation(request: Request, error: Exception) -> JSONResponse:
+    """A parameter of path, query or header that FastAPI itself refused."""
+    assert isinstance(error, RequestValidationError)
+    named = next((str(e["loc"][1]) for e in error.errors() if len(e["loc"]) > 1 and e["loc"][0] != "body"), None)
+    return refused(named, "is not valid" if named else "The request is not valid.").response
+
+
+async def _from_store(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, StoreFull):
+        message, code, after_s = "The store of jobs is full; try again later.", "store_full", _FULL_S
+    elif isinstance(error, StoreDown):
+        message, code, after_s = "The store of jobs does not answer; try again soon.", "store_down", _DOWN_S
+    else:
+        log.error("the store refused: %s", error)
+        return ApiError(500, "The store of jobs went wrong; the server's log says how.", code="store_error").response
+    log.warning("answered 503: %s", error)
+    return ApiError(503, message, code=code, headers={"Retry-After": str(after_s)}).response
+
+
+async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
+    log.error("a finished picture cannot be read: %s", error)
+    message = "The picture was drawn and cannot be read now; the server's log says why."
+    return ApiError(500, message, code="artifact_unreadable", headers=NO_RETRY).response

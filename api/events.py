@@ -1,0 +1,137 @@
+"""GET /v1/jobs/{id}/events: what happens to a job, as server-sent events that can be resumed.
+
+Knows the stream's form and its ids; events themselves are made where the job's state changes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request, Response
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from starlette.types import Send
+
+from api.errors import refused
+from api.jobs import find
+from api.presentation import job_object
+from api.service import Given, Service
+from core.jobs.connection import StoreError
+from core.jobs.events import Event
+from core.jobs.record import Job
+
+router = APIRouter(tags=["jobs"])
+
+_KEEP_ALIVE_S = 15.0
+_PAST_S = 2.0  # a stream that exists gives its past at once
+_POSITION = re.compile(r"([0-9]{1,19})(?:-([0-9]{1,19}))?")
+
+
+class EventStream(EventSourceResponse):
+    """Closes its source when the client leaves, wherever it was, instead of leaving that to the garbage collector."""
+
+    def __init__(self, source: AsyncGenerator[bytes]) -> None:
+        super().__init__(source, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._source = source
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self._source):
+            await super().stream_response(send)
+
+
+@router.get(
+    "/v1/jobs/{id}/events",
+    summary="Stream what happens to a job",
+    response_class=Response,
+    responses={
+        200: {"content": {"text/event-stream": {}}},
+        204: {"description": "The job has ended, and the client has seen all of it."},
+    },
+    openapi_extra={
+        "parameters": [
+            {
+                "name": name,
+                "in": place,
+                "required": False,
+                "description": "the id of the last event that was seen",
+                "schema": {"type": "string", "pattern": f"^{_POSITION.pattern}$"},
+            }
+            for name, place in (("Last-Event-ID", "header"), ("last_event_id", "query"))
+        ]
+    },
+)
+async def events(id: str, request: Request, service: Given) -> Response:
+    """Every event has an id, a type and JSON data. The last is the job's end, and its data is the whole job object."""
+    after = request.headers.get("last-event-id") or request.query_params.get("last_event_id") or "0-0"
+    seen = _position(after)
+    if seen is None:
+        raise refused("last_event_id", "must be the id of an event, such as 1700000000000-0")
+    base_url = str(request.base_url)
+    job = await find(service, id)
+    if not job.state.final:
+        return EventStream(_live(service, job.id, seen, base_url))
+    past = [_text(event, job, base_url) for event in await _past(service, job, seen)]
+    if not past:
+        return Response(status_code=204)  # which tells a browser's EventSource not to come again
+    return EventStream(_told(past))
+
+
+Position = tuple[int, int]
+
+
+def _position(id: str) -> Position | None:
+    """A place in a stream; None for what is not one."""
+    match = _POSITION.fullmatch(id)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+async def _live(service: Service, id: str, seen: Position, base_url: str) -> AsyncGenerator[bytes]:
+    """Events as they come, keep-alive comments between them, until the job's end."""
+    async with aclosing(service.follow(id, f"{seen[0]}-{seen[1]}", _KEEP_ALIVE_S)) as following:
+        async for event in following:
+            if event is not None:
+                seen = _position(event.id) or seen
+                yield _text(event, await service.record(id) if event.final else None, base_url)
+                continue
+            yield KEEPALIVE_COMMENT
+            # After a silence the record is asked, because a Redis that came back may have lost a stream's end.
+            try:
+                job = await service.call(service.store.get, id)
+            except StoreError:
+                continue
+            if job is None:
+                return
+            if job.state.final:
+                for last in await _past(service, job, seen):
+                    yield _text(last, job, base_url)
+                return
+
+
+async def _past(service: Service, job: Job, seen: Position) -> list[Event]:
+    """What a job that has ended left after this place. Where its stream is gone, its end as the record tells it.
+
+    Read from the start: one who has seen the terminal event would wait for another for ever.
+    """
+    past = []
+    async with aclosing(service.follow(job.id, "0-0", _PAST_S)) as following:
+        async for event in following:
+            if event is None:
+                past.append(Event("", job.state.value, {}))
+                break
+            if (_position(event.id) or seen) > seen:
+                past.append(event)
+    return past
+
+
+async def _told(past: list[bytes]) -> AsyncGenerator[bytes]:
+    for text in past:
+        yield text
+
+
+def _text(event: Event, job: Job | None, base_url: str) -> bytes:
+    data = job_object(job, base_url) if job is not None and event.final else event.data
+    return format_sse_event(
+        id=event.id or None, event=event.type, data_str=json.dumps(data, separators=(",", ":"), allow_nan=False)
+    )

@@ -1,0 +1,177 @@
+"""The fields of requests, and the objects of answers, as clients see them.
+
+Knows types and the limits that hold for every model; what a model offers is checked in admission.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
+
+from api.body import plain
+from api.errors import ApiError, refused
+
+MAX_SEED = 2**63 - 1
+MAX_DEADLINE_S = 86_400
+
+
+class ImageFields(BaseModel):
+    """What a picture is asked for with: OpenAI's fields, and below them our own. null means not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageRequest")
+
+    prompt: str = Field(description="what to draw")
+    model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
+    n: int | None = Field(default=None, ge=1, le=10, description="how many pictures, 1 by default")
+    size: str | None = Field(default=None, description='one of the model\'s sizes such as "1024x1024"; "auto": its own')
+    response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
+    output_format: Literal["png"] | None = Field(default=None, description="png is the only one")
+    stream: bool | None = Field(default=None, description="only false; see GET /v1/jobs/{id}/events")
+    user: str | None = Field(default=None, description="accepted and ignored")
+    quality: str | None = Field(default=None, description="accepted and ignored; see steps")
+    style: str | None = Field(default=None, description="accepted and ignored")
+    background: str | None = Field(default=None, description="accepted and ignored: pictures are opaque")
+    moderation: str | None = Field(default=None, description="accepted and ignored")
+    output_compression: int | None = Field(default=None, ge=0, le=100, description="accepted and ignored")
+    partial_images: int | None = Field(default=None, ge=0, le=3, description="accepted and ignored")
+    input_fidelity: str | None = Field(default=None, description="accepted and ignored")
+
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="of the first picture; default: random")
+    steps: int | None = Field(default=None, ge=1, description="of denoising, 20 by default")
+    guidance_scale: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="5.0 by default; up to 1: no guidance, half the work"
+    )
+    negative_prompt: str | None = Field(default=None, description="what the picture should not show")
+    scheduler: str | None = Field(default=None, description="one of the model's; default: its own")
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
+    )
+    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
+    deterministic: bool | None = Field(default=None, description="equal seed and fingerprint give equal bytes; slower")
+
+    @field_validator("stream")
+    @classmethod
+    def _not_offered(cls, value: bool | None) -> bool | None:
+        if value:
+            raise PydanticCustomError("not_offered", "not offered")
+        return value
+
+
+class JobFields(ImageFields):
+    """A job: its type, and the fields of that type."""
+
+    model_config = ConfigDict(title="JobRequest")
+
+    type: Literal["image"] = Field(description="what kind of job")
+
+
+F = TypeVar("F", bound=BaseModel)
+
+_TYPES = {
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+}
+_LIMITS = {
+    "greater_than_equal": ("ge", "must be at least"),
+    "less_than_equal": ("le", "must be at most"),
+    "greater_than": ("gt", "must be greater than"),
+    "less_than": ("lt", "must be less than"),
+}
+
+
+def read(kind: type[F], fields: dict[str, Any]) -> F:
+    """The body as fields of this kind. Raises `ApiError` (400) naming the first that is wrong, never its value."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    raise _complaint(first["type"], plain(first["loc"][0]), first.get("ctx", {}))
+
+
+def document(kind: type[BaseModel]) -> dict[str, Any]:
+    """What OpenAPI shows for a body that this kind checks, given as `openapi_extra`."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+def _complaint(kind: str, field: str | None, limits: dict[str, Any]) -> ApiError:
+    if kind == "extra_forbidden":
+        if field is None:
+            return refused(None, "A field whose name is no plain word is not known.", "unknown_parameter")
+        return refused(field, "is not known", "unknown_parameter")
+    if kind == "missing":
+        return refused(field, "must be given", "missing_required_parameter")
+    if kind == "literal_error":
+        return refused(field, f"must be {limits['expected']}")
+    if kind == "not_offered":
+        return refused(field, "true is not offered here; GET /v1/jobs/{id}/events streams what happens to a job")
+    if kind in _TYPES:
+        return refused(field, _TYPES[kind], "invalid_type")
+    if kind in _LIMITS:
+        name, words = _LIMITS[kind]
+        return refused(field, f"{words} {limits[name]}")
+    return refused(field, "is not valid")
+
+
+# -- answers: for the documentation; what is sent is made in presentation.py ------------------------------------------
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorDetail
+
+
+class JobError(BaseModel):
+    code: str
+    message: str
+
+
+class JobImage(BaseModel):
+    url: str
+    seed: int
+    width: int
+    height: int
+    media_type: str
+    size_bytes: int
+    warnings: list[str]
+
+
+class JobObject(BaseModel):
+    id: str
+    object: Literal["job"]
+    status: Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+    model: str
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    expires_at: float | None = Field(description="the deadline; seconds since 1970, as all times")
+    attempt: int
+    progress: dict[str, Any] | None
+    error: JobError | None
+    images: list[JobImage] | None
+
+
+class GeneratedImage(BaseModel):
+    b64_json: str | None = None
+    url: str | None = None
+    seed: int
+    warnings: list[str]
+
+
+class Generated(BaseModel):
+    created: int
+    data: list[GeneratedImage]
+    size: str
+    output_format: Literal["png"]
+    background: Literal["opaque"]
+    model: str
+    job_id: str

@@ -1,0 +1,165 @@
+"""From fields to a job: defaults, limits of the card, estimates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api import admission
+from api.errors import ApiError
+from api.schemas import ImageFields
+from core.jobs.record import Backlog
+from tests.api.world import CARD
+
+
+def fields(**given: object) -> ImageFields:
+    return ImageFields.model_validate({"prompt": "a cat", **given})
+
+
+def refusal(**given: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        admission.image_draft(fields(**given), CARD)
+    return caught.value
+
+
+def test_fills_in_what_is_not_given() -> None:
+    draft = admission.image_draft(fields(), CARD)
+    seed = draft.parameters.pop("seed")
+    assert 0 <= seed < 2**63
+    assert draft.parameters == {
+        "prompt": "a cat", "negative_prompt": None, "n": 1, "steps": 20, "guidance_scale": 5.0, "width": 128,
+        "height": 128, "scheduler": None, "deterministic": False,
+    }  # fmt: skip
+    assert (draft.modality, draft.model, draft.priority, draft.deadline_s) == ("image", "emoji-xl", 5, None)
+
+
+def test_null_means_not_given() -> None:
+    nothing = {name: None for name in ImageFields.model_fields if name != "prompt"}
+    bare, nulls = admission.image_draft(fields(), CARD), admission.image_draft(fields(**nothing), CARD)
+    for draft in (bare, nulls):
+        draft.parameters.pop("seed")
+    assert dataclasses.replace(bare, id="x") == dataclasses.replace(nulls, id="x")
+
+
+def test_passes_on_what_is_given() -> None:
+    draft = admission.image_draft(
+        fields(
+            n=3, seed=0, steps=7, guidance_scale=0, negative_prompt="", size="96x168", scheduler="euler", priority=0,
+            deadline_s=60, deterministic=True, model="emoji-xl",
+        ),
+        CARD,
+    )  # fmt: skip
+    assert draft.parameters == {
+        "prompt": "a cat", "negative_prompt": "", "n": 3, "seed": 0, "steps": 7, "guidance_scale": 0.0, "width": 96,
+        "height": 168, "scheduler": "euler", "deterministic": True,
+    }  # fmt: skip
+    assert (draft.priority, draft.deadline_s) == (0, 60)
+
+
+def test_random_seeds_differ() -> None:
+    assert len({admission.image_draft(fields(), CARD).parameters["seed"] for _ in range(10)}) == 10
+
+
+@pytest.mark.parametrize(
+    "size", ["129x128", "0x0", "128X128", "128×128", "128x128 ", "-128x128", "1e2x128", "", "99999x99999", "128", "x"]
+)
+def test_refuses_sizes_that_are_not_offered(size: str) -> None:
+    error = refusal(size=size)
+    assert error.param == "size"
+    assert str(error).endswith("offered: 128x128, 96x168, 168x96, 64x64")
+
+
+def test_auto_is_the_models_own_size() -> None:
+    parameters = admission.image_draft(fields(size="auto"), CARD).parameters
+    assert (parameters["width"], parameters["height"]) == (128, 128)
+
+
+def test_the_cards_limits_hold() -> None:
+    tight = dataclasses.replace(
+        CARD, limits={"max_prompt_characters": 5, "max_steps": 4, "max_guidance": 1.5, "max_seed": 9, "max_images": 2}
+    )
+    draft = admission.image_draft(fields(prompt="12345"), tight)
+    assert draft.parameters["steps"] == 4 and draft.parameters["guidance_scale"] == 1.5
+    assert 0 <= draft.parameters["seed"] <= 9
+    for name, value in (
+        ("prompt", "123456"),
+        ("negative_prompt", "123456"),
+        ("steps", 5),
+        ("guidance_scale", 1.6),
+        ("seed", 10),
+        ("n", 3),
+    ):
+        with pytest.raises(ApiError) as caught:
+            admission.image_draft(fields(**{"prompt": "1", name: value}), tight)
+        assert caught.value.param == name
+
+
+def test_work_counts_pictures_steps_and_rows() -> None:
+    def work(**given: object) -> int:
+        return admission.image_draft(fields(**given), CARD).work_ms
+
+    assert work(steps=10) == 100 + 10 * 2 * 30 + 200
+    assert work(steps=10, guidance_scale=1) == 100 + 10 * 30 + 200
+    assert work(steps=10, n=4) == 4 * work(steps=10)
+    assert work(steps=10, size="64x64") == 100 + 10 * 2 * 10 + 200
+    # Not measured: from the nearest by area, scaled.
+    assert work(steps=10, size="96x168") == 300 + round(10 * 2 * 30 * (96 * 168) / (128 * 128))
+
+
+def test_a_card_without_costs_is_no_obstacle() -> None:
+    for costs in ({}, {"encode_s": 0.5, "row_step_s": {}, "solo_step_s": {}}):
+        card = dataclasses.replace(CARD, costs=costs)
+        draft = admission.image_draft(fields(deadline_s=1), card)
+        admission.check_deadline(draft, card, Backlog(0, 0, 0, 0), 1)
+
+
+def hopeless(backlog_ms: int, ready: int, **given: object) -> str | None:
+    draft = admission.image_draft(fields(**given), CARD)
+    try:
+        admission.check_deadline(draft, CARD, Backlog(1, backlog_ms, 0, 0), ready)
+    except ApiError as error:
+        assert (error.status, error.param, error.code) == (400, "deadline_s", "deadline_hopeless")
+        return str(error)
+    return None
+
+
+def test_a_deadline_is_held_against_the_best_case() -> None:
+    # 0.1 + 20 · 0.08 + 0.2: one picture that has a worker to itself
+    assert hopeless(0, 1, deadline_s=1.95) is None
+    assert "1.9 s at best" in str(hopeless(0, 1, deadline_s=1.85))
+    assert "12 s at best" in str(hopeless(10_000, 1, deadline_s=11.8))
+    assert hopeless(10_000, 1, deadline_s=12) is None
+    assert hopeless(10_000, 5, deadline_s=4) is None, "five workers share the queue"
+    assert hopeless(10_000, 1, deadline_s=2, priority=2) is None, "the most urgent do not wait for the queue"
+    assert hopeless(10_000, 1, deadline_s=2, priority=3) is not None
+    assert hopeless(10_000, 0, deadline_s=0.001) is None, "with no worker nothing can be estimated"
+    assert hopeless(10**9, 1) is None, "no deadline"
+
+
+def test_many_pictures_are_not_faster_than_full_batches() -> None:
+    assert "15 s at best" in str(hopeless(0, 1, deadline_s=14, n=10))  # 10 · (0.1 + 20 · 2 · 0.03 + 0.2)
+
+
+@given(
+    st.integers(1, 10), st.integers(1, 1000), st.floats(0, 100), st.sampled_from(CARD.sizes), st.integers(0, 10**9),
+    st.integers(1, 50),
+)  # fmt: skip
+def test_the_estimate_that_is_told_is_taken(
+    n: int, steps: int, guidance: float, size: list[int], queued_ms: int, ready: int
+) -> None:
+    asked = {"n": n, "steps": steps, "guidance_scale": guidance, "size": f"{size[0]}x{size[1]}"}
+    said = hopeless(queued_ms, ready, deadline_s=1e-9, **asked)
+    assert said is not None
+    told = float(said.split(" takes ")[1].split(" s ")[0])
+    assert told > 86_400 or hopeless(queued_ms, ready, deadline_s=told, **asked) is None
+
+
+@given(st.floats(0, 1e12))
+def test_retry_after_is_within_its_bounds(wait_s: float) -> None:
+    after_s = admission.retry_after_s(wait_s)
+    assert 1 <= after_s <= 120
+    assert after_s in (1, 120) or after_s == math.ceil(wait_s)

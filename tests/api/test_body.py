@@ -1,0 +1,163 @@
+"""Strict JSON: what is taken equals what json.loads says; what is refused is named and never repeated."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api import body
+from api.errors import ApiError
+
+
+def refusal(raw: bytes | str) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        body.parse(raw.encode() if isinstance(raw, str) else raw)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_takes_an_object() -> None:
+    raw = ' {"a": [1, -2.5, "tab\\tnew\\nline", null, true, {"b": "\\ud83d\\ude00"}], "n": 9223372036854775807}\n'
+    assert body.parse(raw.encode()) == json.loads(raw)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b" \n", b"{", b'{"a":}', b"{'a': 1}", b'{"a": 1,}', b'{"a": 01}', b"{} {}", b"// x"]
+)
+def test_refuses_what_is_no_json(raw: bytes) -> None:
+    assert refusal(raw).code == "invalid_body"
+
+
+@pytest.mark.parametrize("raw", ["[]", "3", '"text"', "null", "true"])
+def test_refuses_a_top_level_that_is_no_object(raw: str) -> None:
+    assert "must be a JSON object" in str(refusal(raw))
+
+
+@pytest.mark.parametrize("raw", [b'{"a": "\xff"}', b"\xfe\xff{}", b'{"a": "\xed\xa0\x80"}', "{}".encode("utf-16")])
+def test_refuses_what_is_no_utf8(raw: bytes) -> None:
+    assert refusal(raw).code == "invalid_body"
+
+
+def test_refuses_a_byte_order_mark() -> None:
+    assert refusal(b"\xef\xbb\xbf{}").code == "invalid_body"
+
+
+@pytest.mark.parametrize(
+    "number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 21, "-" + "9" * 5000, "1" + "0" * 1_000_000]
+)
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        ('{"seed": %s}', "seed"),
+        ('{"what_is_this": %s}', "what_is_this"),
+        ('{"a": {"b": [0, {"c": %s}]}}', "a.b[1].c"),
+        ('{"a": [[], [1, %s]]}', "a[1][1]"),
+    ],
+)
+def test_refuses_numbers_that_are_none(number: str, form: str, path: str) -> None:
+    assert refusal(form % number).param == path
+
+
+@pytest.mark.parametrize("text", ["\\u0000", "\\ud800", "x\\udfffy", "\\ude00\\ud83d"])
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        ('{"prompt": "%s"}', "prompt"),
+        ('{"x": {"y": ["%s"]}}', "x.y[0]"),
+        ('{"x": {"%s": 1}}', "x"),
+        ('{"%s": 1}', None),
+    ],
+)
+def test_refuses_nul_and_lone_surrogates(text: str, form: str, path: str | None) -> None:
+    assert refusal(form % text).param == path
+
+
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ('{"prompt": "a", "prompt": "b"}', "prompt"),
+        ('{"prompt": "a", "\\u0070rompt": "a"}', "prompt"),
+        ('{"a": {"b": 1, "c": 2, "b": 1}}', "a.b"),
+        ('{"not plain": 1, "not plain": 1}', None),
+    ],
+)
+def test_refuses_a_name_that_appears_twice(raw: str, path: str | None) -> None:
+    error = refusal(raw)
+    assert error.param == path and error.code == "repeated_field"
+
+
+def test_names_the_first_of_two() -> None:
+    assert refusal('{"a": NaN, "b": "\\u0000"}').param == "a"
+    assert refusal('{"a": "\\u0000", "b": NaN}').param == "a"
+    assert refusal('{"a": {"x": [1, NaN]}, "b": NaN}').param == "a.x[1]"
+
+
+@pytest.mark.parametrize("name", ["has space", "ünïcode", "x" * 65, "", "1st", "a\\nb", "<script>"])
+def test_never_repeats_a_name_that_is_not_plain(name: str) -> None:
+    for raw in (f'{{"{name}": NaN}}', f'{{"a": {{"{name}": [NaN]}}}}', f'{{"{name}": {{"a": NaN}}}}'):
+        error = refusal(raw)
+        assert error.param is None
+        assert name == "" or name not in str(error)
+
+
+@pytest.mark.parametrize("depth", [body.MAX_DEPTH + 1, 900, 100_000, 500_000])
+@pytest.mark.parametrize("pair", ["[]", '{"a":}'])
+def test_refuses_deep_nesting(depth: int, pair: str) -> None:
+    opening, closing = (pair[:-1], pair[-1])
+    raw = '{"a":' + opening * (depth - 1) + "1" + closing * (depth - 1) + "}"
+    assert "nested" in str(refusal(raw))
+
+
+def test_takes_what_is_not_too_deep() -> None:
+    raw = '{"a":' + "[" * (body.MAX_DEPTH - 1) + "]" * (body.MAX_DEPTH - 1) + "}"
+    assert body.parse(raw.encode()) == json.loads(raw)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def sound(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, str):
+        return "\x00" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
+    if isinstance(value, list):
+        return all(map(sound, value))
+    return not isinstance(value, dict) or all(sound(k) and sound(v) for k, v in value.items())
+
+
+@given(st.dictionaries(st.text(max_size=8), VALUES, max_size=4), st.booleans())
+def test_takes_exactly_the_sound(value: dict[str, Any], ascii_only: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    if sound(value):
+        assert body.parse(raw) == value
+    else:
+        refusal(raw)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_an_object_or_a_refusal(raw: bytes) -> None:
+    try:
+        assert isinstance(body.parse(raw), dict)
+    except ApiError as error:
+        assert error.status == 400
+
+
+def test_a_million_bytes_of_anything_take_no_gigabytes() -> None:
+    """Paths of half a million values in a deep place: kept as words they would fill a machine."""
+    name = "n" * 64
+    deep = 20
+    zeros = ",".join(["0"] * 500_000)
+    raw = "".join(f'{{"{name}":' for _ in range(deep)) + f"[{zeros}]" + "}" * deep
+    assert len(raw) < body.MAX_BYTES
+    assert body.parse(raw.encode())
+    assert str(refusal(raw.replace("0]", "NaN]"))).startswith(f"{name}.{name}")

@@ -1,0 +1,158 @@
+"""Server-sent events: everything once, in order, from any point on; the end carries the whole job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from api import events as module
+from tests.api.world import PATIENCE_S, Api, Sent, Worker, eventually
+
+
+@pytest.fixture
+def worker(shared: Api) -> Iterator[Worker]:
+    with Worker(shared.settings) as worker:
+        yield worker
+
+
+def run(worker: Worker, id: str, steps: int = 5) -> None:
+    claim = worker.take(id)
+    for done in range(1, steps + 1):
+        worker.report(claim, done)
+    worker.finish(claim)
+
+
+def test_a_job_that_is_watched(shared: Api, worker: Worker) -> None:
+    id = shared.order(steps=5)
+    with ThreadPoolExecutor(1) as pool, shared.events(id) as events:
+        assert next(events).type == "queued"
+        pool.submit(run, worker, id).result(PATIENCE_S)
+        rest = list(events)
+    assert [event.type for event in rest] == ["running", *["progress"] * 5, "succeeded"]
+    assert rest[0].data == {"attempt": 1}
+    assert [event.data["steps_done"] for event in rest[1:-1]] == [1, 2, 3, 4, 5]
+    assert rest[-1].data == shared.job(id) and rest[-1].data["images"][0]["url"].startswith(shared.url)
+    assert shared.all_events(id)[1:] == rest, "the past is told as it was"
+
+
+def test_the_answers_headers(shared: Api, worker: Worker) -> None:
+    id = shared.order()
+    run(worker, id)
+    with shared.client.stream("GET", f"/v1/jobs/{id}/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cache-control"] == "no-store" and answer.headers["x-accel-buffering"] == "no"
+
+
+def test_resumes_after_any_event(shared: Api, worker: Worker) -> None:
+    id = shared.order(steps=7)
+    run(worker, id, 7)
+    whole = shared.all_events(id)
+    assert len(whole) == 10 and len({event.id for event in whole}) == 10
+    for k, event in enumerate(whole[:-1]):
+        assert shared.all_events(id, event.id) == whole[k + 1 :]
+        answer = shared.client.get(f"/v1/jobs/{id}/events", params={"last_event_id": event.id})
+        assert answer.text.count("\n\n") == len(whole) - k - 1
+    assert shared.all_events(id, "0") == shared.all_events(id, "0-0") == shared.all_events(id, "") == whole
+
+
+def test_who_has_seen_the_end_is_told_not_to_come_again(shared: Api, worker: Worker) -> None:
+    id = shared.order()
+    run(worker, id)
+    for seen in (shared.all_events(id)[-1].id, "9" * 19, f"{'9' * 19}-{'9' * 19}"):
+        answer = shared.client.get(f"/v1/jobs/{id}/events", headers={"Last-Event-ID": seen})
+        assert answer.status_code == 204 and answer.content == b""
+
+
+def test_the_header_goes_before_the_query(shared: Api, worker: Worker) -> None:
+    id = shared.order()
+    run(worker, id)
+    whole = shared.all_events(id)
+    answer = shared.client.get(
+        f"/v1/jobs/{id}/events", params={"last_event_id": "0"}, headers={"Last-Event-ID": whole[-2].id}
+    )
+    assert answer.text.count("\n\n") == 1
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_client_that_comes_and_goes_misses_nothing(shared: Api, worker: Worker, every: int) -> None:
+    steps = 40
+    id = shared.order(steps=steps)
+    got: list[Sent] = []
+    thread = threading.Thread(target=run, args=(worker, id, steps))
+    thread.start()
+    while not got or got[-1].type != "succeeded":
+        with shared.events(id, got[-1].id if got else None) as events:
+            for event, _ in zip(events, range(every), strict=False):
+                got.append(event)
+    thread.join()
+    assert got == shared.all_events(id)
+    assert [event.type for event in got] == ["queued", "running", *["progress"] * steps, "succeeded"]
+
+
+def test_many_watch_one_job(shared: Api, worker: Worker) -> None:
+    id = shared.order(steps=20)
+    with ThreadPoolExecutor(12) as pool:
+        watching = [pool.submit(shared.all_events, id) for _ in range(12)]
+        run(worker, id, 20)
+        told = [future.result(PATIENCE_S) for future in watching]
+    assert all(events == told[0] for events in told) and len(told[0]) == 23
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled", "expired"])
+def test_other_ends(shared: Api, worker: Worker, how: str) -> None:
+    id = shared.order()
+    with shared.events(id) as events:
+        next(events)
+        if how == "cancelled":
+            shared.client.post(f"/v1/jobs/{id}/cancel")
+        else:
+            claim = worker.take(id)
+            if how == "failed":
+                worker.store.fail(id, claim.attempt, "device_error", "the device went away")
+            else:
+                worker.store.expire(id, claim.attempt)
+        last = list(events)[-1]
+    assert last.type == how and last.data == shared.job(id) and last.data["status"] == how
+
+
+def test_a_stream_that_is_gone(shared: Api, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record tells how it ended, to whoever asks from wherever."""
+    monkeypatch.setattr(module, "_PAST_S", 0.2)  # nothing can come: the stream is not there
+    id = shared.order()
+    run(worker, id)
+    whole = shared.all_events(id)
+    worker.redis.delete(f"diptych:events:{id}")
+    for after in (None, whole[0].id):
+        (last,) = shared.all_events(id, after)
+        assert (last.id, last.type, last.data) == ("", "succeeded", shared.job(id))
+
+
+def test_silence_is_filled_and_a_lost_end_is_found(
+    shared: Api, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Redis that came back from its file may have lost the last second: here, the stream but not the record."""
+    monkeypatch.setattr(module, "_KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(module, "_PAST_S", 0.2)
+    id = shared.order()
+    with shared.client.stream("GET", f"/v1/jobs/{id}/events") as answer:
+        lines = answer.iter_lines()
+        assert eventually(lambda: next(lines).startswith(":")), "a comment keeps the connection alive"
+        # As one step for all who read: the end, without its event.
+        with worker.redis.pipeline() as pipe:
+            pipe.delete(f"diptych:events:{id}")
+            pipe.hset(f"diptych:job:{id}", mapping={"state": "cancelled", "ended": 1_700_000_000_000})
+            pipe.execute()
+        text = "\n".join(lines)
+    assert "event: cancelled" in text and f'"id":"{id}"' in text
+
+
+def test_who_leaves_is_no_longer_served(shared: Api, worker: Worker) -> None:
+    id = shared.order()
+    followers = shared.server._service.reader._followers  # type: ignore[attr-defined]
+    with shared.events(id) as events:
+        next(events)
+        eventually(lambda: id in followers)
+    eventually(lambda: id not in followers, "the subscription is closed")

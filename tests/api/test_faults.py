@@ -1,0 +1,192 @@
+"""Redis full, hanging, gone and back; queues full; messages lost: what clients are told, and that nothing is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from api import cards, service
+from core.jobs.record import JobState
+from deployment.redis import RedisServer
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+
+
+@pytest.fixture
+def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
+    settings = settings_of(redis_url, folder, max_queued=3)
+    with Worker(settings) as worker:
+        worker.announce()
+        with Api(settings) as api:
+            yield api, worker
+
+
+def test_a_full_queue(world: tuple[Api, Worker]) -> None:
+    api, worker = world
+    ids = [api.order(n=10) for _ in range(3)]  # 15 s of work each
+    for path in ("/v1/jobs", "/v1/images/generations"):
+        fields = {"type": "image"} if path == "/v1/jobs" else {}
+        full = api.post(path, prompt="a cat", **fields)
+        check_error(full, 429, code="queue_full")
+        assert 1 <= int(full.headers["retry-after"]) <= 120
+    assert worker.ids() == set(ids), "no job is made"
+    # What is told follows what is queued and who is there to do it.
+    eventually(lambda: api.draw().headers["retry-after"] == "45")
+    with Worker(api.settings, "worker-2") as second:
+        second.announce()
+        eventually(lambda: api.draw().headers["retry-after"] == "23")
+    worker.work(ids[0])
+    api.order()
+
+
+def test_a_hopeless_deadline(world: tuple[Api, Worker]) -> None:
+    api, worker = world
+    ids = {api.order(n=10) for _ in range(2)}
+    hopeless = api.draw(deadline_s=20)
+    error = check_error(hopeless, 400, "deadline_s", "deadline_hopeless")
+    assert "32 s at best" in error["message"]
+    assert worker.ids() == ids
+    ids.add(api.order(deadline_s=40))
+    assert worker.ids() == ids
+
+
+def test_a_full_redis(world: tuple[Api, Worker]) -> None:
+    api, worker = world
+    waiting = api.order()
+    before = set(worker.redis.keys("diptych:*"))
+    worker.redis.config_set("maxmemory", 1)
+    try:
+        for path in ("/v1/jobs", "/v1/images/generations"):
+            fields = {"type": "image"} if path == "/v1/jobs" else {}
+            full = api.post(path, prompt="a cat", **fields)
+            check_error(full, 503, code="store_full")
+            assert 1 <= int(full.headers["retry-after"]) <= 120
+        made = {key for key in set(worker.redis.keys("diptych:*")) - before if ":wake:" not in key}
+        assert not {key for key in made if key.startswith(("diptych:job:", "diptych:events:"))}, "nothing half-made"
+        assert api.job(waiting)["status"] == "queued"
+        assert api.client.post(f"/v1/jobs/{waiting}/cancel").json()["status"] == "cancelled"
+    finally:
+        worker.redis.config_set("maxmemory", 0)
+    api.order()
+
+
+def test_redis_goes_and_comes_back(world: tuple[Api, Worker], redis_server: RedisServer) -> None:
+    api, worker = world
+    watched = api.order()
+    eventually(lambda: api.client.get("/readyz").status_code == 200)
+    with ThreadPoolExecutor(2) as pool:
+        follows = pool.submit(api.all_events, watched)
+        answer = pool.submit(api.draw, seed=3)
+        eventually(lambda: len(worker.ids()) == 2)
+        (drawn,) = worker.ids() - {watched}
+        redis_server.kill()
+        try:
+            for response in (
+                api.draw(),
+                api.post("/v1/jobs", type="image", prompt="a cat"),
+                api.client.get(f"/v1/jobs/{watched}"),
+                api.client.get(f"/v1/jobs/{watched}/events"),
+                api.client.get(f"/v1/jobs/{watched}/images/0"),
+                api.client.post(f"/v1/jobs/{watched}/cancel"),
+            ):
+                check_error(response, 503, code="store_down")
+                assert 1 <= int(response.headers["retry-after"]) <= 120
+            check_error(api.draw(steps=0), 400, "steps")  # what is wrong is wrong without Redis too
+            check_error(api.draw(size="1x1"), 400, "size")
+            not_ready = eventually(lambda: (r := api.client.get("/readyz")).status_code == 503 and r)
+            assert not_ready.json()["error"]["message"] == "Redis does not answer." and not not_ready.json()["redis"]
+            assert api.client.get("/healthz").status_code == 200
+            assert api.client.get("/v1/models").status_code == 200
+        finally:
+            redis_server.start()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        worker.work(watched)
+        worker.work(drawn)
+        assert [event.type for event in follows.result(PATIENCE_S)] == ["queued", "running", "succeeded"]
+        assert answer.result(PATIENCE_S).json()["job_id"] == drawn
+    id = api.order()
+    assert (id, 3) in worker.messages(), "Celery's connections are good again too: the reaper would send at level 0"
+    worker.work(id)
+
+
+def test_starts_without_redis(redis_url: str, redis_server: RedisServer, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    redis_server.stop()
+    try:
+        with Worker(settings) as worker, Api(settings) as api:
+            assert api.client.get("/healthz").status_code == 200
+            assert api.client.get("/readyz").json()["error"]["message"] == "Redis does not answer."
+            check_error(api.draw(), 503, code="store_down")
+            assert api.client.get("/v1/models").json()["data"] == []
+            redis_server.start()
+            worker.announce()
+            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            worker.work(api.order())
+    finally:
+        if redis_server.process is None or redis_server.process.poll() is not None:
+            redis_server.start()
+
+
+def test_redis_hangs(world: tuple[Api, Worker], redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither answers nor refuses. The API says so, and goes on as soon as it does."""
+    monkeypatch.setattr(cards, "_STALE_S", 1.5)
+    api, _ = world
+    eventually(lambda: api.client.get("/readyz").status_code == 200)
+    assert redis_server.process is not None
+    os.kill(redis_server.process.pid, signal.SIGSTOP)
+    try:
+        assert api.client.get("/healthz").status_code == 200
+        not_ready = eventually(lambda: (r := api.client.get("/readyz")).status_code == 503 and r)
+        assert not_ready.json()["error"]["message"] == "Redis does not answer."
+    finally:
+        os.kill(redis_server.process.pid, signal.SIGCONT)
+    eventually(lambda: api.client.get("/readyz").status_code == 200)
+    api.order()
+
+
+def test_a_send_that_fails_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    api, worker = world
+    monkeypatch.setattr(api.server._service.store, "_resend_ms", 500)  # a message that is late is lost sooner
+    worker.redis.set("image:3", "no list")  # so that Celery cannot push onto it
+    id = api.order()
+    assert api.job(id)["status"] == "queued", "the record stands, and that is what counts"
+    worker.redis.delete("image:3")
+    assert eventually(worker.messages) == [(id, 0)], "the reaper of the API has sent it"
+    worker.work(id)
+
+
+def test_an_unexpected_error_is_a_500_that_tells_nothing(world: tuple[Api, Worker]) -> None:
+    api, worker = world
+    id = api.order()
+    worker.redis.hset(f"diptych:job:{id}", "state", "no such state, MARKER")
+    answer = api.client.get(f"/v1/jobs/{id}")
+    check_error(answer, 500, code="internal_error")
+    assert "MARKER" not in answer.text and "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize("lost", ["record", "event"])
+def test_what_redis_lost_when_it_came_back(
+    world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Up to a second of writes may be gone after a power cut. Nobody waits for ever for what was in them."""
+    monkeypatch.setattr(service, "_LOOK_S", 0.2)
+    api, worker = world
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(api.draw)
+        (id,) = eventually(worker.ids)
+        eventually(worker.messages)
+        with worker.redis.pipeline() as pipe:
+            pipe.delete(f"diptych:events:{id}")
+            if lost == "record":
+                pipe.delete(f"diptych:job:{id}")
+            else:
+                error = '{"code": "crashed", "message": "three workers were lost"}'
+                pipe.hset(f"diptych:job:{id}", mapping={"state": JobState.FAILED.value, "error": error})
+            pipe.execute()
+        told = answer.result(PATIENCE_S)
+    check_error(told, 500, code="job_lost" if lost == "record" else "crashed")
+    assert told.headers["x-should-retry"] == "false"

@@ -1,0 +1,177 @@
+"""Whatever is sent, the answer is a success or a 4xx of OpenAI's shape, and nothing of what was sent is in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from api.schemas import JobFields
+from deployment.redis import RedisServer
+from tests.api.world import SERVE, Worker, check_error, process, settings_of
+
+MARK = "MARKER§7f3a"  # no plain word: it may not come back as a field's name either
+JSON = {"content-type": "application/json"}
+
+# The API is shared by all examples on purpose: no example can leave it in another state.
+fuzz = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+marks = st.just(MARK) | st.text(max_size=5).map(lambda text: text + MARK)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-5, 5)
+    | st.floats()
+    | marks
+    | st.text(max_size=20)
+    | st.sampled_from(["image", "64x64", "128x128", "auto", "png", "url", "b64_json", "euler", "emoji-xl", ""])
+)
+names = st.sampled_from(sorted(JobFields.model_fields)) | marks | st.text(max_size=10)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=8
+)
+bodies = values | st.dictionaries(names, values, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def client(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    """Of an API in a process of its own: threads of this one would disturb how hypothesis draws."""
+    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
+    with Worker(settings) as worker:
+        worker.announce()
+        with process(SERVE, settings) as (_, client):
+            yield client
+
+
+def check(answer: httpx2.Response, *, success: int) -> None:
+    if answer.status_code != success:
+        assert 400 <= answer.status_code < 500, answer.text
+        check_error(answer, answer.status_code)
+    for text in (answer.text, str(answer.headers), answer.content.decode("ascii")):
+        assert "MARKER" not in text and "7f3a" not in text
+
+
+def post(client: httpx2.Client, raw: bytes) -> httpx2.Response:
+    return client.post("/v1/jobs", content=raw, headers=JSON)
+
+
+@given(st.binary(max_size=400))
+@fuzz
+def test_any_bytes(client: httpx2.Client, raw: bytes) -> None:
+    check(post(client, raw), success=202)
+
+
+@given(st.binary(max_size=30), st.binary(max_size=30))
+@fuzz
+def test_any_bytes_within_a_sound_body(client: httpx2.Client, one: bytes, other: bytes) -> None:
+    check(post(client, b'{"type": "image", "prompt": "' + one + b'", "user": ' + other + b"}"), success=202)
+
+
+@given(bodies)
+@fuzz
+def test_any_json(client: httpx2.Client, body: Any) -> None:
+    check(post(client, json.dumps(body).encode()), success=202)
+
+
+@given(st.dictionaries(names, values, max_size=3))
+@fuzz
+def test_almost_sound(client: httpx2.Client, more: dict[str, Any]) -> None:
+    check(post(client, json.dumps({"type": "image", "prompt": MARK, **more}).encode()), success=202)
+
+
+@given(st.sampled_from(sorted(JobFields.model_fields)), values)
+@fuzz
+def test_one_field_of_anything(client: httpx2.Client, name: str, value: Any) -> None:
+    answer = post(client, json.dumps({"type": "image", "prompt": MARK, name: value}).encode())
+    check(answer, success=202)
+    if answer.status_code != 202:
+        param = check_error(answer, answer.status_code)["param"]
+        assert param is None or param == name or param.startswith((f"{name}.", f"{name}["))
+
+
+@given(bodies)
+@fuzz
+def test_any_json_for_pictures(client: httpx2.Client, body: Any) -> None:
+    """What the waiting endpoint would take is given to it with a field that it does not know."""
+    if isinstance(body, dict):
+        body["unknown"] = 1
+    answer = client.post("/v1/images/generations", content=json.dumps(body).encode(), headers=JSON)
+    check(answer, success=-1)
+
+
+latin = st.text(st.characters(min_codepoint=0x20, max_codepoint=0xFF, exclude_characters="\x7f"), max_size=30)
+headers = st.dictionaries(
+    st.sampled_from(
+        ["content-type", "content-encoding", "last-event-id", "if-none-match", "host", "accept", "range", "cookie",
+         "x-forwarded-for", "x-forwarded-proto", "origin", "referer", "authorization"]
+    ),
+    latin.map(lambda text: ("x" + text + "MARKER7f3a").encode("latin-1")),
+    max_size=3,
+)  # fmt: skip
+
+
+@given(
+    st.text(max_size=20),
+    st.text(max_size=20),
+    headers,
+    st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]),
+)
+@fuzz
+def test_any_address_and_headers(
+    client: httpx2.Client, path: str, query: str, given: dict[str, bytes], method: str
+) -> None:
+    url = f"/v1/jobs/{quote(path + MARK)}?q={quote(query + MARK)}&last_event_id={quote(MARK)}"
+    check(client.request(method, url, headers=given), success=-1)
+
+
+@given(latin, headers)
+@fuzz
+def test_any_event_id(client: httpx2.Client, id: str, given: dict[str, bytes]) -> None:
+    job = known(client)
+    given = {name: value for name, value in given.items() if name != "last-event-id"}
+    answer = client.get(
+        f"/v1/jobs/{job}/events", headers={**given, "last-event-id": (id.lstrip() + "MARKER7f3a").encode("latin-1")}
+    )
+    check_error(answer, 400, "last_event_id")
+    check(answer, success=-1)
+
+
+@given(st.binary(max_size=60))
+@fuzz
+def test_any_path(client: httpx2.Client, raw: bytes) -> None:
+    quoted = "".join(f"%{byte:02x}" for byte in raw)
+    for path in (
+        f"/{quoted}",
+        f"/v1/jobs/{quoted}",
+        f"/v1/models/{quoted}",
+        f"/v1/jobs/{known(client)}/images/{quoted}",
+    ):
+        answer = client.get(path)
+        assert answer.status_code == 200 or check_error(answer, answer.status_code)
+        assert answer.status_code < 500 or raw.decode("latin-1") == "readyz"
+
+
+_known: dict[str, str] = {}
+
+
+def known(client: httpx2.Client) -> str:
+    """A job that waits."""
+    url = str(client.base_url)
+    if url not in _known:
+        _known[url] = post(client, b'{"type": "image", "prompt": "a cat"}').json()["id"]
+    return _known[url]
+
+
+@pytest.mark.parametrize("host", ["MARKER7f3a", "a b", "[", "evil.example:99999", "", "x" * 5000, "a/b?c#d", "ä"])
+def test_any_host(client: httpx2.Client, host: str) -> None:
+    """Addresses in answers start with what the client calls the server; what is no host's name is not repeated."""
+    answer = client.get(f"/v1/jobs/{known(client)}", headers={"host": host.encode("latin-1")})
+    assert answer.status_code in (200, 400)
+    check_error(client.get("/nothing", headers={"host": host.encode("latin-1")}), 404)

@@ -1,0 +1,132 @@
+"""/v1/jobs: made, asked for, cancelled, and its pictures fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from core.jobs.record import JobState
+from tests.api.world import Api, Worker, check_error, eventually
+
+
+@pytest.fixture
+def worker(shared: Api) -> Iterator[Worker]:
+    with Worker(shared.settings) as worker:
+        yield worker
+
+
+def test_a_job_is_made_and_sent(shared: Api, worker: Worker) -> None:
+    answer = shared.post("/v1/jobs", type="image", prompt="a cat", deadline_s=3600, priority=4)
+    assert answer.status_code == 202
+    job = answer.json()
+    id = job["id"]
+    assert answer.headers["location"] == f"/v1/jobs/{id}"
+    assert job == {
+        "id": id, "object": "job", "status": "queued", "model": "emoji-xl", "created_at": job["created_at"],
+        "started_at": None, "completed_at": None, "expires_at": pytest.approx(job["created_at"] + 3600, abs=0.01),
+        "attempt": 0, "progress": None, "error": None, "images": None,
+    }  # fmt: skip
+    assert (id, 3) in worker.messages(), "Celery's list for priorities 3 to 5 holds the message"
+    record = worker.job(id)
+    assert record.priority == 4 and record.work_ms == 1500
+    assert "a cat" not in shared.client.get(f"/v1/jobs/{id}").text
+
+
+@pytest.mark.parametrize(("priority", "level"), [(0, 0), (2, 0), (3, 3), (None, 3), (6, 6), (8, 6), (9, 9)])
+def test_priorities_reach_celery(shared: Api, worker: Worker, priority: int | None, level: int) -> None:
+    assert (shared.order(priority=priority), level) in worker.messages()
+
+
+def test_a_job_from_beginning_to_end(shared: Api, worker: Worker) -> None:
+    id = shared.order(n=2, steps=5, seed=7)
+    assert shared.job(id)["status"] == "queued"
+    check_error(shared.client.get(f"/v1/jobs/{id}/images/0"), 409, code="job_not_done")
+    claim = worker.take(id)
+    running = shared.job(id)
+    assert running["status"] == "running" and running["attempt"] == 1 and running["started_at"] >= running["created_at"]
+    worker.report(claim, 3)
+    assert shared.job(id)["progress"] == {"steps_done": 3, "steps": 10, "image": 0, "images_done": 0}
+    check_error(shared.client.get(f"/v1/jobs/{id}/images/0"), 409, code="job_not_done")
+    pictures = worker.finish(claim)
+    done = shared.job(id)
+    assert done["status"] == "succeeded" and done["completed_at"] >= done["started_at"] and done["error"] is None
+    assert done["images"] == [
+        {
+            "url": f"{shared.url}/v1/jobs/{id}/images/{k}", "seed": 7 + k, "width": 128, "height": 128,
+            "media_type": "image/png", "size_bytes": len(picture), "warnings": [],
+        }
+        for k, picture in enumerate(pictures)
+    ]  # fmt: skip
+    for image, picture in zip(done["images"], pictures, strict=True):
+        assert shared.client.get(image["url"]).content == picture
+
+
+def test_pictures_are_kept_by_who_has_them(shared: Api, worker: Worker) -> None:
+    id = shared.order()
+    worker.work(id)
+    first = shared.client.get(f"/v1/jobs/{id}/images/0")
+    assert first.status_code == 200 and first.headers["content-type"] == "image/png"
+    assert "immutable" in first.headers["cache-control"] and first.headers["x-content-type-options"] == "nosniff"
+    tag = first.headers["etag"]
+    assert tag.startswith('"') and tag.endswith('"')
+    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        again = shared.client.get(f"/v1/jobs/{id}/images/0", headers={"If-None-Match": known})
+        assert again.status_code == 304 and again.content == b"" and again.headers["etag"] == tag
+    other = shared.client.get(f"/v1/jobs/{id}/images/0", headers={"If-None-Match": '"other"'})
+    assert other.status_code == 200
+
+
+@pytest.mark.parametrize("k", ["1", "-1", "00001", "x", "0x0", "1e0", "%20", "9" * 5000, "٠"])
+def test_pictures_that_are_not_there(shared: Api, worker: Worker, k: str) -> None:
+    id = shared.order()
+    worker.work(id)
+    check_error(shared.client.get(f"/v1/jobs/{id}/images/{k}"), 404, "k", "image_not_found")
+
+
+def test_a_job_that_ended_without_pictures(shared: Api, worker: Worker) -> None:
+    failed, cancelled = shared.order(), shared.order()
+    claim = worker.take(failed)
+    worker.store.fail(failed, claim.attempt, "crashed", "three workers were lost")
+    shared.client.post(f"/v1/jobs/{cancelled}/cancel")
+    told = shared.job(failed)
+    assert told["status"] == "failed" and told["error"] == {"code": "crashed", "message": "three workers were lost"}
+    assert told["images"] is None and shared.job(cancelled)["error"] is None
+    for id in (failed, cancelled):
+        check_error(shared.client.get(f"/v1/jobs/{id}/images/0"), 404, "k", "image_not_found")
+
+
+def test_cancel_reaches_exactly_its_job(shared: Api, worker: Worker) -> None:
+    ids = [shared.order() for _ in range(6)]
+    claims = [worker.take(id) for id in ids[:3]]
+    for id in (ids[1], ids[4]):
+        answer = shared.client.post(f"/v1/jobs/{id}/cancel")
+        assert answer.status_code == 200 and answer.json()["status"] == "cancelled"
+    assert [worker.job(id).state.value for id in ids] == [
+        "running", "cancelled", "running", "queued", "cancelled", "queued",
+    ]  # fmt: skip
+    told = {message["cancel"] for _, message in worker.registry.control(worker.name, "0", 0.01)}
+    assert ids[1] in told and not told & {ids[0], ids[2], ids[3], ids[4], ids[5]}
+    assert not worker.store.succeed(ids[1], claims[1].attempt, {"images": []}), "the worker's result comes too late"
+    assert worker.store.claim(ids[4], worker.name) is None
+    assert worker.finish(claims[0])
+
+
+def test_cancelling_what_has_ended_changes_nothing(shared: Api, worker: Worker) -> None:
+    id = shared.order()
+    worker.work(id)
+    before = shared.job(id)
+    assert shared.client.post(f"/v1/jobs/{id}/cancel").json() == before
+    assert shared.job(id) == before
+
+
+def test_a_job_past_its_deadline_expires_with_no_worker(shared: Api, worker: Worker) -> None:
+    id = shared.order(deadline_s=0.5, steps=1, priority=0)
+    eventually(lambda: worker.is_(id, JobState.EXPIRED))
+    told = shared.job(id)
+    assert told["status"] == "expired" and told["completed_at"] >= told["expires_at"]
+    assert told["error"]["code"] == "expired"
+
+
+def test_no_answer_without_an_id_is_kept(shared: Api) -> None:
+    assert shared.client.get(f"/v1/jobs/{shared.order()}").headers["cache-control"] == "no-store"

@@ -1,0 +1,84 @@
+"""/v1/models, /healthz and /readyz: what is told of workers, and when."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from api.schemas import JobFields
+from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
+
+
+def test_before_any_worker_and_while_one_starts(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker, Api(settings) as api:
+        assert api.client.get("/healthz").json() == {"status": "ok"}
+        assert api.client.get("/v1/models").json() == {"object": "list", "data": []}
+        not_ready = api.client.get("/readyz")
+        assert not_ready.status_code == 503 and not_ready.json()["status"] == "not_ready"
+        assert not_ready.json()["error"]["message"] == "No worker is ready." and not_ready.json()["redis"] is True
+        refused = api.draw()
+        check_error(refused, 503, code="no_model")
+        assert refused.headers["retry-after"]
+        check_error(api.draw(model="emoji-xl"), 503, code="no_model")
+        check_error(api.draw(prompt=""), 503, code="no_model")
+        check_error(api.draw(steps=0), 400, "steps")
+        assert worker.ids() == set()
+
+        worker.announce("starting", "loading emoji-xl", card=None)
+        starting = eventually(lambda: (r := api.client.get("/readyz")).json()["workers"]["starting"] and r)
+        assert starting.status_code == 503
+        assert "loading emoji-xl" in starting.json()["error"]["message"]
+        assert starting.json()["messages"] == [
+            {"worker": worker.name, "state": "starting", "message": "loading emoji-xl"}
+        ]
+        check_error(api.draw(), 503, code="no_model")
+
+        worker.announce()
+        api.order()  # at once: what is not known is looked for
+        ready = eventually(lambda: (r := api.client.get("/readyz")).status_code == 200 and r)
+        assert ready.json() == {
+            "status": "ready", "redis": True, "workers": {"ready": 1, "starting": 0, "draining": 0}, "messages": [],
+        }  # fmt: skip
+
+        worker.announce("draining")
+        eventually(lambda: api.client.get("/readyz").status_code == 503)
+        worker.registry.forget(worker.name)
+        eventually(lambda: not api.client.get("/v1/models").json()["data"][0]["diptych"]["live"])
+        api.order()  # the model is known: the job waits for a worker
+        api.order(deadline_s=0.01)  # nobody is there to say that it is hopeless; it expires by itself
+
+
+def test_models_in_openais_shape(shared: Api) -> None:
+    eventually(lambda: shared.client.get("/v1/models").json()["data"])
+    (model,) = shared.client.get("/v1/models").json()["data"]
+    card = model.pop("diptych")
+    assert model == {"id": "emoji-xl", "object": "model", "created": 1_700_000_000, "owned_by": "diptych"}
+    assert card == {
+        "modality": "image", "live": True, "precision": "fp32", "device": "cpu", "native_size": "128x128",
+        "sizes": ["64x64", "96x168", "128x128", "168x96"], "schedulers": ["euler", "dpm++2m"],
+        "default_scheduler": "euler", "limits": CARD.limits, "costs": CARD.costs, "capacity_per_s": 0.67,
+    }  # fmt: skip
+    assert shared.client.get("/v1/models/emoji-xl").json() == {**model, "diptych": card}
+
+
+def test_the_documentation_shows_the_bodies(shared: Api) -> None:
+    document = shared.client.get("/openapi.json").json()
+    for path, title in (("/v1/images/generations", "ImageRequest"), ("/v1/jobs", "JobRequest")):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["title"] == title and {"prompt", "seed", "deadline_s"} <= schema["properties"].keys()
+        assert "$ref" not in str(schema)
+    parameters = document["paths"]["/v1/jobs/{id}/events"]["get"]["parameters"]
+    assert {parameter["name"] for parameter in parameters} == {"id", "Last-Event-ID", "last_event_id"}
+    assert "HTTPValidationError" not in str(document)
+    assert shared.client.get("/docs").status_code == 200
+
+
+def test_the_handbook_names_every_field_and_code() -> None:
+    root = Path(__file__).resolve().parents[2]
+    handbook = (root / "docs" / "api.md").read_text("utf-8")
+    for name in JobFields.model_fields:
+        assert f"`{name}`" in handbook, name
+    for part in (root / "api").glob("*.py"):
+        for code in re.findall(r'code="([a-z_]+)"', part.read_text("utf-8")):
+            assert f"`{code}`" in handbook or code == "client_closed_request", code  # nobody reads that one

@@ -1,0 +1,76 @@
+"""The API as a process of its own: killed at the worst moment, and stopped as a supervisor stops it."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from api.app import create_app
+from core.config import Settings, SettingsError
+from core.jobs.record import JobState
+from core.jobs.store import JobStore
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process, settings_of
+
+# Dies between the record and its message.
+DIES = "import os; from api.queue import Queue; Queue.post = lambda self, envelope: os.kill(os.getpid(), 9); " + SERVE
+
+
+def test_killed_between_the_record_and_its_message(
+    redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(JobStore.__init__.__kwdefaults__, "resend_s", 0.5)  # a message that is late is lost sooner
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker:
+        worker.announce()
+        with process(DIES, settings) as (child, client):
+            with pytest.raises(httpx2.TransportError):
+                client.post("/v1/jobs", json={"type": "image", "prompt": "a cat"})
+            assert child.wait(PATIENCE_S) == -signal.SIGKILL
+        (id,) = worker.ids()
+        assert worker.is_(id, JobState.QUEUED) and worker.messages() == []
+        with Api(settings):  # another one: its reaper finds what is missing
+            assert eventually(worker.messages) == [(id, 0)]
+        worker.work(id)
+
+
+def test_stops_when_it_is_told_to(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker, ThreadPoolExecutor(1) as pool:
+        worker.announce()
+        with process(SERVE, settings) as (child, client):
+            answer = pool.submit(client.post, "/v1/images/generations", json={"prompt": "a cat"})
+            (id,) = eventually(worker.ids)
+            eventually(worker.messages)
+            child.terminate()
+            check_error(answer.result(PATIENCE_S), 503, code="stopping")
+            assert child.wait(PATIENCE_S) == -signal.SIGTERM
+            assert child.stderr is not None and child.stderr.read() == ""
+        assert worker.is_(id, JobState.CANCELLED)
+
+
+def test_answers_are_not_held_back(redis_url: str, folder: Path) -> None:
+    """The socket that is handed over is one of TCP's, and known as one: else 40 ms would go by before each answer."""
+    settings = settings_of(redis_url, folder)
+    show = (
+        "import socket; from uvicorn.protocols.http.h11_impl import H11Protocol as H; made = H.connection_made\n"
+        "def look(self, transport):\n"
+        "    s = transport.get_extra_info('socket'); made(self, transport)\n"
+        "    on = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)\n"
+        "    import sys; print('nodelay', on, file=sys.stderr, flush=True)\n"
+        "H.connection_made = look\n"
+    )
+    with process(show + SERVE, settings) as (child, _):
+        assert child.stderr is not None and child.stderr.readline() == "nodelay 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("redis_url", ""), ("redis_url", "here:6379"), ("artifacts_url", "nothing://x")]
+)
+def test_settings_that_cannot_be_used(tmp_path: Path, name: str, value: str) -> None:
+    given = {"redis_url": "redis://127.0.0.1:1/0", "data_dir": tmp_path, name: value}
+    with pytest.raises(SettingsError, match=f"DIPTYCH_{name.upper()}: "):
+        create_app(Settings(**given))

@@ -1,0 +1,233 @@
+"""What cannot be asked is refused at once: in OpenAI's shape, with the field's name, no job made, nothing repeated."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.api.world import Api, Worker, check_error
+
+# Planted in whatever is sent; no answer may hold it.
+MARK = "MARKER-7f3a"
+
+
+@pytest.fixture(scope="module")
+def worker(shared: Api) -> Worker:
+    return Worker(shared.settings)
+
+
+@pytest.fixture(params=["/v1/images/generations", "/v1/jobs"])
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def whole(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return {**({"type": "image"} if path == "/v1/jobs" else {}), "prompt": f"a cat {MARK}", **fields}
+
+
+def refuse(api: Api, worker: Worker, path: str, raw: bytes, status: int, param: str | None, **headers: str) -> None:
+    before = worker.ids()
+    answer = api.client.post(path, content=raw, headers={"content-type": "application/json", **headers})
+    error = check_error(answer, status, param)
+    if param is not None:
+        assert error["param"] == param and param in error["message"]
+    assert MARK not in answer.text and MARK not in str(answer.headers)
+    assert worker.ids() == before, "no job is made"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": " \n\t "}, "prompt"),
+        ({"prompt": "x" * 100_000 + MARK}, "prompt"),
+        ({"prompt": MARK + "\x07"}, "prompt"),
+        ({"prompt": MARK + "\x1b[31m"}, "prompt"),
+        ({"prompt": MARK + "\x00"}, "prompt"),
+        ({"prompt": MARK + "\x85"}, "prompt"),
+        ({"prompt": [MARK]}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"negative_prompt": MARK + "\x08"}, "negative_prompt"),
+        ({"negative_prompt": "x" * 100_000}, "negative_prompt"),
+        ({"size": "129x128"}, "size"),
+        ({"size": MARK}, "size"),
+        ({"size": [128, 128]}, "size"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 10_000}, "steps"),
+        ({"steps": -1}, "steps"),
+        ({"steps": 20.0}, "steps"),
+        ({"steps": "20"}, "steps"),
+        ({"steps": True}, "steps"),
+        ({"guidance_scale": True}, "guidance_scale"),
+        ({"guidance_scale": "3"}, "guidance_scale"),
+        ({"guidance_scale": -0.5}, "guidance_scale"),
+        ({"guidance_scale": 1e300}, "guidance_scale"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"scheduler": MARK}, "scheduler"),
+        ({"deterministic": 1}, "deterministic"),
+        ({"deterministic": "true"}, "deterministic"),
+        ({"priority": 10}, "priority"),
+        ({"priority": -1}, "priority"),
+        ({"deadline_s": 0}, "deadline_s"),
+        ({"deadline_s": -1}, "deadline_s"),
+        ({"deadline_s": 86_401}, "deadline_s"),
+        ({"deadline_s": 0.5}, "deadline_s"),  # hopeless: the worker needs longer
+        ({"response_format": MARK}, "response_format"),
+        ({"output_format": "webp"}, "output_format"),
+        ({"stream": True}, "stream"),
+        ({"stream": 0}, "stream"),
+        ({"output_compression": 101}, "output_compression"),
+        ({"partial_images": 4}, "partial_images"),
+        ({"user": 7}, "user"),
+        ({"quality": {}}, "quality"),
+        ({"propmt": MARK}, "propmt"),
+        ({"width": 128}, "width"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else json.dumps(value)[:40],
+)
+def test_fields(shared: Api, worker: Worker, path: str, fields: dict[str, Any], param: str) -> None:
+    refuse(shared, worker, path, json.dumps(whole(path, fields)).encode(), 400, param)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["guidance_scale", "deadline_s", "steps", "seed", "something_unknown"])
+def test_numbers_that_are_none(shared: Api, worker: Worker, path: str, name: str, value: str) -> None:
+    raw = json.dumps(whole(path, {}))[:-1] + f', "{name}": {value}}}'
+    refuse(shared, worker, path, raw.encode(), 400, name)
+
+
+def test_nan_inside_an_unknown_field(shared: Api, worker: Worker, path: str) -> None:
+    raw = json.dumps(whole(path, {}))[:-1] + ', "extra": {"deep": [1, NaN]}}'
+    refuse(shared, worker, path, raw.encode(), 400, "extra.deep[1]")
+
+
+@pytest.mark.parametrize("name", ["prompt", "negative_prompt", "user", "something_unknown"])
+def test_a_lone_surrogate(shared: Api, worker: Worker, path: str, name: str) -> None:
+    raw = json.dumps(whole(path, {name: MARK + "\ud83d"}))
+    assert "\\ud83d" in raw
+    refuse(shared, worker, path, raw.encode(), 400, name)
+
+
+def test_a_field_that_is_missing(shared: Api, worker: Worker) -> None:
+    refuse(shared, worker, "/v1/images/generations", b"{}", 400, "prompt")
+    refuse(shared, worker, "/v1/jobs", b'{"prompt": "a cat"}', 400, "type")
+    refuse(shared, worker, "/v1/jobs", b'{"prompt": "a cat", "type": "text"}', 400, "type")
+    refuse(shared, worker, "/v1/images/generations", b'{"prompt": "a cat", "type": "image"}', 400, "type")
+
+
+def test_a_field_given_twice(shared: Api, worker: Worker, path: str) -> None:
+    raw = json.dumps(whole(path, {}))[:-1] + ', "seed": 1, "seed": 2}'
+    refuse(shared, worker, path, raw.encode(), 400, "seed")
+
+
+def test_an_unknown_field_whose_name_is_no_plain_word(shared: Api, worker: Worker, path: str) -> None:
+    refuse(shared, worker, path, json.dumps(whole(path, {f"<{MARK}>": 1})).encode(), 400, None)
+
+
+def test_an_unknown_model(shared: Api, worker: Worker, path: str) -> None:
+    before = worker.ids()
+    error = check_error(shared.post(path, **whole(path, {"model": MARK})), 404, "model", "model_not_found")
+    assert MARK not in error["message"]
+    assert worker.ids() == before
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"prompt=" + MARK.encode(), b'"' + MARK.encode() + b'"', b"[1]", b"null", MARK.encode() + b"\xff"],
+)
+def test_a_body_that_is_no_object(shared: Api, worker: Worker, path: str, raw: bytes) -> None:
+    refuse(shared, worker, path, raw, 400, None)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "", "text/plain", "application/x-www-form-urlencoded", f"multipart/form-data; boundary={MARK}", MARK,
+        "application/jsonp", "text/json", "application/json; charset=utf-16", f"application/json; charset={MARK}",
+    ],
+)  # fmt: skip
+def test_a_content_type_that_is_not_json(shared: Api, worker: Worker, path: str, kind: str) -> None:
+    raw = json.dumps(whole(path, {})).encode()
+    refuse(shared, worker, path, raw, 415, "content-type", **{"content-type": kind})
+
+
+def test_a_compressed_body(shared: Api, worker: Worker, path: str) -> None:
+    refuse(shared, worker, path, b"\x1f\x8b", 415, "content-encoding", **{"content-encoding": "gzip"})
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "Application/JSON; charset=UTF-8", 'application/json;charset="utf-8"']
+)
+def test_content_types_that_are_json(shared: Api, kind: str) -> None:
+    answer = shared.client.post(
+        "/v1/jobs", content=b'{"type": "image", "prompt": "\xc3\xa4"}', headers={"content-type": kind}
+    )
+    assert answer.status_code == 202
+
+
+def test_a_body_that_is_too_large(shared: Api, worker: Worker, path: str) -> None:
+    large = json.dumps(whole(path, {"user": MARK + "x" * 1024 * 1024})).encode()
+    refuse(shared, worker, path, large, 413, None)
+    before = worker.ids()
+    chunked = shared.client.post(  # says no length beforehand
+        path,
+        content=(large[k : k + 65536] for k in range(0, len(large), 65536)),
+        headers={"content-type": "application/json"},
+    )
+    check_error(chunked, 413, None, "body_too_large")
+    assert worker.ids() == before
+    # The connection is still good for another request, and so is a body of just the size.
+    just = json.dumps({"type": "image", "prompt": "a cat", "user": ""}).encode()
+    just = just[:-2] + b"x" * (1024 * 1024 - len(just)) + just[-2:]
+    answer = shared.client.post("/v1/jobs", content=just, headers={"content-type": "application/json"})
+    assert len(just) == 1024 * 1024 and answer.status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", f"/{MARK}", 404, "not_found"),
+        ("GET", f"/v1/{MARK}?{MARK}={MARK}", 404, "not_found"),
+        ("GET", f"/v1/jobs/{MARK}", 404, "job_not_found"),
+        ("GET", "/v1/jobs/job_000000000000000000000000", 404, "job_not_found"),
+        ("GET", "/v1/jobs/job_000000000000000000000000/events", 404, "job_not_found"),
+        ("GET", "/v1/jobs/job_000000000000000000000000/images/0", 404, "job_not_found"),
+        ("POST", "/v1/jobs/job_000000000000000000000000/cancel", 404, "job_not_found"),
+        ("GET", "/v1/jobs/..%2f..%2fetc%2fpasswd", 404, "not_found"),
+        ("GET", f"/v1/jobs/%00{MARK}", 404, "job_not_found"),
+        ("GET", f"/v1/jobs/%ff%fe{MARK}/events", 404, "job_not_found"),
+        ("GET", f"/v1/models/{MARK}", 404, "model_not_found"),
+        ("GET", f"/v1/models/a/b/{MARK}", 404, "model_not_found"),
+        ("GET", "/v1/images/generations", 405, "method_not_allowed"),
+        ("DELETE", f"/v1/jobs/{MARK}", 405, "method_not_allowed"),
+        ("PUT", "/v1/jobs", 405, "method_not_allowed"),
+        ("POST", "/healthz", 405, "method_not_allowed"),
+        ("GET", "/v1/models/", 404, "model_not_found"),
+        ("POST", "/v1/jobs/", 404, "not_found"),  # and no redirect, which would repeat it
+    ],
+)
+def test_addresses(shared: Api, method: str, path: str, status: int, code: str) -> None:
+    answer = shared.client.request(method, path, headers={"x-mark": MARK, "cookie": MARK, "referer": MARK})
+    check_error(answer, status, code=code)
+    assert MARK not in answer.text and MARK not in str(answer.headers)
+    if status == 405:
+        assert answer.headers["allow"]
+
+
+@pytest.mark.parametrize("id", [MARK, "-1", "1-", "1-2-3", "1" * 20, "0x1", "١", "$", "*", "+"])
+def test_an_event_id_that_is_none(shared: Api, id: str) -> None:
+    job = shared.order()
+    for given in ({"headers": {"Last-Event-ID": id.encode()}}, {"params": {"last_event_id": id}}):
+        answer = shared.client.get(f"/v1/jobs/{job}/events", **given)
+        check_error(answer, 400, "last_event_id")
+        assert id not in ("-1",) or answer.status_code == 400
+        assert MARK not in answer.text and MARK not in str(answer.headers)
