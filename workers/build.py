@@ -5,17 +5,21 @@ The one place that knows every runner. Knows nothing of queues and of Celery.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from core.batching.engine import Engine
 from core.batching.runner import Lane
 from core.config import STAND_IN_MODEL, Settings
+from pipeline.folder import ModelError
 from pipeline.load import Model, load
 from pipeline.runner import ImageRunner
+from workers.panels import ImagePanel, Panel
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,11 @@ class Works:
     engine: Engine
     images: ImageRunner
     lane: Lane
+
+    @property
+    def panels(self) -> dict[str, Panel]:
+        """What a worker serves with it, by queue."""
+        return {self.images.modality: ImagePanel(self.images)}
 
     def close(self) -> None:
         self.engine.close()
@@ -54,7 +63,36 @@ def load_model(settings: Settings) -> Model:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.model_name == STAND_IN_MODEL:
         log.warning("no model is named and models/emoji-xl is not there: %s draws noise", STAND_IN_MODEL)
-    return load(settings.model_name, precision=settings.precision, device=device, variant=settings.variant)
+    return load(
+        settings.model_name,
+        precision=settings.precision,
+        device=device,
+        variant=settings.variant,
+        unet=Path(settings.unet) if settings.unet else None,
+    )
+
+
+def kernels(settings: Settings, model: Model) -> ctypes.CDLL | None:
+    """The CPU kernels for this model; None, said in the log, where torch's are to be used.
+
+    Raises `ModelError` for INT8 without them: emulated it would be slower than fp32.
+    """
+    from core.quant.kernels.cpu.library import Unavailable, library
+    from unet_opt.program import check
+
+    if model.device.type != "cpu" or not (settings.kernels or model.precision == "int8"):
+        return None
+    if model.precision not in ("fp32", "int8"):
+        log.info("%s runs on torch: the CPU kernels know fp32 and int8", model.precision)
+        return None
+    try:
+        check(model.unet)
+        return library(settings.compiled_kernels)
+    except (Unavailable, ValueError) as error:
+        if model.precision == "int8":
+            raise ModelError(f"int8 does not run here: {error}; take fp32") from error
+        log.warning("pictures are drawn by torch's own kernels: %s", error)
+        return None
 
 
 def build(
@@ -77,6 +115,7 @@ def build(
         compiled=settings.compile,
         cache=settings.compiled_code,
         patience_s=settings.image_objective_s,
+        kernels=lane.call(lambda: kernels(settings, model)),
     )
     if measure_s or settings.compile:
         say("measuring what forwards cost")

@@ -1,0 +1,338 @@
+"""A worker for tests: the real process (Celery, Redis, Engine, lanes), with runners that compute nothing.
+
+    python -m tests.workers.stage [--text] [--real] [--step S] [--load S] [--log FILE] [--compiling]
+
+Settings come from DIPTYCH_*, as for `diptych worker`: DIPTYCH_REDIS_URL, DIPTYCH_ARTIFACTS_URL, DIPTYCH_LEASE_S,
+DIPTYCH_STUCK_S, DIPTYCH_DRAIN_S, DIPTYCH_IMAGE_JOBS, DIPTYCH_MAX_REQUESTS … It is up (Celery consumes) after about a
+second, and then its card in the registry is "ready".
+
+    --text      serve the text queue too, on a lane of its own; a text job's parameters are {"prompt", "steps"}, its
+                result is {"text": …}
+    --real      pictures by the settings' own model (DIPTYCH_MODEL=random:tiny) instead of the stand-in; takes torch's
+                time to start
+    --step S    seconds of one iteration of the stand-ins, however many requests share it (default 0.01)
+    --load S    seconds that "loading the model" takes (default 0), in which the card says "starting"
+    --log FILE  append a line of JSON for each event: {"at": time.monotonic(), "pid", "event", "request", "modality"};
+                events: admit (begins to run), step, done, release; a request is named {job}/{attempt}/{picture}
+    --compiling a thread named "compile" never ends, as the compiler's may not
+
+The stand-in's model is called "stage" and draws 32x32 (64x32, 32x64) PNGs of one colour, which prompt and seed decide:
+see `picture`. Words in a prompt, for both modalities, make things happen at its second iteration (its first step):
+
+    KILL        the process gets SIGKILL (as from the kernel's memory killer)
+    HANG        the iteration never ends: a device that hangs
+    FAIL        the iteration raises an ordinary error
+    MEMORY      the iteration runs out of memory
+    STEP=0.5    its own iterations take so many seconds instead of --step
+
+KILL, HANG, FAIL and MEMORY may be given a number of attempts: KILL=1 kills at the job's first attempt only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import signal
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from core import config
+from core.artifacts import Artifacts
+from core.batching.engine import Engine
+from core.batching.request import Outcome, Request
+from core.batching.runner import Lane, LaneTicket, OutOfMemory, Refused
+from core.batching.slots import Slots
+from core.config import Settings
+from core.jobs.registry import ModelCard
+from pipeline.parameters import check
+from workers import boot
+from workers.panels import Equipment, Panel, PictureTally, pictures
+
+MODEL = "stage"
+SIZES = ((32, 32), (64, 32), (32, 64))
+SCHEDULERS = ("euler",)
+Note = Callable[[str, Request], None]
+
+
+def picture(prompt: str, seed: int, width: int, height: int) -> bytes:
+    """The stand-in's PNG. Equal arguments, equal bytes."""
+    colour = hashlib.sha256(f"{seed} {prompt}".encode()).digest()[:3]
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + colour * width) * height
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@dataclass(frozen=True)
+class TextParameters:
+    prompt: str
+    steps: int
+
+
+class Group(NamedTuple):
+    modality: str
+    phase: str
+
+
+@dataclass
+class _Progress:
+    slots: list[int]
+    step: int = 0
+
+
+class StageRunner:
+    """Phases encode → step × n for any modality; all that share an iteration wait together."""
+
+    patience_s = 20.0
+
+    def __init__(self, modality: str, lane: Lane, step_s: float, slots: int, note: Note) -> None:
+        self.modality = modality
+        self.lanes = frozenset({modality})
+        self._lane = lane
+        self._step_s = step_s
+        self._slots = Slots(slots)
+        self._note = note
+
+    def check(self, request: Request) -> None:
+        if self.modality == "image":
+            check(request.parameters, SIZES, SCHEDULERS)
+        elif not isinstance(request.parameters.steps, int) or request.parameters.steps < 1:
+            raise Refused("steps: must be a whole number, 1 or more")
+
+    def admit(self, request: Request) -> bool:
+        slots = self._slots.take()
+        if slots is None:
+            return False
+        request.work, request.phase = _Progress(slots), "encode"
+        self._note("admit", request)
+        return True
+
+    def release(self, request: Request) -> None:
+        self._slots.give(request.work.slots)
+        self._note("release", request)
+
+    def held(self) -> int:
+        return self._slots.taken
+
+    def group(self, request: Request) -> Group:
+        return Group(self.modality, request.phase)
+
+    def rows(self, request: Request) -> int:
+        return 1
+
+    def iterations(self, request: Request) -> int:
+        return request.parameters.steps - request.work.step if request.phase == "step" else 1
+
+    def limit(self, group: object) -> int:
+        return 64
+
+    def lane(self, group: object) -> str:
+        return self.modality
+
+    def cost(self, group: object, rows: int) -> float:
+        return self._step_s
+
+    def launch(self, requests: Sequence[Request]) -> LaneTicket:
+        requests = list(requests)
+
+        def compute() -> None:
+            time.sleep(max(_own(request.parameters.prompt, "STEP", self._step_s) for request in requests))
+            for request in requests:
+                if request.phase == "step" and request.work.step == 0:
+                    _happen(request)
+
+        return self._lane.start(compute, lambda _: {request.id: self._commit(request) for request in requests})
+
+    def _commit(self, request: Request) -> Outcome:
+        steps, work = request.parameters.steps, request.work
+        if request.phase == "encode":
+            request.phase = "step"
+            return Outcome(progress=(0, steps))
+        work.step += 1
+        self._note("step", request)
+        if work.step < steps:
+            return Outcome(progress=(work.step, steps))
+        self._note("done", request)
+        return Outcome(progress=(steps, steps), result=request.parameters, finished=True)
+
+
+def _own(prompt: str, word: str, otherwise: float) -> float:
+    found = re.search(rf"\b{word}=([\d.]+)", prompt)
+    return float(found[1]) if found else otherwise
+
+
+def _happen(request: Request) -> None:
+    """What the prompt's words want to happen at this attempt of the job."""
+    attempt = int(request.id.split("/")[1])
+    for word in re.findall(r"\b(?:KILL|HANG|FAIL|MEMORY)\b", request.parameters.prompt):
+        if attempt > _own(request.parameters.prompt, word, 1e9):
+            continue
+        if word == "KILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif word == "HANG":
+            threading.Event().wait()
+        elif word == "FAIL":
+            raise RuntimeError("the prompt wanted it")
+        else:
+            raise OutOfMemory("the prompt wanted it")
+
+
+class StagePictures:
+    """The image panel of the stand-in: parameters, progress and results in the shape of real ones."""
+
+    name = MODEL
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def card(self) -> ModelCard:
+        return _card("image", MODEL, self._step_s)
+
+    def requests(self, parameters: Mapping[str, Any]) -> list[Any]:
+        return pictures(parameters)
+
+    def tally(self, requests: Sequence[Any]) -> PictureTally:
+        return PictureTally([request.steps for request in requests])
+
+    def result(self, made: Sequence[Any], artifacts: Artifacts) -> dict[str, Any]:
+        images = []
+        for wanted in made:
+            data = picture(wanted.prompt, wanted.seed, wanted.width, wanted.height)
+            images.append({
+                "key": artifacts.put(data, "image/png"), "seed": wanted.seed, "width": wanted.width,
+                "height": wanted.height, "media_type": "image/png", "size_bytes": len(data), "warnings": [],
+            })  # fmt: skip
+        return {"images": images}
+
+
+class StageText:
+    """A text panel before there is a real one: it repeats the prompt."""
+
+    name = "stage-text"
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def card(self) -> ModelCard:
+        return _card("text", self.name, self._step_s)
+
+    def requests(self, parameters: Mapping[str, Any]) -> list[Any]:
+        return [TextParameters(parameters["prompt"], parameters["steps"])]
+
+    def tally(self, requests: Sequence[Any]) -> PictureTally:
+        return PictureTally([request.steps for request in requests])
+
+    def result(self, made: Sequence[Any], artifacts: Artifacts) -> dict[str, Any]:
+        return {"text": made[0].prompt}
+
+
+def _card(modality: str, name: str, step_s: float) -> ModelCard:
+    sizes = {f"{w}x{h}": step_s for w, h in SIZES}
+    return ModelCard(
+        name=name, modality=modality, precision="none", device="cpu", native=32, sizes=[list(s) for s in SIZES],
+        schedulers=list(SCHEDULERS), default_scheduler=SCHEDULERS[0],
+        limits={
+            "max_prompt_characters": 10_000, "max_steps": 1000, "max_guidance": 100.0, "max_seed": 2**63 - 1,
+            "max_images": 10,
+        },
+        costs={"encode_s": step_s, "vae_s": step_s, "solo_step_s": sizes, "row_step_s": sizes},
+        capacity_per_s=1 / max(1e-6, 20 * step_s),
+    )  # fmt: skip
+
+
+@dataclass
+class Stage:
+    """What the stand-in worker drives."""
+
+    engine: Engine
+    panels: dict[str, Panel]
+    closers: list[Callable[[], None]] = field(default_factory=list)
+
+    def close(self) -> None:
+        self.engine.close()
+        for close in self.closers:
+            close()
+
+
+def build(
+    settings: Settings,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    text: bool = False,
+    real: bool = False,
+    step_s: float = 0.01,
+    load_s: float = 0.0,
+    note: Note = lambda event, request: None,
+) -> Equipment:
+    """The stand-in's engine and panels, in this process."""
+    if load_s:
+        say("loading the stage")
+        time.sleep(load_s)
+    runners: list[Any] = []
+    panels: dict[str, Panel] = {}
+    closers = []
+    if real:
+        from workers.build import build as build_real
+
+        works = build_real(settings, measure_s=0.2, say=say)
+        works.engine.close()
+        runners.append(works.images)
+        panels |= works.panels
+        closers += [works.images.close, works.lane.close]
+    for modality, wanted in (("image", not real), ("text", text)):
+        if wanted:
+            lane = Lane(modality)
+            runners.append(StageRunner(modality, lane, step_s, settings.max_requests, note))
+            panels[modality] = StagePictures(step_s) if modality == "image" else StageText(step_s)
+            closers.append(lane.close)
+    return Stage(Engine(runners, starvation_s=settings.starvation_s), panels, closers)
+
+
+def _writer(path: Path | None) -> Note:
+    if path is None:
+        return lambda event, request: None
+    stream = path.open("ab", buffering=0)  # a line is one write: several processes may share the file
+
+    def note(event: str, request: Request) -> None:
+        line = {"at": time.monotonic(), "pid": os.getpid(), "event": event, "request": request.id}
+        stream.write((json.dumps({**line, "modality": request.modality}) + "\n").encode())
+
+    return note
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--text", action="store_true")
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--step", type=float, default=0.01)
+    parser.add_argument("--load", type=float, default=0.0)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--compiling", action="store_true")
+    options = parser.parse_args()
+    if options.compiling:
+        threading.Thread(target=threading.Event().wait, name="compile").start()
+    note = _writer(options.log)
+
+    def made(settings: Settings, say: Callable[[str], None]) -> Equipment:
+        return build(
+            settings, say, text=options.text, real=options.real, step_s=options.step, load_s=options.load, note=note
+        )
+
+    return boot.run(config.read(), made)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

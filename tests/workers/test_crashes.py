@@ -1,0 +1,170 @@
+"""What is left of jobs when workers die, hang, sleep or lose Redis: every job ends, once, and none is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from core.jobs.reaper import Reaper
+from core.jobs.record import JobState
+from core.jobs.store import JobStore
+from deployment.redis import RedisServer
+from tests.workers.crew import Crew, Hired, eventually
+from workers.heart import STUCK
+
+LEASE_S = 1.0
+LONG = 1000
+
+
+@pytest.fixture
+def reaper(crew: Crew) -> Iterator[None]:
+    """Sweeps as the API does: also where no worker lives."""
+    store = JobStore(crew.url, lease_s=LEASE_S, max_attempts=2)
+    reaper = Reaper(store, lambda envelope: crew.send(envelope.id, envelope.queue, envelope.priority), every_s=0.1)
+    reaper.start()
+    yield
+    reaper.stop()
+    store.close()
+
+
+def hire(crew: Crew, *switches: str, **settings: Any) -> Hired:
+    return crew.hire(*switches, **{"lease_s": LEASE_S, "max_attempts": 2, **settings})
+
+
+def test_a_crash_costs_an_attempt_and_suspects_run_alone(crew: Crew, reaper: None) -> None:
+    """A worker dies with two jobs in hand. Both are done by the next one, each while nothing else is."""
+    first = hire(crew, "--text")
+    companion = crew.ask("text", steps=LONG, prompt="STEP=0.02")
+    crew.running(companion)
+    killer = crew.ask(prompt="KILL=1")
+    assert first.wait() == -signal.SIGKILL
+    crew.redis.hset(f"diptych:job:{companion}", "parameters", '{"prompt": "short now", "steps": 5}')
+    second = hire(crew, "--text", "--step", "0.02")
+    others = [crew.ask(seed=k) for k in range(6)] + [crew.ask("text") for _ in range(6)]
+    for id in (companion, killer, *others):
+        assert crew.ended(id).state is JobState.SUCCEEDED
+    for id in (companion, killer):
+        job = crew.job(id)
+        assert (job.attempt, job.lost, job.suspect) == (2, 1, True)
+    inside: set[str] = set()
+    for event in second.events:
+        if event["event"] == "admit":
+            inside.add(event["request"])
+        elif event["event"] == "release":
+            inside.remove(event["request"])
+        suspects = [request for request in inside if request.startswith((companion, killer))]
+        assert not suspects or len(inside) == 1
+
+
+def test_a_poisoned_job_fails_and_takes_nobody_with_it(crew: Crew, reaper: None) -> None:
+    first = hire(crew)
+    poison = crew.ask(prompt="KILL")
+    assert first.wait() == -signal.SIGKILL
+    second = hire(crew, ready=False)
+    innocent = crew.ask()
+    assert second.wait() == -signal.SIGKILL
+    job = crew.ended(poison)
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert job.error["code"] == "crashed"
+    assert job.attempt == 2
+    hire(crew)
+    job = crew.ended(innocent)
+    assert (job.state, job.lost) == (JobState.SUCCEEDED, 0)
+
+
+def test_a_hung_device_ends_the_process_and_the_job_goes_on_elsewhere(crew: Crew, reaper: None) -> None:
+    worker = hire(crew, stuck_s=1.0)
+    id = crew.ask(prompt="HANG=1")
+    assert worker.wait() == STUCK
+    assert "the device hangs" in worker.log
+    assert "Traceback" not in worker.log
+    hire(crew, stuck_s=60)
+    job = crew.ended(id)
+    assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 2, 1)
+
+
+def test_a_worker_that_slept_too_long_finds_its_jobs_gone_and_serves_on(crew: Crew, reaper: None) -> None:
+    sleeper = hire(crew, "--step", "0.02", stuck_s=1.5)
+    id = crew.ask(steps=100)
+    crew.running(id)
+    sleeper.signal(signal.SIGSTOP)
+    other = hire(crew)
+    job = crew.ended(id)
+    assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 2, 1)
+    assert job.worker.split("-")[-2] == str(other.process.pid)
+    events = crew.events(id)
+    other.signal(signal.SIGTERM)
+    assert other.wait() == 0
+    sleeper.signal(signal.SIGCONT)
+    eventually(lambda: sleeper.noted("release", f"{id}/1/"))  # its request is taken out of the engine …
+    assert not sleeper.noted("done", f"{id}/1/")
+    assert crew.ended(crew.ask()).state is JobState.SUCCEEDED  # … and it serves on
+    assert crew.events(id) == events
+    assert crew.job(id) == job
+    assert "is no longer this worker's" in sleeper.log
+    assert sleeper.process.poll() is None
+
+
+def test_redis_restarts_under_a_busy_worker(crew: Crew, redis_server: RedisServer) -> None:
+    """Twice. What was under way ends as if nothing had been; limits hold; what comes later is served."""
+    worker = crew.hire("--text", "--step", "0.05", image_jobs=2, text_jobs=2)
+    for _ in range(2):
+        images = [crew.ask(steps=20, seed=k) for k in range(4)]
+        for id in images[:2]:
+            crew.running(id)
+        redis_server.kill()
+        redis_server.start()
+        assert crew.ended(crew.ask("text")).state is JobState.SUCCEEDED
+        jobs = [crew.ended(id) for id in images]
+        assert [(job.state, job.attempt, job.lost) for job in jobs] == [(JobState.SUCCEEDED, 1, 0)] * 4
+    now, most = 0, 0
+    for event in worker.events:
+        if event["modality"] == "image":
+            now += {"admit": 1, "release": -1}.get(event["event"], 0)
+            most = max(most, now)
+    assert most == 2
+    assert worker.process.poll() is None
+    assert "Traceback" not in worker.log
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+
+
+def test_a_result_waits_for_redis(crew: Crew, redis_server: RedisServer) -> None:
+    worker = crew.hire("--step", "0.05")
+    id = crew.ask(steps=40)
+    crew.running(id)
+    redis_server.kill()
+    try:
+        eventually(lambda: worker.noted("done", id))
+        eventually(lambda: "is written when it is back" in worker.log)
+    finally:
+        redis_server.start()
+    job = crew.ended(id)
+    assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 1, 0)
+    eventually(lambda: "Redis is back" in worker.log)
+    lines = [line for line in worker.log.splitlines() if "Redis" in line]
+    assert len(lines) == 2  # said once, and once
+
+
+def test_a_message_that_a_lost_connection_had_taken_does_no_harm(crew: Crew, redis_server: RedisServer) -> None:
+    """Redis may deliver it again, a day later: to no effect."""
+    worker = crew.hire("--step", "0.05")
+    id = crew.ask(steps=60)
+    crew.running(id)
+    raw = crew.redis.hgetall("unacked")
+    redis_server.kill()
+    redis_server.start()
+    assert crew.ended(id).attempt == 1
+    eventually(lambda: crew.redis.hlen("unacked") == 0, "the acknowledgement on the new connection")
+    assert len(raw) == 1
+    message, _, _ = json.loads(next(iter(raw.values())))
+    crew.redis.lpush("image", json.dumps(message))
+    assert crew.ended(crew.ask(seed=9)).state is JobState.SUCCEEDED
+    eventually(lambda: crew.redis.hlen("unacked") == 0)
+    assert len(worker.noted("done", id)) == 1
+    assert crew.job(id).attempt == 1

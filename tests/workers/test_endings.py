@@ -1,0 +1,167 @@
+"""How a worker ends: what has begun is finished or handed back, at no cost to any job, and the process does end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from core.jobs.broker import PRIORITY_STEPS, list_key
+from core.jobs.record import JobState
+from deployment.redis import RedisServer
+from tests.workers.crew import Crew, eventually
+
+LONG = 1000
+
+
+def test_what_has_begun_is_finished_and_the_rest_is_handed_back(crew: Crew) -> None:
+    """One job in the engine, two that wait in it, one that waits in the queue."""
+    worker = crew.hire("--step", "0.1", image_jobs=3, max_requests=1)
+    begun = crew.ask(steps=8, n=1)
+    crew.running(begun)
+    waiting = [crew.ask(seed=k) for k in range(3)]
+    eventually(lambda: [crew.job(id).state for id in waiting].count(JobState.RUNNING) == 2)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert crew.job(begun).state is JobState.SUCCEEDED
+    assert [crew.job(id).state for id in waiting] == [JobState.QUEUED] * 3
+    assert crew.card(worker) is None
+    assert crew.redis.hlen("unacked") == 0
+    assert "Traceback" not in worker.log
+    crew.hire()
+    jobs = [crew.ended(id) for id in waiting]
+    assert [job.state for job in jobs] == [JobState.SUCCEEDED] * 3
+    assert [job.lost for job in jobs] == [0] * 3
+    assert not any(job.suspect for job in jobs)
+    assert sorted(job.attempt for job in jobs) == [1, 2, 2]
+    assert "queued" in [type for type, _ in crew.events(waiting[0])][1:]
+
+
+def test_what_takes_too_long_is_handed_back(crew: Crew) -> None:
+    """Also while something compiles, which cannot be interrupted and must not keep the process from ending."""
+    worker = crew.hire("--compiling", drain_s=0.3)
+    id = crew.ask(steps=LONG, n=2)
+    crew.running(id)
+    worker.signal(signal.SIGINT)
+    assert worker.wait() == 0
+    job = crew.job(id)
+    assert (job.state, job.attempt, job.lost, job.suspect) == (JobState.QUEUED, 1, 0, False)
+    assert crew.redis.llen("image") == 1  # its new message
+    assert "is handed back" in worker.log
+
+
+def test_a_second_signal_hands_everything_back_at_once(crew: Crew) -> None:
+    worker = crew.hire(drain_s=3600)
+    id = crew.ask(steps=LONG)
+    crew.running(id)
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: "draining" in worker.log)
+    assert crew.job(id).state is JobState.RUNNING
+    card = crew.card(worker)
+    assert card is not None
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
+
+
+def test_a_device_that_hangs_does_not_keep_a_worker_from_ending(crew: Crew) -> None:
+    worker = crew.hire(drain_s=0.2)
+    id = crew.ask(prompt="HANG")
+    crew.running(id)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
+    assert crew.card(worker) is None
+
+
+def test_a_worker_that_is_still_loading_ends_at_once(crew: Crew) -> None:
+    worker = crew.hire("--load", "3600", ready=False)
+    card = eventually(lambda: crew.card(worker))
+    assert card is not None
+    assert card.state == "starting"
+    eventually(lambda: (card := crew.card(worker)) and card.message == "loading the stage")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert crew.card(worker) is None
+
+
+def test_a_worker_ends_though_redis_is_away(crew: Crew, redis_server: RedisServer) -> None:
+    worker = crew.hire(drain_s=0.5)
+    id = crew.ask(steps=LONG)
+    crew.running(id)
+    redis_server.kill()
+    try:
+        eventually(lambda: "cannot be reached" in worker.log)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+    finally:
+        redis_server.start()
+    assert "Traceback" not in worker.log
+
+
+def test_an_idle_worker_without_redis_ends_too(crew: Crew, redis_server: RedisServer) -> None:
+    worker = crew.hire()
+    redis_server.kill()
+    try:
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+    finally:
+        redis_server.start()
+
+
+def test_a_job_that_waits_for_a_suspect_is_given_back(crew: Crew) -> None:
+    """The suspect runs alone; whoever waits at the gate has claimed nothing, and only its message goes back."""
+    worker = crew.hire(drain_s=0.3)
+    suspect = crew.make(steps=LONG)
+    crew.redis.hset(f"diptych:job:{suspect}", "suspect", "1")
+    crew.send(suspect)
+    crew.running(suspect)
+    others = [crew.ask(seed=k) for k in range(5)]
+    # Redis may owe the worker one message; for more it does not ask while it could not begin with them.
+    assert crew.redis.llen(list_key("image", 3)) >= 4
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert [crew.job(id).attempt for id in others] == [0] * 5
+    crew.redis.hset(f"diptych:job:{suspect}", "parameters", '{"prompt": 1}')
+    crew.hire()
+    assert [crew.ended(id).state for id in others] == [JobState.SUCCEEDED] * 5
+    assert crew.ended(suspect).state is JobState.FAILED
+
+
+def test_what_redis_hands_out_to_a_worker_that_ends_goes_back(crew: Crew) -> None:
+    """Redis still owes it an answer for up to a second, and that answer may be a message."""
+    worker = crew.hire()
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: "draining" in worker.log)
+    ids = [crew.ask(seed=k) for k in range(3)]
+    assert worker.wait() == 0
+    assert [crew.job(id).attempt for id in ids] == [0, 0, 0]
+    assert sum(crew.redis.llen(list_key("image", level)) for level in PRIORITY_STEPS) == 3
+    assert crew.redis.hlen("unacked") == 0
+
+
+BROKEN = """
+import sys
+from tests.workers import stage
+from workers import intake
+
+def append(self, message, delivery_tag, usual=intake.Bounded.append):
+    usual(self, message, delivery_tag)
+    if self._intake.counts()["image"]:
+        raise ZeroDivisionError("a bug of Celery's")
+
+intake.Bounded.append = append
+sys.exit(stage.main())
+"""
+
+
+def test_where_celery_breaks_the_worker_ends_in_good_order(crew: Crew) -> None:
+    worker = crew.hire(command=(sys.executable, "-c", BROKEN), drain_s=0.3)
+    begun = crew.ask(steps=LONG)
+    crew.running(begun)
+    last = crew.ask()
+    assert worker.wait() == 1
+    assert "Unrecoverable error: ZeroDivisionError" in worker.log
+    assert "Traceback" not in worker.log
+    assert (crew.job(begun).state, crew.job(begun).lost) == (JobState.QUEUED, 0)
+    assert crew.job(last).attempt == 0
+    assert crew.card(worker) is None

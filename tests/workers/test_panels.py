@@ -1,0 +1,133 @@
+"""The image panel: from a job's JSON to requests and back, and what is said of a real runner's costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.artifacts import Artifacts
+from core.batching.engine import Engine
+from core.batching.request import Outcome, Request
+from core.batching.runner import Lane, Refused
+from core.config import Settings
+from core.jobs.record import to_json
+from pipeline.parameters import MAX_SEED, ImageParameters
+from pipeline.tiny import TINY
+from workers.build import Works, build
+from workers.cards import image_card
+from workers.panels import MAX_IMAGES, PictureTally, pictures
+
+JOB: dict[str, Any] = {
+    "prompt": "a pizza", "negative_prompt": None, "n": 2, "seed": 5, "steps": 4, "guidance_scale": 5.0,
+    "width": 32, "height": 32, "scheduler": None, "deterministic": True,
+}  # fmt: skip
+
+
+@given(st.integers(1, MAX_IMAGES), st.integers(0, MAX_SEED))
+def test_seeds_count_up_and_around(n: int, seed: int) -> None:
+    made = pictures({**JOB, "n": n, "seed": seed})
+    assert [picture.seed for picture in made] == [(seed + k) % 2**63 for k in range(n)]
+    assert {dataclasses.replace(picture, seed=0) for picture in made} == {
+        ImageParameters("a pizza", 0, 32, 32, steps=4, deterministic=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", MAX_IMAGES + 1),
+        ("n", "2"),
+        ("n", True),
+        ("n", None),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("seed", 1.0),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(Refused, match=f"^{field}: ") as caught:
+        pictures({**JOB, field: value})
+    assert "pizza" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["prompt", "n", "seed", "steps", "guidance_scale", "width", "height"])
+def test_a_missing_field_is_named(field: str) -> None:
+    with pytest.raises(Refused, match=f"^{field}: is missing"):
+        pictures({name: value for name, value in JOB.items() if name != field})
+
+
+@given(st.data())
+def test_progress_only_grows(data: st.DataObject) -> None:
+    steps = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+    tally, left = PictureTally(steps), [list(range(n + 1)) for n in steps]
+    before = {"steps_done": 0, "images_done": 0}
+    while any(left):
+        index = data.draw(st.sampled_from([k for k, rest in enumerate(left) if rest]))
+        step = left[index].pop(0)
+        said = tally.take(index, Outcome(progress=(step, steps[index]), finished=not left[index]))
+        assert said is not None
+        assert said["image"] == index
+        assert said["steps"] == sum(steps)
+        assert all(said[name] >= before[name] for name in ("steps_done", "images_done"))
+        before = said
+    assert before["steps_done"] == sum(steps)
+    assert before["images_done"] == len(steps)
+    assert tally.take(0, Outcome()) is None
+
+
+@pytest.fixture(scope="module")
+def works() -> Iterator[Works]:
+    lane = Lane("device")
+    settings = Settings(model=TINY, compile=False, threads=1, max_requests=4, max_rows=8)
+    with build(settings, lane=lane, measure_s=1.0) as works:
+        yield works
+
+
+def test_pictures_are_kept_and_told(works: Works) -> None:
+    panel, artifacts = works.panels["image"], Artifacts("memory://")
+    wanted = panel.requests({**JOB, "prompt": "pizza " * 100})
+    made = [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
+    images = panel.result(made, artifacts)["images"]
+    json.loads(to_json(images))
+    for image, picture in zip(images, made, strict=True):
+        assert artifacts.get(image["key"]) == picture.png()
+        assert image["size_bytes"] == len(picture.png())
+        assert (image["width"], image["height"], image["media_type"]) == (32, 32, "image/png")
+        assert "only the first" in image["warnings"][0]
+    assert [image["seed"] for image in images] == [5, 6]
+
+
+def test_the_card_tells_what_the_runner_offers(works: Works) -> None:
+    card, runner = works.panels["image"].card(), works.images
+    assert card.name == works.panels["image"].name == TINY
+    assert (card.modality, card.precision, card.device, card.native) == ("image", "fp32", "cpu", 32)
+    assert [32, 32] in card.sizes
+    assert {tuple(size) for size in card.sizes} == set(runner.sizes)
+    assert card.default_scheduler in card.schedulers
+    assert card.limits["max_images"] == MAX_IMAGES
+    assert card.limits["max_seed"] == MAX_SEED
+    assert to_json(dataclasses.asdict(card))  # it goes to Redis
+
+
+def test_costs_follow_the_curves(works: Works) -> None:
+    card = image_card(works.images)
+    costs = card.costs
+    assert set(costs) == {"encode_s", "vae_s", "solo_step_s", "row_step_s"}
+    assert "32x32" in costs["solo_step_s"]
+    assert 0 < costs["row_step_s"]["32x32"] <= costs["solo_step_s"]["32x32"]
+    picture_s = costs["encode_s"] + 40 * costs["row_step_s"]["32x32"] + costs["vae_s"]
+    assert card.capacity_per_s == pytest.approx(1 / picture_s)
+    other = next(size for size in works.images.sizes if size != (32, 32))
+    name = f"{other[0]}x{other[1]}"
+    assert name not in costs["solo_step_s"]  # nothing is known of it yet
+    wanted = ImageParameters("x", 1, *other, steps=2)
+    with Engine([works.images]) as engine:
+        engine.submit(Request("r", "image", wanted)).result(60)
+    assert image_card(works.images).costs["solo_step_s"][name] > 0

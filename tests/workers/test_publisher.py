@@ -1,0 +1,121 @@
+"""Progress on its way to a real store: gathered, in order, fenced, and dropped rather than waited for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from core.jobs.record import Report
+from deployment.redis import RedisServer
+from tests.workers.crew import Crew, eventually
+from workers.outage import Outage
+from workers.publisher import Publisher
+
+
+class Scene:
+    """A publisher whose engine ticks as told, and what it says is stale."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.ticks = 0
+        self.stale: list[tuple[str, int]] = []
+        self.publisher = Publisher(
+            crew.store, Outage(), lambda: self.ticks, lambda id, attempt: self.stale.append((id, attempt))
+        )
+
+
+@pytest.fixture
+def scene(crew: Crew) -> Iterator[Scene]:
+    scene = Scene(crew)
+    scene.publisher.start()
+    yield scene
+    scene.publisher.stop()
+
+
+def claimed(crew: Crew) -> str:
+    id = crew.make()
+    assert crew.store.claim(id, "me") is not None
+    return id
+
+
+def steps(crew: Crew, id: str) -> list[int]:
+    return [data["step"] for type, data in crew.events(id) if type == "progress"]
+
+
+def test_progress_arrives(crew: Crew, scene: Scene) -> None:
+    id = claimed(crew)
+    scene.publisher.say(id, 1, {"step": 1})
+    eventually(lambda: crew.job(id).progress == {"step": 1})
+
+
+def test_what_is_said_in_one_tick_is_written_at_once(crew: Crew, scene: Scene) -> None:
+    """Unless the tick takes long, one flush holds what all jobs of a batch got; of each job the newest."""
+    ids = [claimed(crew) for _ in range(5)]
+    for tick in range(3):
+        before = scene.publisher.flushes
+        for step in range(4):
+            for id in ids:
+                scene.publisher.say(id, 1, {"step": 10 * tick + step})
+        scene.ticks += 1
+        eventually(lambda: all(steps(crew, id)[-1:] == [10 * tick + 3] for id in ids))  # noqa: B023
+        assert scene.publisher.flushes - before <= 4  # not one for each of the 20; a stalled machine may split a tick
+
+
+def test_progress_never_goes_back(crew: Crew, scene: Scene) -> None:
+    """Two threads flush while a third speaks: the order of what was said is the order of what is read."""
+    id, over = claimed(crew), threading.Event()
+
+    def hurry() -> None:
+        while not over.is_set():
+            scene.publisher.flush()
+
+    threads = [threading.Thread(target=hurry) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in itertools.count():
+        scene.publisher.say(id, 1, {"step": step})
+        scene.ticks += 1
+        if len(steps(crew, id)) > 30:
+            break
+    over.set()
+    for thread in threads:
+        thread.join()
+    seen = steps(crew, id)
+    assert seen == sorted(set(seen))
+
+
+def test_flush_returns_when_it_is_written(crew: Crew, scene: Scene) -> None:
+    id = claimed(crew)
+    for step in range(20):
+        scene.publisher.say(id, 1, {"step": step})
+        scene.publisher.flush()
+        assert steps(crew, id)[-1] == step
+
+
+def test_a_stale_attempt_is_refused_and_told(crew: Crew, scene: Scene) -> None:
+    lost, cancelled, fine = claimed(crew), claimed(crew), claimed(crew)
+    crew.store.hand_back(lost, 1)
+    crew.store.claim(lost, "another")
+    crew.store.cancel(cancelled)
+    for id in (lost, cancelled, fine):
+        scene.publisher.say(id, 1, {"step": 1})
+    eventually(lambda: len(scene.stale) == 2)
+    assert set(scene.stale) == {(lost, 1), (cancelled, 1)}
+    assert steps(crew, fine) == [1]
+    assert steps(crew, lost) == steps(crew, cancelled) == []
+
+
+def test_progress_is_dropped_while_redis_is_away(crew: Crew, scene: Scene, redis_server: RedisServer) -> None:
+    id = claimed(crew)
+    redis_server.kill()
+    try:
+        scene.publisher.say(id, 1, {"step": 1})
+        scene.publisher.flush()  # does not wait for it
+    finally:
+        redis_server.start()
+    crew.store.report([Report(id, 1, {"step": 2})])
+    assert steps(crew, id) == [2]
+    scene.publisher.say(id, 1, {"step": 3})
+    eventually(lambda: steps(crew, id)[-1] == 3)

@@ -1,0 +1,169 @@
+"""Tasks on the test's own threads, with a real store and engine: what no process from outside can be made to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from core.batching.engine import Engine
+from core.batching.runner import Lane
+from core.jobs.broker import Envelope
+from core.jobs.connection import StoreDown
+from core.jobs.record import Claim, JobState
+from core.jobs.store import JobStore
+from tests.workers.crew import PATIENCE_S, Crew, eventually
+from tests.workers.stage import StagePictures, StageRunner
+from workers.gate import Gate
+from workers.hand import Hand
+from workers.outage import Outage
+from workers.publisher import Publisher
+from workers.tasks import Tasks
+
+
+class Flaky(JobStore):
+    """A store whose answers to claims can be lost, after the claim was made."""
+
+    lose = 0
+    before_claim: Callable[[str], object] = staticmethod(lambda id: None)
+
+    def claim(self, id: str, worker: str) -> Claim | None:
+        self.before_claim(id)
+        claim = super().claim(id, worker)
+        if self.lose:
+            self.lose -= 1
+            raise StoreDown("Redis does not answer")
+        return claim
+
+
+class Scene:
+    """All that `Tasks` needs, and what it sends."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.store = Flaky(crew.url)
+        self.sent: list[Envelope] = []
+        self.lane = Lane()
+        self.runner = StageRunner("image", self.lane, 0.005, 4, lambda event, request: None)
+        self.engine = Engine([self.runner])
+        self.gate, self.hand, self.outage = Gate(), Hand(), Outage()
+        self.publisher = Publisher(self.store, self.outage, lambda: self.engine.ticks, self.hand.drop)
+        self.publisher.start()
+        self.tasks = Tasks(
+            "me", self.store, self.outage, self.gate, self.hand, self.publisher, crew.artifacts, self.engine,
+            {"image": StagePictures(0.005)}, self.sent.append,
+        )  # fmt: skip
+
+    def run(self, id: str) -> None:
+        self.tasks.run("image", id, 5)
+
+    def start(self, id: str) -> threading.Thread:
+        thread = threading.Thread(target=self.run, args=[id], daemon=True)
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        self.publisher.stop()
+        self.engine.close()
+        self.lane.close()
+        self.store.close()
+
+
+@pytest.fixture
+def scene(crew: Crew) -> Iterator[Scene]:
+    scene = Scene(crew)
+    yield scene
+    scene.close()
+    assert not scene.hand.works()
+
+
+def test_a_claim_whose_answer_was_lost_is_handed_back_at_no_cost(crew: Crew, scene: Scene) -> None:
+    id = crew.make()
+    scene.store.lose = 2  # the second one finds the first one's work, and says None
+    scene.run(id)
+    assert scene.sent == [Envelope(id, "image", 0)]
+    assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
+    scene.run(id)
+    assert (crew.job(id).state, crew.job(id).attempt) == (JobState.SUCCEEDED, 2)
+
+
+def test_a_lost_answer_about_a_job_of_others_changes_nothing(crew: Crew, scene: Scene) -> None:
+    id = crew.make()
+    crew.store.claim(id, "another")
+    scene.store.lose = 1
+    scene.run(id)
+    assert not scene.sent
+    assert (crew.job(id).state, crew.job(id).worker) == (JobState.RUNNING, "another")
+
+
+def test_a_job_that_becomes_suspect_on_the_way_is_not_run_in_company(crew: Crew, scene: Scene) -> None:
+    id = crew.make()
+    scene.store.before_claim = lambda id: crew.redis.hset(f"diptych:job:{id}", "suspect", "1")
+    scene.run(id)
+    assert scene.sent == [Envelope(id, "image", 0)]
+    assert crew.job(id).state is JobState.QUEUED
+    scene.run(id)
+    assert crew.job(id).state is JobState.SUCCEEDED
+
+
+def test_a_draining_worker_claims_nothing(crew: Crew, scene: Scene) -> None:
+    id = crew.make()
+    scene.tasks.drain()
+    scene.run(id)
+    assert scene.sent == [Envelope(id, "image", 5)]
+    assert crew.job(id).attempt == 0
+
+
+def test_a_job_that_is_claimed_while_draining_begins_is_handed_back(crew: Crew, scene: Scene) -> None:
+    id = crew.make(steps=1000)
+    scene.store.before_claim = lambda id: scene.tasks.drain()
+    scene.run(id)
+    assert scene.sent == [Envelope(id, "image", 0)]
+    assert (crew.job(id).state, crew.job(id).attempt, crew.job(id).lost) == (JobState.QUEUED, 1, 0)
+
+
+def test_everything_can_be_handed_back_without_its_threads(crew: Crew, scene: Scene) -> None:
+    ids = [crew.make(steps=1000) for _ in range(3)]
+    threads = [scene.start(id) for id in ids]
+    for id in ids:
+        crew.running(id)
+    scene.tasks.hand_back_all()
+    assert {envelope.id for envelope in scene.sent} == set(ids)
+    assert [crew.job(id).state for id in ids] == [JobState.QUEUED] * 3
+    scene.engine.drain(0)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert len(scene.sent) == 3  # what the threads found out later was refused
+
+
+def test_what_an_engine_that_broke_says_is_not_written(crew: Crew, scene: Scene) -> None:
+    """It goes to another worker by way of its lease."""
+    id = crew.make(steps=1000)
+    thread = scene.start(id)
+    crew.running(id)
+    scene.engine._scheduler.schedule = lambda now: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert crew.job(id).state is JobState.RUNNING
+    assert not scene.sent
+
+
+def test_an_error_of_its_own_is_logged_and_raises_nothing(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.store.before_claim = lambda id: 1 / 0
+    scene.run("job_x")
+    assert "an error of this worker's own" in caplog.text
+    assert scene.gate.enter(alone=True)  # it has left the gate
+
+
+def test_a_job_that_nobody_wants_any_more_keeps_no_pictures(crew: Crew, scene: Scene) -> None:
+    id = crew.make(steps=3, prompt="STEP=0.05")
+    thread = scene.start(id)
+    crew.running(id)
+    crew.store.cancel(id)
+    eventually(lambda: id in scene.hand)
+    scene.hand.drop(id)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert crew.job(id).state is JobState.CANCELLED
+    assert not [path for path in (crew.folder / "artifacts").rglob("*") if path.is_file()]

@@ -1,0 +1,83 @@
+"""The Celery application of a worker: one task for each queue, and how a message is sent.
+
+`celery -A workers.app worker` runs the same worker as `diptych worker`. Knows Celery; leaves what a message means to
+tasks.py, and the process to boot.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery, Task
+
+from core.config import Settings, read
+from core.jobs.broker import QUEUES, Envelope, celery_settings, task_name
+from workers.station import Station
+
+if TYPE_CHECKING:
+    from workers.panels import Equipment
+
+Say = Callable[[str], None]
+Build = Callable[[Settings, Say], "Equipment"]
+
+_USUAL_PRIORITY = 5
+
+
+class Application(Celery):  # type: ignore[misc]
+    """A Celery application with a station. Nothing of it runs, nor is anything loaded, before Celery's worker does."""
+
+    def __init__(self, settings: Settings, build: Build) -> None:
+        """Raises `SettingsError`."""
+        super().__init__("diptych", config_source=celery_settings(settings.redis_url))
+        self.conf.update(
+            worker_pool="threads",
+            worker_consumer="workers.intake:Steady",
+            worker_disable_rate_limits=True,
+            worker_enable_prefetch_count_reduction=False,  # what is in hand is counted by the intake
+            broker_channel_error_retry=True,  # such as of a Redis that is full
+        )
+        self.settings = settings
+        self.build = build
+        self.station = Station(settings, self.post)
+        self.intake = self.station.intake
+        self.Worker = self.subclass_with_self("workers.boot:Process")
+        for queue in QUEUES:
+            self.task(_serve, bind=True, base=Served, name=task_name(queue), queue=queue)
+
+    def post(self, envelope: Envelope) -> None:
+        """Send a message. Raises what Celery and kombu raise."""
+        self.send_task(task_name(envelope.queue), args=[envelope.id], queue=envelope.queue, priority=envelope.priority)
+
+
+class Served(Task):  # type: ignore[misc]
+    """A task whose messages are counted while they are in hand."""
+
+    Request = "workers.intake:Received"
+
+
+def _serve(self: Any, id: str = "", *_: Any) -> None:
+    priority = (self.request.delivery_info or {}).get("priority")
+    self.app.station.tasks.run(self.queue, str(id), priority if isinstance(priority, int) else _USUAL_PRIORITY)
+
+
+def _build(settings: Settings, say: Say) -> Equipment:
+    from workers.build import build
+
+    return build(settings, measure_s=_MEASURE_S, say=say)
+
+
+_MEASURE_S = 5.0  # for cost curves, at most; what is not reached is learnt from the first jobs
+
+
+def create(settings: Settings, build: Build | None = None) -> Application:
+    """The application. `build` makes what the worker drives, by default a model with its engine."""
+    return Application(settings, build or _build)
+
+
+def __getattr__(name: str) -> Application:
+    """`workers.app.app`, made of the environment when Celery's command line asks for it."""
+    if name != "app":
+        raise AttributeError(name)
+    globals()["app"] = app = create(read())
+    return app

@@ -1,0 +1,178 @@
+"""The worker's process: what is loaded first, which signals end it, and that it ends whatever the parts of it do.
+
+Knows Celery's worker program, signals and exit codes; leaves the worker itself to its station.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+from celery.apps.worker import Worker
+from celery.platforms import SecurityWarning
+from celery.worker import state
+
+from core.config import Settings
+from workers.app import Build, create
+from workers.station import Station
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 10.0  # after the time to drain: then the process ends, whatever still hangs
+_PATIENCE_S = 3.0  # for what was stopped to be handed back by its own thread
+
+
+def run(settings: Settings, build: Build | None = None) -> int:
+    """Work until told to stop by SIGTERM or SIGINT; returns the exit code.
+
+    `build` makes the engine and its panels; by default they come from the settings. Raises what it raises
+    (`pipeline.load.ModelError`), and `SettingsError`. Where code is being compiled at the end, it does not return: the
+    compiler cannot be interrupted, and an interpreter that ends around it aborts.
+    """
+    _speak_plainly()
+    worker = create(settings, build).Worker()
+    worker.start()
+    return int(worker.exitcode or 0)
+
+
+class Process(Worker):  # type: ignore[misc]
+    """Celery's worker program with a station: built before it connects, and drained before it ends."""
+
+    def setup_instance(self, **options: Any) -> None:
+        station: Station = self.app.station
+        self._ending = Ending(station)
+        self._ending.install()
+        station.open()
+        # Imports make millions of objects that stay: looking through them for garbage is a tenth of the start.
+        gc.disable()
+        try:
+            station.equip(self.app.build(self.app.settings, station.say))
+        except BaseException:
+            station.forget()
+            raise
+        finally:
+            gc.freeze()
+            gc.enable()
+        self.pool_cls = "threads"
+        self.concurrency = sum(station.intake.limits.values())  # a thread for each message that may be in hand
+        super().setup_instance(**options)
+
+    def start(self) -> None:
+        super().start()
+        self._ending.finish()
+
+    def stop(self, in_sighandler: bool = False, exitcode: int | None = None) -> None:
+        self._ending.ask(exitcode or 0)  # Celery may end of itself: what is in hand is drained all the same
+        super().stop(in_sighandler, exitcode)
+
+    def on_consumer_ready(self, consumer: Any) -> None:
+        super().on_consumer_ready(consumer)
+        self.app.station.ready()
+
+    # What Celery's program does to the terminal, the log and the signals of its process is done here in our way.
+
+    def setup_logging(self, colorize: bool | None = None) -> bool:
+        return True
+
+    def emit_banner(self) -> None:
+        pass
+
+    def install_platform_tweaks(self, worker: Any) -> None:
+        pass
+
+    def set_process_status(self, info: str) -> None:
+        pass
+
+
+class Ending:
+    """A thread that waits for a signal, and then ends the process in time.
+
+    The first signal: nothing new, what has begun gets `drain_s`, the rest is handed back. A second one: everything is
+    handed back now.
+    """
+
+    def __init__(self, station: Station) -> None:
+        self._station = station
+        self._drain_s = station.settings.drain_s
+        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # may be put into by a handler of signals
+        self._code = 0
+        self._thread = threading.Thread(target=self._run, name="ending", daemon=True)
+
+    def install(self) -> None:
+        """Take the signals over. On the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.ask())
+        self._thread.start()
+
+    def ask(self, code: int = 0) -> None:
+        """What a signal does. The process ends with the highest code that was given."""
+        self._code = max(self._code, code)
+        self._asked.put(None)
+
+    def finish(self) -> None:
+        """Celery has ended: close everything. Returns unless the interpreter could not end in peace."""
+        self._station.close()
+        if any(thread.name == "compile" for thread in threading.enumerate()):
+            self._exit()
+
+    def _run(self) -> None:
+        self._asked.get()
+        watchdog = threading.Timer(self._drain_s + _GRACE_S, self._exit)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            self._drain()
+        except Exception:
+            log.exception("the worker could not be drained")
+        state.should_stop = 0
+        self._station.intake.wake()
+
+    def _drain(self) -> None:
+        station = self._station
+        if station.tasks is None:  # still loading: nothing is in hand
+            station.forget()
+            self._exit()
+            return
+        log.info("stopping: nothing new is begun, what has begun gets %g s", self._drain_s)
+        station.drain()
+        until = time.monotonic() + self._drain_s
+        while not station.idle(0.1) and time.monotonic() < until and self._asked.empty():
+            pass
+        if station.idle(0):
+            return
+        station.tasks.stop()
+        if not station.idle(_PATIENCE_S):  # an iteration that does not end, a Redis that does not answer
+            station.tasks.hand_back_all()
+            station.forget()
+            self._exit()
+
+    def _exit(self) -> None:
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(self._code)
+
+
+def _speak_plainly() -> None:
+    """One line for each event. What others say of a Redis that comes and goes, the outage says in two."""
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    for name in ("workers", "core"):
+        logging.getLogger(name).setLevel(min(logging.INFO, logging.getLogger().level))
+    for name in ("celery", "kombu", "core.jobs.reaper"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", SecurityWarning)  # of running as root, as in most containers: it reads JSON only
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    if record.name.startswith(("celery", "kombu")):
+        record.exc_info = record.exc_text = None
+    return True

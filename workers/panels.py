@@ -1,0 +1,161 @@
+"""How a job becomes requests of the engine, and what they made becomes the job's result: one panel per modality.
+
+Knows jobs' parameters, progress and artifacts; knows nothing of queues, Redis or how anything is computed. Light to
+import: it is there before torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from core.artifacts import Artifacts
+from core.batching.engine import Engine
+from core.batching.request import Outcome
+from core.batching.runner import Refused
+from core.jobs.registry import ModelCard
+from pipeline.parameters import MAX_SEED, ImageParameters
+
+if TYPE_CHECKING:
+    from pipeline.picture import Picture
+    from pipeline.runner import ImageRunner
+
+MAX_IMAGES = 10  # of one job
+
+
+class Tally(Protocol):
+    """One job's progress."""
+
+    def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
+        """What to tell after an iteration of the request of this index, on the engine's thread. None: nothing."""
+        ...
+
+
+class Panel(Protocol):
+    """A modality of jobs. Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """The model's, as jobs name it."""
+        ...
+
+    def card(self) -> ModelCard:
+        """The model as it is offered, with its costs as known now.
+
+        A KeyError or RuntimeError says that they changed this very moment: ask again.
+        """
+        ...
+
+    def requests(self, parameters: Mapping[str, Any]) -> list[Any]:
+        """The parameters of the requests that a job's mean. Raises `Refused`, naming the field."""
+        ...
+
+    def tally(self, requests: Sequence[Any]) -> Tally: ...
+
+    def result(self, made: Sequence[Any], artifacts: Artifacts) -> dict[str, Any]:
+        """The job's result, from what its requests came to; artifacts are kept before it returns.
+
+        Raises `ArtifactError`.
+        """
+        ...
+
+
+class Equipment(Protocol):
+    """What a worker process drives: an engine, and a panel for each queue that it serves."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def panels(self) -> Mapping[str, Panel]: ...
+
+    def close(self) -> None: ...
+
+
+class ImagePanel:
+    """Pictures: a job asks for n of them with seeds that count up."""
+
+    def __init__(self, runner: ImageRunner) -> None:
+        self._runner = runner
+        self.name = runner.model.name
+
+    def card(self) -> ModelCard:
+        from workers.cards import image_card
+
+        return image_card(self._runner)
+
+    def requests(self, parameters: Mapping[str, Any]) -> list[ImageParameters]:
+        return pictures(parameters)
+
+    def tally(self, requests: Sequence[ImageParameters]) -> PictureTally:
+        return PictureTally([request.steps for request in requests])
+
+    def result(self, made: Sequence[Picture], artifacts: Artifacts) -> dict[str, Any]:
+        return {"images": [_kept(picture, artifacts) for picture in made]}
+
+
+def pictures(parameters: Mapping[str, Any]) -> list[ImageParameters]:
+    """A job's parameters as those of its pictures. Raises `Refused`; what a picture may be, its runner checks."""
+    n, seed = _whole(parameters, "n", 1, MAX_IMAGES), _whole(parameters, "seed", 0, MAX_SEED)
+    return [
+        ImageParameters(
+            prompt=_given(parameters, "prompt"),
+            seed=(seed + k) % (MAX_SEED + 1),
+            width=_given(parameters, "width"),
+            height=_given(parameters, "height"),
+            negative_prompt=parameters.get("negative_prompt"),
+            steps=_given(parameters, "steps"),
+            guidance_scale=_given(parameters, "guidance_scale"),
+            scheduler=parameters.get("scheduler"),
+            deterministic=parameters.get("deterministic", False),
+        )
+        for k in range(n)
+    ]
+
+
+def _given(parameters: Mapping[str, Any], field: str) -> Any:
+    try:
+        return parameters[field]
+    except KeyError:
+        raise Refused(f"{field}: is missing") from None
+
+
+def _whole(parameters: Mapping[str, Any], field: str, low: int, high: int) -> int:
+    value = _given(parameters, field)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise Refused(f"{field}: must be a whole number between {low} and {high}")
+    return value
+
+
+def _kept(picture: Picture, artifacts: Artifacts) -> dict[str, Any]:
+    data = picture.png()
+    return {
+        "key": artifacts.put(data, "image/png"),
+        "seed": picture.parameters.seed,
+        "width": picture.image.width,
+        "height": picture.image.height,
+        "media_type": "image/png",
+        "size_bytes": len(data),
+        "warnings": list(picture.warnings),
+    }
+
+
+class PictureTally:
+    """Steps done over all pictures of a job. Never goes back."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = sum(steps)
+        self._done = [0] * len(steps)
+        self._finished = [False] * len(steps)
+
+    def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
+        if outcome.progress is None:
+            return None
+        self._done[index] = max(self._done[index], outcome.progress[0])
+        self._finished[index] |= outcome.finished
+        return {
+            "steps_done": sum(self._done),
+            "steps": self._steps,
+            "image": index,
+            "images_done": sum(self._finished),
+        }

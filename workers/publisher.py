@@ -1,0 +1,83 @@
+"""Tells progress: one thread gathers what the engine's thread says and writes it in one round trip per tick.
+
+Only a job's newest progress is kept while the thread is busy. Knows reports; knows nothing of what they tell.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from core.jobs.record import Report
+from core.jobs.store import JobStore
+from workers.outage import Outage
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.02  # the longest it waits for the end of the tick that something was said in
+
+
+class Publisher:
+    """`say` never blocks. Progress that Redis does not take is dropped: the next one says more."""
+
+    def __init__(
+        self, store: JobStore, outage: Outage, ticks: Callable[[], int], stale: Callable[[str, int], object]
+    ) -> None:
+        """`ticks` counts the engine's. `stale` is told id and attempt of what is no longer this worker's."""
+        self._store = store
+        self._outage = outage
+        self._ticks = ticks
+        self._stale = stale
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._said: dict[str, Report] = {}
+        self._wake = threading.Event()
+        self._stopping = False
+        self.flushes = 0
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is left, and end the thread. Not called before `start`."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def say(self, id: str, attempt: int, data: dict[str, Any]) -> None:
+        """Progress of a job, on the engine's thread."""
+        with self._lock:
+            self._said[id] = Report(id, attempt, data)
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.wait()
+            self._wake.clear()
+            # The engine tells all requests of a batch in turn: what belongs together is written together.
+            tick, until = self._ticks(), time.monotonic() + _TICK_S
+            while self._ticks() == tick and time.monotonic() < until and not self._stopping:
+                time.sleep(0.001)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was said so far. A job's last progress is told so, before its end is written."""
+        with self._writing:  # one after another: progress must not overtake itself
+            with self._lock:
+                said, self._said = self._said, {}
+            if said:
+                self.flushes += 1
+                self._write(said)
+
+    def _write(self, said: dict[str, Report]) -> None:
+        try:
+            stale = self._outage.once(lambda: self._store.report(list(said.values())), set[str]())
+        except Exception:  # a report that cannot be written must not end the thread
+            log.exception("progress could not be told")
+            return
+        for id in stale:
+            self._stale(id, said[id].attempt)

@@ -1,0 +1,183 @@
+"""What one worker process consists of, and in which order its parts begin and end.
+
+Knows the parts; leaves what each does to it, and the process (signals, Celery, exit) to boot.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from core.artifacts import ArtifactError, Artifacts
+from core.config import Settings, SettingsError
+from core.jobs.broker import QUEUES, Envelope
+from core.jobs.connection import StoreError
+from core.jobs.reaper import Reaper
+from core.jobs.registry import ModelCard, Registry, WorkerCard
+from core.jobs.store import JobStore
+from workers.control import Control
+from workers.gate import Gate
+from workers.hand import Hand
+from workers.heart import Heart
+from workers.intake import Intake
+from workers.outage import Outage
+from workers.publisher import Publisher
+from workers.tasks import Tasks
+
+if TYPE_CHECKING:
+    from workers.panels import Equipment, Panel
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_CLOSE_S = 2.0  # Redis waits a second for a message before it says that there is none
+
+
+class Station:
+    """One worker. `open`, `equip`, then `serve` for each message; in the end `drain` and `close`."""
+
+    def __init__(self, settings: Settings, send: Callable[[Envelope], None]) -> None:
+        """Connects to nothing yet. Raises `SettingsError` for settings that no worker can use."""
+        if not settings.redis_url:
+            raise SettingsError("DIPTYCH_REDIS_URL: must be given, a worker finds its jobs there")
+        self.settings = settings
+        self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.outage = Outage()
+        self.hand = Hand()
+        self.gate = Gate(on_change=lambda: self.intake.wake())
+        self.intake = Intake(QUEUES, held_up=lambda: self.gate.narrow)
+        self.tasks: Tasks | None = None
+        self._send = send
+        try:
+            self._store = JobStore.of(settings)
+            self._registry = Registry.of(settings)
+        except ValueError as error:
+            raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
+        try:
+            self._artifacts = Artifacts(settings.artifacts)
+        except ArtifactError as error:
+            raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
+        self._started = time.time()
+        self._state, self._message = "starting", ""
+        self._models: list[ModelCard] = []
+        self._equipment: Equipment | None = None
+        self._publisher: Publisher | None = None
+        self._heart = Heart(
+            self._store, self._registry, self.outage, self.hand, self.id, self.card,
+            lease_s=settings.lease_s, stuck_s=settings.stuck_s,
+        )  # fmt: skip
+        self._control = Control(self._registry, self.outage, self.id, self._cancelled)
+        self._reaper = Reaper(self._store, send)
+
+    def open(self) -> None:
+        """Show the card, in state "starting", and look after others' jobs. Everything else needs an engine."""
+        self._heart.start()
+        self._reaper.start()
+
+    def say(self, message: str) -> None:
+        """What the worker is at, for its card and its log."""
+        log.info("%s", message)
+        self._message = message
+        self._heart.poke()
+
+    def _turn(self, state: str) -> None:
+        self._state = state
+        self.say(state)
+
+    def equip(self, equipment: Equipment) -> None:
+        """From now on messages can be served, for the queues that there is a panel for."""
+        engine, settings = equipment.engine, self.settings
+        self._equipment = equipment
+        self._publisher = Publisher(self._store, self.outage, lambda: engine.ticks, self.hand.drop)
+        self.tasks = Tasks(
+            self.id, self._store, self.outage, self.gate, self.hand, self._publisher, self._artifacts, engine,
+            equipment.panels, self._send,
+        )  # fmt: skip
+        self._publisher.start()
+        self._control.start()
+        limits = {"image": settings.image_jobs, "text": settings.text_jobs}
+        self.intake.serve({queue: limits[queue] for queue in equipment.panels})
+        self._heart.watch(engine)
+
+    def ready(self) -> None:
+        """Celery takes messages in."""
+        if self._state == "starting":
+            self._turn("ready")
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take no more, hand back what has not begun, and go on with what has."""
+        self._turn("draining")
+        self.intake.close(_CLOSE_S)
+        if self.tasks is not None:
+            self.tasks.drain()
+
+    def idle(self, timeout_s: float) -> bool:
+        """Wait until no message is in hand. False: after `timeout_s` there still was."""
+        until = time.monotonic() + timeout_s
+        while any(self.intake.counts().values()):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def close(self) -> None:
+        """End the threads, take the card away, and give the device back if nothing runs on it any more."""
+        self._reaper.stop()
+        if self._publisher is not None:
+            self._control.stop()
+            self._publisher.stop()
+        self._heart.stop()
+        self.forget()
+        if self._equipment is not None and not self.hand.works():
+            self._equipment.close()
+        self._registry.close()
+        self._store.close()
+
+    def forget(self) -> None:
+        """Take the card away, if Redis answers."""
+        with contextlib.suppress(StoreError):  # else it goes by itself when its time is up
+            self._registry.forget(self.id)
+
+    # -- for its parts -----------------------------------------------------------------------------------------
+
+    def card(self) -> WorkerCard:
+        if self._equipment is not None:
+            self._models = [self._model(panel) for panel in self._equipment.panels.values()]
+        return WorkerCard(
+            id=self.id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state=self._state,
+            message=self._message,
+            started=self._started,
+            models=self._models,
+            in_flight=self.intake.counts(),
+            limits=self.intake.limits,
+            version=_version(),
+        )
+
+    @staticmethod
+    def _model(panel: Panel) -> ModelCard:
+        with contextlib.suppress(KeyError, RuntimeError):  # a cost changed while it was read
+            return panel.card()
+        return panel.card()
+
+    def _cancelled(self, id: str) -> None:
+        if self.hand.drop(id):
+            log.info("%s was cancelled", id)
+
+
+def _version() -> str:
+    try:
+        return version("diptych")
+    except PackageNotFoundError:  # a checkout that was never installed
+        return ""

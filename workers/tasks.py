@@ -1,0 +1,238 @@
+"""One message from Celery to its end: claim the job, have the engine do it, keep what it made, write how it ended.
+
+Runs on a Celery thread that does nothing but wait (and encode what is done). Nothing it meets is raised to Celery:
+the record says how a job ended, and a message that was of no use is simply acknowledged.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from core.artifacts import ArtifactError, Artifacts
+from core.batching.engine import Aborted, Closed, Engine, Expired
+from core.batching.request import Outcome, Request
+from core.batching.runner import OutOfMemory, Refused
+from core.jobs.broker import Envelope
+from core.jobs.record import Claim, JobState
+from core.jobs.store import JobStore
+from workers.gate import Gate
+from workers.hand import Hand, Work
+from workers.outage import GivenUp, Outage
+from workers.publisher import Publisher
+
+if TYPE_CHECKING:
+    from workers.panels import Panel, Tally
+
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    """What all of a worker's Celery threads run. Thread-safe."""
+
+    def __init__(
+        self,
+        worker: str,
+        store: JobStore,
+        outage: Outage,
+        gate: Gate,
+        hand: Hand,
+        publisher: Publisher,
+        artifacts: Artifacts,
+        engine: Engine,
+        panels: Mapping[str, Panel],
+        send: Callable[[Envelope], None],
+    ) -> None:
+        self._worker = worker
+        self._store = store
+        self._outage = outage
+        self._gate = gate
+        self._hand = hand
+        self._publisher = publisher
+        self._artifacts = artifacts
+        self._engine = engine
+        self._panels = panels
+        self._send = send
+        self._draining = False
+
+    def drain(self) -> None:
+        """Begin nothing more: what has not left the engine's waiting line, and what comes, is handed back."""
+        self._draining = True
+        self._gate.close()
+        for work in self._hand.works():
+            if not work.begun:
+                work.stop()
+
+    def stop(self) -> None:
+        """Stop what is under way, so that it is handed back too."""
+        for work in self._hand.works():
+            work.stop()
+
+    def hand_back_all(self) -> None:
+        """Hand back what is still in hand, without waiting for anyone. One try each."""
+        for work in self._hand.works():
+            work.drop()  # from here on, not by its own thread
+            self._hand.remove(work)
+            try:
+                self._return(work.claim, unless=lambda: True)
+            except Exception as error:
+                log.warning("%s is left to its lease (%s)", work.claim.id, type(error).__name__)
+
+    # -- on a Celery thread ------------------------------------------------------------------------------------
+
+    def run(self, queue: str, id: str, priority: int) -> None:
+        """Serve a message. Never raises."""
+        try:
+            self._serve(Envelope(id, queue, priority))
+        except GivenUp:
+            pass  # the worker ends and Redis is away: the lease says the rest
+        except Exception:
+            log.exception("%s: an error of this worker's own", id)
+
+    def _serve(self, envelope: Envelope) -> None:
+        id = envelope.id
+        alone = self._outage.patiently(lambda: self._store.suspect(id), unless=lambda: self._draining)
+        if not self._gate.enter(alone=alone):
+            self._post(envelope)  # not begun: another worker may have it at once
+            return
+        try:
+            claim = self._claim(envelope)
+            if claim is None:
+                return
+            if claim.suspect and not alone:  # it became suspect just now, in another's hands
+                self._return(claim)
+                return
+            self._work(claim)
+        finally:
+            self._gate.leave()
+
+    def _claim(self, envelope: Envelope) -> Claim | None:
+        unsure = False
+        while True:
+            if self._draining:
+                self._post(envelope)
+                return None
+            claim = self._outage.once(lambda: (self._store.claim(envelope.id, self._worker),), None)
+            if claim is not None:
+                break
+            unsure = True  # it may have been done, and only the answer lost
+            self._outage.patiently(lambda: self._store.suspect(envelope.id), unless=lambda: self._draining)
+        if claim[0] is None and unsure:
+            self._disown(envelope.id)
+        return claim[0]
+
+    def _disown(self, id: str) -> None:
+        """Hand back what was claimed in this worker's name by a call whose answer was lost."""
+        job = self._patiently(lambda: self._store.get(id))
+        ours = job is not None and job.state is JobState.RUNNING and job.worker == self._worker
+        if job is not None and ours and id not in self._hand:
+            envelope = self._patiently(lambda: self._store.hand_back(id, job.attempt))
+            if envelope is not None:
+                self._post(envelope)
+
+    def _work(self, claim: Claim) -> None:
+        work = Work(claim, self._engine)
+        self._hand.add(work)
+        if self._draining:  # since the claim, and nobody else has seen this one
+            work.stop()
+        try:
+            self._end(work, self._make(work))
+        finally:
+            self._hand.remove(work)
+
+    def _make(self, work: Work) -> dict[str, Any] | Exception:
+        """The job's result, or why there is none."""
+        claim = work.claim
+        try:
+            panel = self._panels[claim.modality]
+            if claim.model != panel.name:
+                raise Refused("model: is not the one that this worker serves")
+            wanted = panel.requests(claim.parameters)
+            requests = self._requests(claim, wanted, panel.tally(wanted))
+            started = time.monotonic()
+            made = work.make(requests)
+            engine_s = time.monotonic() - started
+            if work.dropped:
+                raise Aborted("nobody waits for it any more")
+            return {**panel.result(made, self._artifacts), "engine_s": round(engine_s, 6)}
+        except Exception as error:
+            return error
+
+    def _requests(self, claim: Claim, wanted: list[Any], tally: Tally) -> list[Request]:
+        left_s = claim.deadline_left_s
+        deadline = math.inf if left_s is None else self._engine.clock() + left_s
+
+        def listener(index: int) -> Callable[[Request, Outcome], None]:
+            def hear(_: Request, outcome: Outcome) -> None:
+                data = tally.take(index, outcome)
+                if data is not None:
+                    self._publisher.say(claim.id, claim.attempt, data)
+
+            return hear
+
+        return [
+            Request(
+                f"{claim.id}/{claim.attempt}/{index}",
+                claim.modality,
+                parameters,
+                priority=claim.priority,
+                deadline=deadline,
+                listener=listener(index),
+            )
+            for index, parameters in enumerate(wanted)
+        ]
+
+    def _end(self, work: Work, made: dict[str, Any] | Exception) -> None:
+        """Write how it ended, however long Redis is away. All of it is refused where the job is no longer ours."""
+        claim, store = work.claim, self._store
+        id, attempt = claim.id, claim.attempt
+        if work.dropped:
+            return
+        match made:
+            case dict():
+                self._publisher.flush()
+                self._patiently(lambda: store.succeed(id, attempt, made))
+            case Expired():
+                self._patiently(lambda: store.expire(id, attempt))
+            case Aborted():
+                self._return(claim)
+            case Closed() if self._engine.alive:
+                self._return(claim)
+            case _ if not self._engine.alive:
+                pass  # nothing this engine says is to be trusted: the process ends, and the lease says the rest
+            case _:
+                code, message = _told(made)
+                log.warning("%s failed: %s (%s: %s)", id, code, type(made).__name__, made)
+                self._patiently(lambda: store.fail(id, attempt, code, message))
+
+    def _return(self, claim: Claim, unless: Callable[[], bool] = lambda: False) -> None:
+        """Hand a claimed job back and send it anew."""
+        envelope = self._outage.patiently(lambda: self._store.hand_back(claim.id, claim.attempt), unless=unless)
+        if envelope is not None:
+            log.info("%s is handed back", claim.id)
+            self._post(envelope)
+
+    def _post(self, envelope: Envelope) -> None:
+        try:
+            self._send(envelope)
+        except Exception as error:  # of kombu, of redis: the sweep finds what was not sent
+            log.info("%s could not be sent, a sweep will (%s)", envelope.id, type(error).__name__)
+
+    def _patiently(self, call: Callable[[], Any]) -> Any:
+        return self._outage.patiently(call)
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """The code and the message of a failure, for whoever asked. Nothing of what was asked for is repeated."""
+    match error:
+        case Refused():
+            return "invalid_request", str(error)
+        case OutOfMemory():
+            return "out_of_memory", "the device has too little memory for this job"
+        case ArtifactError():
+            return "artifact_error", f"the result could not be kept: {error}"
+        case _:
+            return "engine_error", f"the engine failed at this job ({type(error).__name__})"
