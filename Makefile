@@ -5,10 +5,10 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 
 BIN := .venv/bin
 
-.PHONY: serve test check fix bench train
+.PHONY: serve test check fix bench chaos train
 .DEFAULT_GOAL := serve
 
-serve: .venv/.installed  ## PORT=8080 for another port than its own
+serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
 	$(BIN)/diptych serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: .venv/.installed  ## everything, on all cores; ARGS="-k floors -x" is handed to pytest
@@ -23,8 +23,11 @@ fix: .venv/.installed  ## what ruff can put right by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.installed  ## BENCH=arrivals for another one
+bench: .venv/.installed  ## BENCH=arrivals or BENCH=serve for another one
 	$(BIN)/diptych bench $(or $(BENCH),ladder) $(ARGS)
+
+chaos: .venv/.installed  ## kills, pauses and cuts off parts of a running service, and counts what was lost
+	$(BIN)/python -m tests.faults.chaos $(ARGS)
 
 train: .venv/.installed  ## the embedded models anew: DATA=folder with emoji/ and coco/, MORE="--minutes 24"; resumes
 	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \

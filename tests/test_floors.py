@@ -26,6 +26,7 @@ FLOORS = {
     "training": 5,
     "workers": 4,
     "api": 4,
+    "deployment": 4,
     "pipeline": 3,
     "llm": 3,
     "unet_opt": 2,
@@ -35,14 +36,15 @@ FLOORS = {
     "core.jobs": 1,
     "core.artifacts": 1,
     "core.config": 0,
+    "core.text": 0,
     "core": 0,  # the package's own __init__ only
 }
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.
-CLOSED = {"llm": {"unet_opt"}, "api": {"pipeline", "llm", "unet_opt"}}
+CLOSED = {"llm": {"unet_opt"}, "api": {"pipeline", "llm", "unet_opt"}, "deployment": {"pipeline", "llm", "unet_opt"}}
 # The front door opens every room of its own floor.
 SIDEWAYS = {"cli": {"evaluation", "benchmarks", "training"}}
 
-TORCH_FREE = ("core.batching", "api")
+TORCH_FREE = ("core.batching", "core.jobs", "core.artifacts", "api", "deployment")
 TORCH = {
     "torch",
     "torchvision",
@@ -60,7 +62,7 @@ KEPT_TO = {
     "kombu": ("workers/", "api/queue.py"),
     "fastapi": ("api/",),
     "starlette": ("api/",),
-    "redis": ("core/jobs.py", "workers/app.py"),
+    "redis": ("core/jobs/",),
 }
 
 MAX_LINES = 400
@@ -243,10 +245,12 @@ def test_torch_free_rooms_load_no_torch(free, house):
 # --- the rules can fail ---------------------------------------------------------------------------------
 
 SOUND = {
-    "cli.py": "import benchmarks.ladder, evaluation.fid\nfrom pipeline import runner",
+    "cli/__init__.py": "from cli import bench\nfrom pipeline import runner",
+    "cli/bench.py": "import benchmarks.ladder, evaluation.fid, deployment.serve",
     "core/__init__.py": "",
     "core/config.py": "import os",
-    "core/jobs.py": "import redis\nfrom core.config import Settings",
+    "core/jobs/__init__.py": "import redis\nfrom core.config import Settings",
+    "core/text.py": "",
     "core/graphs.py": "import torch\nfrom . import config",
     "core/batching/__init__.py": "",
     "core/batching/engine.py": "from .scheduler import Scheduler\nfrom core.config import Settings",
@@ -260,11 +264,13 @@ SOUND = {
     "llm/__init__.py": "",
     "llm/runner.py": "from core import quant\nfrom core.batching import engine",
     "workers/__init__.py": "",
-    "workers/app.py": "import celery, redis",
+    "workers/app.py": "import celery\nfrom core import jobs",
     "workers/build.py": "import pipeline.runner, llm.runner",
     "api/__init__.py": "",
-    "api/app.py": "import fastapi\nfrom core.jobs import JobStore\nfrom . import queue",
+    "api/app.py": "import fastapi\nfrom core import text\nfrom core.jobs import JobStore\nfrom . import queue",
     "api/queue.py": "import celery",
+    "deployment/__init__.py": "",
+    "deployment/serve.py": "from core.config import Settings",
     "benchmarks/__init__.py": "",
     "benchmarks/ladder.py": "from pipeline import runner",
     "evaluation/__init__.py": "",
@@ -304,7 +310,7 @@ def test_sound_tree_passes(rule, tmp_path):
             "pipeline imports benchmarks, upwards",
         ),
         (
-            "core/jobs.py",
+            "core/jobs/__init__.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from api import app",
             "core.jobs imports api, upwards",
         ),
@@ -319,6 +325,7 @@ def test_sound_tree_passes(rule, tmp_path):
         ("pipeline/runner.py", "from llm import runner", "pipeline imports llm, sideways"),
         ("llm/runner.py", "import pipeline", "llm imports pipeline, sideways"),
         ("workers/build.py", "from api.queue import send", "workers imports api, sideways"),
+        ("deployment/serve.py", "import workers.boot", "deployment imports workers, sideways"),
         ("api/app.py", "from workers import app", "api imports workers, sideways"),
         ("core/graphs.py", "from core.quant import int8", "core.graphs imports core.quant, sideways"),
         ("core/batching/engine.py", "from .. import jobs", "core.batching imports core.jobs, sideways"),
@@ -326,6 +333,7 @@ def test_sound_tree_passes(rule, tmp_path):
         ("evaluation/fid.py", "import cli", "evaluation imports cli, sideways"),
         # closed, unknown, and not a room
         ("llm/runner.py", "import unet_opt", "llm imports unet_opt, which is closed to it"),
+        ("deployment/serve.py", "import pipeline.folder", "deployment imports pipeline, which is closed to it"),
         ("api/app.py", "from unet_opt import deepcache", "api imports unet_opt, which is closed to it"),
         ("core/cupboard.py", "", "core/cupboard.py: in no room of the plan"),
         ("attic/__init__.py", "", "attic/__init__.py: in no room of the plan"),
@@ -365,7 +373,8 @@ def test_floors_can_fail(path, source, said, tmp_path):
         ("core/batching/__init__.py", "import torch", "core/batching/__init__.py:1: imports torch"),
         ("core/__init__.py", "import torch", "core/__init__.py:1: imports torch"),
         ("core/config.py", "import torch", "core/config.py:1: imports torch"),
-        ("core/jobs.py", "import transformers", "in reach of api.app → core.jobs"),
+        ("core/jobs/__init__.py", "import transformers", "in reach of core.jobs"),
+        ("core/text.py", "import transformers", "in reach of api.app → core.text"),
         (
             "core/batching/engine.py",
             "def f():\n    from core import quant",
@@ -384,11 +393,11 @@ def test_torch_free_can_fail(path, source, said, tmp_path):
     ("path", "source"),
     [
         ("pipeline/runner.py", "import celery"),
-        ("core/jobs.py", "def f():\n    from celery.app import x"),
+        ("core/jobs/__init__.py", "def f():\n    from celery.app import x"),
         ("api/app.py", "from celery import Celery"),
         ("api/app.py", "import kombu"),
         ("workers/app.py", "import fastapi"),
-        ("cli.py", "def serve():\n    from fastapi import FastAPI"),
+        ("cli/serve.py", "def serve():\n    from fastapi import FastAPI"),
         ("core/batching/engine.py", "import starlette.applications"),
         ("api/app.py", "import redis.asyncio"),
         ("workers/build.py", "import redis"),
@@ -407,7 +416,7 @@ def test_kept_to_can_fail(path, source, tmp_path):
     [
         ("pipeline/runner.py", 400, False),
         ("pipeline/runner.py", 401, True),
-        ("cli.py", 401, True),
+        ("cli/generate.py", 401, True),
         ("install.py", 401, True),
         ("tests/test_app.py", 401, False),
         ("training/draw.py", 401, False),

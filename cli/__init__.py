@@ -1,0 +1,72 @@
+"""The command line: `diptych generate | bench | serve | api | worker | models`.
+
+Knows commands, exit codes (2 for input that cannot be used) and how a command ends; each family of commands has a
+file. The rest of the house is imported only when it is needed: imports are most of what a short command costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+from cli import bench, generate, serve, show
+from cli.arguments import Failure, UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code."""
+    options = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    for library in ("torch", "filelock", "urllib3", "httpx"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text at all
+    try:
+        return _run(options)
+    except KeyboardInterrupt as error:
+        print(f"stopped: {error}" if str(error) else "stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # nobody reads on: nothing to say, also not when Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    from core.config import SettingsError
+
+    try:
+        return int(options.run(options) or 0)
+    except (UsageError, SettingsError) as error:
+        print(f"diptych: {error}", file=sys.stderr)
+        return 2
+    except Failure as error:
+        print(f"diptych: {error}", file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    whole = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving: SDXL, batched step by step.")
+    whole.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+    for family in (generate, serve, show, bench):
+        family.add(commands)
+    return whole
+
+
+def entry() -> None:
+    """The console script: run `main`, and end at once where code is still being compiled on a thread of its own.
+
+    The compiler cannot be interrupted, and an interpreter that ends around it aborts.
+    """
+    code = main()
+    if any(thread.name == "compile" for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,107 @@
+"""What the families of commands share: options of the model, settings from them, and the works under a spinner."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from core.config import Settings
+    from workers.build import Works
+
+Commands = Any  # argparse keeps the class of its subparsers to itself
+
+
+class UsageError(ValueError):
+    """Something that the user gave cannot be used. The message names it."""
+
+
+class Failure(RuntimeError):
+    """A command that did not do what was asked, through no fault of its input. The message says why."""
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("out"), metavar="DIR", help="for the pictures; default: %(default)s"
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="NAME", help="a folder in diffusers' format or a hub id; default: the embedded model"
+    )
+    parser.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16", "int8", "fp8"), help="of the computation; default: fp32"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled code beside eager mode")
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of denoising; default: %(default)s")
+
+
+def check_steps(steps: int) -> None:
+    from pipeline.parameters import MAX_STEPS
+
+    if not 1 <= steps <= MAX_STEPS:
+        raise UsageError(f"--steps: must be between 1 and {MAX_STEPS}, not {steps}")
+
+
+def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
+    """Settings: an option goes over the environment, the environment over a command's defaults, and these over all.
+
+    Every option that is called like a setting is one. Raises `core.config.SettingsError`.
+    """
+    from core.config import Settings, read
+
+    found = read(**{name: value for name, value in vars(options).items() if name in Settings.model_fields})
+    return found.model_copy(update={k: v for k, v in defaults.items() if k not in found.model_fields_set})
+
+
+def make_cache(settings: Settings) -> None:
+    """Make the folder of compiled code, where code is to be compiled. Raises `UsageError`."""
+    if settings.compile:
+        try:
+            settings.compiled_code.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"DIPTYCH_CACHE_DIR: {error.filename} cannot be made ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def model_errors() -> Iterator[None]:
+    """What the rooms below refuse is said in the command line's words."""
+    from core.batching.engine import Closed
+    from core.batching.runner import Refused
+    from pipeline.folder import ModelError
+    from workers.draw import OutError
+
+    try:
+        yield
+    except (Refused, OutError) as error:
+        raise UsageError(str(error)) from error
+    except ModelError as error:
+        raise UsageError(f"model: {error}") from error
+    except Closed as error:
+        raise Failure(f"{error} ({error.__cause__ or 'no reason is known'})") from error
+
+
+def open_works(settings: Settings, console: Console, measure_s: float = 0.0) -> Works:
+    """Build the works under a spinner."""
+    # Imports make millions of objects that stay: looking through them for garbage is a tenth of the start.
+    gc.disable()
+    try:
+        with console.status("starting") as status:
+            from workers.build import build
+
+            return build(settings, measure_s=measure_s, say=status.update)
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -1,0 +1,168 @@
+"""`diptych generate`: pictures from prompts, in one process.
+
+Knows options and how a refusal names them; leaves drawing to `workers.draw`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import (
+    Commands,
+    UsageError,
+    add_model,
+    add_out,
+    add_steps,
+    make_cache,
+    model_errors,
+    open_works,
+    read_settings,
+)
+
+if TYPE_CHECKING:
+    from pipeline.parameters import ImageParameters
+    from pipeline.prompts import Prompt
+
+_FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "prompt": "PROMPT"}  # else --field
+_EXAMPLES = """examples:
+  diptych generate "a slice of pizza"
+  diptych generate "a red panda" -n 4 --seed 7 --steps 30 --size 128x128 -o pandas
+  diptych generate --prompts captions.tsv --limit 64 --negative "blurry, low quality"
+
+Each picture's PNG holds its parameters in the text chunks "parameters" and "fingerprint". Where a file of the same
+name lies in DIR, from an earlier command with the same prompt and seed, it is replaced.
+
+exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, and is named; 130 stopped with Ctrl-C
+"""
+
+
+def add(commands: Commands) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="draw pictures",
+        description="Draw a picture for each prompt. stdout gets the path of a single picture, or one line of summary.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to draw; quote each one")
+    generate.add_argument(
+        "--prompts",
+        dest="file",
+        type=Path,
+        metavar="FILE",
+        help="more prompts: one a line, or a .tsv/.csv with a column prompt or caption (and id: names the files)",
+    )
+    generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of FILE")
+    add_out(generate)
+    generate.add_argument(
+        "-n", "--count", type=int, default=1, metavar="N", help="pictures a prompt, seeds counting up; default: 1"
+    )
+    add_steps(generate)
+    generate.add_argument("--seed", type=int, metavar="N", help="of each prompt's first picture; default: a random one")
+    generate.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
+    generate.add_argument(
+        "--guidance", type=float, default=5.0, metavar="SCALE", help="default: %(default)s; up to 1: off"
+    )
+    generate.add_argument("--negative", metavar="TEXT", help="what the picture should not show")
+    generate.add_argument(
+        "--scheduler", metavar="NAME", help="euler, euler-ancestral, dpm++2m or lcm; default: the model's"
+    )
+    generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
+    add_model(generate)
+    generate.set_defaults(run=_generate, compile=None)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from core.batching.request import Request
+    from pipeline import parameters
+    from workers.draw import draw, folder
+
+    console = Console(stderr=True)
+    # All that can be refused without a model is refused before one is loaded.
+    prompts = _prompts(options)
+    size = _size(options.size)
+    if not 1 <= options.count <= 10_000:
+        raise UsageError(f"--count: must be between 1 and 10000, not {options.count}")
+    seed = secrets.randbelow(2**32) if options.seed is None else options.seed
+    draft = parameters.ImageParameters(
+        prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
+        negative_prompt=options.negative, steps=options.steps, guidance_scale=options.guidance,
+        scheduler=options.scheduler, deterministic=options.deterministic,
+    )  # fmt: skip
+    if options.scheduler is None:
+        offered: Sequence[str] = ()
+    else:
+        from pipeline import sigmas
+
+        offered = sigmas.SCHEDULERS
+    for prompt in prompts:
+        _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
+    # Compiling takes longer than most commands; who asks for it gets it.
+    settings = read_settings(options, compile=False)
+    make_cache(settings)
+    with model_errors(), folder(options.out), open_works(settings, console) as works:
+        if size is None:
+            draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
+        first = replace(draft, prompt=prompts[0].text)
+        _check(first, prompts[0], options, works.images.sizes, works.images.schedulers)
+        works.images.check(Request("check", "image", first))
+        jobs = (
+            (replace(draft, prompt=prompt.text, seed=(seed + k) % (parameters.MAX_SEED + 1)), prompt)
+            for prompt in prompts
+            for k in range(options.count)
+        )
+        return draw(works, jobs, len(prompts) * options.count, options.steps, options.out, console)
+
+
+def _prompts(options: argparse.Namespace) -> list[Prompt]:
+    from pipeline.prompts import Prompt, PromptsError, read
+
+    if options.limit is not None and options.limit < 1:
+        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    if options.limit is not None and options.file is None:
+        raise UsageError("--limit: counts prompts of a file, and there is no --prompts")
+    typed = [Prompt(text, row, "") for row, text in enumerate(options.prompts, 1)]
+    if options.file is None:
+        if not typed:
+            raise UsageError("PROMPT: give at least one, or a file with --prompts")
+        return typed
+    try:
+        return typed + read(options.file, options.limit)
+    except PromptsError as error:
+        raise UsageError(f"--prompts: {error}") from error
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})", text)
+    if match is None:
+        raise UsageError(f"--size: must look like 1024x1024, not {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def _check(
+    whole: ImageParameters, prompt: Prompt, options: argparse.Namespace, sizes: Any, schedulers: Sequence[str]
+) -> None:
+    """Refuse a picture before anything is drawn: say which option is wrong, or where the prompt stands."""
+    from core.batching.runner import Refused
+    from pipeline.parameters import check
+
+    try:
+        check(whole, sizes, schedulers)
+    except Refused as error:
+        field, _, wrong = str(error).partition(": ")
+        flag = _FLAGS.get(field, f"--{field}")
+        if field == "prompt" and prompt.name:
+            flag = f"--prompts: {options.file}: row {prompt.row}"
+        elif field == "prompt" and len(options.prompts) > 1:
+            flag = f"PROMPT {prompt.row}"
+        raise UsageError(f"{flag}: {wrong}") from error

@@ -1,0 +1,155 @@
+"""`diptych serve | api | worker`: the whole service from one command, or one part of it.
+
+Knows options and the order of refusals. `serve` and `api` load no torch: a machine that only answers needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.arguments import Commands, Failure, UsageError, add_model, make_cache, model_errors, read_settings
+
+if TYPE_CHECKING:
+    from core.config import Settings
+
+_NEEDED = ("celery", "fastapi", "obstore", "redis", "uvicorn")  # the extra `serve`
+_PARTS = """One machine runs `diptych serve`, which needs no other part. On several machines, let each have the same
+DIPTYCH_REDIS_URL and DIPTYCH_ARTIFACTS_URL (a folder that all of them see, or s3://…), and run `diptych api` and
+`diptych worker` as often as there is something to do.
+
+exit codes: 0 stopped; 2 the input cannot be used, and is named; 130 stopped with Ctrl-C
+"""
+_SUCH_AS = "such as redis://:password@host:6379/0"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+
+
+def add(commands: Commands) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve pictures over HTTP",
+        description="Redis, the API and a worker, started and kept alive by this one command.",
+        epilog=_PARTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_address(serve)
+    serve.add_argument(
+        "--data",
+        "--data-dir",
+        dest="data_dir",
+        type=Path,
+        metavar="DIR",
+        help="for pictures and what is queued; default: ~/.local/share/diptych",
+    )
+    add_model(serve)
+    serve.set_defaults(run=_serve)
+
+    api = commands.add_parser(
+        "api",
+        help="the API alone",
+        description="Answers HTTP. Needs DIPTYCH_REDIS_URL.",
+        epilog=_PARTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_address(api)
+    api.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # a socket that `serve` listens on
+    api.set_defaults(run=_api)
+
+    worker = commands.add_parser(
+        "worker",
+        help="a worker alone",
+        description="Draws what is queued, on one device. Needs DIPTYCH_REDIS_URL.",
+        epilog=_PARTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(worker)
+    worker.set_defaults(run=_worker)
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", metavar="NAME", help="to listen on; default: 127.0.0.1, for this machine alone")
+    parser.add_argument("--port", type=int, metavar="N", help="to listen on; default: 8000")
+
+
+def _serve(options: argparse.Namespace) -> int:
+    _check_extra()
+    from deployment.address import AddressError
+    from deployment.redis import RedisError
+    from deployment.serve import DataError, serve
+
+    settings = read_settings(options)
+    if settings.redis_url:
+        _check_redis(settings)
+    try:
+        return serve(settings, verbose=options.verbose)
+    except (AddressError, DataError) as error:
+        raise UsageError(str(error)) from error
+    except RedisError as error:
+        raise Failure(str(error)) from error
+
+
+def _api(options: argparse.Namespace) -> int:
+    _check_extra()
+    settings = read_settings(options)
+    _check_redis(settings)
+    from api.app import serve
+    from core.artifacts import ArtifactError
+
+    try:
+        serve(settings, options.fd)
+    except ArtifactError as error:
+        raise UsageError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
+    return 0
+
+
+def _worker(options: argparse.Namespace) -> int:
+    _check_extra()
+    settings = read_settings(options)
+    _check_redis(settings)
+    make_cache(settings)
+    _wait_for_redis(settings)
+    from workers.boot import run
+
+    with model_errors():
+        return int(run(settings) or 0)
+
+
+def _check_extra() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{', '.join(missing)}: not installed; pip install '.[serve]' brings all that serving needs")
+
+
+def _check_redis(settings: Settings) -> None:
+    """Refuse a URL that can never work."""
+    from core.jobs.connection import connect
+
+    if not settings.redis_url:
+        raise UsageError(f"DIPTYCH_REDIS_URL: must be given, {_SUCH_AS}; `diptych serve` alone brings its own Redis")
+    try:
+        connect(settings.redis_url).close()
+    except ValueError as error:
+        raise UsageError(f"DIPTYCH_REDIS_URL: is no address of a Redis, {_SUCH_AS}") from error
+
+
+def _wait_for_redis(settings: Settings) -> None:
+    """Return when Redis answers; say once why it does not."""
+    from core.jobs.connection import StoreError, connect, translated
+
+    pause_s, said = _FIRST_PAUSE_S, ""
+    with connect(settings.redis_url) as client:
+        while True:
+            try:
+                with translated():
+                    client.ping()
+                return
+            except StoreError as error:
+                if str(error) != said:
+                    said = str(error)
+                    print(f"diptych: DIPTYCH_REDIS_URL: {said}; trying until it does", file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,0 +1,59 @@
+"""Where the API listens: the socket, bound before anything is loaded, and the URL that leads to it."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+
+class AddressError(ValueError):
+    """The address cannot be listened on. The message names the option."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `AddressError`.
+
+    It is listened on at once, and stays open while the API is started again: who calls meanwhile waits, and is served.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise AddressError(f"--host: is no address of this machine ({_reason(error)})") from error
+    # A name may stand for several: the first is taken, IPv4 before IPv6, since that is what most clients try first.
+    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and address[0] == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressError(f"--port: {port} is in use; name another with --port") from error
+        if error.errno == errno.EACCES:
+            raise AddressError(f"--port: {port} is not for everyone to listen on; name one above 1023") from error
+        raise AddressError(f"--host: is no address of this machine ({_reason(error)})") from error
+    return listener
+
+
+def is_private(listener: socket.socket) -> bool:
+    """Whether only this machine can reach it."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def url(listener: socket.socket) -> str:
+    """A URL that this machine reaches it by."""
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        host = "127.0.0.1"  # an IPv6 socket on :: takes IPv4 too
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, socket.gaierror):
+        return str(error.strerror)
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "not a host's name"

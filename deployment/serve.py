@@ -1,0 +1,265 @@
+"""The embedded default: Redis, the API and a worker as children of this process, until it is told to stop.
+
+Knows in which order they start and stop, and what to do when one ends; knows neither pictures nor HTTP nor queues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from core.config import Settings
+from deployment.address import is_private, listen, url
+from deployment.children import Backoff, Child, reason
+from deployment.redis import RedisError, RedisServer
+from deployment.screen import Screen
+from deployment.signals import Stop
+from deployment.watch import Sight, Watch
+from deployment.welcome import welcome
+
+ROOT = Path(__file__).resolve().parent.parent
+_LOOK_S = 0.05
+_API_STOP_S = 10.0
+_HAND_BACK_S = 15.0  # beyond drain_s, to hand back what is not done
+_UNUSABLE = 2  # exit code of a part whose input can never work
+_NICENESS = 10  # of the worker: the API answers however much is drawn
+_REDIS_OPTIONS = ("maxmemory 512mb",)
+
+
+class DataError(ValueError):
+    """The data folder cannot be used. The message names the option."""
+
+
+class _Unusable(Exception):
+    """A part said that what it was given can never work."""
+
+
+def serve(settings: Settings, *, verbose: bool = False) -> int:
+    """Serve until a signal comes; returns the exit code.
+
+    Raises `AddressError` and `DataError` before anything is started, and `RedisError` where no Redis can be had.
+    """
+    _open_standard_descriptors()
+    with Stop() as stop, listen(settings.host, settings.port) as listener, _lock(settings.data_dir) as folder:
+        settings = settings.model_copy(update={"data_dir": folder})
+        with Screen() as screen:
+            return _Stack(settings, listener, screen, stop, verbose=verbose).run()
+
+
+def _open_standard_descriptors() -> None:
+    """Where one was closed, the next socket would get its number, and every child would lose it to its own stdin."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[Path]:
+    """The data folder, made, absolute, and ours alone."""
+    from filelock import FileLock, Timeout
+
+    folder = folder.expanduser().absolute()
+    lock = FileLock(folder / "serve.lock", timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise DataError("--data: another `diptych serve` uses this folder; name another with --data") from None
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        yield folder
+    finally:
+        lock.release()
+
+
+def _unusable(folder: Path, error: OSError) -> DataError:
+    return DataError(f"--data: {error.filename or folder} cannot be used ({error.strerror})")
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """The environment that gives a child these settings. The password in Redis's URL shows in no list of processes."""
+    # Without what is no setting, too: it was spoken of once.
+    environment = {name: value for name, value in os.environ.items() if not name.upper().startswith("DIPTYCH_")}
+    for name, known in Settings.model_fields.items():
+        value = getattr(settings, name)
+        if value != known.default:
+            environment[f"DIPTYCH_{name.upper()}"] = str(value)
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
+
+
+@dataclass(eq=False)
+class _Part:
+    """A child and how it is kept alive."""
+
+    name: str
+    start: Callable[[], None]
+    code: Callable[[], int | None]
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+class _Stack:
+    def __init__(
+        self, settings: Settings, listener: socket.socket, screen: Screen, stop: Stop, *, verbose: bool
+    ) -> None:
+        self._screen, self._stop, self._listener, self._verbose = screen, stop, listener, verbose
+        self._redis: RedisServer | None = None
+        if not settings.redis_url:
+            self._redis = RedisServer(settings.data_dir / "redis", _REDIS_OPTIONS, tied=True)
+            settings = settings.model_copy(update={"redis_url": self._redis.url})
+        self._settings = settings
+        # -P: what lies in the folder where serve was started is not taken for a part of the house.
+        command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
+        environment, logs = _environment(settings), settings.data_dir / "logs"
+        descriptor = listener.fileno()
+        self._api = Child(
+            "API", [*command, "api", "--fd", str(descriptor)], environment, logs / "api.log", descriptors=(descriptor,)
+        )
+        self._worker = Child("worker", [*command, "worker"], environment, logs / "worker.log", niceness=_NICENESS)
+        self._parts = [
+            _Part("worker", self._start_worker, lambda: self._worker.code),
+            _Part("API", self._api.start, lambda: self._api.code),
+        ]
+        self._watch: Watch | None = None
+        self._announced, self._pending = False, True
+
+    def run(self) -> int:
+        """Start all, and keep it running until a signal comes or a part cannot work; then stop all."""
+        try:
+            self._begin()
+            while not self._stop.asked:
+                self._look()
+                self._show()
+                time.sleep(_LOOK_S)
+            return self._stop.exit_code
+        except _Unusable:
+            return _UNUSABLE
+        finally:
+            self._end()
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._screen.now("starting")
+        if not is_private(self._listener):
+            self._screen.line(
+                "diptych: the API can be reached from other machines, and there are no keys yet: whoever reaches it "
+                "may use it", "yellow",
+            )  # fmt: skip
+        try:
+            if self._redis is not None:
+                self._begin_redis(self._redis)
+            if self._stop.asked:
+                return
+            self._start_worker()  # first: it takes longest
+            self._api.start()
+        except OSError as error:
+            raise _unusable(self._settings.data_dir, error) from error
+        self._watch = Watch(self._settings, url(self._listener))
+        self._watch.expect(self._worker.pid)
+
+    def _begin_redis(self, redis: RedisServer) -> None:
+        """Start Redis and wait until it answers, however long its file takes to load."""
+        redis.spawn()
+        self._parts.append(_Part("Redis", redis.spawn, lambda: redis.process.poll() if redis.process else 0))
+        while not redis.answers() and not self._stop.asked:
+            if not redis.running:
+                raise RedisError(f"redis-server did not start: {redis.last_words()}")
+            time.sleep(0.01)
+
+    def _start_worker(self) -> None:
+        self._worker.start()
+        if self._watch is not None:
+            self._watch.expect(self._worker.pid)
+
+    # -- run -------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Start again what has ended."""
+        self._hear()
+        for part in self._parts:
+            now = time.monotonic()
+            if part.backoff.due is not None:
+                if now >= part.backoff.due:
+                    self._start_again(part)
+            elif (code := part.code()) is not None:
+                self._hear()
+                if code == _UNUSABLE and part.name != "Redis":
+                    raise _Unusable
+                if self._watch is not None:
+                    self._watch.lost(api=part.name == "API", worker=part.name == "worker")
+                words = f": {self._redis.last_words()}" if part.name == "Redis" and self._redis and code > 0 else ""
+                self._postpone(part, f"ended ({reason(code)}{words})")
+
+    def _start_again(self, part: _Part) -> None:
+        try:
+            part.start()
+        except (OSError, RedisError) as error:
+            self._postpone(part, f"cannot be started ({error})")
+        else:
+            part.backoff.begun(time.monotonic())
+
+    def _postpone(self, part: _Part, what: str) -> None:
+        delay_s = part.backoff.ended(time.monotonic())
+        article = "" if part.name == "Redis" else "the "
+        self._screen.line(f"diptych: {article}{part.name} {what}; starting it again in {delay_s:g} s", "yellow")
+
+    def _hear(self) -> None:
+        """Pass on what the children say, but for what their logs alone need to hold."""
+        for child in (self._api, self._worker):
+            for line in child.lines() if child.process is not None else ():
+                if self._verbose or not line.startswith("INFO "):
+                    self._screen.line(line if line.startswith("diptych: ") else f"{child.name}: {line}")
+
+    def _show(self) -> None:
+        """Say what the worker does while it is not ready, and once that all is."""
+        sight = self._watch.sight if self._watch is not None else Sight()
+        if not sight.ready:
+            self._screen.now(f"worker: {sight.message}" if sight.message else "starting")
+            self._pending = True
+        elif self._pending:
+            self._pending = False
+            self._screen.settle()
+            if self._announced:
+                self._screen.line("diptych: ready again")
+            else:
+                self._announced = True
+                self._screen.result(welcome(url(self._listener), sight.models))
+
+    # -- stop ------------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """API first, so that nothing more comes in; then the worker, which finishes or hands back; then Redis."""
+        if self._watch is not None:
+            self._watch.close()
+        # What ended by itself has said why, and that should be the last word.
+        say = self._screen.now if self._stop.asked else lambda text: self._screen.settle()
+        say("stopping the API")
+        self._end_child(self._api, _API_STOP_S, urges=0)
+        say("the worker finishes what it has begun (Ctrl-C: hands it back)")
+        self._end_child(self._worker, self._settings.drain_s + _HAND_BACK_S, urges=1)
+        if self._redis is not None:
+            say("stopping Redis")
+            self._redis.stop()
+
+    def _end_child(self, child: Child, patience_s: float, *, urges: int) -> None:
+        """SIGTERM; again for each of so many further wishes to stop; and after those, or that time, SIGKILL."""
+        until, passed_on = time.monotonic() + patience_s, 0
+        child.terminate()
+        while child.code is None and time.monotonic() < until and self._stop.urged <= urges:
+            if self._stop.urged > passed_on:
+                passed_on = self._stop.urged
+                child.terminate()
+            self._hear()
+            time.sleep(_LOOK_S)
+        child.kill()
+        self._hear()

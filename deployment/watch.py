@@ -1,0 +1,124 @@
+"""Looks, on a thread of its own, whether the API answers and what the worker says of itself.
+
+Knows the API's /readyz and the registry of workers; decides nothing. What it waits for may be slow to answer, and who
+supervises processes must not be held up by that.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from core.config import Settings
+
+if TYPE_CHECKING:
+    from core.jobs.registry import ModelCard, Registry
+
+_LOOK_S = 0.1
+_ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What was seen last. `api`: it answers, and has itself seen Redis and a worker that is ready. `message` is what
+    our worker says it does, or why that cannot be known.
+    """
+
+    api: bool = False
+    worker: bool = False
+    message: str = ""
+    models: tuple[ModelCard, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        return self.api and self.worker
+
+
+class Watch:
+    """Looks until all is ready; `lost` makes it look again. The properties may be read from any thread."""
+
+    def __init__(self, settings: Settings, url: str) -> None:
+        self._settings = settings
+        self._address = urlsplit(url)
+        self._sight = Sight()
+        self._worker: tuple[int, float] | None = None
+        self._changed = threading.Condition()
+        self._over = False
+        self._registry: Registry | None = None
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def sight(self) -> Sight:
+        with self._changed:
+            return self._sight
+
+    def lost(self, *, api: bool = False, worker: bool = False) -> None:
+        """A part ended; what was seen of it counts no more."""
+        with self._changed:
+            if api:
+                self._sight = replace(self._sight, api=False)
+            if worker:
+                self._sight = replace(self._sight, worker=False, message="", models=())
+                self._worker = None
+            self._changed.notify()
+
+    def expect(self, pid: int) -> None:
+        """The worker's process is this one, from now on."""
+        with self._changed:
+            self._worker = (pid, time.time() - 1.0)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Does not wait: the thread may be waiting for an answer, and ends with the process."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or not self._sight.ready)
+                if self._over:
+                    return
+                before, worker = self._sight, self._worker
+            seen = before
+            if worker is not None and not seen.worker:
+                seen = self._look_for_worker(seen, *worker)
+            if not seen.api:
+                seen = replace(seen, api=self._api_answers())
+            with self._changed:
+                if self._sight == before and self._worker == worker:  # nothing was lost meanwhile
+                    self._sight = seen
+                self._changed.wait_for(lambda: self._over, _LOOK_S)
+
+    def _look_for_worker(self, seen: Sight, pid: int, since: float) -> Sight:
+        from core.jobs.connection import StoreError
+        from core.jobs.registry import Registry
+
+        if self._registry is None:  # its import waits until the children's own have begun
+            self._registry = Registry.of(self._settings)
+        try:
+            cards = self._registry.workers()
+        except StoreError as error:
+            return replace(seen, message=str(error))
+        for card in cards:
+            # A worker before this one may have had the same process id, in a container above all.
+            if card.pid == pid and card.host == socket.gethostname() and card.started >= since:
+                return replace(seen, worker=card.state == "ready", message=card.message, models=tuple(card.models))
+        return replace(seen, message="")
+
+    def _api_answers(self) -> bool:
+        connection = http.client.HTTPConnection(self._address.hostname or "", self._address.port, timeout=_ANSWER_S)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()

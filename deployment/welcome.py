@@ -1,0 +1,22 @@
+"""What `diptych serve` says when it is ready: where it is, and a command that draws a picture as it stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from core.jobs.registry import ModelCard
+
+
+def welcome(url: str, models: Sequence[ModelCard]) -> str:
+    """`url` has no slash at its end."""
+    offered = "; ".join(f"{model.name}, {model.precision} on {model.device}" for model in models)
+    return f"Diptych serves at {url} ({offered}). Its pages: {url}/docs. A first picture:\n\n  {command(url)}\n"
+
+
+def command(url: str) -> str:
+    """A shell command that asks for a picture and writes it into pizza.png."""
+    body = '{"prompt": "a slice of pizza", "response_format": "url"}'
+    ask = f"curl -sS {url}/v1/images/generations -H 'Content-Type: application/json' -d '{body}'"
+    return f'curl -sS --output pizza.png "$({ask} | grep -o \'http[^"]*\')"'

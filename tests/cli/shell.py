@@ -1,0 +1,72 @@
+"""A shell for tests: runs commands in this process, in a folder of their own, and reads what they leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+
+import cli
+from pipeline import tiny
+
+QUICK = ["--model", tiny.TINY, "--steps", "2"]
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Shell:
+    """Runs commands in this process, in a folder of their own."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+        self._capsys = capsys
+        self.folder = folder
+
+    def __call__(self, *arguments: str) -> Said:
+        self._capsys.readouterr()
+        try:
+            code = cli.main(arguments)
+        except SystemExit as error:  # argparse
+            code = int(error.code or 0)
+        out, err = self._capsys.readouterr()
+        assert "Traceback" not in err
+        return Said(code, out, err)
+
+    def generate(self, *arguments: str) -> Said:
+        return self("generate", *QUICK, "-o", "out", *arguments)
+
+    def refused(self, *arguments: str) -> str:
+        """What is said of a command that must be refused, and must leave the folder as it was."""
+        before = sorted(self.folder.rglob("*"))
+        said = self.generate(*arguments)
+        assert said.code == 2, said
+        assert said.out == ""
+        assert sorted(self.folder.rglob("*")) == before
+        line = said.err.strip().splitlines()[-1]
+        assert line.startswith("diptych") and len(line) < 1000
+        return line
+
+    def pictures(self) -> list[Path]:
+        """All that lies in `out`, each of it a whole picture."""
+        found = sorted((self.folder / "out").iterdir())
+        for path in found:
+            with Image.open(path) as image:
+                image.load()
+        return found
+
+    def save(self, name: str, data: str | bytes) -> str:
+        (self.folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+        return name
+
+
+def made_with(path: Path) -> dict[str, Any]:
+    with Image.open(path) as image:
+        found = json.loads(image.text["parameters"])  # type: ignore[attr-defined]
+    assert isinstance(found, dict)
+    return found

@@ -1,0 +1,101 @@
+"""Real commands, where imports and signals matter; and what `--help` says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from pipeline import tiny
+from tests.cli.shell import Shell
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cli", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+        env={**env, "COLUMNS": "200", "PYTHONPATH": str(ROOT), "DIPTYCH_KERNELS": "0"},  # not for models this small
+    )  # fmt: skip
+
+
+def test_a_real_command_prints_a_path_and_nothing_that_is_not_for_its_user(tmp_path: Path, saved: Path) -> None:
+    process = command(
+        "generate", "a slice of pizza", "--model", str(saved), "--steps", "2", "--seed", "1", cwd=tmp_path
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out == "out/a-slice-of-pizza-1.png\n" and (tmp_path / out.strip()).is_file()
+    shown = [line for line in err.splitlines() if line.strip()]
+    assert all(line.startswith(("steps ", "pictures ")) for line in shown), err
+
+
+def test_ctrl_c_stops_with_whole_pictures_only(tmp_path: Path) -> None:
+    arguments = ["a fox", "-n", "500", "--model", tiny.TINY, "--steps", "60", "--guidance", "1"]
+    process = command("generate", *arguments, cwd=tmp_path)
+    until = time.monotonic() + 120
+    while not list(tmp_path.glob("out/*.png")) and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    found = list((tmp_path / "out").iterdir())
+    assert found and out == "" and "Traceback" not in err
+    assert err.strip().splitlines()[-1] == f"stopped: {len(found)} of 500 pictures were written"
+    for path in found:
+        with Image.open(path) as image:
+            image.load()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "--help"],
+        ["generate", "x", "--steps", "0"],
+        ["generate"],
+        ["serve", "--data", "/proc/nowhere"],
+        ["api"],
+        ["worker"],
+        ["models", "--url", "http://127.0.0.1:9"],
+    ],
+    ids=" ".join,
+)
+def test_help_and_refusals_do_not_wait_for_torch(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        f"import sys, cli\ntry: cli.main({arguments!r})\nfinally: print(*({{'torch', 'diffusers'}} & {{*sys.modules}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "generate", "serve", "api", "worker", "models", "bench", "bench ladder", "bench arrivals", "bench serve"],
+)
+def test_help_says_something_of_every_option(shell: Shell, words: str) -> None:
+    said = shell(*words.split(), "--help")
+    assert said.code == 0 and said.err == ""
+    lines = said.out.splitlines()
+    listed = [i for i, line in enumerate(lines) if re.match(r"  (-|\w)", line) and "diptych" not in line]
+    assert listed
+    for i in listed:
+        below = lines[i + 1] if i + 1 < len(lines) else ""
+        assert re.search(r"\S {2,}\S", lines[i].strip()) or below.startswith("    "), lines[i]
+
+
+def test_help_names_every_scheduler_and_every_exit_code(shell: Shell) -> None:
+    from pipeline.sigmas import SCHEDULERS
+
+    said = " ".join(shell("generate", "--help").out.split())
+    assert all(name in said for name in SCHEDULERS)
+    assert "exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used" in said

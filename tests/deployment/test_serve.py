@@ -1,0 +1,221 @@
+"""How `diptych serve` starts and ends: however it is started and however it is told to stop, nothing is left and no job
+is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import tiny
+from tests.deployment.served import ROOT, Served, environment, wait_until
+
+# A shell's `&`: SIGINT is ignored from the start. And there is no stdin at all.
+_BEHIND_A_SHELL = ["sh", "-c", "trap '' INT; exec \"$@\" <&-", "sh"]
+
+
+def test_no_job_is_lost_between_two_lives(serve: Callable[..., Served]) -> None:
+    """One job runs and two wait when it is told to stop, and told again because it drains for ever."""
+    first = serve(variables={"DIPTYCH_DRAIN_S": "3600", "DIPTYCH_MAX_REQUESTS": "1"})
+    first.ready()
+    order = {"type": "image", "prompt": "a fox", "guidance_scale": 1.0}
+    jobs = [first.json("/v1/jobs", {**order, "steps": steps})["id"] for steps in (1000, 3, 3)]
+    wait_until(lambda: first.json(f"/v1/jobs/{jobs[0]}")["status"] == "running", "a job in hand")
+    first.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "diptych: the worker finishes what it has begun (Ctrl-C: hands it back)" in first.err, "a word")
+    time.sleep(0.6)  # sooner, and it would be taken for the same signal
+    assert first.stop(signal.SIGINT) == 0
+    assert first.err.splitlines()[-1] == "diptych: stopping Redis"
+
+    second = serve(folder=first.folder, command=_BEHIND_A_SHELL, stdin=None)
+    wait_until(lambda: second.answers("/healthz"), "the API")
+    pictures = [second.finished(id) for id in jobs]
+    assert len(set(pictures)) == 3 and all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert second.stop(signal.SIGINT) == 130
+
+
+def test_nothing_survives_a_parent_that_is_killed(serve: Callable[..., Served]) -> None:
+    service = serve(variables={"DIPTYCH_DRAIN_S": "1"})
+    service.ready()
+    job = service.json("/v1/jobs", {"type": "image", "prompt": "a fox", "steps": 1000, "n": 4})
+    wait_until(lambda: service.json(f"/v1/jobs/{job['id']}")["status"] == "running", "a job in hand")
+    assert service.stop(signal.SIGKILL) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGKILL, -9)]
+)
+def test_it_can_be_stopped_while_the_model_is_loaded(serve: Callable[..., Served], number: int, code: int) -> None:
+    service = serve()
+    service.started()
+    assert service.stop(number) == code
+    assert "Traceback" not in service.err and "curl" not in service.out
+
+
+def test_nohup_keeps_it_from_ending_with_its_terminal(serve: Callable[..., Served]) -> None:
+    service = serve(command=["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"])
+    service.started()
+    service.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: service.answers("/healthz"), "the API")
+    assert service.stop(signal.SIGTERM) == 0
+
+
+def test_closed_standard_streams_are_no_reason_not_to_serve(serve: Callable[..., Served]) -> None:
+    service = serve(command=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"], stdin=None)
+    service.started()
+    wait_until(lambda: service.answers("/healthz"), "the API")
+    assert service.stop(signal.SIGTERM) == 0
+
+
+def test_ctrl_c_under_make_reaches_both_and_leaves_nothing(serve: Callable[..., Served], tmp_path: Path) -> None:
+    """The Makefile's own `serve`, in a process group of its own, as a terminal's foreground is."""
+    service = serve("--help")  # for its port alone
+    assert service.ended() == 0
+    words = f"--model {tiny.TINY} --data {tmp_path / 'data'} --no-compile"
+    command = ["make", "-o", ".venv/.installed", "serve", f"PORT={service.port}", f"ARGS={words}"]
+    make = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: service.answers("/healthz"), "the API")
+        children = psutil.Process(make.pid).children(recursive=True)
+        assert len(children) >= 4
+        os.killpg(make.pid, signal.SIGINT)
+        out, _ = make.communicate(timeout=60)
+        assert make.returncode != 0 and b"Traceback" not in out
+        assert psutil.wait_procs(children, 60)[1] == []
+    finally:
+        if make.poll() is None:
+            os.killpg(make.pid, signal.SIGKILL)
+
+
+def test_a_model_that_is_not_there_ends_it(serve: Callable[..., Served]) -> None:
+    service = serve(model="/nowhere")
+    assert service.ended(120) == 2
+    assert service.err.splitlines()[-1].startswith("diptych: model: /nowhere: no such folder")
+    assert "Traceback" not in service.err and service.out == ""
+    assert "starting it again" not in service.err
+
+
+def test_on_a_terminal_a_spinner_turns_and_leaves_whole_lines(serve: Callable[..., Served]) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        service = serve(model="/nowhere", stdout=theirs, stderr=theirs, variables={"TERM": "xterm", "COLUMNS": "200"})
+        os.close(theirs)
+        seen = b""
+        with contextlib.suppress(OSError):  # EIO: nobody has the other side open any more
+            while read := terminal.read(4096):
+                seen += read
+        assert service.ended(120) == 2
+    lines = seen.decode().splitlines()
+    assert any("starting" in line and "\x1b[" in line for line in lines)
+    said = next(line for line in lines if "no such folder" in line)
+    assert said.rpartition("\x1b[2K")[2].startswith("diptych: model: /nowhere")
+
+
+def test_an_artifacts_url_of_no_use_ends_it(serve: Callable[..., Served]) -> None:
+    service = serve(variables={"DIPTYCH_ARTIFACTS_URL": "gopher://pictures"})
+    assert service.ended(120) == 2
+    assert "diptych: DIPTYCH_ARTIFACTS_URL: " in service.err
+    assert "Traceback" not in service.err
+
+
+def test_who_can_be_reached_from_elsewhere_is_warned(serve: Callable[..., Served]) -> None:
+    service = serve("--host", "0.0.0.0", model="/nowhere")
+    assert service.ended(120) == 2
+    assert "the API can be reached from other machines, and there are no keys yet" in service.err
+
+
+def test_a_machine_without_redis_is_told_so(serve: Callable[..., Served], tmp_path: Path) -> None:
+    old = tmp_path / "bin" / "redis-server"
+    old.parent.mkdir()
+    old.write_text(
+        "#!/bin/sh\ntest \"$1\" = --version && exec echo 'Redis server v=7.0.0'\necho out of order; exit 1\n"
+    )
+    old.chmod(0o755)
+    service = serve(variables={"PATH": f"{old.parent}:{os.environ['PATH']}"})
+    assert service.ended() == 1
+    assert service.err.splitlines() == ["diptych: starting", "diptych: redis-server did not start: out of order"]
+
+
+def test_a_variable_that_is_no_setting_is_spoken_of_once(serve: Callable[..., Served]) -> None:
+    service = serve(model="/nowhere", variables={"DIPTYCH_PRECISON": "fp16", "diptych_port": "80"})
+    assert service.ended(120) == 2
+    assert service.err.count("DIPTYCH_PRECISON is no setting and is ignored; did you mean DIPTYCH_PRECISION?") == 1
+
+
+def test_data_that_cannot_be_written_is_named(serve: Callable[..., Served], tmp_path: Path) -> None:
+    for name in ("logs", "redis"):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data" / name).touch()
+        service = serve(folder=tmp_path / name)
+        assert service.ended() == 2
+        assert f"diptych: --data: {tmp_path / name / 'data' / name} cannot be used (File exists)" in service.err
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "data", Path("/proc/data")):
+        service = serve("--data", str(folder))
+        assert service.ended() == 2
+        assert service.err.startswith(f"diptych: --data: {folder} cannot be used (")
+
+
+# -- with a Redis of somebody else's -------------------------------------------------------------------------------
+
+
+def test_with_another_redis_it_starts_none_and_waits_for_it(serve: Callable[..., Served], redis_server) -> None:
+    redis_server.stop()
+    service = serve(variables={"DIPTYCH_REDIS_URL": redis_server.url})
+    wait_until(lambda: "DIPTYCH_REDIS_URL: Redis cannot be reached; trying until it does" in service.err, "a word")
+    redis_server.start()
+    wait_until(lambda: "diptych: worker: loading" in service.err, "the worker")
+    assert not any("redis-server" in child.name() for child in psutil.Process(service.process.pid).children())
+    assert service.stop(signal.SIGTERM) == 0
+    assert service.err.count("Redis cannot be reached") == 1
+    assert redis_server.password not in service.err and "Traceback" not in service.err
+    assert redis_server.answers()
+
+
+@pytest.mark.parametrize("command", ["api", "worker"])
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("", "must be given, such as redis://"), ("http://secret@nowhere", "is no address of a Redis")],
+)
+def test_parts_on_their_own_need_a_redis(command: str, url: str, message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", command], env=environment(DIPTYCH_REDIS_URL=url), capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"diptych: DIPTYCH_REDIS_URL: {message}") and "secret" not in done.stderr
+
+
+def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path, serve: Callable[..., Served]) -> None:
+    service = serve("--help")  # for its port alone
+    assert service.ended() == 0
+    env = environment(DIPTYCH_REDIS_URL=redis_url, DIPTYCH_ARTIFACTS_URL=tmp_path.as_uri(), DIPTYCH_DRAIN_S="1")
+    words = (["api", "--port", str(service.port)], ["worker", "--model", tiny.TINY])
+    with (tmp_path / "log").open("wb") as log:
+        parts = [
+            subprocess.Popen([sys.executable, "-m", "cli", *part], env=env, stdin=subprocess.DEVNULL, stderr=log)
+            for part in words
+        ]
+    try:
+        wait_until(lambda: service.answers("/readyz"), "a worker that is ready")
+        assert service.picture().startswith(b"\x89PNG")
+        for part in parts:
+            part.send_signal(signal.SIGINT)
+        assert [part.wait(60) for part in parts] == [130, 0]
+    finally:
+        for part in parts:
+            part.kill()
+            part.wait()

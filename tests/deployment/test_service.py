@@ -1,0 +1,144 @@
+"""`diptych serve` as it runs: what it draws, and that it mends what breaks. One real service for all tests."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+
+from tests.deployment.served import ROOT, Served, environment, wait_until
+
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def drawn_with(png: bytes) -> dict[str, object]:
+    with Image.open(io.BytesIO(png)) as image:
+        image.load()
+        assert image.format == "PNG" and image.size == (32, 32)
+        found = json.loads(image.text["parameters"])  # type: ignore[attr-defined]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_picture_comes_back(service: Served) -> None:
+    made = drawn_with(service.picture("a slice of pizza", seed=7, guidance_scale=3.0))
+    assert made["prompt"] == "a slice of pizza" and made["seed"] == 7 and made["guidance_scale"] == 3.0
+
+
+def test_the_command_that_it_prints_works_as_it_stands_there(service: Served, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    (command,) = [line for line in service.out.splitlines() if line.strip().startswith("curl")]
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert drawn_with((tmp_path / "pizza.png").read_bytes())["prompt"] == "a slice of pizza"
+
+
+def test_the_readmes_request_gets_the_readmes_answer(service: Served) -> None:
+    request, answer = re.search(r"(    curl .*?}')\n\n.*?:\n\n(    {.*?})\n\n", README, re.DOTALL).groups()  # type: ignore[union-attr]
+    command = request.replace("http://127.0.0.1:8000", service.url)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=180)
+    told, got = json.loads(answer), json.loads(done.stdout)
+    assert told.keys() == got.keys()
+    assert told["data"][0].keys() == got["data"][0].keys() and got["data"][0]["seed"] == told["data"][0]["seed"]
+    path = got["data"][0]["url"].removeprefix(service.url)
+    assert path == f"/v1/jobs/{got['job_id']}/images/0"
+    assert drawn_with(service.call(path)[1])["seed"] == 7
+
+
+def test_what_it_says_is_where_it_is_and_what_it_loads(service: Served) -> None:
+    assert f"Diptych serves at {service.url} (random:tiny, fp32 on cpu)" in service.out
+    said = service.err.splitlines()
+    assert said[0] == "diptych: starting"
+    assert "diptych: worker: loading random:tiny" in said
+    assert all(line.startswith("diptych: ") for line in said)  # no warnings, no escapes of a terminal
+
+
+def test_parts_are_nice_in_sessions_of_their_own_and_hide_the_password(service: Served) -> None:
+    parts = {word: service.part(word) for word in ("redis-server", "api", "worker")}
+    for part in parts.values():
+        assert os.getsid(part.pid) == part.pid
+        assert not any("redis://" in word for word in part.cmdline())
+    mine = os.nice(0)
+    assert [parts[word].nice() for word in ("redis-server", "api", "worker")] == [mine, mine, min(mine + 10, 19)]
+
+
+def loaded(process: psutil.Process) -> str:
+    return Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_only_the_worker_loads_torch(service: Served) -> None:
+    assert "libtorch" in loaded(service.part("worker"))
+    for process in (service.part("api"), psutil.Process(service.process.pid)):
+        assert "libtorch" not in loaded(process)
+
+
+def test_a_second_one_on_the_same_folder_is_refused(service: Served, serve: Callable[..., Served]) -> None:
+    second = serve(folder=service.folder)
+    assert second.process.wait(60) == 2
+    assert "diptych: --data: another `diptych serve` uses this folder" in service.err
+    assert "Traceback" not in service.err
+
+
+def test_a_second_one_on_the_same_port_is_refused(service: Served, serve: Callable[..., Served]) -> None:
+    second = serve("--port", str(service.port))
+    assert second.ended() == 2
+    assert second.err.startswith(f"diptych: --port: {service.port} is in use")
+    assert (
+        list(second.folder.iterdir()) == [second.folder / "err", second.folder / "out"]
+        or not (second.folder / "data").exists()
+    )
+
+
+def kill(service: Served, word: str) -> None:
+    """kill -9, as when memory runs out; returns when its successor is there."""
+    part = service.part(word)
+    part.send_signal(signal.SIGKILL)
+    part.wait(60)
+    assert service.part(word).pid != part.pid
+
+
+def test_an_api_that_dies_is_started_again_and_nobody_is_refused(service: Served) -> None:
+    kill(service, "api")
+    assert drawn_with(service.picture())["prompt"] == "a fox"
+    assert "diptych: the API ended (killed by SIGKILL); starting it again in 0.5 s" in service.err
+    wait_until(lambda: service.err.splitlines()[-1] == "diptych: ready again", "that it says so")
+
+
+def test_a_redis_that_dies_comes_back_with_all_that_it_held(service: Served) -> None:
+    job = service.json("/v1/jobs", {"type": "image", "prompt": "a hen", "steps": 2})
+    first = service.finished(job["id"])
+    kill(service, "redis-server")
+    assert "diptych: Redis ended (killed by SIGKILL); starting it again in 0.5 s" in service.err
+    wait_until(lambda: service.call("/readyz")[0] == 200, "a service that is ready")
+    assert service.finished(job["id"]) == first
+    assert drawn_with(service.picture("a cow"))["prompt"] == "a cow"
+
+
+def test_a_worker_that_dies_is_started_again_and_its_job_is_done(service: Served) -> None:
+    job = service.json("/v1/jobs", {"type": "image", "prompt": "a goat", "steps": 1000})
+    wait_until(lambda: service.json(f"/v1/jobs/{job['id']}")["status"] == "running", "a job in hand")
+    kill(service, "worker")
+    assert drawn_with(service.finished(job["id"]))["steps"] == 1000
+    assert "diptych: the worker ended (killed by SIGKILL); starting it again in" in service.err
+    assert service.json(f"/v1/jobs/{job['id']}")["attempt"] > 1
+
+
+def test_the_models_command_lists_what_it_offers(service: Served) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "models", "--url", service.url], capture_output=True, text=True, timeout=60,
+        env=environment(),
+    )  # fmt: skip
+    assert done.stdout == "random:tiny  image, fp32 on cpu, 32x32\n" and done.stderr == ""
