@@ -1,0 +1,152 @@
+"""Breaks a running service many times over and counts what was lost: `python -m tests.faults.chaos --times 20`.
+
+Plays the scenarios of the tests with the real lease, prints a table, and writes it into docs/operations.md. The exit
+code is 1 if a job was lost, ended twice, or was anything but what it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faults.play import play
+from tests.faults.rounds import Gallery, Outcome
+from tests.faults.scenarios import PICTURES, SCENARIOS, Load
+from tests.faults.stack import Stack
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
+
+
+@dataclass
+class Row:
+    """What all runs of one scenario came to."""
+
+    name: str
+    runs: int = 0
+    outcome: Outcome = field(default_factory=Outcome)  # sums, and the longest recovery
+
+    def add(self, outcome: Outcome) -> None:
+        total = self.outcome
+        self.runs += 1
+        total.jobs += outcome.jobs
+        total.lost += outcome.lost
+        total.twice += outcome.twice
+        total.problems += outcome.problems
+        recoveries = [s for s in (total.recovery_s, outcome.recovery_s) if s is not None]
+        total.recovery_s = max(recoveries, default=None)
+        for name, value in outcome.figures.items():
+            total.figures[name] = max(value, total.figures.get(name, value))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        total = self.outcome
+        recovery = "–" if total.recovery_s is None else f"{total.recovery_s:.1f}"
+        return (f"`{self.name}`", str(self.runs), str(total.jobs), str(total.lost), str(total.twice), recovery)
+
+
+class Shop:
+    """Keeps a stack of the kind that was asked for last."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._settings = {"lease_s": str(lease_s), "drain_s": "1"}
+        self._open = ExitStack()
+        self._kind = ""
+        self._stack: Stack | None = None
+        self.gallery = Gallery()
+
+    def stack(self, name: str) -> Stack:
+        """A running stack for this scenario."""
+        kind = "pictures" if name in PICTURES else "stand-ins"
+        if self._stack is None or kind != self._kind:
+            self.close()
+            folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="diptych-chaos-")))
+            switches = ("--real", "--text") if kind == "pictures" else ()
+            self._stack = self._open.enter_context(Stack(folder, switches=switches, settings=self._settings))
+            self._kind, self.gallery = kind, Gallery()
+        return self._stack
+
+    def close(self) -> None:
+        """End the stack; the next one is new, so that nothing that went wrong is carried over."""
+        self._stack = None
+        self._open.close()
+
+
+def run(names: Sequence[str], times: int, shop: Shop, load: Load) -> Iterator[Row]:
+    for name in names:
+        row = Row(name)
+        for number in range(times):
+            started = time.monotonic()
+            try:
+                outcome = play(name, shop.stack(name), shop.gallery, load)
+            except Exception as error:
+                outcome = Outcome(
+                    problems=["\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])]
+                )
+            row.add(outcome)
+            told = "well" if not outcome.problems else "\n".join(outcome.problems)
+            took_s = time.monotonic() - started
+            recovery = "" if outcome.recovery_s is None else f", recovery {outcome.recovery_s:.1f} s"
+            print(
+                f"{name} {number + 1}/{times} in {took_s:.0f} s{recovery} {outcome.figures or ''}: {told}", flush=True
+            )
+            if outcome.problems:
+                shop.close()
+        yield row
+
+
+def table(rows: Sequence[Row], lease_s: float) -> str:
+    """The table as Markdown, with the scenarios' own words below it."""
+    header = ("scenario", "runs", "jobs", "lost", "finished twice", "longest recovery, s")
+    lines = [header, ("---",) + ("--:",) * 5, *(row.cells for row in rows)]
+    about = [f"- `{row.name}`: {(SCENARIOS[row.name].__doc__ or '').strip()}{_figures(row)}" for row in rows]
+    said = (
+        f"Lease {lease_s:g} s, two workers, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}. Recovery is the time "
+        "from the fault until the last job that it touched went on."
+    )
+    return "\n".join([said, "", *("| " + " | ".join(line) + " |" for line in lines), "", *about])
+
+
+def _figures(row: Row) -> str:
+    told = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in row.outcome.figures.items())
+    return f" At most: {told}." if told else ""
+
+
+def write(page: Path, text: str) -> None:
+    """Put the table between the page's markers. Raises ValueError if it has none."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"{page}: holds no {BEGIN} … {END}")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Break a running service, many times.")
+    parser.add_argument("--times", type=int, default=20, metavar="N", help="runs of each; default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, metavar="NAME", help=f"of {', '.join(SCENARIOS)}")
+    parser.add_argument("--lease", type=float, default=15.0, metavar="S", help="of the workers; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=12, metavar="N", help="of one run; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=120, metavar="N", help="of one picture; default: %(default)s")
+    options = parser.parse_args()
+    shop = Shop(options.lease)
+    try:
+        rows = list(run(options.only or list(SCENARIOS), options.times, shop, Load(options.jobs, options.steps)))
+    finally:
+        shop.close()
+    text = table(rows, options.lease)
+    print(f"\n{text}")
+    if not options.only:
+        write(PAGE, text)
+    return int(any(row.outcome.problems for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Two running services for the fault tests: one draws with the tiny model, the other is a stand-in to be poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.rounds import Gallery
+from tests.faults.stack import Stack
+
+# Short, so that a test does not wait long for a lease; long enough that a busy machine does not lose one.
+LEASE = {"lease_s": "4", "drain_s": "1"}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("pictures"), switches=("--real", "--text"), settings=LEASE, niceness=0) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stand-ins"), settings=LEASE, niceness=0) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def gallery() -> Gallery:
+    return Gallery()

@@ -1,0 +1,186 @@
+"""The whole service as real processes on this machine: Redis, an API, workers; to be broken and watched from outside.
+
+Knows how the parts are started and where each may be looked at; what is done to them stands in scenarios.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import redis
+
+from core.config import Settings
+from core.jobs import keys
+from core.jobs.record import JobState
+from core.jobs.registry import Registry, WorkerCard
+from core.jobs.store import JobStore
+from deployment.address import listen, url
+from deployment.redis import RedisServer
+from tests.faults.client import Client
+from tests.faults.guard import Guard
+from tests.faults.parts import Part, wait_for
+
+START_S = 180.0  # a worker imports torch and makes a model, maybe beside others on one core
+NICENESS = 10  # of workers, as `diptych serve` has it
+
+FINAL = {state.value for state in JobState if state.final}
+
+
+class Entry(NamedTuple):
+    """One entry of a job's stream. `at` is when Redis wrote it, in seconds since the epoch on its clock."""
+
+    at: float
+    type: str
+    data: dict[str, Any]
+
+
+@dataclass(eq=False)
+class Stack:
+    """Starts on `with`, and leaves no process behind, however that ends.
+
+    `switches` go to every worker's entry, `settings` (names without DIPTYCH_) to every part.
+    """
+
+    folder: Path
+    workers: int = 2
+    niceness: int = NICENESS
+    switches: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        self.guard = Guard()
+        self._closing: list[Any] = []
+        try:
+            self._start()
+        except BaseException as error:
+            error.add_note(self.logs())
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            error.add_note(self.logs())
+        self.close()
+
+    def _start(self) -> None:
+        self.parts: list[Part] = []
+        self.redis = RedisServer(self.folder / "redis")
+        self.redis.start()
+        assert self.redis.process is not None
+        self.guard.watch(self.redis.process.pid)
+        self.listener = listen("127.0.0.1", 0)
+        self._closing.append(self.listener)
+        self.data = self.folder / "data"
+        given = {
+            "redis_url": self.redis.url, "data_dir": str(self.data), "cache_dir": str(self.folder / "cache"),
+            "model": "random:tiny", "compile": "false", "threads": "1", "image_jobs": "4", **self.settings,
+        }  # fmt: skip
+        environment = {f"DIPTYCH_{name.upper()}": value for name, value in given.items()}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        logs = self.folder / "logs"
+        descriptor = self.listener.fileno()
+        api = [sys.executable, "-m", "tests.faults.fragile", "--fd", str(descriptor)]
+        self.api = Part("api", api, environment, logs / "api.log", self.guard, descriptors=(descriptor,))
+        worker = [sys.executable, "-m", "tests.workers.stage", *self.switches]
+        self.crew = [
+            Part(f"worker-{k}", worker, environment, logs / f"worker-{k}.log", self.guard, niceness=self.niceness)
+            for k in range(self.workers)
+        ]
+        self.parts = [*self.crew, self.api]  # the workers take longest
+        settings = Settings.model_validate(given)
+        self.lease_s, self.max_attempts = settings.lease_s, settings.max_attempts
+        self.store = JobStore.of(settings)
+        self.registry = Registry.of(settings)
+        self.client = Client(url(self.listener))
+        self.keys: Any = redis.Redis.from_url(self.redis.url, decode_responses=True)
+        self._closing += [self.store, self.registry, self.client, self.keys]
+        for part in self.parts:
+            part.start()
+        self.settle(START_S)
+
+    def close(self) -> None:
+        """End everything, without asking."""
+        for part in self.parts:
+            part.kill()
+        self.redis.kill()
+        for one in self._closing:
+            one.close()
+        self.guard.close()
+
+    # -- keeping it up ---------------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Start again what has ended, as a supervisor would."""
+        for part in self.parts:
+            if not part.running:
+                part.start()
+
+    def settle(self, timeout_s: float = START_S) -> None:
+        """Wait until every part runs and says that it is ready."""
+
+        def ready() -> bool:
+            self.tend()
+            live = {card.pid for card in self.cards() if card.state == "ready"}
+            return {part.pid for part in self.crew} <= live and self.client.ready()
+
+        wait_for("every part is ready", ready, timeout_s, every_s=0.1)
+
+    def stop_redis(self, how: str) -> None:
+        """`how`: "kill" as a power cut would, or "stop" in good order."""
+        assert self.redis.process is not None
+        pid = self.redis.process.pid
+        if how == "kill":
+            self.redis.kill()
+        else:
+            self.redis.stop()
+        self.guard.forget(pid)
+
+    def start_redis(self) -> None:
+        self.redis.start()
+        assert self.redis.process is not None
+        self.guard.watch(self.redis.process.pid)
+
+    # -- looking at it ---------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Redis's clock, which stamps records and streams."""
+        seconds, microseconds = self.keys.time()
+        return float(seconds + microseconds / 1e6)
+
+    def cards(self) -> list[WorkerCard]:
+        try:
+            return self.registry.workers()
+        except RuntimeError:
+            return []
+
+    def stream(self, id: str) -> list[Entry]:
+        """All that was ever said of a job."""
+        return [
+            Entry(int(at.partition("-")[0]) / 1000, fields["type"], json.loads(fields["data"]))
+            for at, fields in self.keys.xrange(keys.events(id))
+        ]
+
+    def states(self, ids: list[str]) -> dict[str, tuple[str, str]]:
+        """(state, worker) of each job that has a record, read in one round trip."""
+        with self.keys.pipeline(transaction=False) as pipeline:
+            for id in ids:
+                pipeline.hmget(keys.job(id), "state", "worker")
+            found = pipeline.execute()
+        return {id: (state, worker or "") for id, (state, worker) in zip(ids, found, strict=True) if state}
+
+    def running_on(self, part: Part, ids: list[str]) -> list[str]:
+        """Which of these jobs the worker runs now."""
+        names = {card.id for card in self.cards() if card.pid == part.pid}
+        return [id for id, (state, worker) in self.states(ids).items() if state == "running" and worker in names]
+
+    def logs(self) -> str:
+        return "\n".join(part.tail() for part in getattr(self, "parts", ()))

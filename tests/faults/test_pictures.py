@@ -1,0 +1,17 @@
+"""The service that draws, broken in every way once: no job is lost, none is finished twice, no picture differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.play import play
+from tests.faults.rounds import Gallery
+from tests.faults.scenarios import PICTURES, Load
+from tests.faults.stack import Stack
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_accepted_job_is_lost(pictures: Stack, gallery: Gallery, name: str) -> None:
+    outcome = play(name, pictures, gallery, Load(jobs=8, steps=60))
+    assert outcome.problems == []
+    assert (outcome.lost, outcome.twice) == (0, 0)

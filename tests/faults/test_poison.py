@@ -1,0 +1,15 @@
+"""A request that takes down every worker that runs it fails alone, in the end."""
+
+from __future__ import annotations
+
+from tests.faults.play import play
+from tests.faults.rounds import Gallery
+from tests.faults.scenarios import Load
+from tests.faults.stack import Stack
+
+
+def test_a_poisoned_request_fails_alone(stand_ins: Stack, gallery: Gallery) -> None:
+    outcome = play("poison", stand_ins, gallery, Load(jobs=8, steps=60))
+    assert outcome.problems == []
+    assert (outcome.lost, outcome.twice) == (0, 0)
+    assert outcome.figures["crashes"] == stand_ins.max_attempts
