@@ -1,0 +1,81 @@
+"""The README keeps its word: its commands are what the Makefile and the command line take, its links lead somewhere.
+
+Its request is sent to a real service in tests/deployment/test_service.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import cli
+from core.config import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+PAGES = [README, *(path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def blocks(heading: str) -> list[str]:
+    """The lines of code under a heading; a line that ends in a backslash goes on in the next."""
+    _, _, below = README.partition(f"\n## {heading}\n")
+    below = below.partition("\n## ")[0].replace("\\\n", " ")
+    return [line.strip() for line in below.splitlines() if line.startswith("    ")]
+
+
+def made(target: str, *variables: str) -> str:
+    """What make would run."""
+    command = ["make", "-n", "-o", ".venv/.installed", target, *variables]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_two_commands_set_everything_up() -> None:
+    assert [line.partition("#")[0].strip() for line in blocks("Set-up")] == ["make serve", "make test"]
+    assert made("serve") == ".venv/bin/diptych serve"
+    assert made("serve", "PORT=8080") == ".venv/bin/diptych serve --port 8080"
+    assert made("test").startswith(".venv/bin/pytest ")
+
+
+def test_every_target_that_is_named_is_one() -> None:
+    named = set(re.findall(r"`make (\w+)", README))
+    assert {"serve", "test", "check", "fix", "bench", "chaos"} <= named
+    for target in named:
+        assert made(target, "DATA=data")
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert phony is not None and named <= set(phony[1].split())
+
+
+@pytest.mark.parametrize("heading", ["Pictures without a service", "Many machines"])
+def test_every_command_is_one_that_diptych_takes(heading: str) -> None:
+    commands = [line for line in blocks(heading) if not line.startswith("export ")]
+    assert commands
+    for line in commands:
+        program, *words = shlex.split(line)
+        assert program == ".venv/bin/diptych"
+        cli.parser().parse_args(words)
+
+
+def test_every_variable_is_a_setting() -> None:
+    known = {f"DIPTYCH_{name.upper()}" for name in Settings.model_fields}
+    for page in PAGES:
+        assert set(re.findall(r"\bDIPTYCH_[A-Z_]+", page)) - {"DIPTYCH_TORCH_INDEX"} <= known
+
+
+def test_defaults_are_told_as_they_are() -> None:
+    rows = re.findall(r"^\| `DIPTYCH_(\w+)` \| ([\d.]+) \|", README, re.MULTILINE)
+    assert len(rows) >= 7
+    assert {name: float(default) for name, default in rows} == {
+        name: float(Settings.model_fields[name.lower()].default) for name, _ in rows
+    }
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
+    assert len(links) >= 4
+    assert [link for link in links if not (ROOT / link).exists()] == []
