@@ -40,6 +40,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16", "int8", "fp8"), help="of the computation; default: fp32"
     )
+    parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for --precision int8 or fp8; see `quantize`")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled code beside eager mode")
 

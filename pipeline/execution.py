@@ -5,6 +5,7 @@ Knows shapes, executables and measured seconds; knows nothing of requests.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,12 @@ import torch
 from core.batching.cost import CostCurve, CostTable
 from core.graphs import Executables, Key
 from pipeline import denoise, vae
+from pipeline.folder import ModelError
 from pipeline.load import Model
+from unet_opt.decoder import DecoderPrograms
+from unet_opt.program import UNetPrograms
 
+KERNELS = "kernels"  # of our own, on a CPU
 ENCODE, DEEP, VAE = "encode", "deep", "vae"
 VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
 
@@ -50,22 +55,32 @@ class Execution:
         deterministic_rows: int,
         compiled: bool,
         cache: Path | None,
+        kernels: ctypes.CDLL | None = None,
     ) -> None:
+        """`kernels` are the CPU kernels that UNet and VAE run on, where there are any: then nothing is compiled."""
         self.deterministic_rows = deterministic_rows
         self._model = model
         self._kv_width = kv_width
         self._buckets = sorted({*buckets, deterministic_rows}, reverse=True)
         self._costs = CostTable(guess_s=0.05)
-        phases = {DEEP: model.unet, VAE: lambda latents: vae.decode(model, latents)}
-        self._executables = Executables(phases, compiled=compiled and model.device.type == "cpu", cache=cache)
+        self.programs = kernels is not None
+        self._executables = Executables(
+            _on_kernels(model, kernels) if kernels is not None else _on_torch(model),
+            compiled=compiled and model.device.type == "cpu" and kernels is None,
+            cache=cache,
+        )
 
     @property
     def kinds(self) -> str:
         """What a request that is not deterministic may meet on its way."""
+        if self.programs:
+            return KERNELS
         return "eager or compiled" if self._executables.enabled else "eager"
 
     def fixed_way(self, size: tuple[int, int]) -> str:
         """The mode for a deterministic request that begins now: compiled once all that it needs is compiled."""
+        if self.programs:
+            return KERNELS
         keys = (Key(DEEP, self.deterministic_rows, size), Key(VAE, 1, size))
         return "eager" if any(self._executables.find(key) is None for key in keys) else "compiled"
 
@@ -75,6 +90,8 @@ class Execution:
         if phase == ENCODE:
             return Way(self._nothing, False, rows, self._curve(group, False)(rows))
         eager = self._executables.eager(phase)
+        if self.programs:  # a row's bits depend neither on its companions nor on their number: nothing is padded
+            return Way(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
         if mode:
             bucket = self.deterministic_rows if phase == DEEP else 1
             fixed = self._executables.find(Key(phase, bucket, size)) if mode == "compiled" else None
@@ -159,3 +176,23 @@ class Execution:
     @staticmethod
     def _nothing(*_: Any) -> Any:
         raise AssertionError("prompts are not encoded through an executable")
+
+
+Phases = dict[str, Callable[..., Any]]
+
+
+def _on_torch(model: Model) -> Phases:
+    return {DEEP: model.unet, VAE: lambda latents: vae.decode(model, latents)}
+
+
+def _on_kernels(model: Model, kernels: ctypes.CDLL) -> Phases:
+    """The phases as programs of CPU kernels. Raises `ModelError` for parts that they do not know."""
+    phases = _on_torch(model)
+    half = model.precision != "fp32"
+    try:
+        phases[DEEP] = UNetPrograms(kernels, model.unet, half=half)
+        decoder = DecoderPrograms(kernels, model.vae, half=half)
+        phases[VAE] = lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config)))
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    return phases

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_QUANTIZED = ("int8", "fp8")  # of UNet and VAE; the rest is in fp32 on a CPU and in bf16 on a GPU
 _TRANSFORMERS = ("text_encoder", "text_encoder_2")
 _ANY_STEPS = 4  # few enough for every sampler, to try a scheduler's config
 _SAMPLE_SIZE = 128  # what diffusers takes for a UNet that does not say its own
@@ -60,13 +61,17 @@ class Model:
         return int(self.vae_scale * 2 ** (len(self.unet.config.block_out_channels) - 1))
 
 
-def load(name: str, *, precision: str = "fp32", device: str = "cpu", variant: str | None = None) -> Model:
+def load(
+    name: str, *, precision: str = "fp32", device: str = "cpu", variant: str | None = None, unet: Path | None = None
+) -> Model:
     """Load a model.
 
     Args:
         name: a folder as `save_pretrained` lays it out, a hub id, or a seeded model of `pipeline.tiny.SHAPES`.
-        precision: fp32, bf16 or fp16. A VAE that says `force_upcast` stays in fp32 where fp16 is asked for.
+        precision: fp32, bf16, fp16, or int8 or fp8 for a model with a quantized variant. A VAE that says
+            `force_upcast` stays in fp32 where fp16 is asked for.
         variant: of the weight files, such as "fp16" in `diffusion_pytorch_model.fp16.safetensors`.
+        unet: folder of the quantized UNet; default: `unet-int8` or `unet-fp8` in the model's own folder.
 
     Raises:
         ModelError: naming the part, if one is missing, damaged or of another architecture; also for a device that is
@@ -74,9 +79,11 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu", variant: st
     """
     import torch
 
-    if precision not in _DTYPES:
-        raise ModelError(f"precision: must be one of {', '.join(_DTYPES)}, not {precision!r}")
-    dtype, where = getattr(torch, _DTYPES[precision]), _device(device)
+    if precision not in (*_DTYPES, *_QUANTIZED):
+        raise ModelError(f"precision: must be one of {', '.join((*_DTYPES, *_QUANTIZED))}, not {precision!r}")
+    where, folder = _device(device), None
+    plain = precision if precision in _DTYPES else "fp32" if where.type == "cpu" else "bf16"
+    dtype = getattr(torch, _DTYPES[plain])
     if name in tiny.SHAPES:
         with _quiet():
             pipeline = tiny.make(tiny.SHAPES[name])
@@ -104,6 +111,12 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu", variant: st
             .requires_grad_(False)
             for part in WEIGHTS
         ]
+    if precision in _QUANTIZED:
+        from pipeline import quantized
+
+        digest = quantized.apply_(
+            {"unet": modules[2], "vae": modules[3]}, quantized.variant(folder, precision, unet), digest=digest
+        )
     return Model(
         name=short,
         digest=digest,

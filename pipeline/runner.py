@@ -6,6 +6,7 @@ width to the scheduler.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from core.batching.runner import DeviceLost, Lane, LaneTicket, OutOfMemory, Refu
 from core.batching.slots import Slots
 from pipeline import denoise, parameters, sigmas, vae
 from pipeline.encode import Embedding, Encoder
-from pipeline.execution import DEEP, ENCODE, VAE, VAE_ROWS, Execution, Group
+from pipeline.execution import DEEP, ENCODE, KERNELS, VAE, VAE_ROWS, Execution, Group
 from pipeline.load import Model
 from pipeline.picture import Picture, fingerprint
 
@@ -59,8 +60,12 @@ class ImageRunner:
         compiled: bool = False,
         cache: Path | None = None,
         patience_s: float = 20.0,
+        kernels: ctypes.CDLL | None = None,
     ) -> None:
-        """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code."""
+        """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code.
+
+        `kernels` are the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's.
+        """
         if deterministic_rows < 2 or max_rows < 2:
             raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
         self.model = model
@@ -84,6 +89,7 @@ class ImageRunner:
             deterministic_rows=deterministic_rows,
             compiled=compiled,
             cache=cache,
+            kernels=kernels,
         )
 
     # -- what the scheduler asks -----------------------------------------------------------------------------------
@@ -121,8 +127,10 @@ class ImageRunner:
 
     def group(self, request: Request) -> Group:
         wanted, mode = request.parameters, request.work.mode
-        size = (0, 0) if request.phase == ENCODE else (wanted.width, wanted.height)
-        return Group(request.phase, size, mode)
+        if request.phase == ENCODE:
+            return Group(ENCODE, (0, 0), mode)
+        # On our own kernels bits do not depend on the batch: deterministic requests ride with all others.
+        return Group(request.phase, (wanted.width, wanted.height), "" if mode == KERNELS else mode)
 
     def rows(self, request: Request) -> int:
         return 1 if request.phase == VAE else request.work.rows
@@ -237,7 +245,7 @@ class ImageRunner:
                     error = FloatingPointError(f"the {self.model.precision} UNet of {self.model.name} returned NaN")
                     outcomes[request.id] = Outcome(error=error)
                     continue
-                bucket = self.execution.deterministic_rows if work.mode else None
+                bucket = None if work.mode in ("", KERNELS) else self.execution.deterministic_rows
                 printed = fingerprint(self.model, executable=work.mode or self.execution.kinds, bucket=bucket)
                 image = Image.fromarray(pixels[index].numpy())
                 picture = Picture(image, request.parameters, printed, tuple(work.warnings))

@@ -35,7 +35,7 @@ class Shape:
 
 
 SHAPES = {
-    TINY: Shape(),
+    TINY: Shape(heads=(1, 2)),
     # The shape of models/emoji-xl: 19M UNet parameters, 16×16 latents, 77 tokens.
     EMOJI_XL: Shape(
         native=128,

@@ -36,9 +36,12 @@ def decode(model: Model, latents: torch.Tensor) -> torch.Tensor:
     pixels: torch.Tensor = model.vae.decode(unscale(latents.to(model.vae.dtype), model.vae.config), return_dict=False)[
         0
     ]
-    # Rounding as PIL pictures get it in diffusers: to [0, 1], clamped, in fp32, half to even.
-    levels = (pixels.float() * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).mul(255).round()
-    return levels.to(torch.uint8)
+    return levels(pixels.permute(0, 2, 3, 1))
+
+
+def levels(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels in about [-1, 1] to uint8, rounded as diffusers does: to [0, 1], clamped, in fp32, half to even."""
+    return (pixels.float() * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
 class Preview:
@@ -65,8 +68,8 @@ class Preview:
         """One latent estimate [1, C, h, w] to uint8 [h, w, 3]."""
         height, width = x0.shape[-2:]
         colours = self._flat(x0).double().cpu() @ self._map
-        levels: NDArray[np.uint8] = colours.clamp(0, 1).mul(255).round().to(torch.uint8).numpy()
-        return levels.reshape(height, width, 3)
+        seen: NDArray[np.uint8] = colours.clamp(0, 1).mul(255).round().to(torch.uint8).numpy()
+        return seen.reshape(height, width, 3)
 
     @staticmethod
     def _flat(latents: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,70 @@
+"""FP8 (E4M3) linear layers: weights and activations scaled into 8-bit floats, multiplied by `torch._scaled_mm`.
+
+Knows scales and formats; knows nothing of which layers should be replaced. Only GPUs of compute capability 8.9 and up
+multiply FP8; elsewhere the same numbers are computed in fp32, for checks and not for speed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.quant.linear import LEVELS
+
+E4M3_MAX = 448.0
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Clamp to ±448 and round to E4M3: its cast makes NaN of what is larger."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def available(device: torch.device) -> bool:
+    """Whether this device multiplies FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+class Fp8Linear(nn.Module):
+    """y[n] = scale[n] · Σ_k e4m3(x[k] · inverse[k]) · weight[n, k] + bias[n]."""
+
+    weight: Tensor  # E4M3 [N, K]
+    scale: Tensor  # fp32 [N]
+    inverse: Tensor  # fp32 [K]
+    bias: Tensor | None  # fp32 [N]
+
+    def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("inverse", inverse)
+        self.register_buffer("bias", bias)
+        self.out_features, self.in_features = weight.shape
+
+    @classmethod
+    def of(cls, layer: nn.Linear, inverse: Tensor) -> Fp8Linear:
+        """The layer with inputs scaled by `inverse` [K] as for INT8, whose levels are stretched to E4M3's range."""
+        return cls.scaled(layer, inverse.float() * (E4M3_MAX / LEVELS))
+
+    @classmethod
+    def scaled(cls, layer: nn.Linear, inverse: Tensor) -> Fp8Linear:
+        """The layer with this `inverse` [K] for its own."""
+        folded = layer.weight.detach().float() / inverse
+        scale = folded.abs().amax(dim=1) / E4M3_MAX
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        bias = None if layer.bias is None else layer.bias.detach().float()
+        return cls(to_e4m3(folded / scale[:, None]), scale, inverse, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N] of x's type."""
+        rows = to_e4m3(x.float() * self.inverse).reshape(-1, self.in_features).contiguous()
+        if available(x.device) and not (self.in_features % 16 or self.out_features % 16):
+            one = torch.ones((rows.shape[0], 1), device=x.device)
+            made = torch._scaled_mm(
+                rows, self.weight.t(), scale_a=one, scale_b=self.scale[None], out_dtype=torch.bfloat16
+            )
+            y: Tensor = made.float()
+        else:
+            y = F.linear(rows.float(), self.weight.float()) * self.scale
+        y = y.view(*x.shape[:-1], self.out_features)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)

@@ -1,0 +1,68 @@
+"""The argument structures of the C++ kernels, field by field as in their headers. Knows layouts only."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, ClassVar
+
+
+def _fields(**kinds: str) -> list[tuple[str, Any]]:
+    """Names and types in the order given."""
+    types = {"pointers": ctypes.c_void_p, "longs": ctypes.c_int64, "ints": ctypes.c_int32, "floats": ctypes.c_float}
+    return [(name, types[kind]) for kind, names in kinds.items() for name in names.split()]
+
+
+class Product(ctypes.Structure):
+    """product.h"""
+
+    KIND: ClassVar[int] = 0
+    _fields_: ClassVar[Any] = _fields(
+        pointers="a w offset scale bias row_bias residual inverse bytes floats",
+        longs="images height width channels n a_stride row_stride",
+        ints="kind taps stride before upsample geglu silu",
+    )
+
+
+class Quantize(ctypes.Structure):
+    """norm.h"""
+
+    KIND: ClassVar[int] = 1
+    _fields_: ClassVar[Any] = _fields(pointers="x inverse bytes", longs="rows channels")
+
+
+class LayerNorm(ctypes.Structure):
+    """norm.h"""
+
+    KIND: ClassVar[int] = 2
+    _fields_: ClassVar[Any] = _fields(
+        pointers="x weight bias inverse bytes floats", longs="rows channels", floats="eps"
+    )
+
+
+class GroupNorm(ctypes.Structure):
+    """norm.h"""
+
+    KIND: ClassVar[int] = 3
+    _fields_: ClassVar[Any] = _fields(
+        pointers="x y weight bias inverse bytes floats", longs="images pixels c1 c2 groups", floats="eps", ints="silu"
+    )
+
+
+class Attention(ctypes.Structure):
+    """attention.h"""
+
+    KIND: ClassVar[int] = 4
+    _fields_: ClassVar[Any] = _fields(
+        pointers="q k v inverse bytes floats",
+        longs="images heads tokens keys d q_stride k_stride v_stride",
+        floats="scale",
+    )
+
+
+class Call(ctypes.Structure):
+    """program.cpp"""
+
+    _fields_: ClassVar[Any] = [("kind", ctypes.c_int64), ("arguments", ctypes.c_void_p)]
+
+
+STRUCTURES = (Product, Quantize, LayerNorm, GroupNorm, Attention)

@@ -1,0 +1,160 @@
+"""Compiles the C++ kernels for this very processor, once, and loads them.
+
+Knows compilers and files; knows nothing of what the kernels compute. A plain C interface keeps torch's headers out, so
+that compiling takes seconds and no version of torch matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("product.cpp", "norm.cpp", "attention.cpp", "program.cpp")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-w")
+_HERE = Path(__file__).resolve().parent
+_COMPILE_S = 120.0
+_PARTIAL = ".part"  # folders that a killed compiler leaves behind
+
+
+class Unavailable(RuntimeError):
+    """There are no INT8 kernels for this machine. The message says why."""
+
+
+@cache
+def library(cache_dir: Path) -> ctypes.CDLL:
+    """The kernels, compiled into `cache_dir` if they are not there yet, which takes seconds. Raises `Unavailable`."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise Unavailable(f"INT8 kernels are for x86 processors under Linux, not {platform.machine()}, {sys.platform}")
+    if "avx512_vnni" not in _processor_flags():
+        raise Unavailable("INT8 kernels need a processor with AVX-512 VNNI")
+    compiler = _compiler()
+    path = cache_dir / f"int8-{_key(compiler)}.so"
+    if path.is_file():
+        try:
+            return _load(path)
+        except Unavailable as error:
+            log.warning("%s; they are compiled anew", error)
+    _compile(compiler, path)
+    return _load(path)
+
+
+def _processor_flags() -> set[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("flags"):
+                return set(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return set()
+
+
+def _compiler() -> list[str]:
+    """The compiler's command, which CXX may give with arguments."""
+    for name in (os.environ.get("CXX", ""), "g++", "clang++"):
+        with contextlib.suppress(ValueError):  # an unclosed quotation in CXX
+            command = shlex.split(name)
+            if command and shutil.which(command[0]):
+                return command
+    raise Unavailable("INT8 kernels need a C++ compiler (CXX, g++ or clang++), and none was found")
+
+
+def _key(compiler: list[str]) -> str:
+    """Changes with whatever the machine code depends on."""
+    made = hashlib.sha256()
+    for name in sorted(path.name for path in _HERE.iterdir() if path.suffix in (".cpp", ".h")):
+        made.update(name.encode() + (_HERE / name).read_bytes())
+    version = _said([*compiler, "--version"])
+    made.update(repr((compiler, _FLAGS, version, sorted(_processor_flags()), str(_openmp()))).encode())
+    return made.hexdigest()[:16]
+
+
+def _openmp() -> Path | None:
+    """The OpenMP runtime that torch brought along. A second one would keep a second team of threads."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return found[0] if found else None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        loaded = ctypes.CDLL(str(path))
+        loaded.diptych_run.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        loaded.diptych_run.restype = None
+        loaded.diptych_size.argtypes = (ctypes.c_int64,)
+        loaded.diptych_size.restype = ctypes.c_int64
+        pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        loaded.diptych_pack.argtypes = (pointer, pointer, count, count, count, flag, flag)
+        loaded.diptych_pack.restype = None
+    except (OSError, AttributeError) as error:
+        raise Unavailable(f"INT8 kernels cannot be loaded from {path}: {error}") from error
+    return loaded
+
+
+def _compile(compiler: list[str], path: Path) -> None:
+    """Compile into `path`, whole or not at all, whoever else compiles at this moment."""
+    runtime = _openmp()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path.parent)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="int8-", suffix=_PARTIAL) as folder:
+            work = Path(folder)
+            whole, made = work / "kernels.cpp", work / "kernels.so"
+            whole.write_text("".join(f'#include "{_HERE / name}"\n' for name in SOURCES), "utf-8")
+            linked = [str(runtime), f"-Wl,-rpath,{runtime.parent}"] if runtime else ["-fopenmp"]
+            _said([*compiler, *_FLAGS, "-c", str(whole), "-o", str(work / "kernels.o")])
+            _said([*compiler, "-shared", str(work / "kernels.o"), *linked, "-o", str(made)])
+            _load(made)  # what does not load is not kept
+            made.replace(path)
+    except OSError as error:
+        raise Unavailable(f"INT8 kernels cannot be compiled into {path.parent}: {error}") from error
+    log.info("compiled INT8 kernels into %s", path)
+
+
+def _said(command: list[str]) -> str:
+    """What a compiler prints. Raises `Unavailable` with its first error; if it hangs, ends it and all it started."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            text=True, errors="replace", env=environment, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise Unavailable(f"INT8 kernels need a C++ compiler, and {command[0]} cannot be run: {error}") from error
+    try:
+        said, complained = process.communicate(timeout=_COMPILE_S)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise Unavailable(f"INT8 kernels are not compiled by {command[0]} in {_COMPILE_S:g} s") from error
+        raise
+    if process.returncode:
+        lines = [line.strip() for line in complained.splitlines() if line.strip()]
+        reasons = [line for line in lines if "error" in line.lower()] or lines or ["no reason given"]
+        raise Unavailable(f"INT8 kernels do not compile with {command[0]}: {reasons[0]}")
+    return said
+
+
+def _sweep(cache_dir: Path) -> None:
+    """Remove what compilers that were killed left behind."""
+    for left in cache_dir.glob(f"int8-*{_PARTIAL}"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > 10 * _COMPILE_S:
+                shutil.rmtree(left)

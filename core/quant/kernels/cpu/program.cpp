@@ -1,0 +1,32 @@
+// Runs a list of calls one after another: what a CUDA graph is to a GPU. Buffers and shapes were fixed when the list was
+// made, so that a whole network is one call from Python. The only file with a public interface beside `diptych_pack`.
+
+#include "attention.h"
+#include "norm.h"
+#include "product.h"
+
+extern "C" {
+
+struct Call {
+  int64_t kind;  // 0 product, 1 quantize, 2 layer norm, 3 group norm, 4 attention
+  const void* arguments;
+};
+
+// Sizes of the argument structures, so that Python can see whether it means the same.
+int64_t diptych_size(int64_t kind) {
+  using namespace diptych;
+  const int64_t sizes[] = {sizeof(Product), sizeof(Quantize), sizeof(LayerNorm), sizeof(GroupNorm), sizeof(Attention)};
+  return kind >= 0 && kind < 5 ? sizes[kind] : -1;
+}
+
+void diptych_run(const Call* calls, int64_t count) {
+  using namespace diptych;
+  for (int64_t i = 0; i < count; ++i) switch (calls[i].kind) {
+      case 0: product(*static_cast<const Product*>(calls[i].arguments)); break;
+      case 1: quantize(*static_cast<const Quantize*>(calls[i].arguments)); break;
+      case 2: layer_norm(*static_cast<const LayerNorm*>(calls[i].arguments)); break;
+      case 3: group_norm(*static_cast<const GroupNorm*>(calls[i].arguments)); break;
+      default: attention(*static_cast<const Attention*>(calls[i].arguments));
+    }
+}
+}

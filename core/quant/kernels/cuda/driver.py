@@ -1,0 +1,208 @@
+"""Compiles CUDA C++ with NVRTC, keeps the result on disk, and launches it; makes tensor maps for the copy engine.
+
+Speaks to libcuda and libnvrtc, which come with the driver and with torch: no compiler has to be installed. Knows
+programs, pointers and grids; does not know what is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DATA_TYPES = {
+    torch.int8: 0,  # the copy engine moves bytes; unsigned is as good as signed
+    torch.uint8: 0,
+    torch.float8_e4m3fn: 0,
+    torch.bfloat16: 9,
+    torch.float16: 6,
+}
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+
+cache_folder: Path | None = None
+"""Where compiled programs are kept. None: `~/.cache/diptych/kernels`."""
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver or NVRTC refused. The message says which call, and why."""
+
+
+class TensorMap(ctypes.Structure):
+    """128 opaque bytes that describe an array to the copy engine; passed to a kernel by value."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+    @classmethod
+    def aligned(cls) -> TensorMap:
+        """A new one at an address divisible by 64, as the driver wants."""
+        memory = (ctypes.c_uint64 * 24)()
+        return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    major = (torch.version.cuda or "12").split(".")[0]
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
+    for folder in folders:
+        # NVRTC opens its built-in headers by their bare name, which is found only if they are loaded already.
+        for path in sorted(folder.glob(f"*/lib/libnvrtc-builtins.so.{major}*")):
+            with suppress(OSError):
+                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+        names += [str(path) for path in sorted(folder.glob(f"*/lib/libnvrtc.so.{major}*"))]
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise DriverError(f"libnvrtc.so.{major} was not found; it comes with torch's CUDA packages")
+
+
+@functools.cache
+def lacks() -> str | None:
+    """Why programs for Hopper cannot be built and run in this process, or None if they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "not a Hopper device (compute capability 9.0)"
+    try:
+        _nvrtc()
+        _cuda()
+    except (DriverError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _cuda().cuGetErrorString(code, ctypes.byref(text))
+        raise DriverError(f"{what}: {text.value.decode() if text.value else code}")
+
+
+def _enter() -> None:
+    """Make torch's context current in this thread: the driver, unlike torch, does not do so itself."""
+    current = ctypes.c_void_p()
+    _check(_cuda().cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
+    if not current:
+        _check(
+            _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(current), torch.cuda.current_device()),
+            "cuDevicePrimaryCtxRetain",
+        )
+        _check(_cuda().cuCtxSetCurrent(current), "cuCtxSetCurrent")
+
+
+def compile_program(text: str) -> bytes:
+    """A cubin for sm_90a. Raises `DriverError` with the compiler's log."""
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    if code := nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None):
+        raise DriverError(f"nvrtcCreateProgram: {code}")
+    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
+    code = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    if code:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise DriverError(f"nvrtcCompileProgram: {log.value.decode(errors='replace')}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
+
+
+def compiled(text: str) -> bytes:
+    """The cubin of a program, from disk if it was compiled before by the same NVRTC."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    digest = hashlib.sha256(f"{major.value}.{minor.value}\n{text}".encode()).hexdigest()[:32]
+    folder = cache_folder or Path("~/.cache/diptych/kernels").expanduser()
+    path = folder / f"{digest}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    binary = compile_program(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "wb") as file:
+            file.write(binary)
+        Path(name).replace(path)
+    except OSError:
+        pass  # a folder that cannot be written costs seconds at the next start, no more
+    return binary
+
+
+class Kernel:
+    """One compiled kernel, loaded into torch's CUDA context."""
+
+    def __init__(self, text: str, entry: str, *, threads: int, shared_bytes: int) -> None:
+        torch.cuda.init()
+        _enter()
+        self._threads, self._shared = threads, shared_bytes
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_cuda().cuModuleLoadData(ctypes.byref(self._module), compiled(text)), "cuModuleLoadData")
+        code = _cuda().cuModuleGetFunction(ctypes.byref(self._function), self._module, entry.encode())
+        _check(code, "cuModuleGetFunction")
+        code = _cuda().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+        _check(code, "cuFuncSetAttribute")
+
+    def launch(self, blocks: int, *arguments: Any) -> None:
+        """Start `blocks` blocks on torch's current stream. Arguments: ctypes structures, passed by value."""
+        _enter()
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        code = _cuda().cuLaunchKernel(
+            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared, stream, pointers, None
+        )
+        _check(code, "cuLaunchKernel")
+
+
+def tensor_map(
+    tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], steps: Sequence[int] = ()
+) -> TensorMap:
+    """Describe `tensor`'s memory to the copy engine, swizzled over 128 bytes; what lies outside reads as zero.
+
+    `sizes`, `box` and `steps` (elements skipped, default 1) run from the innermost dimension outwards; `strides`, in
+    bytes and multiples of 16, leave the innermost out. Raises `DriverError` when the driver finds them impossible.
+    """
+    rank = len(sizes)
+    result = TensorMap.aligned()
+    code = _cuda().cuTensorMapEncodeTiled(
+        ctypes.byref(result),
+        _DATA_TYPES[tensor.dtype],
+        ctypes.c_uint32(rank),
+        ctypes.c_void_p(tensor.data_ptr()),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(steps or [1] * rank)),
+        0,
+        _SWIZZLE_128B,
+        _PROMOTE_256B,
+        0,
+    )
+    _check(code, f"cuTensorMapEncodeTiled(sizes={list(sizes)}, strides={list(strides)}, box={list(box)})")
+    return result
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

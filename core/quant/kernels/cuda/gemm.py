@@ -1,0 +1,202 @@
+"""Launches the 8-bit product of `gemm_source.py`: geometry, tensor maps and the choice of a tile.
+
+A linear layer is a convolution of one tap over one long row of pixels; an upsampling convolution is four of 2×2 taps,
+one for each parity of the output's rows and columns. Checks what the hardware demands; does not check meaning, which
+`linear.py` and `conv.py` do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.quant.kernels.cuda import driver, tiles
+from core.quant.kernels.cuda.gemm_source import Variant, source
+from core.quant.kernels.cuda.tiles import Tile
+
+_SHARED_BYTES = 227 * 1024  # that one block may have on Hopper
+
+
+class Problem(ctypes.Structure):
+    """The kernel's argument, field by field as in `gemm_source.py`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "residual", "scale", "bias", "row_bias", "row_scale", "inverse")),
+        *((name, ctypes.c_longlong) for name in ("out_stride", "residual_stride", "row_bias_stride")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                *(
+                    "columns",
+                    "column_tiles",
+                    "phases",
+                    "images",
+                    "tiles_h",
+                    "tiles_w",
+                    "log_tile_w",
+                    "box_dh",
+                    "box_dw",
+                ),
+                *("channels", "taps", "tap_w", "stride", "pad_h", "pad_w", "height", "width", "up"),
+                "inverse_step",
+            )
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What the epilogue adds or multiplies; None where absent."""
+
+    bias: Tensor | None = None  # fp32 [N]
+    row_bias: Tensor | None = None  # fp32 [images, N]
+    row_scale: Tensor | None = None  # fp32 [pixels]
+    residual: Tensor | None = None  # as the output
+    inverse: Tensor | None = None  # fp32 [1] or [N]: the output is gated and quantized by it
+
+
+@functools.cache
+def _kernel(variant: Variant, device: int) -> driver.Kernel:
+    with torch.cuda.device(device):
+        return driver.Kernel(source(variant), variant.name, threads=384, shared_bytes=variant.shared_bytes)
+
+
+def stages(rows: int, columns: int) -> int:
+    """How deep the ring can be."""
+    return min(8, (_SHARED_BYTES - 1024 - 16 * columns) // ((rows + columns) * 128 + 16))
+
+
+def _pixels(rows: int, cluster: int, height: int, width: int) -> tuple[int, int]:
+    """Height and width of a tile of `rows` pixels, a power of two wide, so that few of them hang over the edges."""
+
+    def cost(wide: int) -> tuple[int, int]:
+        return math.ceil(width / wide) * math.ceil(height / (rows // wide)), -wide
+
+    wide = min((1 << i for i in range(3, (rows // cluster).bit_length()) if 1 << i <= 128), key=cost)
+    return rows // wide, wide
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    extras: Extras,
+    *,
+    kernel: str,
+    taps: tuple[int, int] = (1, 1),
+    stride: int = 1,
+    tile: Tile | None = None,
+) -> None:
+    """out = x ∗ weight, in 8 bits.
+
+    x: [B, H, W, C] int8 or E4M3, contiguous; a linear layer passes [1, 1, M, K]. weight: [P·N, taps·C], of the same
+    type, P = 4 for `kernel` "upsample". scale: fp32 [P·N]. out: [B, H', W', N] with neighbouring channels and evenly
+    spaced pixels, so it may be a slice of a wider tensor; int8 or E4M3 for "geglu" (then N is half the weight's rows).
+    """
+    images, height, width, channels = x.shape
+    gated, phases = kernel == "geglu", 4 if kernel == "upsample" else 1
+    columns = weight.shape[0] // phases  # of the product, per phase; half of them leave a gated one
+    device = x.device.index
+    linear = kernel in ("linear", "geglu")
+    tall, wide = (out.shape[1] // 2, out.shape[2] // 2) if phases > 1 else (out.shape[1], out.shape[2])
+    if tile is None:
+        name, count = torch.cuda.get_device_name(device), driver.multiprocessors(device)
+        tile = tiles.choose(name, kernel, images * tall * wide * phases, columns, weight.shape[1], count)
+    rows, cluster = tile.rows, tile.cluster
+    variant = Variant(
+        tile.blocks,
+        tile.columns,
+        cluster,
+        stages(rows, tile.columns),
+        fp8=x.dtype == torch.float8_e4m3fn,
+        geglu=gated,
+        half=out.dtype == torch.float16,
+        turns=bool(tile.turns),
+    )
+    if linear:
+        tile_h, tile_w, box = 1, rows, (128, rows // cluster, 1, 1)
+        box_dh, box_dw = 0, rows // cluster
+    else:
+        tile_h, tile_w = _pixels(rows, cluster, tall, wide)
+        box = (128, tile_w * stride, tile_h // cluster * stride, 1)
+        box_dh, box_dw = tile_h // cluster, 0
+    map_a = driver.tensor_map(
+        x,
+        (channels, width, height, images),
+        (channels, width * channels, height * width * channels),
+        box,
+        (1, stride, stride, 1),
+    )
+    depth = weight.shape[1]
+    if gated:  # hidden and gate of one output lie side by side, and eight neighbours with one thread
+        half = columns // 2
+        sizes, strides = (depth, 2, 4, 8, half // 32), (half * depth, 8 * depth, depth, 32 * depth)
+        inner = (128, 2, 4, 8, tile.columns // 64)
+    else:  # eight neighbouring columns with one thread
+        sizes, strides = (depth, 2, 4, 4, phases * columns // 32), (depth, 8 * depth, 2 * depth, 32 * depth)
+        inner = (128, 2, 4, 4, tile.columns // 32)
+    map_b = driver.tensor_map(weight, sizes, strides, inner)
+    column_tiles = math.ceil(columns / tile.columns)
+    problem = Problem(
+        out=out.data_ptr(),
+        residual=_pointer(extras.residual),
+        scale=scale.data_ptr(),
+        bias=_pointer(extras.bias),
+        row_bias=_pointer(extras.row_bias),
+        row_scale=_pointer(extras.row_scale),
+        inverse=_pointer(extras.inverse),
+        out_stride=out.stride(2),
+        residual_stride=0 if extras.residual is None else extras.residual.stride(2),
+        row_bias_stride=0 if extras.row_bias is None else extras.row_bias.stride(0),
+        columns=columns // 2 if gated else columns,
+        column_tiles=column_tiles,
+        phases=phases,
+        images=images,
+        tiles_h=math.ceil(tall / tile_h),
+        tiles_w=math.ceil(wide / tile_w),
+        log_tile_w=tile_w.bit_length() - 1,
+        box_dh=box_dh,
+        box_dw=box_dw,
+        channels=channels,
+        taps=taps[0] * taps[1],
+        tap_w=taps[1],
+        stride=stride,
+        pad_h=0 if linear else 1,
+        pad_w=0 if linear else 1,
+        height=tall,
+        width=wide,
+        up=2 if phases > 1 else 1,
+        inverse_step=int(extras.inverse is not None and extras.inverse.numel() > 1),
+    )
+    total = images * problem.tiles_h * problem.tiles_w * (phases * column_tiles // cluster)
+    blocks = min(total, driver.multiprocessors(device) // cluster) * cluster
+    _kernel(variant, device).launch(blocks, map_a, map_b, problem)
+
+
+def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: Extras) -> str | None:
+    """Why this product is not for the Hopper kernel, or None: what the copy engine and 16-byte stores demand."""
+    if (why := driver.lacks()) is not None:
+        return why
+    if out.shape[-1] % 32 or x.shape[-1] % 16:
+        return "columns must be a multiple of 32 and channels of 16"
+    if out.dtype not in (torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn):
+        return "the output is fp32"
+    tensors = (x, weight, scale, out, *(t for t in (extras.residual, extras.bias, extras.row_bias) if t is not None))
+    if any(t.data_ptr() % 16 for t in tensors):
+        return "an address is not a multiple of 16"
+    strides = [t.stride(2) * t.element_size() for t in (out, extras.residual) if t is not None]
+    if any(step % (8 if out.element_size() == 1 else 16) for step in strides):
+        return "pixels are not a multiple of 16 bytes apart"
+    if extras.row_bias is not None and extras.row_bias.stride(0) % 4:
+        return "rows of row_bias are not a multiple of 16 bytes apart"
+    return None

@@ -1,0 +1,88 @@
+"""Which tile a product runs with: measured winners where there are any, else the cheapest by a small model.
+
+A table is a JSON file per device beside this one, written by `benchmarks/h200/kernels.py`: kernel → "N,K" → bucket of
+rows → tile. Nothing is searched at start-up. Knows sizes; knows no tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`blocks` × 128 rows by `columns`, or × 64 where two consumers take tiles by `turns` (1) instead of together (0).
+
+    `cluster` blocks side by side share their rows.
+    """
+
+    blocks: int
+    columns: int
+    cluster: int
+    turns: int = 0
+
+    @property
+    def rows(self) -> int:
+        return (64 if self.turns else 128) * self.blocks
+
+    def efficiency(self) -> float:
+        """What share of the peak a long run of such tiles was seen to reach, about."""
+        shares = {(2, 128): 1.0, (2, 160): 0.98, (1, 256): 0.95, (1, 160): 0.85, (1, 128): 0.8, (1, 64): 0.6}
+        return 0.95 if self.turns else shares.get((self.blocks, self.columns), 0.5)
+
+
+SHAPES = ((2, 128, 0), (2, 160, 0), (1, 256, 0), (1, 160, 0), (1, 128, 0), (1, 64, 0), (2, 128, 1), (2, 160, 1))
+
+
+def candidates(columns: int, *, gated: bool = False) -> list[Tile]:
+    """Tiles that may serve `columns` columns of the product; a cluster wants an even number of them."""
+    found = []
+    for blocks, width, turns in SHAPES:
+        if gated and width % 64:
+            continue
+        found.append(Tile(blocks, width, 1, turns))
+        if math.ceil(columns / width) % 2 == 0:
+            found.append(Tile(blocks, width, 2, turns))
+    return found
+
+
+def bucket(rows: int) -> int:
+    """Rows are looked up by the next power of two."""
+    return 1 << max(rows - 1, 1).bit_length()
+
+
+@functools.cache
+def table(device: str) -> dict[str, Any]:
+    """What was measured on this device, or nothing."""
+    name = "_".join(device.lower().split())
+    path = Path(__file__).with_name(f"{name}.json")
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def cheapest(rows: int, columns: int, multiprocessors: int, choices: list[Tile]) -> Tile:
+    """The tile whose waves over the multiprocessors cost least."""
+
+    def cost(tile: Tile) -> float:
+        tiles = math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns)
+        waves = math.ceil(tiles / (multiprocessors // tile.cluster * tile.cluster))
+        return waves * tile.rows * tile.columns / tile.efficiency()
+
+    return min(choices, key=cost)
+
+
+@functools.cache
+def choose(device: str, kernel: str, rows: int, columns: int, depth: int, multiprocessors: int) -> Tile:
+    """The tile for a product of `rows` × `columns` over `depth`; `kernel`: linear, geglu, conv or upsample."""
+    choices = candidates(columns, gated=kernel == "geglu")
+    measured = table(device).get(kernel, {}).get(f"{columns},{depth}", {}).get(str(bucket(rows)))
+    if measured is not None and (tile := Tile(*measured)) in choices:
+        return tile
+    return cheapest(rows, columns, multiprocessors, choices)

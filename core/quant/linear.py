@@ -1,0 +1,112 @@
+"""INT8 linear layers and convolutions as modules: weights by output channel, activations by a vector of static scales.
+
+What is stored is integers and scales; what multiplies them is a kernel of `core.quant.kernels`, or, where there is
+none, the same arithmetic in floats. Knows nothing of which layers of a model should be replaced.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LEVELS = 127  # symmetric: -127…127
+
+
+def quantize(x: Tensor, inverse: Tensor) -> Tensor:
+    """Round half to even to int8 levels: x [..., C] times `inverse` [C], as int8."""
+    return (x.float() * inverse).round().clamp(-LEVELS, LEVELS).to(torch.int8)
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 weight and fp32 scale of each row of [N, ...], by its largest magnitude. A row of zeros gets scale 1."""
+    rows = weight.float().flatten(1)
+    scale = rows.abs().amax(dim=1) / LEVELS
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # the least of floats divide to zero, too
+    whole = (rows / scale[:, None]).round().clamp(-LEVELS, LEVELS).to(torch.int8)
+    return whole.view(weight.shape), scale
+
+
+class Int8Linear(nn.Module):
+    """y = W x + b with x and W in int8: y[n] = scale[n] · Σ_k q(x[k] · inverse[k]) · weight[n, k] + bias[n].
+
+    `inverse` [K] is one over the scale of each input channel; smoothing (Xiao et al., 2023, section 4) and the scales
+    of the halves of a concatenation are in it, and the weights were divided by it before they were quantized.
+    """
+
+    weight: Tensor  # int8 [N, K]
+    scale: Tensor  # fp32 [N]
+    inverse: Tensor  # fp32 [K]
+    bias: Tensor | None  # fp32 [N]
+
+    def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("inverse", inverse)
+        self.register_buffer("bias", bias)
+        self.out_features, self.in_features = weight.shape
+
+    @classmethod
+    def of(cls, layer: nn.Linear, inverse: Tensor) -> Int8Linear:
+        """The layer with inputs quantized by `inverse` [K]."""
+        weight, scale = quantize_weight(layer.weight.detach().float() / inverse)
+        return cls(weight, scale, inverse.float().clone(), None if layer.bias is None else layer.bias.detach().float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N] of x's type. Sums are exact to 1,040 inputs, then as exact as fp32."""
+        y = F.linear(quantize(x, self.inverse).float(), self.weight.float()) * self.scale
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Conv2d(nn.Module):
+    """A convolution with input and weights in int8, as `Int8Linear`; `inverse` has one value for each input channel."""
+
+    weight: Tensor  # int8 [N, kh, kw, C]: channels last, as the kernels read it
+    scale: Tensor  # fp32 [N]
+    inverse: Tensor  # fp32 [C]
+    bias: Tensor | None  # fp32 [N]
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None, *, stride: int, padding: int
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("inverse", inverse)
+        self.register_buffer("bias", bias)
+        self.out_channels, self.in_channels = weight.shape[0], weight.shape[-1]
+        self.stride, self.padding = stride, padding
+
+    @classmethod
+    def of(cls, layer: nn.Conv2d, inverse: Tensor) -> Int8Conv2d:
+        """The layer with inputs quantized by `inverse` [C]. Raises ValueError for what `steps` refuses."""
+        stride, padding = steps(layer)
+        folded = layer.weight.detach().float().permute(0, 2, 3, 1) / inverse
+        weight, scale = quantize_weight(folded.contiguous())
+        bias = None if layer.bias is None else layer.bias.detach().float()
+        return cls(weight, scale, inverse.float().clone(), bias, stride=stride, padding=padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, C, h, w] to [B, N, H, W] of x's type."""
+        whole = quantize(x.permute(0, 2, 3, 1), self.inverse).float().permute(0, 3, 1, 2)
+        y = F.conv2d(whole, self.weight.float().permute(0, 3, 1, 2), stride=self.stride, padding=self.padding)
+        y = y * self.scale.view(-1, 1, 1)
+        return (y if self.bias is None else y + self.bias.view(-1, 1, 1)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        kernel = tuple(self.weight.shape[1:3])
+        return f"{self.in_channels}, {self.out_channels}, {kernel=}, stride={self.stride}, padding={self.padding}"
+
+
+def steps(layer: nn.Conv2d) -> tuple[int, int]:
+    """Stride and padding of a convolution that can be quantized. Raises ValueError for one that cannot."""
+    plain = layer.groups == 1 and {*layer.dilation} == {1} and layer.padding_mode == "zeros"
+    if not plain or isinstance(layer.padding, str) or len({*layer.stride}) != 1 or len({*layer.padding}) != 1:
+        raise ValueError(
+            "only plain convolutions are quantized: no groups, no dilation, equal strides, equal padding with zeros"
+        )
+    return int(layer.stride[0]), int(layer.padding[0])

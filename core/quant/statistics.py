@@ -1,0 +1,178 @@
+"""Ranges of what flows into layers: collected by hooks while a model works, reduced in a few ways, kept in a file.
+
+Knows modules and tensors; knows nothing of what the model is run on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+Method = Literal["max", "percentile", "min-mean"]
+_PERCENTILE = 0.999
+_SAMPLE = 1024  # rows that the percentile is taken of: enough for its tail, and few enough to cost little
+
+
+class StatisticsError(ValueError):
+    """Statistics that cannot be used. The message says why."""
+
+
+@dataclass
+class Statistics:
+    """Largest magnitudes of each input channel, by layer and step: [steps, K].
+
+    `largest` is over all batches, `smallest` the least of the batches' largest, `typical` the mean over batches of a
+    high percentile. `model` is the digest of the weights that were observed, `data` of what they were run on, where
+    somebody keeps it.
+    """
+
+    model: str
+    largest: dict[str, Tensor] = field(default_factory=dict)
+    smallest: dict[str, Tensor] = field(default_factory=dict)
+    typical: dict[str, Tensor] = field(default_factory=dict)
+    batches: list[int] = field(default_factory=list)  # for each step
+    data: str = ""
+
+    def ranges(self, layer: str, method: Method = "max") -> Tensor:
+        """The range of each input channel [K]. Raises `StatisticsError` for a layer unseen, NaN or infinity.
+
+        max: the largest ever. percentile: the largest step's mean over batches of the 99.9th percentile. min-mean: the
+        mean over steps of the least of the batches' largest, which drops outliers of single prompts.
+        """
+        if layer not in self.largest:
+            raise StatisticsError(f"{layer}: was not seen in calibration")
+        if not torch.isfinite(self.largest[layer]).all():
+            raise StatisticsError(f"{layer}: its range is not finite: the model made NaN or infinity in calibration")
+        if method == "max":
+            return self.largest[layer].amax(0)
+        if method == "percentile":
+            return self.typical[layer].amax(0)
+        smallest = self.smallest[layer]
+        return smallest[torch.isfinite(smallest).all(1)].mean(0)  # without the steps that did not come to this layer
+
+    @contextmanager
+    def observe(self, model: nn.Module, layers: Iterable[str], step: int) -> Iterator[None]:
+        """Watch the inputs of these layers while the model works, as one batch of this step.
+
+        Nothing is added where the model raises. Raises `StatisticsError` for a layer that the model does not have.
+        """
+        hooks = []
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def watch(name: str, of_maps: bool) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any]], None]:
+            def hook(_: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+                x = inputs[0] if inputs else options["input"]
+                largest, high = _extremes(x.detach(), of_maps)
+                if name in seen:  # it is called more than once a batch
+                    largest, high = torch.maximum(seen[name][0], largest), torch.maximum(seen[name][1], high)
+                seen[name] = (largest, high)
+
+            return hook
+
+        try:
+            for name in layers:
+                try:
+                    module = model.get_submodule(name)
+                except AttributeError:
+                    raise StatisticsError(f"{name}: the model has no such layer") from None
+                of_maps = isinstance(module, nn.Conv2d)
+                hooks.append(module.register_forward_pre_hook(watch(name, of_maps), with_kwargs=True))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._add(seen, step)
+
+    def _add(self, seen: Mapping[str, tuple[Tensor, Tensor]], step: int) -> None:
+        while len(self.batches) <= step:
+            self.batches.append(0)
+        count = self.batches[step]
+        self.batches[step] += 1
+        for name, (largest, high) in seen.items():
+            for table, empty in ((self.largest, 0.0), (self.smallest, torch.inf), (self.typical, 0.0)):
+                rows = table.get(name, largest.new_empty(0, largest.numel()))
+                missing = len(self.batches) - len(rows)
+                table[name] = torch.cat([rows, rows.new_full((missing, largest.numel()), empty)]) if missing else rows
+            # NaN must stay: it is refused later, by the layer's name.
+            self.largest[name][step] = torch.maximum(self.largest[name][step], largest)
+            self.smallest[name][step] = torch.minimum(self.smallest[name][step], largest)
+            self.typical[name][step] += (high - self.typical[name][step]) / (count + 1)
+
+    def save(self, path: Path) -> None:
+        """Write everything into one safetensors file, whole or not at all. Raises `StatisticsError`."""
+        tensors = {f"{kind}/{name}": t.contiguous() for kind, table in self._tables() for name, t in table.items()}
+        partial = path.with_name(path.name + ".part")
+        try:
+            save_file(tensors, partial, {"model": self.model, "data": self.data, "batches": json.dumps(self.batches)})
+            partial.replace(path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise StatisticsError(f"{path}: cannot be written ({error})") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Statistics:
+        """Raises `StatisticsError` for a file that is none of ours."""
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                if not {"model", "data", "batches"} <= about.keys():
+                    raise ValueError("it does not say of which model")
+                made = cls(about["model"], batches=json.loads(about["batches"]), data=about["data"])
+                tables = dict(made._tables())
+                for key in list(file.keys()):
+                    kind, _, name = key.partition("/")
+                    tables[kind][name] = file.get_tensor(key)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise StatisticsError(f"{path}: holds no statistics ({error})") from error
+        made._check(path)
+        return made
+
+    def _tables(self) -> list[tuple[str, dict[str, Tensor]]]:
+        return [("largest", self.largest), ("smallest", self.smallest), ("typical", self.typical)]
+
+    def _check(self, path: Path) -> None:
+        """Refuse tables that do not fit one another."""
+        steps = self.batches
+        sound = isinstance(steps, list) and all(isinstance(count, int) and count >= 0 for count in steps)
+        for name in {name for _, table in self._tables() for name in table} if sound else ():
+            found = [table.get(name) for _, table in self._tables()]
+            shapes = {None if tensor is None else (tensor.dtype, *tensor.shape) for tensor in found}
+            channels = 0 if found[0] is None else found[0].shape[-1:].numel()
+            sound = sound and shapes == {(torch.float32, len(steps), channels)}
+        if not sound:
+            raise StatisticsError(f"{path}: holds no statistics (its tables do not fit one another)")
+
+
+def _extremes(x: Tensor, of_maps: bool) -> tuple[Tensor, Tensor]:
+    """Largest magnitude and percentile of each channel [K], of x [..., K] or, `of_maps`, [B, K, h, w].
+
+    The percentile is linear between ranks (Hyndman and Fan, 1996, type 7), over at most 1,024 rows at equal distances.
+    """
+    if of_maps:
+        x = x.flatten(2)
+        largest = x.abs().amax((0, 2))
+        rows = torch.arange(0, x.shape[0] * x.shape[2], _apart(x.shape[0] * x.shape[2]), device=x.device)
+        sample = x[rows // x.shape[2], :, rows % x.shape[2]]
+    else:
+        x = x.reshape(-1, x.shape[-1])
+        largest = x.abs().amax(0)
+        sample = x[:: _apart(len(x))]
+    at = _PERCENTILE * (len(sample) - 1)
+    low = math.floor(at)
+    top = sample.abs().float().topk(len(sample) - low, dim=0).values  # the first is the largest
+    high = torch.lerp(top[-1], top[-2], at - low) if len(top) > 1 else top[-1]
+    return largest.float().cpu(), high.cpu()
+
+
+def _apart(rows: int) -> int:
+    return -(-rows // _SAMPLE)

@@ -1,0 +1,228 @@
+"""Quantized models on disk: one safetensors file and a manifest, refused with the reason where they do not fit.
+
+In two forms that load into equal models: with weights (quantized layers as they are, the matrices of all others in
+bf16), or with the layers' input scales alone, by which the model's own weights are quantized anew. Knows files and
+modules; knows nothing of what the model does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from core.quant.convert import swap_
+from core.quant.fp8 import Fp8Linear
+from core.quant.linear import Int8Conv2d, Int8Linear, steps
+
+MANIFEST, WEIGHTS = "quantization.json", "model.safetensors"
+_FORMAT = 1
+_QUANTIZED = (Int8Linear, Int8Conv2d, Fp8Linear)
+_KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in _QUANTIZED}
+
+
+class StoreError(ValueError):
+    """A quantized model that cannot be written or read. The message names the file and says why."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was done to which model. `source` is the digest of the weights it was made from.
+
+    `sha256` of the file, and whether it holds the `weights`, are filled in by `save`.
+    """
+
+    scheme: str
+    recipe: str
+    source: str
+    layers: dict[str, str]  # name → class
+    skipped: dict[str, str]  # name → reason
+    calibration: dict[str, Any]
+    weights: bool = True
+    sha256: str = ""
+    format: int = _FORMAT
+
+
+def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = True) -> int:
+    """Write a quantized model; returns the bytes of its file. Raises `StoreError`.
+
+    Without `weights` only the layers' input scales are kept, a hundredth of the size; then loading needs the weights
+    that the model was quantized from.
+    """
+    quantized = {name: module for name, module in model.named_modules() if isinstance(module, _QUANTIZED)}
+    if manifest.layers != {name: type(module).__name__ for name, module in quantized.items()}:
+        raise StoreError(f"{folder}: the manifest names other layers than those that are quantized")
+    if weights:
+        tensors = {name: _kept(model, name, tensor) for name, tensor in model.state_dict().items()}
+    else:
+        tensors = {f"{name}.inverse": module.get_buffer("inverse") for name, module in quantized.items()}
+    tensors = _apart({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    partial = folder / (WEIGHTS + ".part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial)
+        whole = asdict(replace(manifest, weights=weights, sha256=_sha256(partial)))
+        partial.replace(folder / WEIGHTS)
+        described = folder / (MANIFEST + ".part")
+        described.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n", "utf-8")
+        described.replace(folder / MANIFEST)
+        return (folder / WEIGHTS).stat().st_size
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{folder}: cannot be written ({error})") from error
+
+
+def round_(model: nn.Module) -> None:
+    """Round the weights of layers that are not quantized to bf16, in place, as a stored model has them."""
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(_kept(model, name, tensor))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises `StoreError` where there is none, or one of another format."""
+    path = folder / MANIFEST
+    try:
+        whole = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise StoreError(f"{path}: is damaged ({error})") from error
+    if not isinstance(whole, dict):
+        raise StoreError(f"{path}: is damaged (no object)")
+    if whole.get("format") != _FORMAT:
+        raise StoreError(f"{path}: format {whole.get('format')!r} is not known, only {_FORMAT}")
+    kinds = {"str": str, "bool": bool, "int": int}
+    for field in fields(Manifest):
+        if not isinstance(whole.get(field.name), kinds.get(str(field.type), dict)):
+            raise StoreError(f"{path}: is damaged (no {field.name})")
+    if not all(isinstance(kind, str) for kind in whole["layers"].values()):
+        raise StoreError(f"{path}: is damaged (no kinds of layers)")
+    return Manifest(**{field.name: whole[field.name] for field in fields(Manifest)})
+
+
+def load_(model: nn.Module, folder: Path, *, source: str | None = None) -> Manifest:
+    """Turn `model`, as it was before it was quantized, into what was saved. In place.
+
+    `source`, where given, must be the digest of the weights that the quantized model was made from; it must be given
+    where only scales were kept, and the model must then be in fp32. Raises `StoreError`, and then has changed nothing.
+    """
+    manifest = read_manifest(folder)
+    if source is not None and manifest.source != source:
+        raise StoreError(f"{folder}: was quantized from other weights than the model's")
+    if source is None and not manifest.weights:
+        raise StoreError(f"{folder}: holds scales alone, so the digest of the model's weights must be known")
+    tensors = _read(folder / WEIGHTS, manifest)
+    made = {name: _layer(model, folder, manifest, name, tensors) for name in manifest.layers}
+    rest = {} if not manifest.weights else _rest(model, folder, made, tensors)
+    swap_(model, made)
+    if manifest.weights:
+        model.load_state_dict(rest, strict=False)
+    else:
+        round_(model)
+    return manifest
+
+
+def _kept(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """As a file keeps it: matrices of layers that are not quantized in bf16; vectors are small and stay."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    whole = isinstance(owner, _QUANTIZED) or not tensor.is_floating_point() or tensor.dim() < 2
+    return tensor if whole else tensor.bfloat16()
+
+
+def _read(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    try:
+        if _sha256(path) != manifest.sha256:
+            raise StoreError(f"{path}: is not the file that {MANIFEST} describes: damaged or replaced")
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{path}: cannot be read ({error})") from error
+
+
+def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The quantized layer of this name, on the device of the model's own."""
+    kind = _KINDS.get(manifest.layers[name])
+    if kind is None:
+        raise StoreError(f"{folder / MANIFEST}: layer {name} is of the unknown kind {manifest.layers[name]!r}")
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError as error:
+        raise StoreError(f"{folder}: the model has no layer {name}") from error
+    if not isinstance(layer, nn.Conv2d if kind is Int8Conv2d else nn.Linear):
+        found = type(layer).__name__
+        raise StoreError(f"{folder}: layer {name} is a {found} in the model, not what became {kind.__name__}")
+    if not manifest.weights and layer.weight.dtype != torch.float32:
+        raise StoreError(f"{folder}: holds scales alone, for weights in fp32, and layer {name} is {layer.weight.dtype}")
+    parts = {part: tensors.get(f"{name}.{part}") for part in ("weight", "scale", "inverse", "bias")}
+    try:
+        return _made(kind, layer, parts, weights=manifest.weights)
+    except KeyError as error:
+        raise StoreError(f"{folder / WEIGHTS}: {error.args[0]} of layer {name} is missing") from error
+    except ValueError as error:
+        raise StoreError(f"{folder / WEIGHTS}: layer {name} does not fit the model's: {error}") from error
+
+
+def _made(
+    kind: type[nn.Module], layer: nn.Linear | nn.Conv2d, parts: Mapping[str, Tensor | None], *, weights: bool
+) -> nn.Module:
+    """Raises KeyError for a part that is missing, and ValueError for one of another shape."""
+    n, k, *kernel = layer.weight.shape
+    shapes: dict[str, tuple[int, ...]] = {"inverse": (k,)}
+    if weights:
+        shapes |= {"weight": (n, *kernel, k), "scale": (n,)} | ({} if layer.bias is None else {"bias": (n,)})
+    found: dict[str, Tensor] = {}
+    for part, shape in shapes.items():
+        tensor = parts[part]
+        if tensor is None:
+            raise KeyError(part)
+        if tensor.shape != shape:
+            raise ValueError(f"{part} is {[*tensor.shape]}, not {[*shape]}")
+        found[part] = tensor.to(layer.weight.device)
+    if not weights:
+        inverse = found["inverse"]
+        if isinstance(layer, nn.Conv2d):
+            return Int8Conv2d.of(layer, inverse)
+        return Int8Linear.of(layer, inverse) if kind is Int8Linear else Fp8Linear.scaled(layer, inverse)
+    if isinstance(layer, nn.Conv2d):
+        stride, padding = steps(layer)
+        return Int8Conv2d(
+            found["weight"], found["scale"], found["inverse"], found.get("bias"), stride=stride, padding=padding
+        )
+    plain = Int8Linear if kind is Int8Linear else Fp8Linear
+    return plain(found["weight"], found["scale"], found["inverse"], found.get("bias"))
+
+
+def _rest(
+    model: nn.Module, folder: Path, made: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What belongs to layers that are not quantized. Raises `StoreError` where it is not what the model has."""
+    own = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in made}
+    rest = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in made}
+    for name in sorted(own.keys() ^ rest.keys()):
+        raise StoreError(f"{folder / WEIGHTS}: does not fit the model (first difference: {name})")
+    for name, tensor in own.items():
+        if tensor.shape != rest[name].shape:
+            raise StoreError(f"{folder / WEIGHTS}: {name} is {[*rest[name].shape]}, and {[*tensor.shape]} in the model")
+    return rest
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of those that share memory with one before: a file holds no two names for one memory."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        where = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if where in seen else tensor
+        seen.add(where)
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

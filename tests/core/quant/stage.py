@@ -1,0 +1,107 @@
+"""What the tests of quantization share: the compiled kernels, calls of them on given tensors, and plain references.
+
+Calls go through `Program`, as everything does; references are PyTorch in 64 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.quant.kernels.cpu.library import Unavailable, library
+from core.quant.kernels.cpu.program import Program
+
+ROOT = Path(__file__).resolve().parents[3]
+CACHE = ROOT / ".pytest_cache" / "d" / "kernels"
+CANARY = 0xA5
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL:
+    """The real kernels, compiled once for all runs of the tests; skips where this machine has none, with the reason."""
+    try:
+        return library(CACHE)
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for torch and for the kernels, which share them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Watched(Program):
+    """A program whose buffers lie between canaries, looked at after each run."""
+
+    def __init__(self) -> None:
+        super().__init__(kernels())
+        self._walls: list[Tensor] = []
+
+    def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        count = torch.Size(shape).numel() * dtype.itemsize
+        memory = torch.full((count + 256,), CANARY, dtype=torch.uint8)
+        self._walls += [memory[:128], memory[-128:]]
+        found = memory[128:-128].view(dtype).view(shape)
+        self._lent[found.data_ptr()] = found.numel()
+        return found
+
+    def run(self) -> None:
+        super().run()
+        assert all((wall == CANARY).all() for wall in self._walls), "a kernel wrote outside of its output"
+
+
+def called(write: Callable[[Program], Tensor]) -> Tensor:
+    """What a call returns, which `write` writes down."""
+    program = Watched()
+    out = write(program)
+    program.run()
+    return out.clone()
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=seeded(seed)) * scale
+
+
+def whole(seed: int, *shape: int, least: int = -127, most: int = 127) -> Tensor:
+    """int8 numbers, the extremes among them."""
+    return torch.randint(least, most + 1, shape, generator=seeded(seed)).to(torch.int8)
+
+
+def as_bytes(levels: Tensor) -> Tensor:
+    """int8 levels as the kernels read them: around 128."""
+    return (levels.int() + 128).to(torch.uint8)
+
+
+def as_levels(found: Tensor) -> Tensor:
+    return found.int() - 128
+
+
+def check_bytes(found: Tensor, scaled: Tensor) -> None:
+    """Bytes are `scaled`, clamped and rounded; where that is a toss-up between two levels, either."""
+    wanted = scaled.double().clamp(-127, 127)
+    off = (as_levels(found) - wanted).abs()
+    assert off.max() <= 0.5 + 1e-3, f"off by {off.max()} levels"
+
+
+def check_close(found: Tensor, wanted: Tensor, *, relative: float = 2e-6, least: float = 1e-6) -> None:
+    """Within `relative` of the largest magnitude."""
+    assert found.shape == wanted.shape and found.isfinite().all()
+    error = (found.double() - wanted.double()).abs().max()
+    assert error <= relative * wanted.abs().max() + least, f"off by {error} of {wanted.abs().max()}"

@@ -1,0 +1,270 @@
+"""Quantized models on disk: both forms come back bit for bit, and what does not fit is refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from core.quant import store
+from core.quant.convert import Recipe, Rule, quantize_
+from core.quant.store import MANIFEST, WEIGHTS, Manifest, StoreError, load_, read_manifest, round_, save
+from tests.core.quant.blocks import Block, block, inputs, observed, recipe
+
+
+def manifest(model: nn.Module, scheme: str = "int8") -> Manifest:
+    kinds = {"Int8Linear", "Int8Conv2d", "Fp8Linear"}
+    layers = {name: type(m).__name__ for name, m in model.named_modules() if type(m).__name__ in kinds}
+    return Manifest(scheme, "block", "digest", layers, {"head": "left"}, {"prompts": 3})
+
+
+def made(scheme: str = "int8") -> Block:
+    model = block()
+    wanted = recipe()
+    if scheme == "fp8":
+        wanted = Recipe("fp8", (Rule("head|conv", reason="left"), Rule(".*", alpha=0.5)))
+    quantize_(model, wanted, observed(model), scheme=scheme)  # type: ignore[arg-type]
+    return model
+
+
+def stored(folder: Path, *, weights: bool = True, scheme: str = "int8") -> Block:
+    model = made(scheme)
+    save(model, folder, manifest(model, scheme), weights=weights)
+    return model
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone().view(torch.uint8) for name, tensor in model.state_dict().items()}
+
+
+def check_equal(found: nn.Module, wanted: nn.Module) -> None:
+    a, b = bits(found), bits(wanted)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert [type(m) for m in found.modules()] == [type(m) for m in wanted.modules()]
+    with torch.inference_mode():
+        assert torch.equal(found(inputs(9)), wanted(inputs(9)))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("weights", [True, False])
+def test_what_was_saved_comes_back_bit_for_bit(weights: bool, scheme: str, tmp_path: Path) -> None:
+    """But for the matrices of layers that are not quantized, which a file has in bf16."""
+    model = stored(tmp_path, weights=weights, scheme=scheme)
+    again = block()
+    found = load_(again, tmp_path, source="digest")
+    round_(model)
+    check_equal(again, model)
+    assert (found.scheme, found.weights, found.skipped) == (scheme, weights, {"head": "left"})
+    assert found.calibration == {"prompts": 3} and found == read_manifest(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {MANIFEST, WEIGHTS}
+
+
+def test_both_forms_are_one_model(tmp_path: Path) -> None:
+    models = []
+    for weights in (True, False):
+        stored(tmp_path / str(weights), weights=weights)
+        models.append(block())
+        load_(models[-1], tmp_path / str(weights), source="digest")
+    check_equal(*models)
+    assert not any(module.training for module in models[0].modules())
+
+
+def test_rounding_keeps_vectors_and_what_is_quantized() -> None:
+    model = made()
+    before = copy.deepcopy(model)
+    round_(model)
+    assert torch.equal(model.to_q.scale, before.to_q.scale) and torch.equal(model.norm.weight, before.norm.weight)
+    assert torch.equal(model.head.weight, before.head.weight.bfloat16().float())
+    assert not torch.equal(model.head.weight, before.head.weight)
+    assert torch.equal(model.head.bias, before.head.bias)
+
+
+def test_sizes(tmp_path: Path) -> None:
+    model = made()
+    whole = save(model, tmp_path / "whole", manifest(model))
+    scales = save(model, tmp_path / "scales", manifest(model), weights=False)
+    assert (
+        whole == (tmp_path / "whole" / WEIGHTS).stat().st_size
+        and scales == (tmp_path / "scales" / WEIGHTS).stat().st_size
+    )
+    channels = sum(m.inverse.numel() for m in model.modules() if hasattr(m, "inverse"))
+    assert scales < 4 * channels + 2000
+
+
+def test_a_model_in_bf16_loads_too(tmp_path: Path) -> None:
+    stored(tmp_path)
+    again = block().bfloat16()
+    load_(again, tmp_path)
+    assert again.head.weight.dtype == torch.bfloat16 and again.to_q.scale.dtype == torch.float32
+    with torch.inference_mode():
+        assert again(inputs(9).bfloat16()).dtype == torch.bfloat16
+
+
+def test_saving_again_replaces(tmp_path: Path) -> None:
+    stored(tmp_path, weights=False)
+    model = stored(tmp_path)
+    again = block()
+    assert load_(again, tmp_path).weights
+    round_(model)
+    check_equal(again, model)
+
+
+def test_a_manifest_of_other_layers_than_the_models_is_not_written(tmp_path: Path) -> None:
+    model = made()
+    with pytest.raises(StoreError, match="names other layers than those that are quantized"):
+        save(model, tmp_path / "a", replace(manifest(model), layers={"conv": "Int8Conv2d"}))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model = made()
+    with pytest.raises(StoreError, match="cannot be written"):
+        save(model, tmp_path / "file" / "a", manifest(model))
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+Damage = Callable[[Path], None]
+
+
+def rewrite(**changes: Any) -> Damage:
+    """Other words in the manifest; None takes one away."""
+
+    def damage(folder: Path) -> None:
+        whole = {**json.loads((folder / MANIFEST).read_text()), **changes}
+        (folder / MANIFEST).write_text(json.dumps({name: v for name, v in whole.items() if v is not None}))
+
+    return damage
+
+
+def refile(change: Callable[[dict[str, Tensor]], None], *, honest: bool = True) -> Damage:
+    """Other tensors; `honest` writes their digest into the manifest."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS)
+        if honest:
+            rewrite(sha256=store._sha256(folder / WEIGHTS))(folder)
+
+    return damage
+
+
+def relabel(name: str, kind: str) -> Damage:
+    return lambda folder: rewrite(layers={**read_manifest(folder).layers, name: kind})(folder)
+
+
+def overwrite(name: str, contents: bytes) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(contents)
+
+    return damage
+
+
+def flip(folder: Path) -> None:
+    contents = bytearray((folder / WEIGHTS).read_bytes())
+    contents[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(contents)
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    ("damage", "options", "said"),
+    [
+        (nothing, {"source": "other"}, "was quantized from other weights than the model's"),
+        (flip, {}, "is not the file that quantization.json describes: damaged or replaced"),
+        (refile(lambda t: t.clear(), honest=False), {}, "damaged or replaced"),
+        (lambda folder: (folder / WEIGHTS).unlink(), {}, "cannot be read"),
+        (lambda folder: (folder / MANIFEST).unlink(), {}, "cannot be read"),
+        (overwrite(MANIFEST, b"{"), {}, "is damaged"),
+        (overwrite(MANIFEST, b"\xff\xfe"), {}, "is damaged"),
+        (overwrite(MANIFEST, b"[]"), {}, r"is damaged \(no object\)"),
+        (rewrite(format=2), {}, "format 2 is not known, only 1"),
+        (rewrite(format=None), {}, "format None is not known, only 1"),
+        (rewrite(layers=["conv"]), {}, r"is damaged \(no layers\)"),
+        (rewrite(layers={"conv": 3}), {}, r"is damaged \(no kinds of layers\)"),
+        (rewrite(sha256=None), {}, r"is damaged \(no sha256\)"),
+        (rewrite(weights="yes"), {}, r"is damaged \(no weights\)"),
+        (relabel("conv", "Int4Conv2d"), {}, "layer conv is of the unknown kind 'Int4Conv2d'"),
+        (relabel("conv", "Int8Linear"), {}, "layer conv is a Conv2d in the model, not what became Int8Linear"),
+        (relabel("norm", "Int8Linear"), {}, "layer norm is a GroupNorm in the model, not what became Int8Linear"),
+        (relabel("ghost", "Int8Linear"), {}, "the model has no layer ghost"),
+        (refile(lambda t: t.pop("to_q.inverse")), {}, "inverse of layer to_q is missing"),  # type: ignore[arg-type, return-value]
+        (refile(lambda t: t.update({"to_q.inverse": torch.ones(31)})), {},
+         r"layer to_q does not fit the model's: inverse is \[31\], not \[32\]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(
+    damage: Damage, options: dict[str, Any], said: str, weights: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "unet-int8"
+    stored(folder, weights=weights)
+    damage(folder)
+    model = block()
+    with pytest.raises(StoreError, match=said) as caught:
+        load_(model, folder, **{"source": "digest", **options})
+    assert "unet-int8" in str(caught.value)
+    check_equal(model, block())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("to_q.weight"), "weight of layer to_q is missing"),
+        (lambda t: t.pop("conv.scale"), "scale of layer conv is missing"),
+        (lambda t: t.pop("to_q.bias"), "bias of layer to_q is missing"),
+        (
+            lambda t: t.update({"conv.weight": torch.ones(32, 3, 3, 31, dtype=torch.int8)}),
+            r"weight is \[32, 3, 3, 31\]",
+        ),
+        (lambda t: t.pop("head.bias"), r"does not fit the model \(first difference: head.bias\)"),
+        (
+            lambda t: t.update({"ghost.weight": torch.ones(2)}),
+            r"does not fit the model \(first difference: ghost.weight\)",
+        ),
+        (
+            lambda t: t.update({"head.weight": torch.ones(4, 31)}),
+            r"head.weight is \[4, 31\], and \[4, 32\] in the model",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: Any, said: str, tmp_path: Path) -> None:
+    stored(tmp_path)
+    refile(change)(tmp_path)
+    model = block()
+    with pytest.raises(StoreError, match=said):
+        load_(model, tmp_path)
+    check_equal(model, block())
+
+
+def test_scales_alone_need_to_know_whose_they_are(tmp_path: Path) -> None:
+    stored(tmp_path, weights=False)
+    with pytest.raises(StoreError, match="holds scales alone, so the digest of the model's weights must be known"):
+        load_(block(), tmp_path)
+
+
+def test_scales_alone_need_weights_in_fp32(tmp_path: Path) -> None:
+    """Rounded ones would be quantized into another model."""
+    stored(tmp_path, weights=False)
+    with pytest.raises(StoreError, match=r"for weights in fp32, and layer conv is torch.bfloat16"):
+        load_(block().bfloat16(), tmp_path, source="digest")
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    stored(tmp_path)
+    other = Block(width=48)
+    with pytest.raises(StoreError, match="layer conv does not fit the model's"):
+        load_(other, tmp_path)

@@ -1,0 +1,162 @@
+"""The image runner on our own CPU kernels: parity with diffusers, and pictures that do not depend on their batch."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.quant.kernels.cpu.library import Unavailable, library
+from pipeline import tiny
+from pipeline.folder import ModelError
+from pipeline.load import load
+from pipeline.parameters import ImageParameters
+from tests.pipeline import worlds
+from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
+
+# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+
+SHAPES = {
+    "wide-heads": tiny.Shape(channels=(16, 32), heads=(1, 2)),
+    "deep": tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    worlds.SHAPES.update(SHAPES)
+    try:
+        return library(tmp_path_factory.mktemp("kernels"))
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+def mixture(shape: str) -> list[ImageParameters]:
+    side = SHAPES[shape].native
+    return [
+        ImageParameters(
+            f"a {colour} hat", seed, side, side, steps=steps, guidance_scale=guidance, scheduler=scheduler,
+            deterministic=bool(seed % 2),
+        )
+        for seed, (colour, steps, guidance, scheduler) in enumerate(
+            (("red", 4, 5.0, None), ("teal", 3, 1.0, "euler"), ("pink", 5, 7.0, "dpm++2m"), ("big", 4, 3.0, "lcm"),
+             ("old", 6, 0.5, "euler-ancestral"), ("new", 3, 2.0, "euler"))
+        )
+    ]  # fmt: skip
+
+
+def runner_of(shape: str, kernels: ctypes.CDLL, **options: Any) -> Watching:
+    return Watching(model(shape), kernels=kernels, **options)
+
+
+def together(runner: Watching, parameters: list[ImageParameters]) -> list[Any]:
+    """All in one engine, each joining a few iterations after the one before."""
+    crank = Crank(runner)
+    for index, one in enumerate(parameters):
+        crank.submit(str(index), one)
+        crank.turn()
+    pictures = crank.pictures()
+    return [pictures[str(index)] for index in range(len(parameters))]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pictures_equal_diffusers(shape: str, kernels: ctypes.CDLL) -> None:
+    parameters = mixture(shape)
+    for one, picture in zip(parameters, together(runner_of(shape, kernels), parameters), strict=True):
+        expected = stock_picture(shape, one)
+        assert expected.std() > 10, "a flat picture would prove nothing"
+        assert np.abs(levels(picture) - expected).max() <= 1, one
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pixels_do_not_depend_on_the_batch(shape: str, kernels: ctypes.CDLL) -> None:
+    parameters = mixture(shape)
+    runner = runner_of(shape, kernels, max_rows=64)
+    mixed = together(runner, parameters)
+    assert any(len(ride) > 2 for phase, ride in runner.rides if phase == "deep"), "nobody rode with anybody"
+    for one, picture in zip(parameters, mixed, strict=True):
+        alone = solo(runner_of(shape, kernels), one)
+        if one.deterministic:
+            assert picture.png() == alone.png()
+        # Prompts that are encoded in different batches may differ in their last bits.
+        assert np.abs(levels(picture) - levels(alone)).max() <= 1
+
+
+def test_deterministic_bytes_do_not_depend_on_threads(kernels: ctypes.CDLL) -> None:
+    one = ImageParameters("a red hat", 3, 32, 32, steps=4, deterministic=True)
+    before, pngs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            pngs.append(levels(solo(runner_of("wide-heads", kernels), one)).tobytes())
+    finally:
+        torch.set_num_threads(before)
+    assert len(set(pngs)) == 1
+
+
+def test_deterministic_requests_ride_with_others(kernels: ctypes.CDLL) -> None:
+    runner = runner_of("wide-heads", kernels)
+    together(runner, mixture("wide-heads"))
+    riders = [{name for name, _ in ride} for phase, ride in runner.rides if phase == "deep"]
+    assert any({"0", "1"} <= ride for ride in riders)
+
+
+def test_the_fingerprint_names_the_kernels(kernels: ctypes.CDLL) -> None:
+    picture = solo(runner_of("wide-heads", kernels), mixture("wide-heads")[1])
+    assert picture.fingerprint["executable"] == "kernels" and picture.fingerprint["bucket"] is None
+
+
+def test_a_model_that_the_kernels_do_not_know_is_refused(kernels: ctypes.CDLL) -> None:
+    with pytest.raises(ModelError, match="heads of width 8"):
+        Watching(model("plain"), kernels=kernels)
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
+    """A folder with a model and its INT8 variant."""
+    from pipeline import quantized as made
+
+    folder = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPES["wide-heads"])
+    prompts = [f"a {colour} hat" for colour in ("red", "green", "blue", "old", "new", "big")]
+    report = made.make(load(str(folder)), prompts, folder)
+    assert report["unet"][0].changed and report["vae"][0].changed
+    return folder
+
+
+def test_int8_is_picked_up_and_is_close_to_fp32(quantized: Path, kernels: ctypes.CDLL) -> None:
+    one = mixture("wide-heads")[0]
+    exact = solo(Watching(load(str(quantized)), kernels=kernels), one)
+    eight = solo(Watching(load(str(quantized), precision="int8"), kernels=kernels), one)
+    error = np.square((levels(exact) - levels(eight)).astype(float)).mean()
+    assert 0 < error < 255**2 / 10**2.5, "25 dB"
+    assert eight.fingerprint["precision"] == "int8"
+    assert eight.fingerprint["weights"] != exact.fingerprint["weights"]
+
+
+def test_int8_pixels_do_not_depend_on_the_batch(quantized: Path, kernels: ctypes.CDLL) -> None:
+    int8 = load(str(quantized), precision="int8")
+    parameters = [one for one in mixture("wide-heads") if one.deterministic]
+    mixed = together(Watching(int8, kernels=kernels), parameters)
+    for one, picture in zip(parameters, mixed, strict=True):
+        assert picture.png() == solo(Watching(load(str(quantized), precision="int8"), kernels=kernels), one).png()
+
+
+def test_int8_without_a_variant_says_what_makes_one(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "plain", SHAPES["wide-heads"])
+    with pytest.raises(ModelError, match="diptych quantize"):
+        load(str(folder), precision="int8")
+    with pytest.raises(ModelError, match="diptych quantize"):
+        load(str(folder), precision="int8", unet=tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="diptych quantize"):
+        load(tiny.TINY, precision="int8")
+
+
+def test_int8_of_another_models_weights_is_refused(quantized: Path, tmp_path: Path) -> None:
+    other = tiny.save(tmp_path / "other", SHAPES["wide-heads"], seed=1)
+    with pytest.raises(ModelError, match="other weights"):
+        load(str(other), precision="int8", unet=quantized / "unet-int8")

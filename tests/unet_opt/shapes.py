@@ -1,0 +1,114 @@
+"""UNets and decoders of the pipeline's tests' shapes, with heads that the kernels know, and what they are run on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.quant.convert import quantize_
+from core.quant.statistics import Statistics
+from pipeline import tiny
+from pipeline.denoise import PackedKeys
+from tests.core.quant.stage import normal
+from tests.pipeline.worlds import SHAPES
+from unet_opt import recipe
+
+# The pipeline's shapes have narrower heads than the kernels know: other widths, all else alike.
+KNOWN = {
+    "plain": {"heads": (1, 2)},
+    "three-levels": {"channels": (16, 48, 64), "heads": (1, 3, 2)},
+    "many-heads": {"channels": (64, 128), "heads": (4, 8)},
+    "two-resnets": {"heads": (1, 2)},
+    "v-prediction": {"heads": (1, 1)},
+    "distilled": {"heads": (1, 2)},
+}
+UNETS = (*KNOWN, "conv1x1")
+
+
+@functools.cache
+def _pipeline(name: str) -> Any:
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    shape = SHAPES["plain" if name == "conv1x1" else name]
+    return tiny.make(replace(shape, **KNOWN["plain" if name == "conv1x1" else name]))  # type: ignore[arg-type]
+
+
+def unet(name: str) -> Any:
+    """A UNet of this shape, a fresh copy; `conv1x1` has convolutions where SDXL has linear projections."""
+    found = _pipeline(name).unet
+    if name == "conv1x1":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            found = type(found).from_config({**found.config, "use_linear_projection": False})
+    return copy.deepcopy(found).eval().requires_grad_(False)
+
+
+def vae(name: str, **config: Any) -> Any:
+    found = _pipeline(name).vae
+    if config:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            found = type(found).from_config({**found.config, **config})
+    return copy.deepcopy(found).eval().requires_grad_(False)
+
+
+class Inputs(NamedTuple):
+    sample: Tensor  # [B, C, h, w]
+    timestep: Tensor  # [B]
+    hidden: Tensor  # [B, T, D]
+    pooled: Tensor  # [B, P]
+    time_ids: Tensor  # [B, 6]
+    time_cond: Tensor | None  # [B, G]
+
+    def rows(self, which: Sequence[int]) -> Inputs:
+        return Inputs(*(None if part is None else part[list(which)] for part in self))
+
+
+def inputs(of: Any, rows: int, height: int, width: int, *, tokens: int = 7, seed: int = 0) -> Inputs:
+    config = of.config
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    return Inputs(
+        sample=normal(seed, rows, config.in_channels, height, width),
+        timestep=torch.arange(rows) * 150.0 + 21.0,
+        hidden=normal(seed + 1, rows, tokens, config.cross_attention_dim),
+        pooled=normal(seed + 2, rows, pooled),
+        time_ids=normal(seed + 3, rows, 6).abs() * 64,
+        time_cond=None if config.time_cond_proj_dim is None else normal(seed + 4, rows, config.time_cond_proj_dim),
+    )
+
+
+@torch.inference_mode()
+def stock(of: Any, given: Inputs) -> Tensor:
+    """What diffusers computes."""
+    added = {"text_embeds": given.pooled, "time_ids": given.time_ids}
+    return of(  # type: ignore[no-any-return]
+        given.sample, given.timestep, given.hidden, timestep_cond=given.time_cond, added_cond_kwargs=added,
+        return_dict=False,
+    )[0]  # fmt: skip
+
+
+@torch.inference_mode()
+def ours(programs: Any, given: Inputs) -> Tensor:
+    """What programs compute."""
+    added = {"text_embeds": given.pooled, "time_ids": given.time_ids}
+    keys = PackedKeys(copy.deepcopy(programs.unet))(given.hidden)
+    return programs(  # type: ignore[no-any-return]
+        given.sample, given.timestep, keys, timestep_cond=given.time_cond, added_cond_kwargs=added, return_dict=False
+    )[0]
+
+
+def quantized(of: Any, *, side: int = 8, alpha: float | None = recipe.ALPHA) -> Any:
+    """This UNet in INT8, calibrated on noise."""
+    made, statistics = recipe.unet(of, alpha=alpha), Statistics("digest")
+    layers = made.targets(of)
+    for seed in range(4):
+        with statistics.observe(of, layers, 0):
+            stock(of, inputs(of, 4, side, side, seed=seed))
+    quantize_(of, made, statistics)
+    return of

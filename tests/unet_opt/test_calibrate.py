@@ -1,0 +1,143 @@
+"""Calibration: of batches of prompts, resumed where it was killed, and refused where a checkpoint is another's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.quant.statistics import Statistics, StatisticsError
+from tests.core.quant.blocks import LAYERS, block
+from tests.core.quant.stage import ROOT, normal
+from unet_opt.calibrate import BATCH, Around, calibrate
+
+PROMPTS = [f"a picture of {number} cats" for number in range(3 * BATCH - 2)]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Run:
+    """Draws prompts with a small model over two steps; what it draws depends on the prompts alone."""
+
+    def __init__(self, *, dies_at: tuple[int, int] | None = None) -> None:
+        self.model = block()
+        self.batches: list[list[str]] = []
+        self._dies_at = dies_at
+
+    def __call__(self, batch: Sequence[str], around: Around) -> None:
+        self.batches.append(list(batch))
+        for step in range(2):
+            x = torch.cat([normal(hash_of(prompt) + step, 1, 32, 6, 6) for prompt in batch])
+            with around(step), torch.inference_mode():
+                self.model(x)
+            if (len(self.batches) - 1, step) == self._dies_at:
+                raise Killed
+
+
+def hash_of(prompt: str) -> int:
+    return sum(prompt.encode())
+
+
+def collect(run: Run, checkpoint: Path | None = None, prompts: Sequence[str] = PROMPTS, **options: Any) -> Statistics:
+    return calibrate(
+        run.model, options.pop("layers", LAYERS), prompts, run, digest=options.pop("digest", "digest"),
+        checkpoint=checkpoint, **options,
+    )  # fmt: skip
+
+
+def same(a: Statistics, b: Statistics) -> bool:
+    tables = zip((a.largest, a.smallest, a.typical), (b.largest, b.smallest, b.typical), strict=True)
+    equal = all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in tables)
+    return equal and (a.model, a.data, a.batches) == (b.model, b.data, b.batches)
+
+
+def test_all_prompts_are_run_in_batches_and_progress_is_told() -> None:
+    run, told = Run(), list[int]()
+    found = collect(run, tell=told.append)
+    assert [prompt for batch in run.batches for prompt in batch] == PROMPTS
+    assert [len(batch) for batch in run.batches] == [BATCH, BATCH, BATCH - 2]
+    assert told == [0, BATCH, 2 * BATCH, len(PROMPTS)]
+    assert found.batches == [3, 3] and {*found.largest} == {*LAYERS}
+
+
+@pytest.mark.parametrize("dies_at", [(0, 0), (1, 0), (1, 1), (2, 1)])
+def test_a_run_that_was_killed_goes_on_to_the_same_statistics(dies_at: tuple[int, int], tmp_path: Path) -> None:
+    whole = collect(Run())
+    dying, again = Run(dies_at=dies_at), Run()
+    with pytest.raises(Killed):
+        collect(dying, tmp_path / "checkpoint")
+    told = list[int]()
+    assert same(collect(again, tmp_path / "checkpoint", tell=told.append), whole)
+    assert len(again.batches) == 3 - dies_at[0], "what was done is not done again"
+    assert told[-1] == len(PROMPTS)
+    assert not any(len(module._forward_pre_hooks) for module in dying.model.modules())
+
+
+def test_a_finished_checkpoint_is_not_run_again(tmp_path: Path) -> None:
+    whole, again = collect(Run(), tmp_path / "checkpoint"), Run()
+    assert same(collect(again, tmp_path / "checkpoint"), whole) and not again.batches
+
+
+def test_more_prompts_go_on_from_what_was_done(tmp_path: Path) -> None:
+    collect(Run(), tmp_path / "checkpoint", PROMPTS[: 2 * BATCH])
+    again = Run()
+    assert same(collect(again, tmp_path / "checkpoint"), collect(Run())) and len(again.batches) == 1
+
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from tests.unet_opt.test_calibrate import Run, collect
+class Dies(Run):
+    def __call__(self, batch, around):
+        super().__call__(batch, around)
+        if len(self.batches) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+collect(Dies(), Path(sys.argv[1]))
+"""
+
+
+def test_a_process_that_is_killed_leaves_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILL, str(tmp_path / "checkpoint")], cwd=ROOT, capture_output=True)
+    assert done.returncode == -9
+    again = Run()
+    assert same(collect(again, tmp_path / "checkpoint"), collect(Run())) and len(again.batches) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"digest": "other"}, "checkpoint: was begun with another model or recipe; remove it to begin anew"),
+        ({"layers": LAYERS[1:]}, "checkpoint: was begun with another model or recipe"),
+        ({"prompts": ["others", *PROMPTS[1:]]}, "checkpoint: was begun with other prompts; remove it to begin anew"),
+        ({"prompts": PROMPTS[:3]}, "checkpoint: was begun with other prompts"),
+        ({"prompts": [*PROMPTS, "one more in a batch that was full of fewer"]}, "was begun with other prompts"),
+        ({"prompts": []}, "calibration needs prompts, and there are none"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    collect(Run(), tmp_path / "checkpoint")
+    with pytest.raises(StatisticsError, match=said):
+        collect(Run(), tmp_path / "checkpoint", **options)
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_uneven_one_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    path.write_bytes(b"damaged")
+    with pytest.raises(StatisticsError, match="holds no statistics"):
+        collect(Run(), path)
+    uneven = Statistics("digest")
+    for step in (0, 0, 1):
+        with uneven.observe(Run().model, [], step):
+            pass
+    whole = collect(Run())
+    uneven.largest, uneven.smallest, uneven.typical = whole.largest, whole.smallest, whole.typical
+    uneven.save(path)
+    assert same(collect(Run(), path), whole)

@@ -1,0 +1,132 @@
+"""Decoder programs: equal to diffusers' decoder in floats, near it in INT8, bits of a picture its own."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.quant.convert import quantize_
+from core.quant.statistics import Statistics
+from tests.core.quant.stage import check_close, kernels, normal, threads
+from tests.unet_opt.shapes import KNOWN, vae
+from unet_opt import recipe
+from unet_opt.decoder import DecoderPrograms, check
+
+
+@torch.inference_mode()
+def stock(of: Any, latents: Tensor) -> Tensor:
+    """[B, H, W, 3] as diffusers decodes."""
+    return of.decode(latents, return_dict=False)[0].permute(0, 2, 3, 1)  # type: ignore[no-any-return]
+
+
+def latents(rows: int, height: int, width: int, seed: int = 0) -> Tensor:
+    return normal(seed, rows, 4, height, width, scale=4)
+
+
+def quantized(of: Any) -> Any:
+    made, statistics = recipe.decoder(of), Statistics("digest")
+    layers = made.targets(of)
+    for seed in range(3):
+        with statistics.observe(of, layers, 0):
+            stock(of, latents(2, 4, 4, seed))
+    quantize_(of, made, statistics)
+    return of
+
+
+# As SDXL's: attention in the middle. As ours: none. And one without a convolution behind the latents.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "attention": {"mid_block_add_attention": True},
+    "ours": {},
+    "two-resnets": {"layers_per_block": 2, "block_out_channels": (8, 16, 16, 48)},
+    "no-post-quant": {"use_post_quant_conv": False},
+    "two-blocks": {"block_out_channels": (16, 32), "up_block_types": ("UpDecoderBlock2D",) * 2,
+                   "down_block_types": ("DownEncoderBlock2D",) * 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_in_floats_it_equals_diffusers(name: str) -> None:
+    one = vae("plain", **CONFIGS[name])
+    programs = DecoderPrograms(kernels(), one)
+    for rows, height, width in ((1, 4, 4), (3, 5, 2), (2, 1, 7), (3, 5, 2)):
+        x = latents(rows, height, width, rows)
+        found, wanted = programs(x), stock(one, x)
+        assert found.shape == wanted.shape and wanted.std() > 0.05
+        check_close(found, wanted, relative=1e-5)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_pipelines_decoders(name: str) -> None:
+    one, x = vae(name), latents(2, 4, 6)
+    check_close(DecoderPrograms(kernels(), one)(x), stock(one, x), relative=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str) -> None:
+    plain = vae("plain", **CONFIGS[name])
+    one = quantized(copy.deepcopy(plain))
+    x = latents(4, 4, 4, seed=50)
+    found, modules, wanted = DecoderPrograms(kernels(), one)(x), stock(one, x), stock(plain, x)
+
+    def off(a: Tensor, b: Tensor) -> Tensor:
+        return (a - b).flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)
+
+    assert off(found, modules).median() < 1e-5
+    assert off(found, modules).max() < 1.5 * off(modules, wanted).max()
+    assert off(found, wanted).max() < 0.2  # eight random channels, of which each counts
+
+
+@pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
+def test_a_pictures_bits_depend_on_nothing_but_its_latents(scheme: str) -> None:
+    one = vae("plain", mid_block_add_attention=True)
+    programs = DecoderPrograms(kernels(), quantized(one) if scheme == "int8" else one, half=scheme == "half")
+    x = latents(4, 4, 6)
+    together = programs(x)
+    for which in ([0], [3], [2, 1], [3, 3, 0]):
+        assert torch.equal(programs(x[which]), together[which])
+    with threads(2):
+        assert torch.equal(programs(x), together)
+
+
+def test_results_are_the_callers_own() -> None:
+    programs = DecoderPrograms(kernels(), vae("plain"))
+    first = programs(latents(1, 2, 2))
+    before = first.clone()
+    assert not torch.equal(programs(latents(1, 2, 2, seed=9)), first) and torch.equal(first, before)
+    assert programs.size_bytes > 0
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_other_decoders_are_refused() -> None:
+    one = vae("plain")
+    other: Any = SimpleNamespace(config=SimpleNamespace(**one.config), decoder=one.decoder)
+    check(other)
+    other.config.up_block_types = ["UpDecoderBlock2D", "AttnUpDecoderBlock2D"]
+    with pytest.raises(ValueError, match="vae: the CPU kernels do not know AttnUpDecoderBlock2D"):
+        check(other)
+    other.config.up_block_types = ["UpDecoderBlock2D"]
+    for name in ("act_fn", "norm_type"):
+        setattr(other.config, name, "other")
+        with pytest.raises(ValueError, match=f"vae: {name} is 'other'"):
+            check(other)
+        delattr(other.config, name)
+    with pytest.raises(ValueError, match="vae: the CPU kernels know AutoencoderKL, and this is SimpleNamespace"):
+        check(SimpleNamespace(config=SimpleNamespace(), decoder=nn.Identity()))
+
+
+def test_a_head_that_is_no_multiple_of_16_is_refused() -> None:
+    one = vae("plain", mid_block_add_attention=True, block_out_channels=(8, 8, 16, 24))
+    with pytest.raises(ValueError, match=r"vae decoder\.mid_block\.attentions\.0: heads of width 24 are no multiple"):
+        DecoderPrograms(kernels(), one)
+
+
+def test_latents_of_other_channels_are_refused() -> None:
+    with pytest.raises(ValueError, match="vae: latents have 1 channels, not 4"):
+        DecoderPrograms(kernels(), vae("plain"))(torch.zeros(1, 1, 4, 4))

@@ -1,0 +1,75 @@
+"""Drawing outside the engine, as calibration does: what a request would get, its forwards seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from core.batching.runner import Lane
+from pipeline import sigmas, vae
+from pipeline.denoise import PackedKeys
+from pipeline.drawing import Drawing
+from pipeline.parameters import ImageParameters
+from tests.pipeline.worlds import SHAPES, Watching, levels, model, solo
+
+LANE = Lane("tests-drawing")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("guidance", [5.0, 1.0])
+def test_a_prompt_is_drawn_as_a_request_is(shape: str, guidance: float) -> None:
+    """Alone and among others: with any sampler, distilled models too."""
+    one = model(shape)
+    runner = Watching(one, lane=LANE)
+    drawing = Drawing(one, PackedKeys(one.unet), guidance=guidance, steps=4)
+    prompts, seeds = ["a red cat", "two dogs", "a boat"], [1, 2, 3]
+    latents = drawing.latents(prompts, seeds)
+    pixels = vae.decode(one, latents).int()
+    for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        wanted = ImageParameters(
+            prompt=prompt, seed=seed, width=one.native, height=one.native, steps=4, guidance_scale=guidance
+        )
+        drawn = torch.from_numpy(levels(solo(runner, wanted)))
+        assert (pixels[index] - drawn).abs().max() <= 1
+        assert drawn.float().std() > 10, "a flat picture would prove nothing"
+    runner.close()
+
+
+@pytest.mark.parametrize("name", sigmas.SCHEDULERS)
+def test_every_sampler_draws_the_requests_noise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = model("plain")
+    monkeypatch.setattr(sigmas, "default_name", lambda config: name)
+    runner = Watching(one, lane=LANE)
+    latents = Drawing(one, PackedKeys(one.unet), guidance=3.0, steps=5).latents(["a red cat"], [7])
+    wanted = ImageParameters(
+        prompt="a red cat", seed=7, width=one.native, height=one.native, steps=5, guidance_scale=3.0, scheduler=name
+    )
+    drawn = torch.from_numpy(levels(solo(runner, wanted)))
+    assert (vae.decode(one, latents)[0].int() - drawn).abs().max() <= 1
+    runner.close()
+
+
+def test_forwards_are_seen_step_by_step_and_may_be_anothers() -> None:
+    one = model("plain")
+    drawing = Drawing(one, PackedKeys(one.unet), steps=6)
+    seen: list[tuple[int, int]] = []
+
+    @contextmanager
+    def around(step: int) -> Iterator[None]:
+        at = len(calls)
+        yield
+        seen.append((step, len(calls) - at))
+
+    calls: list[int] = []
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        calls.append(len(arguments[0]))
+        return one.unet(*arguments, **options)
+
+    latents = drawing.latents(["a", "b"], [1, 2], forward=forward, until=3, around=around)
+    assert seen == [(0, 1), (1, 1), (2, 1)] and calls == [4, 4, 4]
+    assert latents.shape == (2, 4, 4, 4) and torch.equal(latents, drawing.latents(["a", "b"], [1, 2], until=3))

@@ -1,0 +1,234 @@
+"""UNet programs: equal to diffusers in floats, near it in INT8, and the same bits for a row whoever rides along."""
+
+from __future__ import annotations
+
+import re
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core.quant.convert import Recipe, Rule, quantize_
+from core.quant.linear import Int8Linear
+from core.quant.statistics import Statistics
+from core.quant.store import round_
+from tests.core.quant.stage import check_close, kernels, threads
+from tests.pipeline.worlds import SHAPES, model
+from tests.unet_opt.shapes import UNETS, inputs, ours, quantized, stock, unet
+from unet_opt.program import _WANTED, UNetPrograms, check
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_in_floats_it_equals_diffusers(name: str) -> None:
+    """For several sizes, numbers of rows and lengths of prompts, one after another on the same programs."""
+    one = unet(name)
+    programs = UNetPrograms(kernels(), one)
+    for rows, height, width, tokens in ((1, 4, 4, 7), (3, 8, 4, 77), (5, 4, 12, 1), (2, 12, 8, 40), (3, 8, 4, 5)):
+        given = inputs(one, rows, height, width, tokens=tokens, seed=rows)
+        wanted = stock(one, given)
+        assert wanted.std() > 0.05, "an output of nothing would prove nothing"
+        assert (ours(programs, given) - wanted).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str) -> None:
+    plain = unet(name)
+    one = quantized(unet(name))
+    programs = UNetPrograms(kernels(), one)
+    given = inputs(one, 8, 8, 8, tokens=77, seed=50)
+    found, modules, wanted = ours(programs, given), stock(one, given), stock(plain, given)
+
+    def off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Of each row, relative."""
+        return (a - b).flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)
+
+    # Most rows are equal. In others some value lies between two levels and falls to either side.
+    assert off(found, modules).median() < 1e-5
+    assert off(found, modules).max() < 1.5 * off(modules, wanted).max()
+    assert off(found, wanted).max() < 0.1
+
+
+@pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
+def test_a_rows_bits_depend_on_nothing_but_the_row(scheme: str) -> None:
+    """Not on how many ride along, on its place among them, on threads, or on what ran before."""
+    one = unet("three-levels")
+    programs = UNetPrograms(kernels(), quantized(one) if scheme == "int8" else one, half=scheme == "half")
+    given = inputs(one, 5, 8, 12, tokens=77)
+    together = ours(programs, given)
+    for which in ([0], [4], [2, 3], [4, 3, 2, 1, 0], [1, 1, 3]):
+        assert torch.equal(ours(programs, given.rows(which)), together[which])
+    with threads(2):
+        assert torch.equal(ours(programs, given), together)
+    assert torch.equal(ours(programs, given), together)
+
+
+def test_half_is_exact_for_weights_that_bf16_holds() -> None:
+    one = unet("plain")
+    given = inputs(one, 2, 8, 8)
+    apart = ours(UNetPrograms(kernels(), one, half=True), given)
+    round_(one)
+    whole, half = UNetPrograms(kernels(), one), UNetPrograms(kernels(), one, half=True)
+    assert torch.equal(ours(half, given), ours(whole, given))
+    assert half.size_bytes[0] * 2 == whole.size_bytes[0]
+    check_close(apart, ours(whole, given), relative=2e-2)  # vectors were never rounded, and keys were not here
+
+
+def test_results_are_the_callers_own() -> None:
+    """A later run does not write into an earlier result: with one channel, channels first and last are the same."""
+    one = unet("plain")
+    one = type(one).from_config({**one.config, "out_channels": 1}).requires_grad_(False)
+    programs = UNetPrograms(kernels(), one)
+    for height, width in ((2, 2), (8, 4)):
+        first = ours(programs, inputs(one, 1, height, width, seed=1))
+        before = first.clone()
+        second = ours(programs, inputs(one, 1, height, width, seed=9))
+        assert torch.equal(first, before) and not torch.equal(first, second)
+        assert second.is_contiguous()
+
+
+def test_two_threads_do_not_spoil_each_others_results() -> None:
+    one = unet("plain")
+    programs = UNetPrograms(kernels(), one)
+    given = [inputs(one, 2, 8, 8, seed=seed) for seed in range(4)]
+    wanted = [ours(programs, each) for each in given]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(15):
+            if not torch.equal(ours(programs, given[index]), wanted[index]):
+                wrong.append(index)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_programs_are_written_once_for_each_shape_and_share_their_weights() -> None:
+    one = unet("plain")
+    programs = UNetPrograms(kernels(), one)
+    weights, buffers = programs.size_bytes
+    assert not buffers and weights > 4 * sum(p.numel() for p in one.parameters()) * 0.8
+    for _ in range(2):
+        ours(programs, inputs(one, 2, 8, 8))
+        ours(programs, inputs(one, 3, 8, 8))
+    again, buffers = programs.size_bytes
+    assert again == weights and {*buffers} == {(2, 8, 8), (3, 8, 8)}
+    assert buffers[3, 8, 8] == pytest.approx(1.5 * buffers[2, 8, 8])
+
+
+def test_buffers_are_used_again() -> None:
+    """A program holds its skips and a little more, not a buffer for each call."""
+    one = unet("three-levels")
+    programs = UNetPrograms(kernels(), one)
+    ours(programs, inputs(one, 4, 16, 16))
+    program = programs._programs[4, 16, 16].writer.program
+    written = sum(tensor.nbytes for tensor in {id(t): t for t in program._kept if isinstance(t, torch.Tensor)}.values())
+    assert program.size_bytes < 0.3 * written
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_heads_that_are_no_multiple_of_16_are_refused_by_the_layers_name(name: str) -> None:
+    said = (
+        r"unet down_blocks\.1\.attentions\.0\.transformer_blocks\.0\.attn1: heads of width [48] are no multiple of 16"
+    )
+    with pytest.raises(ValueError, match=said):
+        UNetPrograms(kernels(), model(name).unet)
+
+
+class Other:
+    """A UNet with another config, and maybe other modules."""
+
+    def __init__(self, of: Any, **config: Any) -> None:
+        self.config = SimpleNamespace(**{**of.config, **config})
+        self.named_modules = of.named_modules
+
+
+@pytest.mark.parametrize("name", _WANTED)
+def test_what_the_programs_would_compute_otherwise_is_refused(name: str) -> None:
+    one = unet("plain")
+    check(one)
+    check(Other(one))
+    with pytest.raises(ValueError, match=f"unet: {name} is 'something else'; the CPU kernels know "):
+        check(Other(one, **{name: "something else"}))
+
+
+def test_blocks_that_are_unknown_are_refused() -> None:
+    one = unet("plain")
+    with pytest.raises(ValueError, match="unet: the CPU kernels do not know AttnDownBlock2D, SkipUpBlock2D"):
+        check(Other(one, down_block_types=["AttnDownBlock2D"], up_block_types=["SkipUpBlock2D"]))
+
+
+@pytest.mark.parametrize(
+    "what", ["group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "residual_connection"]
+)
+def test_attention_that_is_not_plain_is_refused(what: str) -> None:
+    one = unet("plain")
+    attention = one.mid_block.attentions[0].transformer_blocks[0].attn1
+    setattr(attention, what, nn.Identity() if "norm" in what and what != "norm_cross" else True)
+    with pytest.raises(ValueError, match=rf"mid_block\.attentions\.0\.transformer_blocks\.0\.attn1: {what} is set"):
+        check(one)
+    setattr(attention, what, None)
+    attention.rescale_output_factor = 2.0
+    with pytest.raises(ValueError, match=r"rescale_output_factor is 2\.0, not 1"):
+        check(one)
+
+
+def test_sizes_that_do_not_halve_evenly_and_other_channels_are_refused() -> None:
+    one = unet("three-levels")
+    programs = UNetPrograms(kernels(), one)
+    for shape in ((1, 4, 6, 8), (1, 4, 8, 5), (1, 3, 8, 8)):
+        given = inputs(one, 1, 8, 8)._replace(sample=torch.zeros(shape))
+        with pytest.raises(ValueError, match="does not fit: 4 channels and sides that are multiples of 4"):
+            ours(programs, given)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda kv: kv[:1], lambda kv: kv[..., :-1].contiguous(), lambda kv: kv.bfloat16(), lambda kv: kv[:, :0],
+     lambda kv: kv.transpose(1, 2).contiguous().transpose(1, 2)],
+)  # fmt: skip
+def test_keys_and_values_that_do_not_fit_are_refused(change: Any) -> None:
+    one = unet("plain")
+    programs = UNetPrograms(kernels(), one)
+    given = inputs(one, 2, 8, 8)
+    added = {"text_embeds": given.pooled, "time_ids": given.time_ids}
+    kv = torch.zeros(2, 7, programs.kv_width)
+    with pytest.raises(ValueError, match="keys and values must be contiguous fp32"):
+        programs(given.sample, given.timestep, change(kv), added_cond_kwargs=added)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        "conv_in",
+        "time_embedding.linear_1",
+        "down_blocks.0.resnets.0.time_emb_proj",
+        "up_blocks.0.resnets.0.conv_shortcut",
+    ],
+)
+def test_a_layer_in_int8_where_the_kernels_want_floats_is_refused_by_its_name(layer: str) -> None:
+    one, statistics = unet("plain"), Statistics("digest")
+    with statistics.observe(one, [layer], 0):
+        stock(one, inputs(one, 2, 8, 8))
+    rules = (Rule(re.escape(layer), alpha=None), Rule(".*", reason="left"))
+    quantize_(one, Recipe("one", rules), statistics)
+    with pytest.raises(ValueError, match=f"^layer {re.escape(layer)}: "):
+        UNetPrograms(kernels(), one)
+
+
+def test_queries_keys_and_values_of_different_scales_are_refused() -> None:
+    one = quantized(unet("plain"))
+    attention = one.mid_block.attentions[0].transformer_blocks[0].attn1
+    attention.to_k.inverse *= 2
+    with pytest.raises(ValueError, match=r"attn1\.to_q: it and what reads the same input must all be quantized"):
+        UNetPrograms(kernels(), one)
+    assert isinstance(attention.to_k, Int8Linear)

@@ -1,0 +1,118 @@
+"""A model's layers as the CPU kernels read them: packed once, shared by the programs of every batch size.
+
+A layer is in INT8 if it was quantized and in floats if not. Knows diffusers' and transformers' plain layers; knows
+nothing of how a network puts them together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from core.quant.kernels.cpu.program import Weights, pack_float, pack_int8
+from core.quant.linear import Int8Conv2d, Int8Linear, steps
+
+
+class Layer(NamedTuple):
+    """`inverse` [channels] is what the layer's input is quantized by; None for a layer in floats."""
+
+    weights: Weights
+    inverse: Tensor | None
+
+
+class Layers:
+    """Packs layers when they are first asked for, and remembers them.
+
+    Raises ValueError, naming the layer, for one that the kernels do not know.
+    """
+
+    def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
+        """`half` keeps the weights of layers in floats in bf16, which is what an INT8 model holds them in."""
+        self.library = library
+        self._half = half
+        self._names = {id(module): name for name, module in model.named_modules()}
+        # The modules are kept beside what was made of them, so that no other can take over their identity.
+        self._made: dict[tuple[object, ...], tuple[Sequence[nn.Module], Layer]] = {}
+
+    def __call__(self, *modules: nn.Module, geglu: bool = False) -> Layer:
+        """One layer, or several side by side that read the same input (queries, keys and values)."""
+        return self._once(modules, (geglu,), lambda: self._pack(modules, geglu))
+
+    def floats(self, *modules: nn.Module) -> Layer:
+        """As when called, for layers that are not written down otherwise than in floats."""
+        layer = self(*modules)
+        if layer.inverse is not None:
+            raise ValueError(f"layer {self._names.get(id(modules[0]), '?')}: is known to the kernels in floats only")
+        return layer
+
+    def columns(self, module: nn.Module, first: int, count: int, *, bias: bool) -> Layer:
+        """The part of a layer in floats that reads input channels `first` to `first + count`."""
+
+        def make() -> Layer:
+            weight = _float_weight(module)[:, :, first : first + count]
+            return Layer(self._packed(weight, _biases([module]) if bias else None), None)
+
+        return self._once([module], (first, count, bias), make)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all packed weights."""
+        return sum(layer.weights.packed.nbytes for _, layer in self._made.values())
+
+    def _once(self, modules: Sequence[nn.Module], how: tuple[object, ...], make: Callable[[], Layer]) -> Layer:
+        key = (*(id(module) for module in modules), *how)
+        if key not in self._made:
+            try:
+                self._made[key] = (modules, make())
+            except ValueError as error:
+                raise ValueError(f"layer {self._names.get(id(modules[0]), '?')}: {error}") from error
+        return self._made[key][1]
+
+    def _pack(self, modules: Sequence[nn.Module], geglu: bool) -> Layer:
+        quantized = [m for m in modules if isinstance(m, (Int8Linear, Int8Conv2d))]
+        if not quantized:
+            weight = torch.cat([_float_weight(module) for module in modules])
+            return Layer(self._packed(weight, _biases(modules), geglu=geglu), None)
+        inverse = quantized[0].inverse
+        if len(quantized) < len(modules) or any(not torch.equal(m.inverse, inverse) for m in quantized):
+            raise ValueError("it and what reads the same input must all be quantized, and by the same scales, or none")
+        weight = torch.cat([_taps(m.weight) for m in quantized])
+        scale = torch.cat([m.scale for m in quantized])
+        return Layer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), inverse.contiguous())
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
+        return pack_float(self.library, weight.bfloat16() if self._half else weight, bias, geglu=geglu)
+
+
+def _biases(modules: Sequence[nn.Module]) -> Tensor:
+    """Side by side, [n]; zeros for a layer that has none."""
+    found = []
+    for module in modules:
+        assert isinstance(module, (nn.Linear, nn.Conv2d, Int8Linear, Int8Conv2d))
+        bias = torch.zeros(module.weight.shape[0]) if module.bias is None else module.bias.detach().float()
+        found.append(bias)
+    return torch.cat(found)
+
+
+def _float_weight(module: nn.Module) -> Tensor:
+    """[n, taps, channels]. Raises ValueError for what is not a plain layer in floats."""
+    if not isinstance(module, (nn.Linear, nn.Conv2d)):
+        raise ValueError(
+            f"a {type(module).__name__} is unknown to the kernels here, which want a plain layer in floats"
+        )
+    weight = module.weight.detach().float()
+    if isinstance(module, nn.Conv2d):
+        steps(module)
+        weight = weight.permute(0, 2, 3, 1)
+    return _taps(weight)
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """[n, channels] or [n, height, width, channels] to [n, taps, channels]."""
+    if weight.dim() == 4 and weight.shape[1:3] not in ((1, 1), (3, 3)):
+        raise ValueError(f"convolutions of {weight.shape[1]}×{weight.shape[2]} are unknown to the kernels")
+    return weight.reshape(weight.shape[0], -1, weight.shape[-1])

@@ -1,0 +1,70 @@
+"""Which layers of an SDXL UNet and of its VAE's decoder are quantized, how, and why each other layer is not.
+
+Follows the INT8 recipe of NVIDIA's MLPerf submissions (v4.0: SmoothQuant on linear layers, INT8 on convolutions). Knows
+names of layers; knows nothing of ranges and kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from core.quant.convert import Recipe, Rule
+
+ALPHA = 0.5
+
+
+def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
+    """The recipe for this UNet. `alpha` None is plain INT8."""
+    halves = _halves(model)
+    return Recipe(
+        name="sdxl-unet-plain" if alpha is None else f"sdxl-unet-alpha{alpha:g}",
+        rules=(
+            Rule(r"conv_in", reason="4 channels: nothing to gain, and every error spreads through all that follows"),
+            Rule(r"conv_out", reason="4 channels, and its errors are the picture's"),
+            Rule(r"(time|add)_embedding\..*", reason="one row a picture: nothing to gain, and all layers read it"),
+            Rule(r".*\.time_emb_proj", reason="one row a picture: nothing to gain"),
+            Rule(r".*\.conv_shortcut", reason="reads what was never normalized: two halves of different range"),
+            Rule(
+                r".*\.attn2\.to_[kv]", reason="computed once a request; the first token's outlier is 50 times the rest"
+            ),
+            Rule(r".*\.(conv1|conv2)", alpha=None),
+            Rule(r".*\.(up|down)samplers\.\d+\.conv", alpha=None),
+            Rule(r".*\.proj_(in|out)", alpha=alpha),
+            Rule(r".*\.attn[12]\.to_(q|k|v|out\.0)", alpha=alpha),
+            Rule(r".*\.ff\.net\.(0\.proj|2)", alpha=alpha),
+        ),
+        shares=lambda name: re.sub(r"\.attn1\.to_[qkv]$", ".attn1.to_qkv", name),
+        halves=halves.get,
+    )
+
+
+def decoder(model: nn.Module) -> Recipe:
+    """The recipe for a VAE, of which only the decoder works for us: convolutions of all but the first up block."""
+    first = r"decoder\.up_blocks\.0\..*"
+    return Recipe(
+        name="sdxl-vae-decoder",
+        rules=(
+            Rule(r"(encoder|quant_conv).*", reason="pictures are not encoded", required=False),
+            Rule(r"post_quant_conv|decoder\.conv_in", reason="4 channels: nothing to gain", required=False),
+            Rule(r"decoder\.mid_block\..*", reason="few pixels: nothing to gain, and all that follows reads it"),
+            Rule(r"decoder\.conv_out", reason="3 channels, and its errors are the picture's"),
+            Rule(r".*\.conv_shortcut", reason="reads what was never normalized", required=False),
+            Rule(first, reason="few pixels: nothing to gain, and all that follows reads it"),
+            Rule(r"decoder\.up_blocks\.\d+\.resnets\.\d+\.conv[12]"),
+            Rule(r"decoder\.up_blocks\.\d+\.upsamplers\.0\.conv", required=False),
+        ),
+    )
+
+
+def _halves(model: Any) -> dict[str, int]:
+    """Where the skip's channels begin in what the up blocks' first convolutions read."""
+    found = {}
+    width = model.mid_block.resnets[-1].out_channels
+    for i, block in enumerate(model.up_blocks):
+        for j, resnet in enumerate(block.resnets):
+            found[f"up_blocks.{i}.resnets.{j}.conv1"] = width
+            width = resnet.out_channels
+    return found
