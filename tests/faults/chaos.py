@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.faults.play import play
 from tests.faults.rounds import Gallery, Outcome
-from tests.faults.scenarios import PICTURES, SCENARIOS, Load
+from tests.faults.scenarios import PICTURES, SCENARIOS
 from tests.faults.stack import Stack
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
@@ -79,13 +79,13 @@ class Shop:
         self._open.close()
 
 
-def run(names: Sequence[str], times: int, shop: Shop, load: Load) -> Iterator[Row]:
+def run(names: Sequence[str], times: int, shop: Shop, jobs: int, seconds: float) -> Iterator[Row]:
     for name in names:
         row = Row(name)
         for number in range(times):
             started = time.monotonic()
             try:
-                outcome = play(name, shop.stack(name), shop.gallery, load)
+                outcome = play(name, shop.stack(name), shop.gallery, jobs, seconds)
             except Exception as error:
                 outcome = Outcome(
                     problems=["\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])]
@@ -134,11 +134,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, metavar="NAME", help=f"of {', '.join(SCENARIOS)}")
     parser.add_argument("--lease", type=float, default=15.0, metavar="S", help="of the workers; default: %(default)s")
     parser.add_argument("--jobs", type=int, default=12, metavar="N", help="of one run; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=120, metavar="N", help="of one picture; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=1.5, metavar="S", help="of one job; default: %(default)s")
     options = parser.parse_args()
     shop = Shop(options.lease)
     try:
-        rows = list(run(options.only or list(SCENARIOS), options.times, shop, Load(options.jobs, options.steps)))
+        rows = list(run(options.only or list(SCENARIOS), options.times, shop, options.jobs, options.seconds))
     finally:
         shop.close()
     text = table(rows, options.lease)

@@ -10,18 +10,18 @@ from tests.faults.rounds import Gallery
 from tests.faults.stack import Stack
 
 # Short, so that a test does not wait long for a lease; long enough that a busy machine does not lose one.
-LEASE = {"lease_s": "4", "drain_s": "1"}
+SHORT = {"lease_s": "4", "drain_s": "1", "kernels": "false"}  # which nothing so small is worth compiling for
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("pictures"), switches=("--real", "--text"), settings=LEASE, niceness=0) as stack:
+    with Stack(tmp_path_factory.mktemp("pictures"), switches=("--real", "--text"), settings=SHORT, niceness=0) as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("stand-ins"), settings=LEASE, niceness=0) as stack:
+    with Stack(tmp_path_factory.mktemp("stand-ins"), settings=SHORT | {"lease_s": "2.5"}, niceness=0) as stack:
         yield stack
 
 

@@ -10,10 +10,14 @@ from tests.faults.scenarios import SCENARIOS, Load
 from tests.faults.stack import Stack
 
 
-def play(name: str, stack: Stack, gallery: Gallery, load: Load) -> Outcome:
-    """What the scenario came to. An exception tells what could not even be tried, with the ends of all logs."""
+def play(name: str, stack: Stack, gallery: Gallery, jobs: int, seconds: float) -> Outcome:
+    """What the scenario came to, under a load of so many jobs, each of so many seconds of a worker.
+
+    An exception tells what could not even be tried, with the ends of all logs.
+    """
     try:
         stack.settle()
+        load = Load.lasting(stack, jobs, seconds)
         gallery.draw(stack, {*load.orders, *load.longer})
         round = Round(stack, gallery)
         SCENARIOS[name](round, load)

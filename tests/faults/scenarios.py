@@ -6,11 +6,13 @@ Used by the tests (a few times, short leases) and by chaos.py (many times, real 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import httpx2
 
@@ -26,14 +28,20 @@ from tests.faults.rounds import Round, clear
 from tests.faults.stack import FINAL, Stack
 
 TEXTS = 50
+MAX_STEPS = 1000  # of one picture
 
 
 @dataclass(frozen=True)
 class Load:
     """How much the stack has to do meanwhile: so many jobs, each of so many steps."""
 
-    jobs: int = 10
-    steps: int = 100
+    jobs: int
+    steps: int
+
+    @classmethod
+    def lasting(cls, stack: Stack, jobs: int, seconds: float) -> Self:
+        """Jobs that each take the stack about so long when it does nothing else."""
+        return cls(jobs, max(20, min(MAX_STEPS, round(seconds / stack.step_s()))))
 
     @property
     def orders(self) -> list[Order]:
@@ -46,8 +54,10 @@ class Load:
 
     @property
     def longer(self) -> list[Order]:
-        """Of four times as many steps."""
-        return self._cycle(Order("a snail on a long way", 5, 4 * self.steps), Order("a slow train", 6, 4 * self.steps))
+        """Of four times as many steps in all."""
+        n = math.ceil(4 * self.steps / MAX_STEPS)
+        each = 4 * self.steps // n
+        return self._cycle(Order("a snail on a long way", 5, each, n=n), Order("a slow train", 6, each, n=n))
 
     def _cycle(self, *few: Order) -> list[Order]:
         """Few different ones, since each is drawn undisturbed too."""
@@ -199,7 +209,7 @@ return 1
 def worker_disowned(round: Round, load: Load) -> None:
     """Its leases are taken from a worker that lives, goes on and does not know yet. Touched: what was taken."""
     stack = round.stack
-    round.load(load.orders)
+    round.load(load.longer[:4])
     victim = round.busy(at_least=2)
     touched = stack.running_on(victim, round.ids)
     at = stack.now()
@@ -343,7 +353,7 @@ def texts_start(round: Round, load: Load) -> None:
     """Every image slot is taken; 50 text tasks (a stand-in's) come. Figures: until they start, by Redis's clock."""
     stack = round.stack
     slots = sum(card.limits["image"] for card in stack.cards())
-    endless = Order("a very long panorama", 8, 1000, deterministic=False)
+    endless = Order("a very long panorama", 8, MAX_STEPS, deterministic=False, n=10)
     images = [round.submit(endless, expected="cancelled") for _ in range(slots + 2)]
     drawn = f"all {slots} image slots are taken"
     round.wait(drawn, lambda: sum(state == "running" for state, _ in stack.states(images).values()) == slots)

@@ -22,11 +22,12 @@ from core.jobs.registry import Registry, WorkerCard
 from core.jobs.store import JobStore
 from deployment.address import listen, url
 from deployment.redis import RedisServer
-from tests.faults.client import Client
+from tests.faults.client import Client, Order
 from tests.faults.guard import Guard
 from tests.faults.parts import Part, wait_for
 
 START_S = 180.0  # a worker imports torch and makes a model, maybe beside others on one core
+_MEASURED = 100  # steps
 NICENESS = 10  # of workers, as `diptych serve` has it
 
 FINAL = {state.value for state in JobState if state.final}
@@ -56,6 +57,7 @@ class Stack:
     def __enter__(self) -> Self:
         self.guard = Guard()
         self._closing: list[Any] = []
+        self._step_s = 0.0
         try:
             self._start()
         except BaseException as error:
@@ -81,7 +83,7 @@ class Stack:
         self._closing.append(self.listener)
         self.data = self.folder / "data"
         given = {
-            "redis_url": self.redis.url, "data_dir": str(self.data), "cache_dir": str(self.folder / "cache"),
+            "redis_url": self.redis.url, "data_dir": str(self.data),
             "model": "random:tiny", "compile": "false", "threads": "1", "image_jobs": "4", **self.settings,
         }  # fmt: skip
         environment = {f"DIPTYCH_{name.upper()}": value for name, value in given.items()}
@@ -148,6 +150,17 @@ class Stack:
         self.redis.start()
         assert self.redis.process is not None
         self.guard.watch(self.redis.process.pid)
+
+    def step_s(self) -> float:
+        """Seconds that one step of one deterministic picture takes, alone. Measured when it is asked for first."""
+        if not self._step_s:
+            for _ in range(2):  # the first time warms up
+                id = self.client.submit(Order("a metronome", steps=_MEASURED))
+                wait_for("a job to measure by has ended", lambda id=id: self.states([id])[id][0] in FINAL, START_S)  # type: ignore[misc]
+                job = self.store.get(id)
+            assert job is not None and job.result is not None
+            self._step_s = job.result["engine_s"] / _MEASURED
+        return self._step_s
 
     # -- looking at it ---------------------------------------------------------------------------------------------
 

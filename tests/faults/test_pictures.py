@@ -6,12 +6,12 @@ import pytest
 
 from tests.faults.play import play
 from tests.faults.rounds import Gallery
-from tests.faults.scenarios import PICTURES, Load
+from tests.faults.scenarios import PICTURES
 from tests.faults.stack import Stack
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_no_accepted_job_is_lost(pictures: Stack, gallery: Gallery, name: str) -> None:
-    outcome = play(name, pictures, gallery, Load(jobs=8, steps=60))
+    outcome = play(name, pictures, gallery, jobs=8, seconds=0.6)
     assert outcome.problems == []
     assert (outcome.lost, outcome.twice) == (0, 0)

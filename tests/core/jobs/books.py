@@ -23,6 +23,7 @@ class Books:
 
     records: dict[str, dict[str, str]]
     streams: dict[str, list[tuple[str, dict[str, Any]]]]
+    kept: dict[str, tuple[bool, bool]]  # whether record and stream stay for ever
     leases: dict[str, float]
     deadlines: dict[str, float]
     sent: dict[tuple[str, int], dict[str, float]]
@@ -35,6 +36,8 @@ class Books:
             for id in ids:
                 pipe.hgetall(f"diptych:job:{id}")
                 pipe.xrange(f"diptych:events:{id}")
+                pipe.pttl(f"diptych:job:{id}")
+                pipe.pttl(f"diptych:events:{id}")
             for queue in QUEUES:
                 pipe.hgetall(f"diptych:backlog:{queue}")
                 for level in LEVELS:
@@ -42,16 +45,17 @@ class Books:
             pipe.zrange("diptych:leases", 0, -1, withscores=True)
             pipe.zrange("diptych:deadlines", 0, -1, withscores=True)
             answers = iter(pipe.execute())
-        records, streams = {}, {}
+        records, streams, kept = {}, {}, {}
         for id in ids:
             records[id] = next(answers)
             streams[id] = [(f["type"], json.loads(f["data"])) for _, f in next(answers)]
+            kept[id] = next(answers) < 0, next(answers) < 0
         backlog, sent = {}, {}
         for queue in QUEUES:
             backlog[queue] = {k: int(v) for k, v in next(answers).items()}
             for level in LEVELS:
                 sent[queue, level] = dict(next(answers))
-        return cls(records, streams, dict(next(answers)), dict(next(answers)), sent, backlog)
+        return cls(records, streams, kept, dict(next(answers)), dict(next(answers)), sent, backlog)
 
     def check(self) -> None:
         """Every rule that holds at every moment, whatever happened."""
@@ -80,6 +84,7 @@ class Books:
         assert set(self.leases) == those("running")
         assert set(self.deadlines) == {id for id in those(*LIVE) if "deadline" in self.records[id]}
         for id, record in self.records.items():
+            assert self.kept[id] == (record["state"] in LIVE,) * 2
             states = [type for type, _ in self.streams[id] if type != "progress"]
             assert states[-1] == record["state"]
             assert states[0] == "queued"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import redis
 
+from core.jobs import events as module
 from core.jobs.events import Event, EventReader
 from core.jobs.record import Draft, Report, new_id
 from core.jobs.store import JobStore
@@ -215,6 +217,52 @@ def test_waiting_costs_nothing(store: JobStore, redis_url: str, client: redis.Re
     run(work)
 
 
+def test_every_newcomer_is_noticed(
+    store: JobStore, redis_url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without waking it, the reader would wait for ever on those that it knows."""
+    monkeypatch.setattr(module, "_BLOCK_S", 10 * PATIENCE_S)
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            for _ in range(5):
+                id = make(store)
+                task = asyncio.create_task(collect(reader, id))
+                other = asyncio.create_task(collect(reader, id))
+                while len(reader._followers.get(id, ())) < 2:
+                    await asyncio.sleep(0.01)
+                store.cancel(id)
+                assert [event.type for event in await task] == ["queued", "cancelled"]
+                assert await task == await other
+                # And it sleeps again.
+                while not any(each["flags"] == "b" for each in client.client_list()):
+                    await asyncio.sleep(0.01)
+
+    run(work)
+
+
+def test_newcomer_who_is_behind(store: JobStore, redis_url: str) -> None:
+    """While it was busy with the past, others were given what it has not seen: the reader goes back for it."""
+    id = make(store)
+    store.claim(id, "ada")
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            ahead, behind = reader.subscribe(id), reader.subscribe(id)
+            assert [(await anext(ahead)).type for _ in range(2)] == ["queued", "running"]
+            assert [(await anext(behind)).type for _ in range(2)] == ["queued", "running"]
+            store.report([Report(id, 1, {"step": 1})])
+            assert (await anext(ahead)).data == {"step": 1}
+            store.report([Report(id, 1, {"step": 2})])
+            assert (await anext(ahead)).data == {"step": 2}
+            assert [(await anext(behind)).data for _ in range(2)] == [{"step": 1}, {"step": 2}]
+            store.cancel(id)
+            assert [event.type async for event in behind] == ["cancelled"]
+            assert [event.type async for event in ahead] == ["cancelled"]
+
+    run(work)
+
+
 def test_stream_that_does_not_exist_yet(store: JobStore, redis_url: str) -> None:
     id = new_id()
 
@@ -346,7 +394,7 @@ def test_close_ends_subscriptions(store: JobStore, redis_url: str, client: redis
 
     run(work)
     while len(client.client_list()) > before:  # Redis notices in a moment
-        pass
+        time.sleep(0.001)
 
 
 def test_close_at_any_moment(store: JobStore, redis_url: str) -> None:

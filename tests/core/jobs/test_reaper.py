@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 
 import pytest
 import redis
@@ -43,6 +44,16 @@ def test_more_than_one_sweep_holds(store: JobStore, client: redis.Redis) -> None
     assert sent.empty()
 
 
+def test_goes_on_at_once_while_there_is_more(store: JobStore, client: redis.Redis) -> None:
+    sent: list[Envelope] = []
+    reaper = Reaper(store, sent.append)
+    for _ in range(150):
+        make(store)
+    books.age(client, 1100)
+    assert [reaper._pass() for _ in range(3)] == [True, False, False]
+    assert len(sent) == 150
+
+
 def test_send_that_fails(store: JobStore, client: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "core.jobs.reaper")
     id, tried, works = make(store), queue.Queue[Envelope](), threading.Event()
@@ -71,7 +82,7 @@ def test_deadline_passes_with_no_worker(store: JobStore, client: redis.Redis) ->
     reaper = Reaper(store, lambda envelope: None, every_s=0.01)
     reaper.start()
     while (job := store.get(id)) is None or job.state is not JobState.EXPIRED:
-        pass
+        time.sleep(0.001)
     reaper.stop()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -130,7 +131,7 @@ def test_control_waits(registry: Registry, store: JobStore, client: redis.Redis)
     thread = threading.Thread(target=lambda: got.extend(registry.control("ada", "0", 120)))
     thread.start()
     while not any(each["flags"] == "b" for each in client.client_list()):
-        pass
+        time.sleep(0.001)
     store.cancel(job.id)
     thread.join()
     assert [message for _, message in got] == [{"cancel": job.id}]
@@ -138,7 +139,9 @@ def test_control_waits(registry: Registry, store: JobStore, client: redis.Redis)
 
 def test_control_waits_longer_than_an_answer_may_take(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.jobs.registry._BLOCK_S", 0.05)
+    begun = time.monotonic()
     assert registry.control("ada", "0", 0.3) == []  # several reads
+    assert time.monotonic() - begun >= 0.3
 
 
 def test_redis_away(registry: Registry, mortal: RedisServer) -> None:

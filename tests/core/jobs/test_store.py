@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -315,7 +316,8 @@ def test_message_in_hand_is_not_lost(store: JobStore, client: redis.Redis) -> No
 
 
 def test_sweep_is_bounded(store: JobStore, client: redis.Redis) -> None:
-    jobs = [store.create(draft()) for _ in range(7)] + [store.create(draft(deadline_s=10)) for _ in range(7)]
+    jobs = [store.create(draft(priority=index)) for index in range(7)]  # in several lists
+    jobs += [store.create(draft(deadline_s=10)) for _ in range(7)]
     books.age(client, 1100)
     first, second, third = (store.sweep(4) for _ in range(3))
     assert [len(sweep.expired) for sweep in (first, second, third)] == [4, 3, 0]
@@ -469,8 +471,40 @@ def test_kill_loses_nothing_that_was_acknowledged(store: JobStore, client: redis
         mortal.start()
         assert books.Books.of(client) == before
         assert {id: job.state for id in kept if (job := store.get(id)) is not None} == kept
-    check(client)
-    assert store.sweep() == Sweep([], [], [])
+        check(client)
+
+
+def test_kill_in_the_middle_of_writing(store: JobStore, client: redis.Redis, mortal: RedisServer) -> None:
+    """Whatever the moment: what is found afterwards is whole, and what was acknowledged is there."""
+    for _ in range(3):
+        said: dict[str, str] = {}
+
+        def work(index: int, said: dict[str, str] = said) -> None:
+            try:
+                while True:
+                    id = store.create(draft(deadline_s=500)).id
+                    said[id] = "queued"
+                    store.claim(id, f"worker {index}")
+                    said[id] = "running"
+                    store.succeed(id, 1, {"images": []})
+                    said[id] = "succeeded"
+            except StoreDown:
+                return
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        while len(said) < 50:
+            time.sleep(0.001)
+        mortal.kill()
+        for thread in threads:
+            thread.join()
+        mortal.start()
+        after = books.Books.of(client)
+        after.check()
+        order = ["queued", "running", "succeeded"]
+        for id, state in said.items():
+            assert order.index(after.records[id]["state"]) >= order.index(state)
 
 
 def test_redis_away(store: JobStore, mortal: RedisServer) -> None:
