@@ -1,0 +1,352 @@
+"""Peers: one forward of a UNet as stock diffusers, torch.compile and OpenVINO run it, and as our own kernels do.
+
+All read the same rows, which stand at different steps as in step-level batching, and both INT8 models were calibrated
+on the same forwards. Knows how each contender is made and timed; knows nothing of engines, requests and pictures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import openvino_unet, record
+from core.batching.runner import Lane
+from core.config import Settings
+from core.graphs import Executables, Key
+from core.quant.convert import quantize_
+from core.quant.kernels.cpu.library import Unavailable, library
+from core.quant.statistics import Statistics
+from pipeline.denoise import Inputs, PackedKeys
+from pipeline.drawing import Drawing
+from pipeline.load import Model, load
+from unet_opt import recipe as recipes
+from unet_opt.calibrate import STEPS, calibrate
+from unet_opt.program import UNetPrograms
+
+ROWS, FEW_ROWS = 16, 2
+FORWARDS = 25
+PACKAGES = ("torch", "diffusers", "openvino", "nncf")
+CALIBRATION = (
+    "red heart", "cat face on a navy background", "rocket", "woman teacher: dark skin tone", "snow-capped mountain",
+    "green apple on a beige background", "trumpet", "person surfing", "hot dog", "lady beetle on a pink background",
+    "sunflower", "thumbs up: medium skin tone", "steam locomotive", "flag: Japan", "pizza on a purple background",
+    "ghost",
+)  # fmt: skip
+DRAWN = (
+    "hibiscus", "octopus on a teal background", "alarm clock", "fox", "sailboat on a light blue background", "cherries",
+    "man running", "umbrella",
+)  # fmt: skip
+_REST_S = 0.02  # OpenMP's threads spin for some milliseconds after a forward, which would slow the next contender's
+
+Forward = Callable[[], Tensor]
+Bind = Callable[[Inputs], Mapping[str, Forward]]
+"""The forward of given rows, under each setting worth trying; the fastest counts."""
+
+
+class Missing(RuntimeError):
+    """A contender that cannot take part here. The message says why."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """What contenders are made from: the stock model, and calibration as forwards and as ranges."""
+
+    settings: Settings
+    model: Model
+    forwards: Sequence[Inputs]
+    ranges: Statistics
+
+
+class Measured(NamedTuple):
+    """A contender at one number of rows: milliseconds under its best setting, and under each."""
+
+    best: str
+    ms: Mapping[str, tuple[float, float, float]]  # median, lower and upper quartile
+    error: float
+
+    @property
+    def best_ms(self) -> float:
+        return self.ms[self.best][0]
+
+
+Race = dict[str, Measured]
+
+
+def run(
+    settings: Settings,
+    *,
+    steps: int | None = None,
+    pictures: int | None = None,
+    results: Path | None = None,
+    rows: int = ROWS,
+    forwards: int = FORWARDS,
+) -> dict[str, Any]:
+    """Time `forwards` forwards of each contender in turn, at `rows` rows and at two.
+
+    `steps` and `pictures` are other benchmarks' and unused. A contender that cannot take part is left out by name.
+    """
+    if settings.device.startswith("cuda"):
+        raise record.BenchError("--device: the peers are compared on a processor, not on a GPU")
+    with record.alone():
+        machine = record.machine()
+        lane = Lane("peers")  # all compute on one thread: see Lane
+        try:
+            measured, left_out, keys_ms = lane.call(lambda: _compare(settings, rows, forwards))
+            threads = lane.call(torch.get_num_threads)
+        finally:
+            lane.close()
+    _show(settings, rows, measured, left_out, keys_ms)
+    many, few = measured[rows], measured[FEW_ROWS]
+    result: dict[str, Any] = {
+        "unet_ms": {name: m.best_ms for name, m in many.items()},
+        "rows": rows,
+        "unet_ms_2_rows": {name: m.best_ms for name, m in few.items()},
+        "quartiles_ms": {name: m.ms[m.best][1:] for name, m in many.items()},
+        "relative_error": {name: m.error for name, m in many.items()},
+        "keys_ms": keys_ms,
+        "settings": {
+            name: {
+                str(count): {label: ms[0] for label, ms in race[name].ms.items()} for count, race in measured.items()
+            }
+            for name, m in many.items()
+            if len(m.ms) > 1
+        },
+        "left_out": left_out,
+        "forwards": forwards,
+        "calibration": {"captions": len(CALIBRATION), "steps": STEPS},
+        "model": Path(settings.model_name).name,
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "machine": machine | {"threads": threads},
+    }
+    record.publish("peers", result, results)
+    return result
+
+
+# -- the contenders ------------------------------------------------------------------------------------------------
+
+
+def _diffusers(stage: Stage) -> Bind:
+    return lambda inputs: {"": lambda: inputs.run(stage.model.unet)}
+
+
+def _torch_compile(stage: Stage) -> Bind:
+    unet = load(stage.settings.model_name, precision="bf16", variant=stage.settings.variant).unet
+    executables = Executables({"unet": unet}, compiled=True, cache=stage.settings.compiled_code)
+    if not executables.enabled:
+        raise Missing("no C++ compiler")
+
+    def bind(inputs: Inputs) -> dict[str, Forward]:
+        half = dataclasses.replace(
+            inputs,
+            **{name: getattr(inputs, name).to(torch.bfloat16) for name in ("sample", "kv", "pooled", "time_ids")},
+        )
+        key = Key("unet", half.sample.shape[0], tuple(half.sample.shape[2:]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what diffusers caches
+            executables.want(key, half.run)
+            executables.wait()
+        found = executables.find(key)
+        if found is None:
+            raise Missing(f"does not compile: {executables.failed['unet']}")
+        return {"": lambda: half.run(found)}
+
+    return bind
+
+
+def _openvino(stage: Stage, *, quantized: bool) -> Bind:
+    threads = torch.get_num_threads()
+    try:
+        model = openvino_unet.convert(stage.model.unet, stage.forwards[0])
+        if quantized:
+            model = openvino_unet.quantize(model, stage.forwards)
+    except ImportError as error:
+        raise Missing(f"not installed: {error.name or error}") from error
+    precisions = ("f32", "bf16") if quantized else ("f32",)
+    return lambda inputs: openvino_unet.settings(model, inputs, precisions, threads)
+
+
+def _diptych(stage: Stage, *, quantized: bool) -> Bind:
+    unet = copy.deepcopy(stage.model.unet)
+    keys = PackedKeys(unet)
+    if quantized:
+        quantize_(unet, recipes.unet(unet), stage.ranges, digest=stage.model.digest)
+    try:
+        programs = UNetPrograms(library(stage.settings.cache_dir.expanduser()), unet, half=quantized)
+    except (Unavailable, ValueError) as error:
+        raise Missing(str(error)) from error
+
+    def bind(inputs: Inputs) -> dict[str, Forward]:
+        packed = dataclasses.replace(inputs, kv=keys(inputs.kv))
+        return {"": lambda: packed.run(programs)}
+
+    return bind
+
+
+CONTENDERS: dict[str, Callable[[Stage], Bind]] = {
+    "diffusers-fp32": _diffusers,
+    "torch-compile-bf16": _torch_compile,
+    "openvino-fp32": lambda stage: _openvino(stage, quantized=False),
+    "openvino-int8": lambda stage: _openvino(stage, quantized=True),
+    "diptych-fp32": lambda stage: _diptych(stage, quantized=False),
+    "diptych-int8": lambda stage: _diptych(stage, quantized=True),
+}
+
+
+# -- what they are given -------------------------------------------------------------------------------------------
+
+
+def _set(settings: Settings) -> tuple[Stage, list[Inputs]]:
+    """The stage, and the forwards of drawings that calibration has not seen."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    model = load(settings.model_name, precision="fp32", device="cpu", variant=settings.variant)
+    unpacked: Any = lambda hidden: hidden  # noqa: E731  # stock cross-attention reads the hidden states themselves
+    drawing = Drawing(model, unpacked)
+    seen: list[Inputs] = []
+    drawn: list[Inputs] = []
+
+    def draw(batch: Sequence[str], around: Any) -> None:
+        # The recipe asks for the first steps; NNCF also quantizes what reads the time, and must see all.
+        drawing.latents(
+            batch, range(len(batch)), forward=_listen(model.unet, seen),
+            around=lambda step: around(step) if step < STEPS else contextlib.nullcontext(),
+        )  # fmt: skip
+
+    layers = recipes.unet(model.unet).targets(model.unet)
+    ranges = calibrate(model.unet, layers, CALIBRATION, draw, digest=model.digest)
+    drawing.latents(DRAWN, range(100, 100 + len(DRAWN)), forward=_listen(model.unet, drawn))
+    return Stage(settings, model, seen, ranges), drawn
+
+
+def _listen(unet: Any, heard: list[Inputs]) -> Callable[..., Any]:
+    """The UNet, which also writes down what it is given."""
+
+    def forward(sample: Tensor, timestep: Tensor, **given: Any) -> Any:
+        added = given["added_cond_kwargs"]
+        rest = given["encoder_hidden_states"], added["text_embeds"], added["time_ids"], given["timestep_cond"]
+        heard.append(Inputs(sample, timestep, *rest))
+        return unet(sample, timestep, **given)
+
+    return forward
+
+
+def _mixed(forwards: Sequence[Inputs], rows: int) -> Inputs:
+    """Two rows of each of rows / 2 drawings, each at a step of its own."""
+    pairs = rows // 2
+    chosen = [(forwards[(2 * i + 1) * len(forwards) // rows], 2 * i) for i in range(pairs)]
+
+    def gather(name: str) -> Any:
+        return torch.cat([getattr(inputs, name)[first : first + 2] for inputs, first in chosen])
+
+    sample, timestep, kv, pooled, time_ids = map(gather, ("sample", "timestep", "kv", "pooled", "time_ids"))
+    return Inputs(sample, timestep, kv, pooled, time_ids, None)
+
+
+# -- the race ------------------------------------------------------------------------------------------------------
+
+
+def _compare(settings: Settings, rows: int, forwards: int) -> tuple[dict[int, Race], dict[str, str], float]:
+    """What was measured, by rows; who was left out, and why; and the milliseconds of packing keys once a picture."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    console.print("drawing what the contenders will read")
+    stage, drawn = _set(settings)
+    inputs = {count: _mixed(drawn, count) for count in (rows, FEW_ROWS)}
+    bound: dict[str, dict[int, Mapping[str, Forward]]] = {}
+    left_out: dict[str, str] = {}
+    with torch.inference_mode():
+        for name, make in CONTENDERS.items():
+            console.print(f"preparing {name}")
+            try:
+                bind = make(stage)
+                bound[name] = {count: bind(given) for count, given in inputs.items()}
+            except Missing as error:
+                left_out[name] = str(error)
+        measured = {}
+        for count in inputs:
+            console.print(f"{forwards} forwards of {count} rows, each contender in turn")
+            measured[count] = _race({name: forward[count] for name, forward in bound.items()}, forwards)
+        keys = PackedKeys(copy.deepcopy(stage.model.unet))
+        keys_ms = [1000 * _timed(lambda: keys(inputs[rows].kv)) for _ in range(5)]
+    return measured, left_out, round(statistics.median(keys_ms), 3)
+
+
+def _race(contenders: Mapping[str, Mapping[str, Forward]], forwards: int) -> Race:
+    took: dict[tuple[str, str], list[float]] = {(name, label): [] for name, own in contenders.items() for label in own}
+    for _ in range(forwards):
+        for (name, label), times in took.items():
+            times.append(1000 * _timed(contenders[name][label]))
+    truth = contenders["diffusers-fp32"][""]().float()
+    measured = {}
+    for name, own in contenders.items():
+        ms = {label: _quartiles(took[name, label]) for label in own}
+        best = min(ms, key=lambda label: ms[label][0])
+        error = torch.linalg.vector_norm(own[best]().float() - truth) / torch.linalg.vector_norm(truth)
+        measured[name] = Measured(best, ms, _significant(float(error)))
+    return measured
+
+
+def _timed(forward: Callable[[], Any]) -> float:
+    """Seconds of a forward that finds its own weights in the caches, as it does where a model is served."""
+    time.sleep(_REST_S)
+    forward()
+    started = time.perf_counter()
+    forward()
+    return time.perf_counter() - started
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return round(median, 3), round(low, 3), round(high, 3)
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.3g}") if math.isfinite(value) else value
+
+
+# -- what is told --------------------------------------------------------------------------------------------------
+
+
+def _show(settings: Settings, rows: int, measured: dict[int, Race], left_out: dict[str, str], keys_ms: float) -> None:
+    many, few = measured[rows], measured[FEW_ROWS]
+    stock = many["diffusers-fp32"].best_ms
+
+    def row(name: str) -> tuple[str, ...]:
+        if name in left_out:
+            return name, left_out[name], "", "", "", ""
+        m = many[name]
+        return (
+            name,
+            f"{m.best_ms:.1f} ms",
+            f"{stock / m.best_ms:.2f}×",
+            f"{few[name].best_ms:.1f} ms",
+            f"{m.error:.1e}",
+            m.best,
+        )
+
+    record.table(
+        f"one UNet forward of {Path(settings.model_name).name}; keys and values, which Diptych packs once a picture: "
+        f"{keys_ms:.1f} ms",
+        ("contender", f"{rows} rows", "speedup", f"{FEW_ROWS} rows", "relative error", "best setting"),
+        [row(name) for name in CONTENDERS],
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
