@@ -109,7 +109,7 @@ class RedisServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = (
             "bind 127.0.0.1", f"port {self.port}", f"requirepass {self.password}", "daemonize no",
-            'save ""', "appendonly yes", "appendfsync everysec", "maxmemory-policy noeviction", "tcp-backlog 128",
+            'save ""', "appendonly yes", "appendfsync always", "maxmemory-policy noeviction", "tcp-backlog 128",
             *self.options,
         )  # fmt: skip
         command = [executable(), "-"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.quant.linear import LEVELS
+from core.quant.linear import LEVELS, Fixed
 
 E4M3_MAX = 448.0
 
@@ -25,7 +25,7 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-class Fp8Linear(nn.Module):
+class Fp8Linear(Fixed):
     """y[n] = scale[n] · Σ_k e4m3(x[k] · inverse[k]) · weight[n, k] + bias[n]."""
 
     weight: Tensor  # E4M3 [N, K]

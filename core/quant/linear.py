@@ -6,6 +6,9 @@ none, the same arithmetic in floats. Knows nothing of which layers of a model sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +30,19 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return whole.view(weight.shape), scale
 
 
-class Int8Linear(nn.Module):
+class Fixed(nn.Module):
+    """A module whose buffers keep their types when a model is cast: `to` moves them to its device and no more."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def moved(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return made if made.dtype == tensor.dtype else tensor.to(made.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class Int8Linear(Fixed):
     """y = W x + b with x and W in int8: y[n] = scale[n] · Σ_k q(x[k] · inverse[k]) · weight[n, k] + bias[n].
 
     `inverse` [K] is one over the scale of each input channel; smoothing (Xiao et al., 2023, section 4) and the scales
@@ -62,7 +77,7 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class Int8Conv2d(nn.Module):
+class Int8Conv2d(Fixed):
     """A convolution with input and weights in int8, as `Int8Linear`; `inverse` has one value for each input channel."""
 
     weight: Tensor  # int8 [N, kh, kw, C]: channels last, as the kernels read it

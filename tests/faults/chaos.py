@@ -94,9 +94,8 @@ def run(names: Sequence[str], times: int, shop: Shop, jobs: int, seconds: float)
             told = "well" if not outcome.problems else "\n".join(outcome.problems)
             took_s = time.monotonic() - started
             recovery = "" if outcome.recovery_s is None else f", recovery {outcome.recovery_s:.1f} s"
-            print(
-                f"{name} {number + 1}/{times} in {took_s:.0f} s{recovery} {outcome.figures or ''}: {told}", flush=True
-            )
+            figures = "".join(f", {text}" for text in _figures(outcome))
+            print(f"{name} {number + 1}/{times} in {took_s:.0f} s{recovery}{figures}: {told}", flush=True)
             if outcome.problems:
                 shop.close()
         yield row
@@ -106,7 +105,11 @@ def table(rows: Sequence[Row], lease_s: float) -> str:
     """The table as Markdown, with the scenarios' own words below it."""
     header = ("scenario", "runs", "jobs", "lost", "finished twice", "longest recovery, s")
     lines = [header, ("---",) + ("--:",) * 5, *(row.cells for row in rows)]
-    about = [f"- `{row.name}`: {(SCENARIOS[row.name].__doc__ or '').strip()}{_figures(row)}" for row in rows]
+    about = []
+    for row in rows:
+        most = ", ".join(_figures(row.outcome))
+        told = (SCENARIOS[row.name].__doc__ or "").strip()
+        about.append(f"- `{row.name}`: {told}{f' At most: {most}.' if most else ''}")
     said = (
         f"Lease {lease_s:g} s, two workers, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}. Recovery is the time "
         "from the fault until the last job that it touched went on."
@@ -114,9 +117,8 @@ def table(rows: Sequence[Row], lease_s: float) -> str:
     return "\n".join([said, "", *("| " + " | ".join(line) + " |" for line in lines), "", *about])
 
 
-def _figures(row: Row) -> str:
-    told = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in row.outcome.figures.items())
-    return f" At most: {told}." if told else ""
+def _figures(outcome: Outcome) -> list[str]:
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in outcome.figures.items()]
 
 
 def write(page: Path, text: str) -> None:

@@ -93,6 +93,19 @@ def test_types_and_shapes_go_through() -> None:
     assert not [*made.parameters()] and {*made.state_dict()} == {"weight", "scale", "inverse", "bias"}
 
 
+@pytest.mark.parametrize("kind", [Int8Linear, Int8Conv2d, Fp8Linear])
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float64, torch.float16])
+def test_scales_and_integers_keep_their_types_when_a_model_is_cast(kind: Any, cast: torch.dtype) -> None:
+    layer = nn.Conv2d(16, 16, 3) if kind is Int8Conv2d else nn.Linear(16, 16)
+    model = nn.Sequential(kind.of(layer, torch.rand(16) + 0.5), nn.LayerNorm(16))
+    before = {name: (tensor.dtype, tensor.clone().view(torch.uint8)) for name, tensor in model[0].state_dict().items()}
+    model.to(cast)
+    assert model[1].weight.dtype == cast
+    for name, tensor in model[0].state_dict().items():
+        assert tensor.dtype == before[name][0] and torch.equal(tensor.view(torch.uint8), before[name][1])
+    assert {buffer.device.type for buffer in model[0].to("meta").buffers()} == {"meta"}
+
+
 @few
 @given(n=st.integers(1, 12), k=st.integers(1, 30), size=st.floats(1e-6, 1e6), seed=st.integers(0, 999))
 def test_weights_are_rounded_by_row(n: int, k: int, size: float, seed: int) -> None:
