@@ -28,7 +28,8 @@ from tests.faults.rounds import Round, clear
 from tests.faults.stack import FINAL, Stack
 
 TEXTS = 50
-MAX_STEPS = 1000  # of one picture
+MAX_STEPS, MAX_IMAGES = 1000, 10  # of one picture, of one job
+_STEPS = 400  # of one picture where possible: a stream keeps a thousand events, over all attempts of its job
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,26 @@ class Load:
     @classmethod
     def lasting(cls, stack: Stack, jobs: int, seconds: float) -> Self:
         """Jobs that each take the stack about so long when it does nothing else."""
-        return cls(jobs, max(20, min(MAX_STEPS, round(seconds / stack.step_s()))))
+        return cls(jobs, max(20, round(seconds / stack.step_s())))
 
     @property
     def orders(self) -> list[Order]:
         return self._cycle(
-            Order("a lighthouse in the fog", 1, self.steps),
-            Order("two blue teapots", 2, self.steps, priority=3),
-            Order("a fox reading a map", 3, self.steps, n=2),
-            Order("the moon over a harbour", 4, self.steps, priority=9),
+            self._order("a lighthouse in the fog", 1),
+            self._order("two blue teapots", 2, priority=3),
+            self._order("a fox reading a map", 3, times=2),
+            self._order("the moon over a harbour", 4, priority=9),
         )
 
     @property
     def longer(self) -> list[Order]:
         """Of four times as many steps in all."""
-        n = math.ceil(4 * self.steps / MAX_STEPS)
-        each = 4 * self.steps // n
-        return self._cycle(Order("a snail on a long way", 5, each, n=n), Order("a slow train", 6, each, n=n))
+        return self._cycle(self._order("a snail on a long way", 5, times=4), self._order("a slow train", 6, times=4))
+
+    def _order(self, prompt: str, seed: int, times: int = 1, priority: int = 5) -> Order:
+        """So many times the steps, over as many pictures as that takes."""
+        n = min(MAX_IMAGES, max(min(times, 2), math.ceil(times * self.steps / _STEPS)))
+        return Order(prompt, seed, min(MAX_STEPS, times * self.steps // n), priority, n=n)
 
     def _cycle(self, *few: Order) -> list[Order]:
         """Few different ones, since each is drawn undisturbed too."""
@@ -177,6 +181,7 @@ def worker_paused(round: Round, load: Load) -> None:
     stack = round.stack
     round.load(load.orders)
     victim = round.busy(at_least=2)
+    starts = victim.starts
     victim.pause()
     at = time.time()
     touched = stack.running_on(victim, round.ids)
@@ -189,7 +194,7 @@ def worker_paused(round: Round, load: Load) -> None:
     if not any(attempt > 1 for attempt, _ in round.attempts().values()):
         round.problem("no job of the paused worker was run again")
     round.wait("the worker that woke serves again", lambda: any(card.pid == victim.pid for card in stack.cards()))
-    if victim.starts > 1 and not victim.running:
+    if victim.starts != starts:
         round.problem("the worker that woke ended")
 
 
@@ -212,7 +217,7 @@ def worker_disowned(round: Round, load: Load) -> None:
     round.load(load.longer[:4])
     victim = round.busy(at_least=2)
     touched = stack.running_on(victim, round.ids)
-    at = stack.now()
+    at, starts = stack.now(), victim.starts
 
     def disown() -> bool:
         """As if it had been silent for a lease: the next sweep gives them to whoever comes, and that may be itself."""
@@ -225,7 +230,7 @@ def worker_disowned(round: Round, load: Load) -> None:
         round.problem("every job ended before it could be taken away")
     round.fault([id for id, (_, lost) in round.attempts().items() if lost], max(taken, default=at))
     round.end()
-    if victim.starts > 1 and not victim.running:
+    if victim.starts != starts:
         round.problem("the worker that lost its jobs ended")
 
 
@@ -353,7 +358,7 @@ def texts_start(round: Round, load: Load) -> None:
     """Every image slot is taken; 50 text tasks (a stand-in's) come. Figures: until they start, by Redis's clock."""
     stack = round.stack
     slots = sum(card.limits["image"] for card in stack.cards())
-    endless = Order("a very long panorama", 8, MAX_STEPS, deterministic=False, n=10)
+    endless = Order("a very long panorama", 8, MAX_STEPS, deterministic=False, n=MAX_IMAGES)
     images = [round.submit(endless, expected="cancelled") for _ in range(slots + 2)]
     drawn = f"all {slots} image slots are taken"
     round.wait(drawn, lambda: sum(state == "running" for state, _ in stack.states(images).values()) == slots)

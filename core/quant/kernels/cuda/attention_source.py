@@ -256,7 +256,8 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
   extern __shared__ u8 memory[];
   u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + 2 * ROWS * 128;
   u32 full_k = ring + STAGES * 2 * BLOCK_BYTES, empty_k = full_k + 8 * STAGES;
-  u32 full_v = empty_k + 8 * STAGES, empty_v = full_v + 8 * STAGES, full_q = empty_v + 8 * STAGES, empty_q = full_q + 16;
+  u32 full_v = empty_k + 8 * STAGES, empty_v = full_v + 8 * STAGES, full_q = empty_v + 8 * STAGES;
+  u32 empty_q = full_q + 16;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full_k + 8 * s, 1); barrier_init(empty_k + 8 * s, CONSUMERS);

@@ -221,7 +221,10 @@ NAME(const __grid_constant__ Map map_a, const __grid_constant__ Map map_b, const
   float* kept = (float*)(memory + (empty + 8 * STAGES - shared_address(memory)));
   u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) { barrier_init(full + 8 * s, 1); barrier_init(empty + 8 * s, CONSUMERS * CLUSTER); }
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(full + 8 * s, 1);
+      barrier_init(empty + 8 * s, CONSUMERS * CLUSTER);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 #if CLUSTER > 1

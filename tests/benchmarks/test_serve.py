@@ -1,0 +1,36 @@
+"""The benchmark through HTTP, on a real service with the tiny model: every figure is there, and is possible."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import record, serve
+from core.config import Settings
+
+
+def test_every_figure_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "_CLIENTS", 3)
+    monkeypatch.setattr(serve, "_IDLE", float("inf"))
+    monkeypatch.setattr(serve, "_LOOK_S", 0.1)
+    monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
+    settings = Settings(model="random:tiny", compile=False, kernels=False, threads=1)
+    result = serve.run(settings, steps=3, pictures=8, results=tmp_path)
+    assert result["arrivals"] == 8 and result["steps"] == 3 and result["model"] == "random:tiny"
+    assert 0 < result["p50_s"] <= result["p99_s"] and 0 < result["overhead_s"] < result["p99_s"]
+    assert result["rate_per_s"] == pytest.approx(0.7 * result["capacity_per_s"], rel=1e-2)
+    assert all(result[name] > 0 for name in ("images_per_s", "healthz_p99_s", "rejected_p99_s"))
+    # Redis stamps whole milliseconds, so that a part may come out a little below nothing.
+    assert all(seconds > -0.01 for seconds in result["overhead_parts_s"].values())
+    assert json.loads((tmp_path / "serve.json").read_text()) == result
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+
+
+def test_no_arrivals_are_refused() -> None:
+    with pytest.raises(record.BenchError, match="--pictures"):
+        serve.run(Settings(), steps=1, pictures=0, results=None)
