@@ -94,14 +94,20 @@ def load(
     else:
         folder = folders.find(name, variant)
         index, files = folders.check(folder, variant)
-        # The VAE in fp32 until its config is read: rounded to fp16 it could not be brought back.
-        dtypes = {part: torch.float32 if part == "vae" and dtype is torch.float16 else dtype for part in PARTS}
+        # The VAE in fp32 until its config is read: rounded to fp16 it could not be brought back. And what is quantized
+        # until it was: rounded first it would be quantized to another model.
+        late = {"vae"} if dtype is torch.float16 else {"unet", "vae"} if precision in _QUANTIZED else set()
+        dtypes = {part: torch.float32 if part in late else dtype for part in PARTS}
         loaded = {part: _load_part(folder, part, dtypes[part], variant) for part in PARTS}
         force_zeros = bool(index.get("force_zeros_for_empty_prompt", True))
         # A folder is called by its own name, however the path to it was written; a hub id by its last word.
         short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
         digest = folders.digest(folder, files)
     _check_fit(name, loaded)
+    if precision in _QUANTIZED:
+        from pipeline import quantized
+
+        digest = quantized.apply_(loaded, quantized.variant(folder, precision, unet), digest=digest)
     upcast = dtype is torch.float16 and bool(loaded["vae"].config.force_upcast)  # such decoders overflow in fp16
     with _quiet():
         modules = [
@@ -111,12 +117,6 @@ def load(
             .requires_grad_(False)
             for part in WEIGHTS
         ]
-    if precision in _QUANTIZED:
-        from pipeline import quantized
-
-        digest = quantized.apply_(
-            {"unet": modules[2], "vae": modules[3]}, quantized.variant(folder, precision, unet), digest=digest
-        )
     return Model(
         name=short,
         digest=digest,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from core.quant.kernels.cpu.program import Weights, pack_float, pack_int8
+from core.quant.kernels.cpu.program import Blocks, Weights, pack_float, pack_int8
 from core.quant.linear import Int8Conv2d, Int8Linear, steps
 
 
@@ -33,6 +33,7 @@ class Layers:
     def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
         """`half` keeps the weights of layers in floats in bf16, which is what an INT8 model holds them in."""
         self.library = library
+        self.blocks = Blocks()  # of all its programs: they run one at a time
         self._half = half
         self._names = {id(module): name for name, module in model.named_modules()}
         # The modules are kept beside what was made of them, so that no other can take over their identity.

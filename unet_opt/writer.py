@@ -35,7 +35,7 @@ class Writer:
     """Writes for one number of images. Buffers are given back as soon as nothing that follows reads them."""
 
     def __init__(self, library: ctypes.CDLL, layers: Layers, images: int) -> None:
-        self.program = Program(library)
+        self.program = Program(library, layers.blocks)
         self.layers = layers
         self.images = images
         self.cross: list[Cross] = []

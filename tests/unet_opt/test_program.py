@@ -232,3 +232,14 @@ def test_queries_keys_and_values_of_different_scales_are_refused() -> None:
     with pytest.raises(ValueError, match=r"attn1\.to_q: it and what reads the same input must all be quantized"):
         UNetPrograms(kernels(), one)
     assert isinstance(attention.to_k, Int8Linear)
+
+
+def test_programs_of_one_model_share_their_memory() -> None:
+    one = unet("plain")
+    programs = UNetPrograms(kernels(), one)
+    alone = {rows: UNetPrograms(kernels(), one) for rows in (2, 5)}
+    for rows in (2, 5, 2, 5):
+        given = inputs(one, rows, 8, 8)
+        assert torch.equal(ours(programs, given), ours(alone[rows], given))
+    _, buffers = programs.size_bytes
+    assert max(buffers.values()) <= programs.layers.blocks.size_bytes < sum(buffers.values())

@@ -104,13 +104,36 @@ def _pack(
     )  # fmt: skip
 
 
+class Blocks:
+    """Memory that programs share which never run at the same time: together they hold what the largest needs."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def take(self, size_bytes: int, taken: set[int]) -> Tensor:
+        """A block of at least this size that is not among those taken by the same program, noted there."""
+        fitting = [(b.numel(), i) for i, b in enumerate(self._blocks) if i not in taken and b.numel() >= size_bytes]
+        if fitting:
+            index = min(fitting)[1]
+        else:
+            index = len(self._blocks)
+            self._blocks.append(torch.empty(size_bytes, dtype=torch.uint8))
+        taken.add(index)
+        return self._blocks[index]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+
 class Program:
     """Calls in the order in which they were written down. Not to be run by two threads at once.
 
-    What writes down a call raises ValueError for tensors that do not fit it.
+    Nor at the same time as another program with the same `blocks`. What writes down a call raises ValueError for
+    tensors that do not fit it.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, blocks: Blocks | None = None) -> None:
         for structure in calls.STRUCTURES:
             if library.diptych_size(structure.KIND) != ctypes.sizeof(structure):
                 raise RuntimeError(f"the kernels and Python disagree on {structure.__name__}")
@@ -120,12 +143,14 @@ class Program:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._lent: dict[int, int] = {}  # the buffers in use: how many elements at which address
         self._ready: Any = None
+        self._blocks = blocks or Blocks()
+        self._taken: set[int] = set()
         self.size_bytes = 0
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A buffer of this shape: one that was given back, or a new one."""
+        """A buffer of this shape: one that was given back, or one that this program did not use yet."""
         count = math.prod(shape)
         if min(shape) < 1:
             raise ValueError(f"a buffer of shape {[*shape]} holds nothing")
@@ -133,9 +158,9 @@ class Program:
         if free:
             found = free.pop()
         else:
-            found = torch.empty(count, dtype=dtype)
-            self._kept.append(found)
-            self.size_bytes += found.nbytes
+            size_bytes = count * dtype.itemsize
+            found = self._blocks.take(size_bytes, self._taken)[:size_bytes].view(dtype)
+            self.size_bytes += size_bytes
         self._lent[found.data_ptr()] = count
         return found.view(shape)
 
