@@ -34,6 +34,7 @@ _CLIENTS = 32  # in the closed loop: as many as a worker takes jobs at once, so 
 _START_S = 600.0
 _STOP_S = 60.0
 _SETTLE_S = 900.0  # for compiled code, the longest
+_LOOK_S = 2.0
 _IDLE = 0.15  # of one core, below which the worker no longer compiles
 _HEALTH_EVERY_S, _REFUSED_EVERY_S = 0.2, 1.0
 
@@ -270,7 +271,7 @@ async def _settled(serve: Child) -> None:
     until, quiet = time.monotonic() + _SETTLE_S, 0
     while quiet < 3 and time.monotonic() < until:
         before, at = _busy_s(workers), time.monotonic()
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(_LOOK_S)
         quiet = quiet + 1 if (_busy_s(workers) - before) / (time.monotonic() - at) < _IDLE else 0
 
 

@@ -1,4 +1,5 @@
-"""Tells progress: one thread gathers what the engine's thread says and writes it in one round trip per tick.
+"""Tells progress: one thread gathers what the engine's thread says and writes it in one round trip per tick, twenty a
+second at most.
 
 Only a job's newest progress is kept while the thread is busy. Knows reports; knows nothing of what they tell.
 """
@@ -18,6 +19,7 @@ from workers.outage import Outage
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.02  # the longest it waits for the end of the tick that something was said in
+_PAUSE_S = 0.05  # between two round trips: where ticks are shorter than people can see, a stream would only fill up
 
 
 class Publisher:
@@ -35,7 +37,7 @@ class Publisher:
         self._writing = threading.Lock()
         self._said: dict[str, Report] = {}
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
         self.flushes = 0
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
@@ -44,7 +46,7 @@ class Publisher:
 
     def stop(self) -> None:
         """Write what is left, and end the thread. Not called before `start`."""
-        self._stopping = True
+        self._stopping.set()
         self._wake.set()
         self._thread.join()
 
@@ -55,14 +57,15 @@ class Publisher:
         self._wake.set()
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             self._wake.wait()
             self._wake.clear()
             # The engine tells all requests of a batch in turn: what belongs together is written together.
             tick, until = self._ticks(), time.monotonic() + _TICK_S
-            while self._ticks() == tick and time.monotonic() < until and not self._stopping:
+            while self._ticks() == tick and time.monotonic() < until and not self._stopping.is_set():
                 time.sleep(0.001)
             self.flush()
+            self._stopping.wait(_PAUSE_S)
 
     def flush(self) -> None:
         """Write what was said so far. A job's last progress is told so, before its end is written."""

@@ -118,7 +118,8 @@ def test_optional_packages_run_the_same_unet(settings: Settings) -> None:
 
 def test_rows_stand_at_different_steps(settings: Settings) -> None:
     stage, drawn = peers._set(settings)
-    assert len(stage.forwards) == 2 * 8 and stage.forwards[0].sample.shape[0] == 16 and len(drawn) == 20
+    assert len(stage.forwards) == 2 * len(drawn) == 2 * 20 and stage.forwards[0].sample.shape[0] == 16
+    assert stage.ranges.batches == [2] * 8, "the recipe's ranges are of the first steps"
     mixed = peers._mixed(drawn, 16)
     assert mixed.timestep[0::2].tolist() == mixed.timestep[1::2].tolist(), "guidance brings two rows of one step"
     assert len(set(mixed.timestep.tolist())) == 8
