@@ -23,14 +23,15 @@ def add(commands: Commands) -> None:
     for name, text in (
         ("ladder", "pictures per second, one optimization after the other"),
         ("arrivals", "latency under Poisson arrivals, against request-level batching"),
+        ("peers", "one UNet forward in INT8, against diffusers, torch.compile and OpenVINO"),
         ("serve", "the whole service through HTTP: its capacity, and latency under Poisson arrivals"),
     ):
-        one = benches.add_parser(name, help=text, description=text.capitalize() + ".")
+        one = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         add_steps(one)
         one.add_argument(
             "--pictures",
             type=int,
-            default={"ladder": 64, "arrivals": 300, "serve": 300}[name],
+            default={"ladder": 64, "arrivals": 300, "peers": 0, "serve": 300}[name],
             metavar="N",
             help="default: %(default)s",
         )
