@@ -29,7 +29,7 @@ _API_STOP_S = 10.0
 _HAND_BACK_S = 15.0  # beyond drain_s, to hand back what is not done
 _UNUSABLE = 2  # exit code of a part whose input can never work
 _NICENESS = 10  # of the worker: the API answers however much is drawn
-_REDIS_OPTIONS = ("maxmemory 512mb",)
+_REDIS_OPTIONS = ("maxmemory 1gb",)
 
 
 class DataError(ValueError):

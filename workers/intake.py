@@ -152,8 +152,10 @@ class Bounded(redis.QoS):
         virtual.QoS.ack(self, delivery_tag)  # type: ignore[no-untyped-call]
         channel = self._intake.channel(self._queue)
         if channel is not None:
-            with contextlib.suppress(*channel.connection_errors):
-                channel.qos._remove_from_indices(delivery_tag).execute()
+            with contextlib.suppress(*channel.connection_errors), channel.conn_or_acquire() as client:
+                # One by one, and not as kombu does it: a full Redis refuses every transaction, and takes these.
+                client.zrem(channel.unacked_index_key, delivery_tag)
+                client.hdel(channel.unacked_key, delivery_tag)
 
 
 class Lines:

@@ -52,7 +52,7 @@ def test_it_keeps_the_promises_that_jobs_lean_on(server: RedisServer) -> None:
         told = {name: value for pattern in ("maxmemory*", "append*", "save", "bind")
                 for name, value in connection.config_get(pattern).items()}  # fmt: skip
     assert told["maxmemory"] == str(512 * 2**20) and told["maxmemory-policy"] == "noeviction"
-    assert told["appendonly"] == "yes" and told["appendfsync"] == "everysec"
+    assert told["appendonly"] == "yes" and told["appendfsync"] == "always"
     assert told["save"] == "" and told["bind"] == "127.0.0.1"
 
 

@@ -1,14 +1,20 @@
 """What a client of the service does: asks for pictures over HTTP, looks at jobs, fetches what was drawn.
 
-Knows the REST API's addresses and nothing of what lies behind them.
+Knows the REST API's addresses, and nothing of what lies behind them but that its store may be slow to answer.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
+
+from core.jobs.connection import StoreDown
+
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,26 @@ class Refused(AssertionError):
         self.code = response.json()["error"]["code"] if "json" in response.headers.get("content-type", "") else None
 
 
+T = TypeVar("T")
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Call until the store answers. Raises `Refused` for all else that a service says."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return call()
+        except (Refused, StoreDown) as error:
+            if (isinstance(error, Refused) and error.code != "store_down") or time.monotonic() > until:
+                raise
+        time.sleep(0.2)
+
+
 class Client:
-    """Thread-safe. Raises `httpx2.TransportError` while nobody answers."""
+    """Thread-safe. Raises `httpx2.TransportError` while nobody answers, and `Refused`.
+
+    All but `submit` are patient while the service says that its store does not answer: on a busy disk it may not.
+    """
 
     def __init__(self, url: str) -> None:
         self._http = httpx2.Client(base_url=url, timeout=30, trust_env=False)
@@ -53,22 +77,23 @@ class Client:
         return str(response.json()["id"])
 
     def look(self, id: str) -> dict[str, Any]:
-        response = self._http.get(f"/v1/jobs/{id}")
-        if response.status_code != 200:
-            raise Refused(response)
-        answer: dict[str, Any] = response.json()
+        answer: dict[str, Any] = self._patiently("GET", f"/v1/jobs/{id}").json()
         return answer
 
     def picture(self, id: str, k: int = 0) -> bytes:
-        response = self._http.get(f"/v1/jobs/{id}/images/{k}")
-        if response.status_code != 200:
-            raise Refused(response)
-        return response.content
+        return self._patiently("GET", f"/v1/jobs/{id}/images/{k}").content
 
     def cancel(self, id: str) -> None:
-        response = self._http.post(f"/v1/jobs/{id}/cancel")
-        if response.status_code != 200:
-            raise Refused(response)
+        self._patiently("POST", f"/v1/jobs/{id}/cancel")
+
+    def _patiently(self, method: str, path: str) -> httpx2.Response:
+        def ask() -> httpx2.Response:
+            response = self._http.request(method, path)
+            if response.status_code != 200:
+                raise Refused(response)
+            return response
+
+        return patiently(ask)
 
     def get(self, path: str) -> httpx2.Response:
         return self._http.get(path)

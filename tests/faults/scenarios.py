@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import httpx2
@@ -21,7 +22,7 @@ from core.jobs import keys
 from core.jobs.broker import Envelope
 from core.jobs.record import Draft, new_id
 from tests.faults.captions import CAPTIONS
-from tests.faults.client import Order, Refused
+from tests.faults.client import Order, Refused, patiently
 from tests.faults.fragile import DIES
 from tests.faults.parts import wait_for
 from tests.faults.rounds import Round, clear
@@ -366,7 +367,7 @@ def texts_start(round: Round, load: Load) -> None:
     with contextlib.closing(Queue(stack.redis.url)) as queue:
         for number in range(-1, TEXTS):  # the first one connects the sender, and does not count
             draft = Draft(new_id(), "text", "stage-text", {"prompt": f"text {number}", "steps": 1})
-            job = stack.store.create(draft)
+            job = patiently(partial(stack.store.create, draft))  # to the same effect, however often
             queue.send(Envelope(job.id, job.modality, job.priority))
             round.accepted(job.id, None)
             round.wait("a text has ended", lambda id=job.id: stack.states([id])[id][0] in FINAL)  # type: ignore[misc]

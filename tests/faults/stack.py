@@ -22,7 +22,7 @@ from core.jobs.registry import Registry, WorkerCard
 from core.jobs.store import JobStore
 from deployment.address import listen, url
 from deployment.redis import RedisServer
-from tests.faults.client import Client, Order
+from tests.faults.client import PATIENCE_S, Client, Order, patiently
 from tests.faults.guard import Guard
 from tests.faults.parts import Part, wait_for
 
@@ -103,7 +103,7 @@ class Stack:
         self.store = JobStore.of(settings)
         self.registry = Registry.of(settings)
         self.client = Client(url(self.listener))
-        self.keys: Any = redis.Redis.from_url(self.redis.url, decode_responses=True)
+        self.keys: Any = redis.Redis.from_url(self.redis.url, decode_responses=True, socket_timeout=PATIENCE_S)
         self._closing += [self.store, self.registry, self.client, self.keys]
         for part in self.parts:
             part.start()
@@ -155,9 +155,9 @@ class Stack:
         """Seconds that one step of one deterministic picture takes, alone. Measured when it is asked for first."""
         if not self._step_s:
             for _ in range(2):  # the first time warms up
-                id = self.client.submit(Order("a metronome", steps=_MEASURED))
+                id = patiently(lambda: self.client.submit(Order("a metronome", steps=_MEASURED)))
                 wait_for("a job to measure by has ended", lambda id=id: self.states([id])[id][0] in FINAL, START_S)  # type: ignore[misc]
-                job = self.store.get(id)
+                job = patiently(lambda id=id: self.store.get(id))  # type: ignore[misc]
             assert job is not None and job.result is not None
             self._step_s = job.result["engine_s"] / _MEASURED
         return self._step_s
