@@ -18,6 +18,7 @@ def test_every_figure_is_measured(
     monkeypatch.setattr(serve, "_CLIENTS", 3)
     monkeypatch.setattr(serve, "_IDLE", float("inf"))
     monkeypatch.setattr(serve, "_LOOK_S", 0.1)
+    monkeypatch.setattr(serve, "_REFUSED_EVERY_S", 0.05)
     monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
     settings = Settings(model="random:tiny", compile=False, kernels=False, threads=1)
     result = serve.run(settings, steps=3, pictures=8, results=tmp_path)

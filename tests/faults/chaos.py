@@ -56,7 +56,7 @@ class Shop:
     """Keeps a stack of the kind that was asked for last."""
 
     def __init__(self, lease_s: float) -> None:
-        self._settings = {"lease_s": str(lease_s), "drain_s": "1"}
+        self._settings = {"lease_s": str(lease_s), "drain_s": "0.1", "kernels": "false"}
         self._open = ExitStack()
         self._kind = ""
         self._stack: Stack | None = None

@@ -10,7 +10,7 @@ from tests.faults.rounds import Gallery
 from tests.faults.stack import Stack
 
 # Short, so that a test does not wait long for a lease; long enough that a busy machine does not lose one.
-SHORT = {"lease_s": "4", "drain_s": "1", "kernels": "false"}  # which nothing so small is worth compiling for
+SHORT = {"lease_s": "4", "drain_s": "0.1", "kernels": "false"}  # which nothing so small is worth compiling for
 
 
 @pytest.fixture(scope="module")

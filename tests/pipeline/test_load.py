@@ -330,7 +330,7 @@ def test_a_download_asks_for_one_variant_only(monkeypatch: pytest.MonkeyPatch, s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "int8"}, "precision: must be one of fp32, bf16, fp16"),
+        ({"precision": "int4"}, "precision: must be one of fp32, bf16, fp16, int8, fp8"),
         ({"device": "quantum"}, "cannot be put on 'quantum'"),
         ({"device": "cuda:99"}, "cannot be put on cuda:99"),
         ({"variant": "../fp16"}, "variant: must be a word"),
