@@ -5,6 +5,7 @@ Its request is sent to a real service in tests/deployment/test_service.py.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -29,10 +30,11 @@ def blocks(heading: str) -> list[str]:
 
 def made(target: str, *variables: str) -> str:
     """What make would run."""
-    command = ["make", "-n", "-o", ".venv/.installed", target, *variables]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed", target, *variables]
+    alone = {"PATH": os.environ["PATH"]}  # the make that runs the tests hands its own flags and variables down
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return " ".join(done.stdout.split())
 
 
 def test_two_commands_set_everything_up() -> None:
