@@ -29,7 +29,7 @@ class _Positional(nn.Module):
         self.unet = unet
 
     def forward(self, sample: Tensor, timestep: Tensor, hidden: Tensor, pooled: Tensor, time_ids: Tensor) -> Tensor:
-        return Inputs(sample, timestep, hidden, pooled, time_ids, None).run(self.unet)
+        return Inputs(sample, timestep, hidden, pooled, time_ids, None).run(self.unet)[0]
 
 
 def convert(unet: Any, example: Inputs) -> Any:

@@ -138,7 +138,7 @@ def run(
 
 
 def _diffusers(stage: Stage) -> Bind:
-    return lambda inputs: {"": lambda: inputs.run(stage.model.unet)}
+    return lambda inputs: {"": lambda: inputs.run(stage.model.unet)[0]}
 
 
 def _torch_compile(stage: Stage) -> Bind:
@@ -160,7 +160,7 @@ def _torch_compile(stage: Stage) -> Bind:
         found = executables.find(key)
         if found is None:
             raise Missing(f"does not compile: {executables.failed['unet']}")
-        return {"": lambda: half.run(found)}
+        return {"": lambda: half.run(found)[0]}
 
     return bind
 
@@ -189,7 +189,7 @@ def _diptych(stage: Stage, *, quantized: bool) -> Bind:
 
     def bind(inputs: Inputs) -> dict[str, Forward]:
         packed = dataclasses.replace(inputs, kv=keys(inputs.kv))
-        return {"": lambda: packed.run(programs)}
+        return {"": lambda: packed.run(programs)[0]}
 
     return bind
 

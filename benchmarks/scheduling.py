@@ -61,6 +61,13 @@ class NullRunner:
         left: int = request.work[1]
         return left if request.phase == "step" else 1
 
+    def left_s(self, request: Request, rows: int) -> float:
+        return self.iterations(request) * self.cost(self.group(request), rows)
+
+    def then(self, request: Request) -> Hashable:
+        left = request.work[1]
+        return ("vae" if left == 1 else "step", request.parameters) if request.phase != "vae" else None
+
     def limit(self, group: Hashable) -> int:
         return 16
 

@@ -112,8 +112,9 @@ class Trajectory:
         return self.table.steps - self.step
 
 
-Forward = Callable[..., tuple[torch.Tensor]]
-"""The UNet: (sample, timestep [B], encoder_hidden_states, timestep_cond, added_cond_kwargs, return_dict)."""
+Forward = Callable[..., tuple[torch.Tensor, ...]]
+"""The UNet: (sample, timestep [B], encoder_hidden_states, timestep_cond, added_cond_kwargs, return_dict). What it
+returns begins with the model output, [B, C, h, w]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,16 +128,17 @@ class Inputs:
     time_ids: torch.Tensor  # [B, 6]
     time_cond: torch.Tensor | None  # [B, G]
 
-    def run(self, unet: Forward) -> torch.Tensor:
-        """The model output, [B, C, h, w]."""
+    def run(self, unet: Forward, *before: Any) -> tuple[torch.Tensor, ...]:
+        """The model output, [B, C, h, w], and whatever else it returns. `before` are arguments that come first."""
         return unet(
+            *before,
             self.sample,
             self.timestep,
             encoder_hidden_states=self.kv,
             timestep_cond=self.time_cond,
             added_cond_kwargs={"text_embeds": self.pooled, "time_ids": self.time_ids},
             return_dict=False,
-        )[0]
+        )
 
 
 class Gatherer:

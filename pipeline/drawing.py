@@ -63,7 +63,7 @@ class Drawing:
         for step in range(self._steps if until is None else until):
             inputs = gatherer.inputs(riders, rows)
             with around(step):
-                output = inputs.run(forward or unet)
+                output = inputs.run(forward or unet)[0]
             noisy = self._table.noisy[step]
             noise = [draw(generator).to(model.device) if noisy else None for generator in generators]
             riders = denoise.advance(riders, output, noise)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,14 @@ from pipeline import denoise, vae
 from pipeline.folder import ModelError
 from pipeline.load import Model
 from unet_opt.decoder import DecoderPrograms
+from unet_opt.deepcache import Split, shapes
 from unet_opt.program import UNetPrograms
+from unet_opt.schedule import AUTO, BLOCK, DEPTHS, RESNET
 
 KERNELS = "kernels"  # of our own, on a CPU
 ENCODE, DEEP, VAE = "encode", "deep", "vae"
+SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
+STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step further
 VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
 
 
@@ -77,11 +82,15 @@ class Execution:
             return KERNELS
         return "eager or compiled" if self._executables.enabled else "eager"
 
-    def fixed_way(self, size: tuple[int, int]) -> str:
-        """The mode for a deterministic request that begins now: compiled once all that it needs is compiled."""
+    def fixed_way(self, size: tuple[int, int], depth: str = "") -> str:
+        """The mode for a deterministic request that begins now: compiled once all that it needs is compiled.
+
+        `depth` is that of its shallow steps, if it has any.
+        """
         if self.programs:
             return KERNELS
-        keys = (Key(DEEP, self.deterministic_rows, size), Key(VAE, 1, size))
+        steps = (DEEP, SHALLOW[depth]) if depth else (DEEP,)
+        keys = (*(Key(phase, self.deterministic_rows, size) for phase in steps), Key(VAE, 1, size))
         return "eager" if any(self._executables.find(key) is None for key in keys) else "compiled"
 
     def cheapest(self, group: Group, rows: int) -> Way:
@@ -93,7 +102,7 @@ class Execution:
         if self.programs:  # a row's bits depend neither on its companions nor on their number: nothing is padded
             return Way(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
         if mode:
-            bucket = self.deterministic_rows if phase == DEEP else 1
+            bucket = self.deterministic_rows if phase in STEPS else 1
             fixed = self._executables.find(Key(phase, bucket, size)) if mode == "compiled" else None
             if fixed is None:
                 return Way(eager, False, bucket, self._curve(group, False)(bucket))
@@ -109,6 +118,13 @@ class Execution:
             break
         return best
 
+    def feature_shapes(self, depth: str, size: tuple[int, int]) -> list[tuple[int, int, int]]:
+        """What a shallow step of this depth reads: the shape of one row of each map, as `deep` returns it."""
+        scale = self._model.vae_scale
+        found = shapes(self._model.unet, depth, size[1] // scale, size[0] // scale)
+        return [(height, width, channels) if self.programs else (channels, height, width)
+                for channels, height, width in found]  # fmt: skip
+
     def observe(self, group: Group, rows: int, compiled: bool, seconds: float) -> None:
         """Refine a curve by what an iteration took."""
         self._curve(group, compiled).observe(rows, seconds)
@@ -120,10 +136,14 @@ class Execution:
         first requests. Not to be called while the engine runs.
         """
         size = size or (self._model.native, self._model.native)
-        for phase, rows in [(DEEP, rows) for rows in self._buckets] + [(VAE, 1), (VAE, VAE_ROWS)]:
+        shallow = SHALLOW[AUTO.depth]
+        steps = [(phase, rows) for phase in (DEEP, shallow) for rows in self._buckets]
+        for phase, rows in [*steps, (VAE, 1), (VAE, VAE_ROWS)]:
             self._executables.want(Key(phase, rows, size), self._example(phase, rows, size))
         until = time.monotonic() + measure_s
-        for phase, rows in [(VAE, 1), (DEEP, 2), *((DEEP, rows) for rows in self._buckets), (VAE, VAE_ROWS)]:
+        # Other depths last: few ask for them.
+        steps = [(DEEP, 2), (shallow, 2), *steps, (VAE, VAE_ROWS), *((SHALLOW[RESNET], r) for r in self._buckets)]
+        for phase, rows in [(VAE, 1), *steps]:
             example = self._example(phase, rows, size)
             for fn in (self._executables.eager(phase), self._executables.find(Key(phase, rows, size))):
                 for run in range(0 if fn is None else 3):
@@ -155,6 +175,8 @@ class Execution:
         model, unet = self._model, self._model.unet.config
         tokens, pooled = model.tokenizers[0].model_max_length, model.text_encoders[1].config.projection_dim
         latents = (rows, unet.in_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
+        depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
+        features = [] if depth is None else self.feature_shapes(depth, size)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device=model.device, dtype=model.dtype)
@@ -162,14 +184,17 @@ class Execution:
         def call(fn: Any) -> Any:
             if phase == VAE:
                 return fn(random(*latents).float())
-            return denoise.Inputs(
+            inputs = denoise.Inputs(
                 sample=random(*latents),
                 timestep=torch.full((rows,), 500.0, device=model.device),
                 kv=random(rows, tokens, self._kv_width),
                 pooled=random(rows, pooled),
                 time_ids=torch.ones(rows, 6, device=model.device, dtype=model.dtype),
                 time_cond=None if unet.time_cond_proj_dim is None else random(rows, unet.time_cond_proj_dim),
-            ).run(fn)
+            )
+            if phase == DEEP:
+                return inputs.run(fn)
+            return inputs.run(fn, tuple(random(rows, *shape) for shape in features))
 
         return call
 
@@ -182,7 +207,13 @@ Phases = dict[str, Callable[..., Any]]
 
 
 def _on_torch(model: Model) -> Phases:
-    return {DEEP: model.unet, VAE: lambda latents: vae.decode(model, latents)}
+    """Raises `ModelError` for a UNet that is not laid out as SDXL's."""
+    try:
+        split = Split(model.unet)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    shallow = {SHALLOW[depth]: partial(split.shallow, depth) for depth in DEPTHS}
+    return {DEEP: split.deep, **shallow, VAE: lambda latents: vae.decode(model, latents)}
 
 
 def _on_kernels(model: Model, kernels: ctypes.CDLL) -> Phases:
@@ -190,7 +221,9 @@ def _on_kernels(model: Model, kernels: ctypes.CDLL) -> Phases:
     phases = _on_torch(model)
     half = model.precision != "fp32"
     try:
-        phases[DEEP] = UNetPrograms(kernels, model.unet, half=half)
+        programs = UNetPrograms(kernels, model.unet, half=half)
+        phases[DEEP] = programs
+        phases |= {SHALLOW[depth]: partial(programs.shallow, depth) for depth in DEPTHS}
         decoder = DecoderPrograms(kernels, model.vae, half=half)
         phases[VAE] = lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config)))
     except ValueError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from core.batching.runner import Refused
 from core.text import complaint
+from unet_opt.schedule import DeepCache
 
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
@@ -24,7 +25,8 @@ class ImageParameters:
 
     `negative_prompt` None means what the model says of an absent one (SDXL: zero embeddings), "" an empty prompt.
     Guidance works where `guidance_scale` > 1; below that a request brings one row instead of two. `scheduler` None
-    means the model's own. `preview_every` n > 0 asks for a preview after every n-th step.
+    means the model's own. `preview_every` n > 0 asks for a preview after every n-th step. `deepcache` None runs every
+    step deep.
     """
 
     prompt: str
@@ -37,6 +39,7 @@ class ImageParameters:
     scheduler: str | None = None
     deterministic: bool = False
     preview_every: int = 0
+    deepcache: DeepCache | None = None
 
 
 def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], schedulers: Collection[str]) -> None:
@@ -59,6 +62,12 @@ def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], sched
         raise Refused(f"scheduler: must be one of {', '.join(schedulers)}")
     if not isinstance(parameters.deterministic, bool):
         raise Refused("deterministic: must be true or false")
+    if parameters.deepcache is not None:
+        if not isinstance(parameters.deepcache, DeepCache):
+            raise Refused("deepcache: must be a schedule or nothing")
+        wrong = parameters.deepcache.complaint(parameters.steps)
+        if wrong is not None:
+            raise Refused(f"deepcache.{wrong}")
     width, height = parameters.width, parameters.height
     if not all(isinstance(side, int) and not isinstance(side, bool) for side in (width, height)):
         raise Refused("size: width and height must be whole numbers")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,11 +29,13 @@ class Prompt:
     name: str
 
 
-def read(path: Path, limit: int | None = None) -> list[Prompt]:
+def read(
+    path: Path, limit: int | None = None, *, columns: Sequence[str] = COLUMNS, names: Sequence[str] = ("id",)
+) -> list[Prompt]:
     """The prompts of a file, the first `limit` of them. What comes after those is not looked at.
 
-    A `.tsv` or `.csv` needs a header with a column `prompt` or `caption`; an `id` column becomes the name. Any other
-    file holds one prompt a line, and empty lines are passed over.
+    A `.tsv` or `.csv` needs a header with one of `columns`; the first of the columns `names` that is there becomes the
+    name. Any other file holds one prompt a line, and empty lines are passed over.
 
     Raises:
         PromptsError: for a file that is missing, too large, not UTF-8, or empty; a table without such a column, with a
@@ -54,7 +56,8 @@ def read(path: Path, limit: int | None = None) -> list[Prompt]:
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     suffix = path.suffix.lower()
     if suffix in (".tsv", ".csv"):
-        prompts = list(islice(_table(path, _tabs(text) if suffix == ".tsv" else _commas(path, text)), limit))
+        rows = _tabs(text) if suffix == ".tsv" else _commas(path, text)
+        prompts = list(islice(_table(path, rows, columns, names), limit))
     else:
         lines = ((row, line.strip()) for row, line in enumerate(text.split("\n"), 1))
         prompts = list(islice((Prompt(line, row, f"{row:05d}") for row, line in lines if line), limit))
@@ -81,17 +84,19 @@ def _commas(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise PromptsError(f"{path}: row {row} cannot be read as CSV ({error})") from None
 
 
-def _table(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[Prompt]:
+def _table(
+    path: Path, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str], names: Sequence[str]
+) -> Iterator[Prompt]:
     filled = ((row, cells) for row, cells in rows if any(cell.strip() for cell in cells))
     first = next(filled, None)
     if first is None:
         raise PromptsError(f"{path}: is empty")
     header = [cell.strip().lower() for cell in first[1]]
-    column = next((header.index(name) for name in COLUMNS if name in header), None)
+    column = next((header.index(name) for name in columns if name in header), None)
     if column is None:
         there = ascii(", ".join(header)[:200])  # quoted: it may be anything, a whole picture or a terminal's commands
-        raise PromptsError(f"{path}: row {first[0]} names no column {' or '.join(COLUMNS)}; it has {there}")
-    number = header.index("id") if "id" in header else None
+        raise PromptsError(f"{path}: row {first[0]} names no column {' or '.join(columns)}; it has {there}")
+    number = next((header.index(name) for name in names if name in header), None)
     seen: dict[str, int] = {}
     for row, cells in filled:
         if len(cells) != len(header):
@@ -100,8 +105,8 @@ def _table(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[Prompt
             raise PromptsError(f"{path}: row {row} has an empty {header[column]}")
         name = cells[number].strip() if number is not None else f"{row:05d}"
         if not name:
-            raise PromptsError(f"{path}: row {row} has an empty id")
+            raise PromptsError(f"{path}: row {row} has an empty {header[number or 0]}")
         if name in seen:
-            raise PromptsError(f"{path}: row {row} has the id {name[:80]!r} of row {seen[name]}")
+            raise PromptsError(f"{path}: row {row} has the {header[number or 0]} {name[:80]!r} of row {seen[name]}")
         seen[name] = row
         yield Prompt(cells[column].strip(), row, name)

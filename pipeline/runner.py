@@ -1,15 +1,15 @@
 """Pictures for the engine: the Runner of the image modality.
 
-Knows the phases of a picture (encode, deep × steps, vae), what each costs and what a request holds; leaves order and
-width to the scheduler.
+Knows the phases of a picture (encode, deep or shallow × steps, vae), what each costs and what a request holds; leaves
+order and width to the scheduler.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,30 +17,15 @@ import torch
 
 from core.batching.request import Outcome, Request
 from core.batching.runner import DeviceLost, Lane, LaneTicket, OutOfMemory, Refused
-from core.batching.slots import Slots
 from pipeline import denoise, parameters, sigmas, vae
 from pipeline.encode import Embedding, Encoder
-from pipeline.execution import DEEP, ENCODE, KERNELS, VAE, VAE_ROWS, Execution, Group
+from pipeline.execution import DEEP, ENCODE, KERNELS, STEPS, VAE, VAE_ROWS, Execution, Group
 from pipeline.load import Model
 from pipeline.picture import Picture, fingerprint
+from pipeline.work import Holdings, Work, gather, keep
 
 _ENCODE_ROWS = 32
 _ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
-
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    """What the runner holds for one admitted request."""
-
-    slot: list[int]
-    rows: int
-    mode: str
-    table: sigmas.Table
-    generator: torch.Generator
-    x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
-    trajectory: denoise.Trajectory | None = None
-    noise: tuple[int, torch.Tensor] | None = None  # (step, what was drawn for it): a retry must not draw again
-    warnings: list[str] = field(default_factory=list)
 
 
 class ImageRunner:
@@ -61,10 +46,12 @@ class ImageRunner:
         cache: Path | None = None,
         patience_s: float = 20.0,
         kernels: ctypes.CDLL | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code.
 
-        `kernels` are the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's.
+        `memory_bytes` bounds what requests hold together, features first of all (default: no bound). `kernels` are
+        the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's.
         """
         if deterministic_rows < 2 or max_rows < 2:
             raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
@@ -76,7 +63,6 @@ class ImageRunner:
         self.lanes = frozenset({"device"})
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
-        self._slots = Slots(max_requests)
         self._max_rows = max_rows
         self._encoder = Encoder(model)
         self._keys = denoise.PackedKeys(model.unet)
@@ -91,6 +77,7 @@ class ImageRunner:
             cache=cache,
             kernels=kernels,
         )
+        self.holdings = Holdings(model, self.execution, self._keys.width, max_requests, memory_bytes)
 
     # -- what the scheduler asks -----------------------------------------------------------------------------------
 
@@ -103,45 +90,59 @@ class ImageRunner:
             sigmas.table(self.model.scheduler_config, wanted.scheduler or self.default_scheduler, wanted.steps)
         except ValueError as error:
             raise Refused(f"scheduler: {error}") from error
+        self.holdings.check(wanted)
 
     def admit(self, request: Request) -> bool:
-        slot = self._slots.take()
-        if slot is None:
+        name = request.parameters.scheduler or self.default_scheduler
+        work = self.holdings.take(request.parameters, name)
+        if work is None:
             return False
-        try:
-            request.work = self._work(request.parameters, slot)
-        except BaseException:
-            self._slots.give(slot)
-            raise
+        request.work = work
         request.phase = ENCODE
         return True
 
     def release(self, request: Request) -> None:
         work, request.work = request.work, None
-        self._slots.give(work.slot)
-        if not self._slots.taken:
+        self.holdings.give(work)
+        if not self.held():
             self._gatherer.forget()
 
     def held(self) -> int:
-        return self._slots.taken
+        return self.holdings.slots.taken
 
     def group(self, request: Request) -> Group:
+        return self._group(request, request.phase)
+
+    def _group(self, request: Request, phase: str) -> Group:
         wanted, mode = request.parameters, request.work.mode
-        if request.phase == ENCODE:
+        if phase == ENCODE:
             return Group(ENCODE, (0, 0), mode)
         # On our own kernels bits do not depend on the batch: deterministic requests ride with all others.
-        return Group(request.phase, (wanted.width, wanted.height), "" if mode == KERNELS else mode)
+        return Group(phase, (wanted.width, wanted.height), "" if mode == KERNELS else mode)
 
     def rows(self, request: Request) -> int:
         return 1 if request.phase == VAE else request.work.rows
 
     def iterations(self, request: Request) -> int:
-        return request.work.trajectory.left if request.phase == DEEP else 1
+        return request.work.trajectory.left if request.phase in STEPS else 1
+
+    def left_s(self, request: Request, rows: int) -> float:
+        if request.phase not in STEPS:
+            return self.cost(self.group(request), rows)
+        work: Work = request.work
+        left = Counter(work.phase(step) for step in range(work.step, len(work.plan)))
+        return sum(count * self.cost(self._group(request, phase), rows) for phase, count in left.items())
+
+    def then(self, request: Request) -> Group | None:
+        work: Work = request.work
+        if request.phase == VAE:
+            return None
+        return self._group(request, work.phase(work.step + (request.phase in STEPS)))
 
     def limit(self, group: Hashable) -> int:
         assert isinstance(group, Group)
         phase, _, mode = group
-        if phase == DEEP:
+        if phase in STEPS:
             return self.execution.deterministic_rows if mode else self._max_rows
         if phase == VAE:
             return 1 if mode else VAE_ROWS
@@ -158,13 +159,13 @@ class ImageRunner:
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         group = self.group(requests[0])
-        run = {ENCODE: self._encode, DEEP: self._step, VAE: self._finish}[group.phase]
+        run = {ENCODE: self._encode, VAE: self._finish}.get(group.phase, self._step)
         compute, commit = run(group, list(requests))
         return self._lane.start(lambda: _translated(compute), commit)
 
     def _encode(self, group: Group, requests: list[Request]) -> _Iteration:
         wanted = [request.parameters for request in requests]
-        works: list[_Work] = [request.work for request in requests]
+        works: list[Work] = [request.work for request in requests]
 
         def compute() -> list[tuple[denoise.Conditioning, list[str]]]:
             started, before = time.perf_counter(), self._encoder.misses
@@ -188,14 +189,14 @@ class ImageRunner:
                     work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning
                 )
                 work.warnings += warnings
-                request.phase = DEEP
+                request.phase = work.phase(0)
                 outcomes[request.id] = Outcome(progress=(0, work.table.steps))
             return outcomes
 
         return _Iteration(compute, commit)
 
     def _step(self, group: Group, requests: list[Request]) -> _Iteration:
-        works: list[_Work] = [request.work for request in requests]
+        works: list[Work] = [request.work for request in requests]
         riders = [work.trajectory for work in works]
         assert all(rider is not None for rider in riders)
         present: list[denoise.Trajectory] = [rider for rider in riders if rider is not None]
@@ -204,7 +205,12 @@ class ImageRunner:
             started = time.perf_counter()
             way = self.execution.cheapest(group, sum(rider.conditioning.rows for rider in present))
             with torch.inference_mode():
-                output = self._gatherer.inputs(present, way.rows).run(way.function)
+                inputs = self._gatherer.inputs(present, way.rows)
+                if group.phase == DEEP:
+                    output, *features = inputs.run(way.function)
+                    keep(features, works)
+                else:
+                    (output,) = inputs.run(way.function, gather(works, way.rows))
                 noise = [self._noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
                 previews = [self._look(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
@@ -215,8 +221,7 @@ class ImageRunner:
             outcomes = {}
             for request, work, moved, preview in zip(requests, works, *made, strict=True):
                 work.trajectory = moved
-                if not moved.left:
-                    request.phase = VAE
+                request.phase = work.phase(moved.step)
                 outcomes[request.id] = Outcome(progress=(moved.step, moved.table.steps), preview=preview)
             return outcomes
 
@@ -240,7 +245,7 @@ class ImageRunner:
             pixels, finite = made
             outcomes = {}
             for index, request in enumerate(requests):
-                work: _Work = request.work
+                work: Work = request.work
                 if not finite[index]:
                     error = FloatingPointError(f"the {self.model.precision} UNet of {self.model.name} returned NaN")
                     outcomes[request.id] = Outcome(error=error)
@@ -256,15 +261,6 @@ class ImageRunner:
         return _Iteration(compute, commit)
 
     # -- parts -----------------------------------------------------------------------------------------------------
-
-    def _work(self, wanted: parameters.ImageParameters, slot: list[int]) -> _Work:
-        name = wanted.scheduler or self.default_scheduler
-        table = sigmas.table(self.model.scheduler_config, name, wanted.steps)
-        generator = torch.Generator().manual_seed(wanted.seed)
-        guided = wanted.guidance_scale > 1 and self.model.unet.config.time_cond_proj_dim is None
-        # A deterministic request is run in one way to its end, whatever is compiled meanwhile.
-        mode = self.execution.fixed_way((wanted.width, wanted.height)) if wanted.deterministic else ""
-        return _Work(slot, 2 if guided else 1, mode, table, generator)
 
     def _prompts(self, wanted: parameters.ImageParameters, rows: int) -> list[str]:
         negative = wanted.negative_prompt
@@ -296,13 +292,13 @@ class ImageRunner:
         ]
         return conditioning, warnings
 
-    def _start(self, wanted: parameters.ImageParameters, work: _Work) -> torch.Tensor:
+    def _start(self, wanted: parameters.ImageParameters, work: Work) -> torch.Tensor:
         """Starting noise, drawn on the CPU in fp32: a seed means the same noise on every device and precision."""
         scale = self.model.vae_scale
         shape = (1, self.model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
         return (torch.randn(shape, generator=work.generator) * work.table.init_noise_sigma).to(self.model.device)
 
-    def _noise(self, work: _Work, rider: denoise.Trajectory) -> torch.Tensor | None:
+    def _noise(self, work: Work, rider: denoise.Trajectory) -> torch.Tensor | None:
         if not rider.table.noisy[rider.step]:
             return None
         if work.noise is None or work.noise[0] != rider.step:

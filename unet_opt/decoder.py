@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unet_opt.layers import Layers
+from core.quant.kernels.cpu.layers import Layers
 from unet_opt.writer import Map, Writer
 
 

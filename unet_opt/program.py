@@ -1,4 +1,4 @@
-"""An SDXL UNet as programs of CPU kernels, one for each number of rows and size.
+"""An SDXL UNet as programs of CPU kernels, one for each number of rows and size, whole and as DeepCache's shallow end.
 
 Cross-attention reads keys and values that were computed once (pipeline.denoise.PackedKeys). A row's bits depend neither
 on how many rows ride along nor on its place among them. Knows the layout of diffusers' UNet2DConditionModel; knows
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unet_opt.layers import Layer, Layers
+from core.quant.kernels.cpu.layers import Layer, Layers
+from unet_opt.deepcache import Features, shapes
 from unet_opt.writer import Map, Writer
 
 
@@ -45,10 +46,10 @@ class UNetPrograms:
             if attn.is_cross_attention:
                 self.kv_at[id(attn)] = self.kv_width
                 self.kv_width += 2 * attn.to_out[0].in_features
-        self._programs: dict[tuple[int, int, int], UNetProgram] = {}
+        self._programs: dict[tuple[str, int, int, int], UNetProgram] = {}
         self._lock = threading.Lock()  # programs share their buffers among runs
         self._multiple = 2 ** (len(unet.config.block_out_channels) - 1)
-        UNetProgram(self, 1, self._multiple, self._multiple)  # packs all layers, and finds any that do not fit
+        UNetProgram(self, "", 1, self._multiple, self._multiple)  # packs all layers, and finds any that do not fit
 
     def __call__(
         self,
@@ -58,12 +59,41 @@ class UNetPrograms:
         timestep_cond: Tensor | None = None,
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
-    ) -> tuple[Tensor]:
-        """As the UNet itself, with packed keys and values [B, T, width] for hidden states, in fp32.
+    ) -> tuple[Tensor, ...]:
+        """As `deepcache.Split.deep`, with packed keys and values [B, T, width] for hidden states, in fp32.
 
-        `sample` [B, C, h, w] to the model's output [B, C, h, w]. Raises ValueError for shapes that do not fit.
+        `sample` [B, C, h, w] to the model's output [B, C, h, w] and features [B, h, w, channels]. Features lie in
+        buffers that the next call of any program of this UNet overwrites. Raises ValueError for shapes that do not fit.
         """
-        assert added_cond_kwargs is not None and not return_dict
+        assert not return_dict
+        return self._run("", (), sample, timestep, encoder_hidden_states, timestep_cond, added_cond_kwargs)
+
+    def shallow(
+        self,
+        depth: str,
+        features: Features,
+        sample: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep_cond: Tensor | None = None,
+        added_cond_kwargs: dict[str, Tensor] | None = None,
+        return_dict: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """As `deepcache.Split.shallow`, with `kept` features [B, h, w, channels] of an earlier call."""
+        assert not return_dict
+        return self._run(depth, features, sample, timestep, encoder_hidden_states, timestep_cond, added_cond_kwargs)
+
+    def _run(
+        self,
+        depth: str,
+        features: Features,
+        sample: Tensor,
+        timestep: Tensor,
+        kv: Tensor,
+        timestep_cond: Tensor | None,
+        added_cond_kwargs: dict[str, Tensor] | None,
+    ) -> tuple[Tensor, ...]:
+        assert added_cond_kwargs is not None
         unet, (rows, channels, height, width) = self.unet, sample.shape
         if channels != unet.config.in_channels or height % self._multiple or width % self._multiple:
             raise ValueError(
@@ -75,42 +105,52 @@ class UNetPrograms:
             time = time + unet.time_embedding.cond_proj(timestep_cond)
         sizes = unet.add_time_proj(added_cond_kwargs["time_ids"].flatten()).reshape(rows, -1)
         added = torch.cat([added_cond_kwargs["text_embeds"].float(), sizes], dim=-1)
-        key = (rows, height, width)
+        key = (depth, rows, height, width)
         with self._lock:
             if key not in self._programs:
-                self._programs[key] = UNetProgram(self, rows, height, width)
-            return (self._programs[key](sample, time, added, encoder_hidden_states),)
+                self._programs[key] = UNetProgram(self, *key)
+            return self._programs[key](sample, time, added, kv, features)
 
     @property
-    def size_bytes(self) -> tuple[int, dict[tuple[int, int, int], int]]:
-        """Bytes of packed weights, and of the buffers of each (rows, height, width)."""
+    def size_bytes(self) -> tuple[int, dict[tuple[str, int, int, int], int]]:
+        """Bytes of packed weights, and of the buffers of each (depth, rows, height, width), which overlap."""
         buffers = {key: program.writer.program.size_bytes for key, program in self._programs.items()}
         return self.layers.size_bytes, buffers
 
 
 class UNetProgram:
-    """The UNet at `rows` rows of latents of one size."""
+    """The UNet at `rows` rows of latents of one size: all of it, or what a shallow step of `depth` computes."""
 
-    def __init__(self, programs: UNetPrograms, rows: int, height: int, width: int) -> None:
+    def __init__(self, programs: UNetPrograms, depth: str, rows: int, height: int, width: int) -> None:
         unet = programs.unet
         self.writer = w = Writer(programs.library, programs.layers, rows)
         self._programs, self._rows = programs, rows
         self._skips: list[Map] = []
+        self._features: list[Map] = []
         self._sample = w.program.buffer(rows * height * width, unet.config.in_channels)
         self._time = w.program.buffer(rows, unet.time_embedding.linear_1.in_features)
         self._added = w.program.buffer(rows, unet.add_embedding.linear_1.in_features)
         self._times = self._embed(unet, programs.times)
         grid = Map(self._sample, height, width)
         h = Map(w.product(grid, w.layers.floats(unet.conv_in)), height, width)
-        self._out, self._shape = self._walk(unet, h), (rows, height, width, unet.config.out_channels)
+        self._shallow = bool(depth)
+        self._out = self._walk_shallow(unet, h, depth) if depth else self._walk(unet, h)
+        self._shape = (rows, height, width)
 
-    def __call__(self, sample: Tensor, time: Tensor, added: Tensor, kv: Tensor) -> Tensor:
+    def __call__(
+        self, sample: Tensor, time: Tensor, added: Tensor, kv: Tensor, features: Features
+    ) -> tuple[Tensor, ...]:
         self._sample.view(self._rows, *sample.shape[2:], -1).copy_(sample.permute(0, 2, 3, 1))
         self._time.copy_(time)
         self._added.copy_(added)
         self._bind(kv)
+        maps = [feature.x.view(*self._shape, -1) for feature in self._features]
+        if self._shallow:
+            for given, own in zip(features, maps, strict=True):
+                own.copy_(given)
         self.writer.program.run()
-        return self._out.view(self._shape).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        out = self._out.view(*self._shape, -1).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        return (out,) if self._shallow else (out, *maps)
 
     def _bind(self, kv: Tensor) -> None:
         """Point cross-attention at these keys and values, [B, T, width] as PackedKeys lays them out."""
@@ -144,8 +184,8 @@ class UNetProgram:
         return self._next(h, self.writer.transformer(h, block))
 
     def _next(self, before: Map, after: Map) -> Map:
-        """Nothing reads `before` again, unless it is a skip that waits."""
-        if not any(before.x is skip.x for skip in self._skips):
+        """Nothing reads `before` again, unless it is a skip that waits or a feature."""
+        if not any(before.x is kept.x for kept in (*self._skips, *self._features)):
             self.writer.program.give_back(before.x)
         return after
 
@@ -165,15 +205,35 @@ class UNetProgram:
         h = self._resnet(h, None, unet.mid_block.resnets[0])
         for attention, resnet in zip(unet.mid_block.attentions, unet.mid_block.resnets[1:], strict=True):
             h = self._resnet(self._transformer(h, attention), None, resnet)
-        for block in unet.up_blocks:
-            attentions = getattr(block, "attentions", None)
-            for i, resnet in enumerate(block.resnets):
-                h = self._resnet(h, skips.pop(), resnet)
-                if attentions:
-                    h = self._transformer(h, attentions[i])
+        for block in unet.up_blocks[:-1]:
+            h = self._up(h, block, len(block.resnets))
             if block.upsamplers:
                 h = self._next(h, w.upsample(h, block.upsamplers[0]))
-        return self._head(unet, h)
+        last = unet.up_blocks[-1]
+        self._features = [h, *skips[:0:-1]]
+        h = self._up(h, last, len(last.resnets) - 1, of=0)
+        self._features.append(h)
+        return self._head(unet, self._up(h, last, 1))
+
+    def _walk_shallow(self, unet: Any, h: Map, depth: str) -> Tensor:
+        rows, last = self._rows, unet.up_blocks[-1]
+        self._features = [
+            Map(self.writer.program.buffer(rows * height * width, channels), height, width)
+            for channels, height, width in shapes(unet, depth, h.height, h.width)
+        ]
+        first, *skips = self._features
+        self._skips += [h, *skips[::-1]]
+        return self._head(unet, self._up(first, last, len(self._skips)))
+
+    def _up(self, h: Map, block: Any, count: int, *, of: int | None = None) -> Map:
+        """So many of an up block's residual blocks: the last ones, or those from `of` on."""
+        attentions = getattr(block, "attentions", None)
+        first = len(block.resnets) - count if of is None else of
+        for i in range(first, first + count):
+            h = self._resnet(h, self._skips.pop(), block.resnets[i])
+            if attentions:
+                h = self._transformer(h, attentions[i])
+        return h
 
     def _head(self, unet: Any, h: Map) -> Tensor:
         w = self.writer

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from core.quant.kernels.cpu.layers import Layer, Layers
 from core.quant.kernels.cpu.program import Program
-from unet_opt.layers import Layer, Layers
 
 
 class Map(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from core.batching.request import Outcome, Request
 
@@ -87,7 +87,15 @@ class Runner(Protocol):
         ...
 
     def iterations(self, request: Request) -> int:
-        """How many iterations the request still needs in its present phase: 1 for a phase of one shot."""
+        """How many iterations the request still needs before a phase of one shot: 1 in such a phase."""
+        ...
+
+    def left_s(self, request: Request, rows: int) -> float:
+        """Seconds that these iterations take, each in a forward of so many rows."""
+        ...
+
+    def then(self, request: Request) -> Hashable:
+        """The group after the next iteration; None where there is none, or where nobody can know."""
         ...
 
     def limit(self, group: Hashable) -> int:
@@ -104,6 +112,19 @@ class Runner(Protocol):
 
     def launch(self, requests: Sequence[Request]) -> Ticket:
         """Start one iteration for requests of one group."""
+        ...
+
+
+@runtime_checkable
+class GrowingRunner(Runner, Protocol):
+    """A runner whose requests come to hold more as they run, so that one may have to wait again because others grew."""
+
+    def reserve(self, requests: Sequence[Request]) -> bool:
+        """Take what the next iteration of these requests needs beyond what they hold. False: there is too little."""
+        ...
+
+    def preempt(self, request: Request) -> None:
+        """Give back all that a request holds that is not under way. Admitted anew it goes on from where it was."""
         ...
 
 

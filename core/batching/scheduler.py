@@ -14,13 +14,18 @@ The policy, in the order in which it is applied:
   before the leader's group where that lowers the sum of waiting times (Smith's rule): it delays the n
   requests of the leader's batch by its own cost, and spares its k requests what the leader's group still has
   to do. Never against a deadline that someone set in that batch, and never twice in a row before an elder.
+* Cohorts. Where the requests of another group come into the leader's group by one iteration (DeepCache's shallow
+  steps before a deep one), that group goes first if this lets enough of them share the leader's forward: the cost
+  curves say what is saved. The leader is held for one iteration, never twice in a row, never for lesser priorities,
+  and never against a deadline that someone set.
 * Width. The batch takes the most urgent k requests, k chosen to minimise the mean completion time if all that
   is queued for this group, and the successors that will come while it is served, were served in waves of k.
   With cost(k) flat this is as wide as can be; with cost linear in rows it is 1; and as the queue grows it
   tends to the k of the highest throughput.
 * Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join it at the
   next iteration, and never behind one of more urgent priorities: those would wait for it at every step.
-* Memory. A batch that did not fit halves what its group may hold (limits.py).
+* Memory. A batch that did not fit halves what its group may hold (limits.py). Where a runner's requests grow and there
+  is too little for the next iteration, the least urgent request that is not under way waits again.
 """
 
 from __future__ import annotations
@@ -32,11 +37,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.batching.limits import Limits
+from core.batching.policy import Groups, Key, Policy
 from core.batching.request import Outcome, Request, State
-from core.batching.runner import DeviceLost, OutOfMemory, Runner
+from core.batching.runner import DeviceLost, GrowingRunner, OutOfMemory, Runner
 
 _QUEUE_BEHIND_LOSS = 1.05  # a second batch may queue behind one if that costs at most 5% over one wider batch
-_SUCCESSORS = 4  # at a load of 3/4: each request brings 1 + 3/4 + 9/16 + … while it and what it brings is served
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +64,7 @@ class Scheduler:
             raise ValueError("two runners have the same modality")
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")
+        self._growing = {name: runner for name, runner in self._runners.items() if isinstance(runner, GrowingRunner)}
         self._depth = depth
         self._starvation_s = starvation_s
         self._live: dict[str, Request] = {}
@@ -69,7 +75,9 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._flying: dict[str, list[Batch]] = {}
         self._yielded: set[str] = set()  # lanes whose last batch was a one-shot that went before an elder
+        self._held: set[str] = set()  # lanes whose last batch was one that the leader was held for
         self._limits = Limits()
+        self._policy = Policy(self._runners, self._limits, self._waiting_count)
         self._ended: list[Request] = []
         self._sequence = 0
 
@@ -102,14 +110,15 @@ class Scheduler:
 
     def hand_back(self) -> list[Request]:
         """Take out and forget every request that has not started, most urgent first. It may be added anew."""
-        taken = sorted((r for r in self._live.values() if r.state is State.WAITING), key=lambda r: r.urgency)
+        waiting = sorted((r for r in self._live.values() if r.state is State.WAITING), key=lambda r: r.urgency)
+        taken = [request for request in waiting if request.started is None]
         for request in taken:
             del self._live[request.id]
             del self._oldest[request.modality][request.id]
             request.sequence = 0
-        for name in self._waiting:
-            self._waiting[name].clear()
-            self._waiting_count[name] = 0
+        for name in self._waiting:  # what was begun and has to wait again stays
+            self._waiting[name] = [(*r.urgency, r) for r in waiting if r.started is not None and r.modality == name]
+            self._waiting_count[name] = len(self._waiting[name])
         self._deadlines = [entry for entry in self._deadlines if self._live.get(entry[2].id) is entry[2]]
         heapq.heapify(self._deadlines)
         return taken
@@ -164,7 +173,7 @@ class Scheduler:
         elders = {name: self._elder(name, now) for name in self._runners}
         for name in self._runners:
             self._admit(name, elders[name], now)
-        lanes: dict[str, dict[tuple[str, Hashable, str], list[Request]]] = {}
+        lanes: dict[str, dict[Key, list[Request]]] = {}
         for name, running in self._running.items():
             runner = self._runners[name]
             for request in running.values():
@@ -180,7 +189,7 @@ class Scheduler:
             for requests in groups.values():
                 requests.sort(key=lambda r: (r.id not in oldest, r.urgency))
             batch = self._form(lane, groups, oldest, now)
-            if batch is not None:
+            if batch is not None and self._make_room(batch, oldest, now):
                 self._launch(batch, now)
                 batches.append(batch)
         return batches
@@ -188,7 +197,7 @@ class Scheduler:
     def _form(
         self,
         lane: str,
-        groups: dict[tuple[str, Hashable, str], list[Request]],
+        groups: Groups,
         oldest: set[str],
         now: float,
     ) -> Batch | None:
@@ -202,11 +211,14 @@ class Scheduler:
         retries = [key for key in groups if key[2] and key[:2] == led[:2]]
         led = min(retries, key=lambda key: groups[key][0].urgency, default=led)
         yielded = bool(elders) and lane in self._yielded
-        before = None if yielded or retries else self._one_shot_before(led, groups, now)
-        chosen = before or led
+        before = None if yielded or retries else self._policy.one_shot_before(led, groups, now)
+        joining = (
+            None if before or elders or retries or lane in self._held else self._policy.cohort_before(led, groups, now)
+        )
+        chosen = before or joining or led
         name, group, alone = chosen
         runner = self._runners[name]
-        requests = self._widest(runner, group, groups[chosen], bool(alone))
+        requests = self._policy.widest(runner, group, groups[chosen], bool(alone))
         rows = sum(runner.rows(r) for r in requests)
         for flying in self._flying.get(lane, ()):
             if not elders and any(r.priority < requests[0].priority for r in flying.requests):
@@ -219,60 +231,12 @@ class Scheduler:
                 apart_s = runner.cost(group, flying.rows) + runner.cost(group, rows)
                 if apart_s > _QUEUE_BEHIND_LOSS * runner.cost(group, together):
                     return None
-        if elders and before:
-            self._yielded.add(lane)
-        else:
-            self._yielded.discard(lane)
+        for lanes, so in ((self._yielded, bool(elders and before)), (self._held, joining is not None)):
+            if so:
+                lanes.add(lane)
+            else:
+                lanes.discard(lane)
         return Batch(runner, group, lane, requests, rows)
-
-    def _one_shot_before(
-        self,
-        led: tuple[str, Hashable, str],
-        groups: dict[tuple[str, Hashable, str], list[Request]],
-        now: float,
-    ) -> tuple[str, Hashable, str] | None:
-        """A one-shot group that should run before the leader's, by Smith's rule, or None."""
-        runner, leaders = self._runners[led[0]], groups[led]
-        leader = leaders[0]
-        if len(groups) == 1 or runner.iterations(leader) <= 1:
-            return None
-        delayed = self._widest(runner, led[1], leaders, bool(led[2]))
-        step_s = runner.cost(led[1], sum(runner.rows(r) for r in delayed))
-        left_s = runner.iterations(leader) * step_s
-        # a deadline that someone set is not spent on others
-        spare_s = min(r.deadline - now - runner.iterations(r) * step_s for r in delayed)
-        best, best_gain = None, 0.0
-        for key, requests in groups.items():
-            other = self._runners[key[0]]
-            peers = [r for r in requests if r.priority <= leader.priority]
-            if key == led or not peers or any(other.iterations(r) > 1 for r in requests):
-                continue
-            batch = self._widest(other, key[1], requests, bool(key[2]))
-            cost_s = other.cost(key[1], sum(other.rows(r) for r in batch))
-            if spare_s < cost_s:
-                continue
-            gain = min(len(peers), len(batch)) * left_s - len(delayed) * cost_s
-            if gain >= best_gain:
-                best, best_gain = key, gain
-        return best
-
-    def _widest(self, runner: Runner, group: Hashable, requests: list[Request], alone: bool) -> list[Request]:
-        """The most urgent requests whose number minimises the mean completion time of all that are queued."""
-        if alone:
-            return requests[:1]
-        limit = self._limits.of(runner, group)
-        queued = _SUCCESSORS * (len(requests) + self._waiting_count[runner.modality])
-        best, best_s, rows = 1, math.inf, 0
-        for k, request in enumerate(requests, 1):
-            rows += runner.rows(request)
-            if rows > limit and k > 1:
-                break
-            waves = -(-queued // k)
-            # completions: k at the end of each wave but the last, the rest at the end of the last one
-            mean_s = runner.cost(group, rows) * waves * (queued - k * (waves - 1) / 2) / queued
-            if mean_s <= best_s:
-                best, best_s = k, mean_s
-        return requests[:best]
 
     def _elder(self, name: str, now: float) -> Request | None:
         """The oldest live request of a modality, if it has waited longer than anything should."""
@@ -317,8 +281,35 @@ class Scheduler:
                 continue
             self._waiting_count[name] -= 1
             request.state = State.RUNNING
-            request.started = now
+            request.started = now if request.started is None else request.started
             running[request.id] = request
+
+    def _make_room(self, batch: Batch, oldest: set[str], now: float) -> bool:
+        """Have the runner take what the batch needs, at the cost of the least urgent. False: nothing to launch now."""
+        name, first = batch.runner.modality, batch.requests[0]
+        runner = self._growing.get(name)
+        while runner is not None and not runner.reserve(batch.requests):
+            others = [r for r in self._running[name].values() if r is not first and not r.in_flight]
+            if others:
+                last = max(others, key=lambda r: (r.id not in oldest, r.urgency))
+                if last in batch.requests:
+                    batch.requests.remove(last)
+                    batch.rows -= runner.rows(last)
+                self._wait_again(runner, last)
+            elif len(self._running[name]) > 1:
+                return False  # what is under way will end and can then be made to wait
+            else:
+                first.error = OutOfMemory(f"request {first.id} needs more than all the {name} runner has")
+                self._end(first, State.FAILED, now)
+                return False
+        return True
+
+    def _wait_again(self, runner: GrowingRunner, request: Request) -> None:
+        runner.preempt(request)
+        del self._running[request.modality][request.id]
+        request.state = State.WAITING
+        heapq.heappush(self._waiting[request.modality], (*request.urgency, request))
+        self._waiting_count[request.modality] += 1
 
     def _launch(self, batch: Batch, now: float) -> None:
         for request in batch.requests:

@@ -1,4 +1,4 @@
-"""Numbered places, handed out and taken back.
+"""Numbered places and amounts of memory, handed out and taken back.
 
 Knows only integers; what lies in a slot (latents, features, pages of keys and values) is its user's business.
 """
@@ -54,3 +54,28 @@ class Slots:
         if sorted([*self._free, *self._taken]) != list(range(self.capacity)):
             free, taken = len(self._free), len(self._taken)
             raise IntegrityError(f"{self.capacity} slots, but {free} free and {taken} taken")
+
+
+class Budget:
+    """An amount, in bytes, of which no more than `capacity` is out at any time."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"capacity must not be negative, not {capacity}")
+        self.capacity = capacity
+        self.taken = 0
+
+    def take(self, amount: int) -> bool:
+        """Take so much, or nothing: returns False where less is left."""
+        if amount < 0:
+            raise ValueError(f"cannot take {amount} bytes")
+        if self.taken + amount > self.capacity:
+            return False
+        self.taken += amount
+        return True
+
+    def give(self, amount: int) -> None:
+        """Give it back. Raises `IntegrityError` for more than is out."""
+        if not 0 <= amount <= self.taken:
+            raise IntegrityError(f"{amount} bytes are given back, but {self.taken} are out")
+        self.taken -= amount

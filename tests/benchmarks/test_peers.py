@@ -95,7 +95,7 @@ def test_compiled_code_is_that_of_the_stock_unet_in_bf16(
     given = peers._mixed(drawn, 2)
     with torch.inference_mode():
         (forward,) = peers._torch_compile(stage)(given).values()
-        found, truth = forward(), given.run(stage.model.unet)
+        found, truth = forward(), given.run(stage.model.unet)[0]
     assert [type(function) for function in compiled] == [type(stage.model.unet)]
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), truth, rtol=0, atol=0.02 * float(truth.abs().max()))
@@ -109,7 +109,7 @@ def test_optional_packages_run_the_same_unet(settings: Settings) -> None:
         bind = peers.CONTENDERS[name](stage)
         for rows in (4, 2):
             given = peers._mixed(drawn, rows)
-            truth = given.run(stage.model.unet)
+            truth = given.run(stage.model.unet)[0]
             for forward in bind(given).values():
                 assert torch.linalg.vector_norm(forward() - truth) < error * torch.linalg.vector_norm(truth)
     parts = openvino_unet._arrays(given, 1, 2)

@@ -47,7 +47,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core import config
-from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, OutOfMemory, Refused
@@ -57,6 +56,7 @@ from core.jobs.registry import ModelCard
 from pipeline.parameters import check
 from workers import boot
 from workers.panels import Equipment, Panel, PictureTally, pictures
+from workers.shelf import Shelf
 
 MODEL = "stage"
 SIZES = ((32, 32), (64, 32), (32, 64))
@@ -136,6 +136,12 @@ class StageRunner:
     def iterations(self, request: Request) -> int:
         return request.parameters.steps - request.work.step if request.phase == "step" else 1
 
+    def left_s(self, request: Request, rows: int) -> float:
+        return self.iterations(request) * self._step_s
+
+    def then(self, request: Request) -> None:
+        return None
+
     def limit(self, group: object) -> int:
         return 64
 
@@ -207,12 +213,12 @@ class StagePictures:
     def tally(self, requests: Sequence[Any]) -> PictureTally:
         return PictureTally([request.steps for request in requests])
 
-    def result(self, made: Sequence[Any], artifacts: Artifacts) -> dict[str, Any]:
+    def result(self, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         images = []
         for wanted in made:
             data = picture(wanted.prompt, wanted.seed, wanted.width, wanted.height)
             images.append({
-                "key": artifacts.put(data, "image/png"), "seed": wanted.seed, "width": wanted.width,
+                "key": shelf.put(data, "image/png"), "seed": wanted.seed, "width": wanted.width,
                 "height": wanted.height, "media_type": "image/png", "size_bytes": len(data), "warnings": [],
             })  # fmt: skip
         return {"images": images}
@@ -235,7 +241,7 @@ class StageText:
     def tally(self, requests: Sequence[Any]) -> PictureTally:
         return PictureTally([request.steps for request in requests])
 
-    def result(self, made: Sequence[Any], artifacts: Artifacts) -> dict[str, Any]:
+    def result(self, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         return {"text": made[0].prompt}
 
 

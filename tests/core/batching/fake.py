@@ -1,4 +1,4 @@
-"""A complete Runner that computes nothing: phases encode → step × n → vae under a virtual clock, with planted
+"""A complete Runner that computes nothing: phases encode → step|shallow × n → vae under a virtual clock, with planted
 failures.
 
 It stands for any modality and keeps the books that a real one cannot: what each request committed, in which
@@ -87,7 +87,7 @@ def at_launches(*numbers: int, error: type[BaseException] = RuntimeError) -> Fau
 @dataclass(frozen=True)
 class Ask:
     """Parameters of a fake request. A `once` request is a single iteration; `slots` is what it holds while it
-    lives.
+    lives. Of its steps every `interval`-th one is deep (phase "step"), all others are shallow.
     """
 
     steps: int = 3
@@ -97,6 +97,10 @@ class Ask:
     encode: bool = True
     vae: bool = True
     once: bool = False
+    interval: int = 1
+
+    def phase(self, step: int) -> str:
+        return "shallow" if step % self.interval else "step"
 
     @property
     def trace(self) -> list[str]:
@@ -104,7 +108,7 @@ class Ask:
         if self.once:
             return ["once"]
         encode, vae = (["encode"] if self.encode else []), (["vae"] if self.vae else [])
-        return encode + [f"step {i}" for i in range(self.steps)] + vae
+        return encode + [f"{self.phase(i)} {i}" for i in range(self.steps)] + vae
 
 
 @dataclass
@@ -246,7 +250,7 @@ class FakeRunner:
 
     @property
     def lanes(self) -> frozenset[str]:
-        return frozenset(self.lanes_of.get(phase, "main") for phase in ("encode", "step", "vae", "once"))
+        return frozenset(self.lanes_of.get(phase, "main") for phase in ("encode", "step", "shallow", "vae", "once"))
 
     def check(self, request: Request) -> None:
         if request.parameters.steps < 1:
@@ -297,7 +301,21 @@ class FakeRunner:
     def iterations(self, request: Request) -> int:
         self.calls += 1
         left: int = request.parameters.steps - request.work.step
-        return left if request.phase == "step" else 1
+        return left if request.phase in ("step", "shallow") else 1
+
+    def left_s(self, request: Request, rows: int) -> float:
+        ask: Ask = request.parameters
+        if self.iterations(request) == 1:
+            return self.cost(self.group(request), rows)
+        return sum(self.cost((ask.phase(step), ask.size), rows) for step in range(request.work.step, ask.steps))
+
+    def then(self, request: Request) -> Hashable:
+        self.calls += 1
+        ask: Ask = request.parameters
+        following = request.work.step + (request.phase in ("step", "shallow"))
+        if request.phase in ("vae", "once") or (following == ask.steps and not ask.vae):
+            return None
+        return ("vae" if following == ask.steps else ask.phase(following), ask.size)
 
     def limit(self, group: Hashable) -> int:
         return self.limits.get(phase_of(group), self.limits[""])
@@ -342,17 +360,17 @@ class FakeRunner:
     def commit(self, request: Request) -> Outcome:
         """Take one request one iteration further."""
         work, ask = request.work, request.parameters
-        event = f"step {work.step}" if request.phase == "step" else request.phase
+        stepped = request.phase in ("step", "shallow")
+        event = f"{request.phase} {work.step}" if stepped else request.phase
         self.committed[request.id].append(event)
         work.value = mixed(work.value, request.id, event)
-        if request.phase == "step":
+        if stepped:
             work.step += 1
         total = 1 if ask.once else ask.encode + ask.steps + ask.vae
         progress = (len(self.committed[request.id]), total)
         if progress[0] == progress[1]:
             return Outcome(progress, result=work.value, finished=True)
-        if request.phase == "encode" or (request.phase == "step" and work.step == ask.steps):
-            request.phase = "step" if request.phase == "encode" else "vae"
+        request.phase = "vae" if work.step == ask.steps else ask.phase(work.step)
         return Outcome(progress)
 
 

@@ -59,6 +59,7 @@ ask_strategy = st.builds(
     encode=st.booleans(),
     vae=st.booleans(),
     once=st.booleans(),
+    interval=st.integers(1, 3),
 )
 
 
@@ -911,6 +912,131 @@ def test_one_shots_of_less_urgent_priority_wait() -> None:
     driven.add("later", Ask(once=True, size="o"), priority=2)
     driven.launch()
     assert runner.log[0].phase == "step"
+
+
+# -- cohorts: deep and shallow steps -------------------------------------------------------------------------
+
+CACHED = {"step": affine(2.0, 1.0), "shallow": affine(0.5, 0.1)}
+
+
+def two_cohorts(
+    ahead: int,
+    new: int,
+    costs: Mapping[str, Cost],
+    *,
+    limit: int = 64,
+    priorities: tuple[int, int] = (0, 0),
+    **how: Any,
+) -> tuple[Drive, FakeRunner]:
+    """`new` requests come while `ahead` others, at interval 2, have done their first deep step."""
+    driven, runner = drive(slots=64, limit=limit, costs=costs)
+    ask = Ask(steps=6, interval=2, encode=False, vae=False)
+    for number in range(ahead):
+        driven.add(f"a{number}", ask, priority=priorities[0])
+    driven.fill()
+    for number in range(new):
+        driven.add(f"n{number}", ask, priority=priorities[1], **how)
+    driven.forward()
+    return driven, runner
+
+
+@FIXED
+@given(
+    st.integers(1, 9), st.integers(1, 9), st.floats(1, 4), st.floats(0, 0.02), st.floats(1, 4), st.floats(0, 0.02),
+    st.booleans(),
+)  # fmt: skip
+def test_the_order_of_two_cohorts_is_the_one_that_saves_more(
+    ahead: int, new: int, deep_fixed: float, deep: float, shallow_fixed: float, shallow: float, hurried: bool
+) -> None:
+    """By the sums: either order ends with both having run and together again, and `hold` and `go` are what rows' steps
+    are worth where all ride together, less what they cost.
+    """
+    costs = {"step": affine(deep_fixed, deep), "shallow": affine(shallow_fixed, shallow)}
+    all_ = ahead + new
+    hold = ahead * costs["shallow"](all_) / all_ - costs["shallow"](ahead)
+    go = new * costs["step"](all_) / all_ - costs["step"](new)
+    driven, runner = two_cohorts(ahead, new, costs, deadline=500.0 if hurried else math.inf)
+    driven.fill()
+    if abs(hold - go) > 1e-6:
+        assert runner.log[-1].phase == ("shallow" if hold > go else "step")
+
+
+def test_where_cost_is_linear_nothing_is_saved_and_the_more_urgent_goes() -> None:
+    for hurried, phase in ((500.0, "step"), (math.inf, "shallow")):
+        driven, runner = two_cohorts(1, 1, {"step": linear(2.0), "shallow": linear(0.25)}, deadline=hurried)
+        driven.fill()
+        assert runner.log[-1].phase == phase
+
+
+def test_newcomers_are_held_for_one_shallow_iteration_and_then_ride_along() -> None:
+    """Even the more urgent one, for half a second: else two and a half are paid for a step of its own."""
+    driven, runner = two_cohorts(4, 1, CACHED, deadline=500.0)
+    driven.run()
+    assert [(launch.phase, len(launch.ids)) for launch in runner.log] == [
+        ("step", 4), ("shallow", 4), ("step", 5), ("shallow", 5), ("step", 5), ("shallow", 5), ("step", 1), ("shallow", 1),
+    ]  # fmt: skip
+    driven.verify_idle()
+
+
+def test_many_newcomers_do_not_wait_for_a_straggler_that_has_no_claim() -> None:
+    driven, runner = two_cohorts(1, 12, {"step": affine(2.0, 0.01), "shallow": affine(0.5, 0.01)})
+    driven.run()
+    assert [(launch.phase, len(launch.ids)) for launch in runner.log[:3]] == [
+        ("step", 1), ("step", 12), ("shallow", 13),
+    ]  # fmt: skip
+
+
+def test_nobody_is_held_against_a_deadline_that_someone_set() -> None:
+    """Of its own it takes 3 × 3 + 3 × 0.6 s, after the 6 s of the first step."""
+    for spare_s, held in ((0.85, False), (0.95, True)):  # a shallow step of four takes 0.9 s
+        driven, runner = two_cohorts(4, 1, CACHED, deadline=6.0 + 3 * 3.0 + 3 * 0.6 + spare_s)
+        driven.fill()
+        assert runner.log[-1].phase == ("shallow" if held else "step")
+
+
+def test_nobody_is_held_for_lesser_priorities() -> None:
+    for priorities, phase in (((1, 0), "step"), ((0, 0), "shallow"), ((0, 1), "shallow")):
+        driven, runner = two_cohorts(4, 1, CACHED, priorities=priorities, deadline=500.0)
+        driven.fill()
+        assert runner.log[-1].phase == phase
+
+
+def test_nobody_is_held_twice_in_a_row() -> None:
+    """With an interval of three a second cohort is two shallow steps away: it is not waited for as well."""
+    driven, runner = drive(slots=64, limit=64, costs=CACHED)
+    ask = Ask(steps=30, interval=3, encode=False, vae=False)
+    phases = {}
+    for number, step in enumerate([2, 2, 1, 1]):  # the step that comes next: one and two shallow ones before a deep
+        driven.add(f"a{number}", ask)
+        phases[f"a{number}"] = step
+    driven.scheduler.schedule(0.0)  # admits; this batch is never launched
+    for batch in list(driven.scheduler._flying.pop("main")):
+        for request in batch.requests:
+            request.in_flight = False
+            request.work.step = phases[request.id]
+            request.phase = ask.phase(request.work.step)
+            runner.committed[request.id] = [f"{ask.phase(i)} {i}" for i in range(request.work.step)]
+    driven.add("new", ask, deadline=500.0)
+    for _ in range(2):
+        driven.fill()
+        driven.forward()
+    assert [launch.phase for launch in runner.log] == ["shallow", "step"]
+    assert runner.log[1].ids == ["new", "a0", "a1"]
+
+
+@pytest.mark.parametrize("interval", [2, 3])
+def test_cohorts_come_together_and_stay(interval: int) -> None:
+    """Whenever they came: once all ride together, every forward is of all of them."""
+    rng = random.Random(interval)
+    driven, runner = drive(slots=64, limit=64, costs=CACHED)
+    for number in range(10):
+        driven.add(f"r{number}", Ask(steps=60, interval=interval, encode=False, vae=False))
+        driven.run(until=driven.clock.now + rng.uniform(0, 9))
+    driven.run()
+    wide = [len(launch.ids) for launch in runner.log]
+    steps = 10 * 60
+    assert steps / len(wide) > 5, "on average more than half of them share a forward"
+    driven.verify_idle()
 
 
 # -- joining, lanes, second places ---------------------------------------------------------------------------

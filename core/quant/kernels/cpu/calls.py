@@ -59,10 +59,39 @@ class Attention(ctypes.Structure):
     )
 
 
+class RmsNorm(ctypes.Structure):
+    """tokens.h"""
+
+    KIND: ClassVar[int] = 5
+    _fields_: ClassVar[Any] = _fields(pointers="x weight inverse bytes floats", longs="rows channels", floats="eps")
+
+
+_PAGED = _fields(
+    pointers="positions sequences table keys values key_scales value_scales",
+    longs="rows heads kv_heads d table_stride",
+)
+
+
+class Rotate(ctypes.Structure):
+    """tokens.h"""
+
+    KIND: ClassVar[int] = 6
+    _fields_: ClassVar[Any] = [*_PAGED, *_fields(pointers="qkv angles")]
+
+
+class PagedAttention(ctypes.Structure):
+    """tokens.h"""
+
+    KIND: ClassVar[int] = 7
+    _fields_: ClassVar[Any] = [
+        *_PAGED, *_fields(pointers="q inverse bytes floats", longs="q_stride", floats="scale")
+    ]  # fmt: skip
+
+
 class Call(ctypes.Structure):
     """program.cpp"""
 
     _fields_: ClassVar[Any] = [("kind", ctypes.c_int64), ("arguments", ctypes.c_void_p)]
 
 
-STRUCTURES = (Product, Quantize, LayerNorm, GroupNorm, Attention)
+STRUCTURES = (Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention)

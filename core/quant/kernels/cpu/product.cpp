@@ -104,7 +104,8 @@ void tile(const Product& p, const Geometry& g, const typename Kind::Element* con
       if constexpr (NV % 2 == 0)
         for (int j = 0; j < NV; j += 2) {
           const int64_t n = (n0 + j * LANES) / 2;
-          const __m512 made = _mm512_mul_ps(value[j], gelu_ps(value[j + 1]));
+          const __m512 gate = p.silu ? silu_ps(value[j + 1]) : gelu_ps(value[j + 1]);
+          const __m512 made = _mm512_mul_ps(value[j], gate);
           store(made, p.inverse, p.bytes, p.floats, m * (p.n / 2) + n, n, lanes(p.n / 2 - n));
         }
       continue;

@@ -11,7 +11,7 @@ namespace diptych {
 // is 9, stride 1 or 2; padding is 1 at the bottom and right and `before` at the top and left. `upsample` 1 reads the
 // input doubled by nearest neighbours. For a linear layer taps is 1 and images · height · width is the number of rows.
 // `a_stride` is the distance of two pixels of the input in elements; weights are packed by `diptych_pack`, and scale and
-// bias reach to the next multiple of 16 columns. With GEGLU nothing else is added: no row_bias, residual or SiLU.
+// bias reach to the next multiple of 16 columns. With GEGLU nothing else is added: no row_bias or residual; `silu` then makes it SwiGLU.
 struct Product {
   const void* a;
   const void* w;

@@ -4,19 +4,21 @@
 #include "attention.h"
 #include "norm.h"
 #include "product.h"
+#include "tokens.h"
 
 extern "C" {
 
 struct Call {
-  int64_t kind;  // 0 product, 1 quantize, 2 layer norm, 3 group norm, 4 attention
+  int64_t kind;  // as in diptych_size
   const void* arguments;
 };
 
 // Sizes of the argument structures, so that Python can see whether it means the same.
 int64_t diptych_size(int64_t kind) {
   using namespace diptych;
-  const int64_t sizes[] = {sizeof(Product), sizeof(Quantize), sizeof(LayerNorm), sizeof(GroupNorm), sizeof(Attention)};
-  return kind >= 0 && kind < 5 ? sizes[kind] : -1;
+  const int64_t sizes[] = {sizeof(Product),   sizeof(Quantize), sizeof(LayerNorm), sizeof(GroupNorm),
+                           sizeof(Attention), sizeof(RmsNorm),  sizeof(Rotate),    sizeof(PagedAttention)};
+  return kind >= 0 && kind < 8 ? sizes[kind] : -1;
 }
 
 void diptych_run(const Call* calls, int64_t count) {
@@ -26,7 +28,10 @@ void diptych_run(const Call* calls, int64_t count) {
       case 1: quantize(*static_cast<const Quantize*>(calls[i].arguments)); break;
       case 2: layer_norm(*static_cast<const LayerNorm*>(calls[i].arguments)); break;
       case 3: group_norm(*static_cast<const GroupNorm*>(calls[i].arguments)); break;
-      default: attention(*static_cast<const Attention*>(calls[i].arguments));
+      case 4: attention(*static_cast<const Attention*>(calls[i].arguments)); break;
+      case 5: rms_norm(*static_cast<const RmsNorm*>(calls[i].arguments)); break;
+      case 6: rotate(*static_cast<const Rotate*>(calls[i].arguments)); break;
+      default: paged_attention(*static_cast<const PagedAttention*>(calls[i].arguments));
     }
 }
 }

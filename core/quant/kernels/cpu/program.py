@@ -212,7 +212,7 @@ class Program:
         rows = images * h * w
         if min(images, h, w) < 1 or max(rows, a.shape[0]) >= _MOST:
             raise ValueError(f"product: {images} pictures of {height}×{width} do not fit the kernels")
-        if weights.geglu and (silu or row_bias is not None or residual is not None):
+        if weights.geglu and (row_bias is not None or residual is not None):
             raise ValueError("product: nothing else is added to GEGLU")
         columns = weights.n // 2 if weights.geglu else weights.n
         _check("a", a, images * height * width, weights.channels, dtype=_kind(weights.kind == INT8), rows_apart=True)

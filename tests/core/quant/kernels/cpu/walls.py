@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from core.quant.kernels.cpu.library import library
-from core.quant.kernels.cpu.program import Program, Weights, pack_float, pack_int8
+from core.quant.kernels.cpu.program import Weights, pack_float, pack_int8
+from core.quant.kernels.cpu.token_program import PAGE, PagedLayer, Places, TokenProgram
 
 _PAGE, _NOTHING = mmap.PAGESIZE, 0  # PROT_NONE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,7 +41,7 @@ def walled(tensor: Tensor, *, at_end: bool) -> Tensor:
     return made.copy_(tensor)
 
 
-class Walled(Program):
+class Walled(TokenProgram):
     """A program whose buffers and weights lie so."""
 
     def __init__(self, kernels: ctypes.CDLL, *, at_end: bool) -> None:
@@ -102,6 +103,26 @@ def attentions(p: Walled, tokens: int, keys: int, d: int) -> None:
         p.attention(q, k, v, images=2, heads=2, scale=1.0, inverse=inverse)
 
 
+def paged(p: Walled, channels: int, heads: int, d: int, length: int, *, int8: bool) -> None:
+    x, weight = p.wall(torch.ones(3, channels)), p.wall(torch.ones(channels))
+    for inverse in (None, weight):
+        p.rms_norm(x, weight, 1e-6, inverse)
+    pages, dtype = -(-length // PAGE), torch.int8 if int8 else torch.float32
+    keys, values = (
+        p.wall(torch.ones(pages, 1, d, PAGE, dtype=dtype)),
+        p.wall(torch.ones(pages, 1, PAGE, d, dtype=dtype)),
+    )
+    scales = [p.wall(torch.ones(pages, 1, PAGE)) if int8 else None for _ in range(2)]
+    table = p.wall(torch.arange(pages, dtype=torch.int32)[None])
+    positions = p.wall(torch.arange(length, dtype=torch.int32))
+    places = Places(positions, p.wall(torch.zeros(length, dtype=torch.int32)), table)
+    layer = PagedLayer(keys, values, *scales)
+    qkv, angles = p.wall(torch.ones(length, (heads + 2) * d)), p.wall(torch.ones(length, d))
+    q = p.rotate(qkv, angles, places, layer, heads=heads)
+    for inverse in (None, p.wall(torch.ones(heads * d))):
+        p.paged_attention(q, places, layer, heads=heads, scale=1.0, inverse=inverse)
+
+
 def main(cache: str) -> None:
     kernels = library(Path(cache))
     if sys.argv[2:] == ["--touch"]:  # shows that the walls stand: a kernel is told of a row too many
@@ -123,6 +144,13 @@ def main(cache: str) -> None:
             p = Walled(kernels, at_end=at_end)
             attentions(p, tokens, keys, d)
             p.run()
+        for (channels, heads), d, length, int8 in itertools.product(
+            ((1, 1), (16, 3), (33, 7)), (16, 48), (1, 16, 35), (False, True)
+        ):
+            p = Walled(kernels, at_end=at_end)
+            paged(p, channels, heads, d, length, int8=int8)
+            p.run()
+            _kept.clear()
     print("nothing was touched")
 
 

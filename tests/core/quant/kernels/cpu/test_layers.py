@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from core.quant.fp8 import Fp8Linear
+from core.quant.kernels.cpu.layers import Layers
 from core.quant.kernels.cpu.program import BF16, FP32, INT8, Program
 from core.quant.linear import Int8Conv2d, Int8Linear
 from tests.core.quant.stage import check_close, kernels, normal
-from unet_opt.layers import Layers
 
 
 class Model(nn.Module):

@@ -1,0 +1,117 @@
+"""What runs next where several groups of requests could: whether the leader waits for others, and how wide a batch is.
+
+Rules of thumb from the cost curves alone, each with the reason for it; scheduler.py says when they are asked. Knows
+runners by their protocol; knows nothing of lanes, arrivals and ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+from core.batching.limits import Limits
+from core.batching.request import Request
+from core.batching.runner import Runner
+
+_SUCCESSORS = 4  # at a load of 3/4: each request brings 1 + 3/4 + 9/16 + … while it and what it brings is served
+
+Key = tuple[str, Hashable, str]
+"""Whose requests may share a forward: modality, group, and the id of one that must run alone."""
+Groups = Mapping[Key, list[Request]]
+"""What is ready on one lane, the most urgent first."""
+
+
+class Policy:
+    """`waiting` counts what waits for admission, by modality; it is the scheduler's own book."""
+
+    def __init__(self, runners: Mapping[str, Runner], limits: Limits, waiting: Mapping[str, int]) -> None:
+        self._runners = runners
+        self._limits = limits
+        self._waiting = waiting
+
+    def one_shot_before(self, led: Key, groups: Groups, now: float) -> Key | None:
+        """A one-shot group that should run before the leader's, by Smith's rule, or None."""
+        runner, leaders = self._runners[led[0]], groups[led]
+        leader = leaders[0]
+        if len(groups) == 1 or runner.iterations(leader) <= 1:
+            return None
+        delayed = self.widest(runner, led[1], leaders, bool(led[2]))
+        left_s = runner.left_s(leader, sum(runner.rows(r) for r in delayed))
+        spare_s = _spare_s(runner, delayed, now)
+        best, best_gain = None, 0.0
+        for key, requests in groups.items():
+            other = self._runners[key[0]]
+            peers = [r for r in requests if r.priority <= leader.priority]
+            if key == led or not peers or any(other.iterations(r) > 1 for r in requests):
+                continue
+            batch = self.widest(other, key[1], requests, bool(key[2]))
+            cost_s = other.cost(key[1], sum(other.rows(r) for r in batch))
+            if spare_s < cost_s:
+                continue
+            gain = min(len(peers), len(batch)) * left_s - len(delayed) * cost_s
+            if gain >= best_gain:
+                best, best_gain = key, gain
+        return best
+
+    def cohort_before(self, led: Key, groups: Groups, now: float) -> Key | None:
+        """A group that should run before the leader's so that both go on together, or None.
+
+        Either order ends with both groups having run once. What it saves is what the rows would have cost in one
+        forward of all of them, less what they do cost: the first group runs by itself, the second with those of the
+        first that came into it.
+        """
+        name, group, alone = led
+        runner = self._runners[name]
+        if alone or len(groups) == 1 or runner.iterations(groups[led][0]) <= 1:
+            return None
+        mine = self.widest(runner, group, groups[led], False)
+        spare_s: float | None = None
+        best, best_saved_s = None, 0.0
+        for key, requests in groups.items():
+            if key == led or key[0] != name or key[2] or runner.iterations(requests[0]) <= 1:
+                continue
+            theirs = self.widest(runner, key[1], requests, False)
+            if not any(runner.then(r) == group for r in theirs) or theirs[0].priority > mine[0].priority:
+                continue
+            saved_s = self._saved_s(runner, theirs, mine) - self._saved_s(runner, mine, theirs)
+            if saved_s <= best_saved_s:
+                continue
+            spare_s = _spare_s(runner, mine, now) if spare_s is None else spare_s
+            if spare_s >= runner.cost(key[1], sum(runner.rows(r) for r in theirs)):
+                best, best_saved_s = key, saved_s
+        return best
+
+    def _saved_s(self, runner: Runner, first: Sequence[Request], second: Sequence[Request]) -> float:
+        """Seconds that are saved where `first` runs, and then `second` with those of the first that join it."""
+        groups = runner.group(first[0]), runner.group(second[0])
+        own = [sum(runner.rows(r) for r in requests) for requests in (first, second)]
+        joining = sum(runner.rows(r) for r in first if runner.then(r) == groups[1])
+        ran = own[0], min(own[1] + joining, max(own[1], self._limits.of(runner, groups[1])))
+        return sum(
+            rows * runner.cost(group, sum(own)) / sum(own) - runner.cost(group, rows)
+            for group, rows in zip(groups, ran, strict=True)
+        )
+
+    def widest(self, runner: Runner, group: Hashable, requests: list[Request], alone: bool) -> list[Request]:
+        """The most urgent requests whose number minimises the mean completion time of all that are queued."""
+        if alone:
+            return requests[:1]
+        limit = self._limits.of(runner, group)
+        queued = _SUCCESSORS * (len(requests) + self._waiting[runner.modality])
+        best, best_s, rows = 1, math.inf, 0
+        for k, request in enumerate(requests, 1):
+            rows += runner.rows(request)
+            if rows > limit and k > 1:
+                break
+            waves = -(-queued // k)
+            # completions: k at the end of each wave but the last, the rest at the end of the last one
+            mean_s = runner.cost(group, rows) * waves * (queued - k * (waves - 1) / 2) / queued
+            if mean_s <= best_s:
+                best, best_s = k, mean_s
+        return requests[:best]
+
+
+def _spare_s(runner: Runner, delayed: Sequence[Request], now: float) -> float:
+    """How long they may be held: a deadline that someone set is not spent on others."""
+    rows = sum(runner.rows(request) for request in delayed)
+    return min(r.deadline - now - (runner.left_s(r, rows) if r.deadline < math.inf else 0.0) for r in delayed)

@@ -1,0 +1,143 @@
+"""What an admitted picture holds from its admission to its end: its place, its schedule, its noise, its features.
+
+Knows how much memory that is, and where features are kept between a deep step and the shallow ones after it; knows
+nothing of the order in which requests run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from core.batching.runner import Refused
+from core.batching.slots import Budget, Slots
+from pipeline import denoise, sigmas
+from pipeline.execution import DEEP, SHALLOW, VAE, Execution
+from pipeline.load import Model
+from pipeline.parameters import ImageParameters
+from unet_opt.deepcache import Features, kept
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One admitted request's."""
+
+    slot: list[int]
+    size_bytes: int
+    rows: int
+    mode: str
+    table: sigmas.Table
+    generator: torch.Generator
+    plan: tuple[bool, ...]  # which steps are deep
+    depth: str  # of its shallow steps; "" where there are none
+    features: list[torch.Tensor]  # [rows, …] each: of the last deep step, for shallow ones
+    x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
+    trajectory: denoise.Trajectory | None = None
+    noise: tuple[int, torch.Tensor] | None = None  # (step, what was drawn for it): a retry must not draw again
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """The step that comes next."""
+        return 0 if self.trajectory is None else self.trajectory.step
+
+    def phase(self, step: int) -> str:
+        """Before this step; after the last one latents are decoded."""
+        if step == len(self.plan):
+            return VAE
+        return DEEP if self.plan[step] else SHALLOW[self.depth]
+
+
+class Holdings:
+    """The books of what all requests hold together."""
+
+    def __init__(
+        self, model: Model, execution: Execution, kv_width: int, max_requests: int, memory_bytes: int | None
+    ) -> None:
+        self.slots = Slots(max_requests)
+        self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
+        self._model = model
+        self._execution = execution
+        self._kv_width = kv_width
+
+    def check(self, wanted: ImageParameters) -> None:
+        """Raise `Refused` for what could never be held."""
+        needed = self.size_bytes(wanted)
+        if needed > self.memory.capacity:
+            raise Refused(f"size: it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
+
+    def take(self, wanted: ImageParameters, scheduler: str) -> Work | None:
+        """All that the request will hold; None means not yet, and then nothing is held."""
+        needed = self.size_bytes(wanted)
+        if not self.memory.take(needed):
+            return None
+        slot = self.slots.take()
+        if slot is None:
+            self.memory.give(needed)
+            return None
+        try:
+            return self._work(wanted, scheduler, slot, needed)
+        except BaseException:
+            self.slots.give(slot)
+            self.memory.give(needed)
+            raise
+
+    def give(self, work: Work) -> None:
+        self.slots.give(work.slot)
+        self.memory.give(work.size_bytes)
+
+    def size_bytes(self, wanted: ImageParameters) -> int:
+        """What it holds: latents, keys and values, and features."""
+        scale, channels = self._model.vae_scale, int(self._model.unet.config.in_channels)
+        latents = 3 * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
+        kv = int(self._model.tokenizers[0].model_max_length) * self._kv_width
+        features = sum(math.prod(shape) for shape in self._features(wanted))
+        return latents + self._rows(wanted) * self._model.dtype.itemsize * (kv + features)
+
+    def _rows(self, wanted: ImageParameters) -> int:
+        return 2 if wanted.guidance_scale > 1 and self._model.unet.config.time_cond_proj_dim is None else 1
+
+    def _features(self, wanted: ImageParameters) -> list[tuple[int, int, int]]:
+        """The shape of one row of each map."""
+        if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.steps)):
+            return []
+        return self._execution.feature_shapes(wanted.deepcache.depth, (wanted.width, wanted.height))
+
+    def _work(self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int) -> Work:
+        table = sigmas.table(self._model.scheduler_config, scheduler, wanted.steps)
+        cached, rows = wanted.deepcache, self._rows(wanted)
+        plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
+        depth = "" if cached is None or all(plan) else cached.depth
+        # A deterministic request is run in one way to its end, whatever is compiled meanwhile.
+        size = (wanted.width, wanted.height)
+        mode = self._execution.fixed_way(size, depth) if wanted.deterministic else ""
+        features = [
+            torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
+            for shape in self._features(wanted)
+        ]
+        generator = torch.Generator().manual_seed(wanted.seed)
+        return Work(slot, size_bytes, rows, mode, table, generator, plan, depth, features)
+
+
+def keep(features: Sequence[torch.Tensor], works: Sequence[Work]) -> None:
+    """Copy each request's rows of a deep step's features to where its shallow steps read them.
+
+    Only where a shallow step comes next. A retry writes the same again, and before that nothing reads it.
+    """
+    start = 0
+    for work in works:
+        end, following = start + work.rows, work.step + 1
+        if following < len(work.plan) and not work.plan[following]:
+            for own, found in zip(work.features, kept(features, work.depth), strict=True):
+                own.copy_(found[start:end])
+        start = end
+
+
+def gather(works: Sequence[Work], rows: int) -> Features:
+    """The features of the requests' own last deep steps, one above another; padding repeats the first row."""
+    missing = rows - sum(work.rows for work in works)
+    parts = zip(*(work.features for work in works), strict=True)
+    return tuple(torch.cat([*part, *[part[0][:1]] * missing]) for part in parts)

@@ -1,0 +1,79 @@
+"""Schedules: what is deep, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unet_opt.schedule import AUTO, DEPTHS, DeepCache
+
+SCHEDULES = st.builds(
+    DeepCache,
+    interval=st.integers(1, 8),
+    depth=st.sampled_from(DEPTHS),
+    first=st.integers(0, 30),
+    last=st.integers(0, 30),
+)
+
+
+def _deep(schedule: DeepCache, steps: int) -> list[int]:
+    return [step for step, deep in enumerate(schedule.plan(steps)) if deep]
+
+
+def test_auto_runs_even_steps_deep() -> None:
+    assert _deep(AUTO, 20) == list(range(0, 20, 2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "deep"),
+    [
+        (DeepCache(interval=1), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (DeepCache(interval=3), [0, 3, 6]),
+        (DeepCache(interval=3, first=1), [0, 3, 6]),
+        (DeepCache(interval=3, first=2), [0, 1, 4, 7]),
+        (DeepCache(interval=3, last=2), [0, 3, 6, 7]),
+        (DeepCache(interval=5, first=9), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (DeepCache(interval=100), [0]),
+        (DeepCache(deep_steps=(0, 1, 2, 5)), [0, 1, 2, 5]),
+        (DeepCache(deep_steps=(7, 4)), [0, 4, 7]),
+        (DeepCache(deep_steps=()), [0]),
+    ],
+)
+def test_plans_of_eight_steps(schedule: DeepCache, deep: list[int]) -> None:
+    assert schedule.complaint(8) is None
+    assert _deep(schedule, 8) == deep
+
+
+@given(SCHEDULES, st.integers(1, 60))
+def test_every_plan_keeps_its_word(schedule: DeepCache, steps: int) -> None:
+    plan = schedule.plan(steps)
+    assert schedule.complaint(steps) is None
+    assert len(plan) == steps and plan[0]
+    assert all(plan[: schedule.first]) and all(plan[max(0, steps - schedule.last) :])
+    deep = _deep(schedule, steps)
+    assert all(after - before <= schedule.interval for before, after in zip(deep, [*deep[1:], steps], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "field"),
+    [
+        (DeepCache(interval=0), "interval"),
+        (DeepCache(interval=True), "interval"),
+        (DeepCache(interval=2.0), "interval"),  # type: ignore[arg-type]
+        (DeepCache(interval=10**9), "interval"),
+        (DeepCache(first=-1), "first"),
+        (DeepCache(last=-1), "last"),
+        (DeepCache(depth="deepest"), "depth"),
+        (DeepCache(depth=None), "depth"),  # type: ignore[arg-type]
+        (DeepCache(deep_steps=(20,)), "deep_steps"),
+        (DeepCache(deep_steps=(-1,)), "deep_steps"),
+        (DeepCache(deep_steps=(3, 3)), "deep_steps"),
+        (DeepCache(deep_steps=("3",)), "deep_steps"),  # type: ignore[arg-type]
+        (DeepCache(deep_steps=(3, False)), "deep_steps"),
+        (DeepCache(interval=3, deep_steps=(3,)), "deep_steps"),
+    ],
+)
+def test_what_is_wrong_is_named(schedule: DeepCache, field: str) -> None:
+    complaint = schedule.complaint(20)
+    assert complaint is not None and complaint.startswith(f"{field}: ")
