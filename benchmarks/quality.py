@@ -1,0 +1,377 @@
+"""What precision and DeepCache cost in quality: draws a list of captions in many ways, over all cores and a GPU.
+
+`python -m benchmarks.quality draw` leaves, for each variant, features of its pictures through emoji-clip and each
+picture's PSNR against fp32; `… score` turns them into a table with intervals. Pictures themselves are not kept. Drawn
+without the engine, in whole batches: a row's bits do not depend on its batch (tests/pipeline), so the engine's pictures
+are the same. `diptych evaluate` is what users have; this is for many variants at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unet_opt.schedule import BLOCK, RESNET, DeepCache
+
+STEPS = 20
+_OTHER_SEEDS = 1_000_000
+_SAMPLES = 48
+
+
+class Variant(NamedTuple):
+    """One way to draw. `alpha` is SmoothQuant's, 0 for a smoothing scale of 1 (plain INT8); None is fp32.
+
+    `published` is the interval of the DeepCache package's own helper on the stock pipeline.
+    """
+
+    alpha: float | None = None
+    cached: DeepCache | None = None
+    seeds: int = 0
+    published: int = 0
+
+
+PLAIN = 0.0
+ALPHA = 0.5
+ON_GPU = {
+    "fp32": Variant(),
+    "fp32-seeds2": Variant(seeds=1),
+    "fp32-seeds3": Variant(seeds=2),
+    **{
+        f"fp32-{depth}{n}": Variant(cached=DeepCache(n, depth))
+        for n in (2, 3, 5)
+        for depth in (BLOCK, RESNET)
+    },
+    **{f"published-{n}": Variant(published=n) for n in (2, 3, 5)},
+}  # fmt: skip
+ON_CPU = {
+    "int8": Variant(ALPHA),
+    "int8-block2": Variant(ALPHA, DeepCache(2, BLOCK)),
+    "int8-resnet2": Variant(ALPHA, DeepCache(2, RESNET)),
+    "int8-block3": Variant(ALPHA, DeepCache(3, BLOCK)),
+    "int8-plain": Variant(PLAIN),
+    "int8-resnet3": Variant(ALPHA, DeepCache(3, RESNET)),
+    "int8-block5": Variant(ALPHA, DeepCache(5, BLOCK)),
+    "int8-resnet5": Variant(ALPHA, DeepCache(5, RESNET)),
+    "int8-block2-ends": Variant(ALPHA, DeepCache(2, BLOCK, first=3, last=2)),
+    "int8-alpha0.8": Variant(0.8),
+    "int8-alpha0.3": Variant(0.3),
+    "int8-alpha0.65": Variant(0.65),
+}
+
+Pixels = NDArray[np.uint8]
+Draw = Callable[[Sequence[str], Sequence[int]], Pixels]
+
+
+class _Cached:
+    """A UNet's forward that follows a schedule, for one batch from its first step to its last."""
+
+    def __init__(self, deep: Any, shallow: Any, schedule: DeepCache) -> None:
+        self._deep, self._shallow, self._depth = deep, shallow, schedule.depth
+        self._plan = schedule.plan(STEPS)
+        self._step = 0
+        self._features: tuple[Any, ...] = ()
+
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        from unet_opt.deepcache import kept
+
+        deep = self._plan[self._step]
+        self._step = (self._step + 1) % STEPS
+        if not deep:
+            return self._shallow(self._depth, self._features, *arguments, **options)  # type: ignore[no-any-return]
+        eps, *features = self._deep(*arguments, **options)
+        self._features = tuple(feature.clone() for feature in kept(features, self._depth))
+        return (eps,)
+
+
+def _seeds(places: Sequence[int], variant: Variant) -> list[int]:
+    return [variant.seeds * _OTHER_SEEDS + place for place in places]
+
+
+def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Draw:
+    """Our own CPU kernels, on one thread."""
+    import torch
+
+    from core.quant.convert import quantize_
+    from core.quant.kernels.cpu.library import library
+    from core.quant.statistics import Statistics
+    from pipeline import quantized
+    from pipeline.denoise import PackedKeys
+    from pipeline.drawing import Drawing
+    from pipeline.load import load
+    from pipeline.vae import levels, unscale
+    from unet_opt import recipe
+    from unet_opt.decoder import DecoderPrograms
+    from unet_opt.program import UNetPrograms
+
+    kernels = library(cache)
+    loaded = load(str(model))
+    plain = loaded.digest
+    folders = quantized.variant(model, "int8")
+    if variant.alpha is not None:
+        quantized.apply_({"vae": loaded.vae}, {"vae": folders["vae"]}, digest=plain)
+        made = recipe.unet(loaded.unet, alpha=variant.alpha or None)
+        quantize_(loaded.unet, made, Statistics.load(statistics), digest=plain)
+    half = variant.alpha is not None
+    drawing = Drawing(loaded, PackedKeys(loaded.unet), steps=STEPS)
+    programs = UNetPrograms(kernels, loaded.unet, half=half)
+    decoder = DecoderPrograms(kernels, loaded.vae, half=half)
+    forward = programs if variant.cached is None else _Cached(programs, programs.shallow, variant.cached)
+
+    def draw(captions: Sequence[str], places: Sequence[int]) -> Pixels:
+        latents = drawing.latents(captions, _seeds(places, variant), forward=forward)
+        with torch.inference_mode():
+            pixels: Pixels = levels(decoder(unscale(latents.float(), loaded.vae.config))).numpy()
+        return pixels
+
+    return draw
+
+
+def gpu_draw(model: Path, variant: Variant) -> Draw:
+    """torch in fp32 on a GPU, or on the CPU where there is none."""
+    import torch
+
+    from pipeline.denoise import PackedKeys
+    from pipeline.drawing import Drawing
+    from pipeline.load import load
+    from pipeline.vae import decode
+    from unet_opt.deepcache import Split
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    if variant.published:
+        return _published(model, variant, device)
+    loaded = load(str(model), device=device)
+    drawing = Drawing(loaded, PackedKeys(loaded.unet), steps=STEPS)
+    split = Split(loaded.unet)
+    forward = None if variant.cached is None else _Cached(split.deep, split.shallow, variant.cached)
+
+    def draw(captions: Sequence[str], places: Sequence[int]) -> Pixels:
+        latents = drawing.latents(captions, _seeds(places, variant), forward=forward)
+        pixels: Pixels = decode(loaded, latents).cpu().numpy()
+        return pixels
+
+    return draw
+
+
+def _published(model: Path, variant: Variant, device: str) -> Draw:
+    """The DeepCache package's helper (Ma et al.) on the stock pipeline, branch 0, uniform."""
+    import torch
+    from DeepCache import DeepCacheSDHelper  # type: ignore[import-not-found, unused-ignore]
+    from diffusers import StableDiffusionXLPipeline
+
+    pipeline = StableDiffusionXLPipeline.from_pretrained(str(model), torch_dtype=torch.float32).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    helper = DeepCacheSDHelper(pipe=pipeline)
+    helper.set_params(cache_interval=variant.published, cache_branch_id=0)
+
+    def draw(captions: Sequence[str], places: Sequence[int]) -> Pixels:
+        helper.enable()
+        try:
+            made = pipeline(
+                list(captions), num_inference_steps=STEPS, guidance_scale=5.0, output_type="np",
+                generator=[torch.Generator().manual_seed(seed) for seed in _seeds(places, variant)],
+            ).images  # fmt: skip
+        finally:
+            helper.disable()
+        return (made * 255).round().astype(np.uint8)  # type: ignore[no-any-return]
+
+    return draw
+
+
+class _Store:
+    """Pictures of the variants as files of pixels that several processes write side by side."""
+
+    def __init__(self, folder: Path, captions: int, side: int) -> None:
+        self._folder, self._shape = folder, (captions, side, side, 3)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def pixels(self, name: str) -> Any:
+        path = self._folder / f"{name}.npy"
+        if not path.exists():
+            partial = path.with_suffix(f".{os.getpid()}")
+            np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=self._shape).flush()
+            with suppress(FileExistsError):
+                os.link(partial, path)
+            partial.unlink()
+        return np.lib.format.open_memmap(path, mode="r+")
+
+    def done(self, name: str) -> list[int]:
+        """Places that are drawn."""
+        return sorted(
+            place for path in self._folder.glob(f"{name}.*.done") for place in json.loads(path.read_text("utf-8"))
+        )
+
+    def note(self, name: str, process: int, places: Sequence[int]) -> None:
+        path = self._folder / f"{name}.{process}.done"
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(list(places)), "utf-8")
+        partial.replace(path)
+
+
+def _work(process: int, of: int, options: argparse.Namespace, captions: list[str], until: float) -> None:
+    """One process's share of every variant, in turn; the first one has the GPU's variants. Resumes."""
+    import torch
+
+    torch.set_num_threads(1)
+    on_gpu = process == 0 and of > 1
+    batch = options.gpu_batch if on_gpu else options.batch
+    store = _Store(options.work, len(captions), options.side)
+    sharers = max(1, of - 1)
+    variants = ON_GPU if on_gpu else ON_CPU if of > 1 else ON_GPU | ON_CPU
+    for name, variant in variants.items():
+        if options.only and name not in options.only:
+            continue
+        mine = range(len(captions)) if on_gpu or of == 1 else range(process - 1, len(captions), sharers)
+        drawn = set(store.done(name))
+        left = [place for place in mine if place not in drawn]
+        if not left or time.time() > until:
+            continue
+        draw, pixels, noted = None, store.pixels(name), [place for place in mine if place in drawn]
+        started = time.perf_counter()
+        for start in range(0, len(left), batch):
+            if time.time() > until:
+                return
+            if draw is None:
+                gpu = variant.alpha is None
+                draw = gpu_draw(options.model, variant) if gpu else cpu_draw(
+                    options.model, options.statistics, options.cache, variant
+                )  # fmt: skip
+            places = left[start : start + batch]
+            pixels[places] = draw([captions[place] for place in places], places)
+            noted += places
+            store.note(name, process, noted)
+        took = time.perf_counter() - started
+        print(f"{process}: {name}, {len(left)} pictures in {took:.0f} s", flush=True)
+
+
+def draw(options: argparse.Namespace) -> None:
+    captions: list[str] = json.loads(options.captions.read_text("utf-8"))[: options.limit]
+    until = time.time() + options.seconds
+    spawn = multiprocessing.get_context("spawn")
+    shares = [
+        spawn.Process(target=_work, args=(process, options.processes, options, captions, until))
+        for process in range(options.processes)
+    ]
+    for share in shares:
+        share.start()
+    for share in shares:
+        share.join()
+    _look(options, captions)
+
+
+def _look(options: argparse.Namespace, captions: list[str]) -> None:
+    """Features and PSNR of every variant that is whole, into `out`; and the first pictures of each."""
+    import torch
+
+    from evaluation.clip import Clip
+
+    torch.set_num_threads(options.processes)
+    store = _Store(options.work, len(captions), options.side)
+    clip = Clip(options.clip, device="cuda" if torch.cuda.is_available() else "cpu")
+    options.out.mkdir(parents=True, exist_ok=True)
+    exact = store.pixels("fp32") if len(store.done("fp32")) == len(captions) else None
+    made: dict[str, Any] = {}
+    for name in ON_GPU | ON_CPU:
+        if len(store.done(name)) < len(captions):
+            continue
+        pixels = store.pixels(name)
+        made[f"{name}/features"] = clip.see(pixels).numpy()
+        if exact is not None:
+            made[f"{name}/psnr"] = _psnr(exact, pixels)
+        made[f"{name}/samples"] = np.array(pixels[:: max(1, len(captions) // _SAMPLES)][:_SAMPLES])
+    kinds = ("features", "psnr", "samples")
+    for kind in kinds:
+        found = {name: value for name, value in made.items() if name.endswith(f"/{kind}")}
+        half = len(found) // 2
+        for part, names in enumerate((list(found)[:half], list(found)[half:])):
+            np.savez_compressed(options.out / f"{kind}-{part}.npz", **{name: found[name] for name in names})
+    print(f"whole: {', '.join(sorted({name.partition('/')[0] for name in made}))}", flush=True)
+
+
+def _psnr(exact: Pixels, pixels: Pixels) -> NDArray[np.float32]:
+    """dB of each picture, 99 for equal ones."""
+    error = np.array(
+        [np.square(a.astype(np.int32) - b).mean() for a, b in zip(exact, pixels, strict=True)], dtype=np.float64
+    )
+    db: NDArray[np.float32] = np.minimum(99, 10 * np.log10(255**2 / np.maximum(error, 1e-9))).astype(np.float32)
+    return db
+
+
+def score(options: argparse.Namespace) -> dict[str, Any]:
+    """FID, CLIP and their ratios to fp32 with paired intervals. `real` holds features of the real pictures [N, D]."""
+    import torch
+
+    from evaluation import bootstrap, fid
+    from evaluation.clip import Clip
+
+    captions: list[str] = json.loads(options.captions.read_text("utf-8"))
+    found: dict[str, Any] = {}
+    for path in sorted(options.out.glob("*.npz")):
+        with np.load(path) as opened:
+            found |= {name: opened[name] for name in opened.files if not name.endswith("/samples")}
+    text = Clip(options.clip).read(captions)
+    counts = bootstrap.resamples(len(captions), options.resamples)
+    distance_to = fid.Distance(fid.gaussian(torch.from_numpy(np.load(options.real))))
+    figures: dict[str, tuple[bootstrap.Figure, bootstrap.Figure]] = {}
+    for name in ON_GPU | ON_CPU:
+        if f"{name}/features" not in found:
+            continue
+        features = torch.from_numpy(found[f"{name}/features"]).float()
+        drawn = torch.tensor([distance_to(fid.gaussian(features, row)) for row in counts], dtype=torch.float64)
+        distances = bootstrap.Figure(distance_to(fid.gaussian(features)), drawn)
+        figures[name] = distances, bootstrap.mean(100 * (features * text).sum(1), counts)
+    rows = {}
+    exact = figures["fp32"]
+    for name, (distance, clip) in figures.items():
+        psnr = found.get(f"{name}/psnr")
+        rows[name] = {
+            "fid": distance.interval, "clip": clip.interval,
+            "fid_ratio": distance.over(exact[0]).interval, "clip_ratio": clip.over(exact[1]).interval,
+            "psnr_db": None if psnr is None else float(np.median(psnr)),
+        }  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    models = Path(__file__).resolve().parent.parent / "models"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser.add_argument("what", choices=("draw", "score"))
+    parser.add_argument("--captions", type=Path, required=True, help="a JSON list")
+    parser.add_argument("--out", type=Path, required=True, help="for what draw leaves and score reads")
+    parser.add_argument("--model", type=Path, default=models / "emoji-xl")
+    parser.add_argument("--clip", type=Path, default=models / "emoji-clip")
+    parser.add_argument("--side", type=int, default=128, help="of the model's pictures, in pixels")
+    parser.add_argument("--statistics", type=Path, help="of the model's calibration, for draw")
+    parser.add_argument("--work", type=Path, help="for pixels, while draw is at it")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/diptych/kernels").expanduser())
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--gpu-batch", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which draw begins no more batches")
+    parser.add_argument("--only", nargs="*", choices=[*ON_GPU, *ON_CPU], help="variants")
+    parser.add_argument("--limit", type=int, help="of captions")
+    parser.add_argument("--real", type=Path, help="features [N, D] of the real pictures, .npy, for score")
+    parser.add_argument("--resamples", type=int, default=200)
+    options = parser.parse_args()
+    if options.what == "draw":
+        if options.work is None or options.statistics is None:
+            parser.error("draw needs --work and --statistics")
+        draw(options)
+    else:
+        if options.real is None:
+            parser.error("score needs --real")
+        print(json.dumps(score(options)))
+
+
+if __name__ == "__main__":
+    main()
