@@ -1,23 +1,45 @@
 """The ladder: pictures per second of one model, one optimization a rung, all measured in one run.
 
-Knows the stock diffusers pipeline and the engine; measures speed, and leaves quality to the evaluation.
+Knows the stock diffusers pipeline and the engine; measures speed. What a rung costs in quality is read from what
+`benchmarks.quality` has found, and said beside it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from threading import Semaphore
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import record
+from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
+from pipeline.folder import ModelError
+from pipeline.parameters import ImageParameters
+from unet_opt import schedule
 
-RUNGS = ("diffusers", "diffusers-static-batch", "step-batching", "+compile")
+if TYPE_CHECKING:
+    from workers.build import Works
+
+log = logging.getLogger(__name__)
+
+# What the engine is told on each of its rungs. "+compile" is torch's compiler, "+kernels" are our own instead.
+_ENGINE: dict[str, dict[str, Any]] = {
+    "step-batching": {"precision": "fp32", "kernels": False, "compile": False},
+    "+compile": {"precision": "fp32", "kernels": False, "compile": True},
+    "+kernels": {"precision": "fp32", "kernels": True, "compile": False},
+    "+int8": {"precision": "int8", "kernels": True, "compile": False},
+    "+deepcache": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "2"},
+}
+RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
+_DRAWN_AS = {"+int8": "int8", "+deepcache": "int8-block2"}  # variants of benchmarks.quality; all else is fp32
+QUALITY = Path(__file__).resolve().parent / "results" / "quality.json"
 STATIC_BATCH = 8
 IN_FLIGHT = 16
 _ROUND = 32  # pictures of each rung before it is the next one's turn: drift of the machine meets all rungs alike
@@ -40,13 +62,14 @@ def run(
             stock = stock_pipeline(settings, steps, lane)
             draws["diffusers"] = lambda jobs: _in_batches(stock, jobs, 1)
             draws["diffusers-static-batch"] = lambda jobs: _in_batches(stock, jobs, STATIC_BATCH)
-        for name, compiled in (("step-batching", False), ("+compile", True)):
-            if name in rungs:
-                draw = _engine(settings, steps, compiled, lane, stack)
-                if draw is None:
-                    rungs = [rung for rung in rungs if rung != name]
-                else:
-                    draws[name] = draw
+        memory: dict[str, Any] = {}
+        for name in [name for name in rungs if name in _ENGINE]:
+            works = _engine(settings, name, lane, stack)
+            if works is None:
+                rungs = [rung for rung in rungs if rung != name]
+                continue
+            draws[name] = _closed_loop(works, name, steps)
+            memory[name] = works.images.execution.size_bytes
         measured = _turns({name: draws[name] for name in rungs}, pictures)
     first = next(iter(measured.values()))
     rows: list[dict[str, Any]] = [
@@ -55,17 +78,22 @@ def run(
             "images_per_s": round(rate, 4),
             "speedup": round(rate / first[0], 3),
             "spread": [round(value, 4) for value in (low, high)],
+            "quality": _quality(settings, name),
+            "memory": memory.get(name),
         }
         for name, (rate, low, high) in measured.items()
     ]
     record.table(
-        f"{Path(settings.model_name).name}, {steps} steps, guidance, {settings.precision}",
-        ("rung", "pictures/s", "speedup", "lowest to highest turn"),
+        f"{Path(settings.model_name).name}, {steps} steps, guidance",
+        ("rung", "pictures/s", "speedup", "lowest to highest", "emoji-clip FID", "emoji-clip score", "PSNR to fp32"),
         [
-            (r["name"], f"{r['images_per_s']:.3f}", f"{r['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*r["spread"]))
+            (
+                r["name"], f"{r['images_per_s']:.3f}", f"{r['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*r["spread"]),
+                *_seen(r["quality"]),
+            )
             for r in rows
         ],
-    )
+    )  # fmt: skip
     result = {
         "rungs": rows,
         "machine": record.machine(),
@@ -78,6 +106,25 @@ def run(
     }
     record.publish("ladder", result, results)
     return result
+
+
+def _quality(settings: Settings, rung: str) -> dict[str, Any] | None:
+    """What the rung's pictures were found to be worth; None for a model that nobody looked at."""
+    try:
+        found = json.loads(QUALITY.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    if found["model"] != Path(settings.model_name).name:
+        return None
+    variant: dict[str, Any] = found["variants"][_DRAWN_AS.get(rung, "fp32")]
+    return variant
+
+
+def _seen(quality: dict[str, Any] | None) -> tuple[str, str, str]:
+    if quality is None:
+        return "–", "–", "–"
+    psnr = quality["psnr_db"]
+    return f"{quality['fid'][0]:.5f}", f"{quality['clip'][0]:.2f}", "–" if psnr > 90 else f"{psnr:.1f} dB"
 
 
 def _in_batches(draw: Draw, jobs: Sequence[tuple[str, int]], size: int) -> None:
@@ -116,7 +163,7 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
     from pipeline import tiny
 
     logging.getLogger("diffusers").setLevel(logging.ERROR)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision, torch.float32)
 
     def make() -> Any:
         if settings.model_name in tiny.SHAPES:
@@ -139,31 +186,41 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
     return draw
 
 
-def _engine(settings: Settings, steps: int, compiled: bool, lane: Lane, stack: ExitStack) -> Draw | None:
-    """A closed loop of `IN_FLIGHT` requests; None where no compiler is there."""
-    from core.batching.request import Request
+def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack) -> Works | None:
+    """The engine of a rung, its costs measured; None, said in the log, where this machine has none such."""
     from core.graphs import compiler
-    from pipeline.parameters import ImageParameters
     from workers.build import build
 
-    if compiled and compiler() is None:
-        logging.getLogger(__name__).warning("no C++ compiler: the rung +compile is left out")
+    wanted = _ENGINE[rung]
+    if wanted["compile"] and compiler() is None:
+        log.warning("no C++ compiler: the rung %s is left out", rung)
         return None
-    works = stack.enter_context(build(settings.model_copy(update={"compile": compiled}), lane=lane, measure_s=10.0))
-    if compiled:
+    try:
+        works = stack.enter_context(build(settings.model_copy(update=wanted), lane=lane, measure_s=10.0))
+    except ModelError as error:
+        log.warning("the rung %s is left out: %s", rung, error)
+        return None
+    if wanted["kernels"] and not works.images.execution.programs:
+        log.warning("the rung %s is left out: our own kernels do not run here", rung)
+        return None
+    if wanted["compile"]:
         works.images.execution.wait()
         works.images.prepare(measure_s=10.0)
+    return works
+
+
+def _closed_loop(works: Works, rung: str, steps: int) -> Draw:
+    """A closed loop of `IN_FLIGHT` requests."""
     native = works.images.model.native
+    cached = schedule.parse(works.settings.deepcache)
 
     def draw(jobs: Sequence[tuple[str, int]]) -> None:
-        from threading import Semaphore
-
         room = Semaphore(IN_FLIGHT)
         futures = []
         for prompt, seed in jobs:
             room.acquire()
-            wanted = ImageParameters(prompt, seed, native, native, steps=steps)
-            future = works.engine.submit(Request(f"{compiled}-{prompt}-{seed}", "image", wanted))
+            wanted = ImageParameters(prompt, seed, native, native, steps=steps, deepcache=cached)
+            future = works.engine.submit(Request(f"{rung}-{prompt}-{seed}", "image", wanted))
             future.add_done_callback(lambda _: room.release())
             futures.append(future)
         for future in futures:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unet_opt.schedule import BLOCK, RESNET, DeepCache
+from unet_opt.recipe import ALPHA
+from unet_opt.schedule import AUTO, BLOCK, RESNET, DeepCache
 
 STEPS = 20
 _OTHER_SEEDS = 1_000_000
@@ -41,7 +42,7 @@ class Variant(NamedTuple):
 
 
 PLAIN = 0.0
-ALPHA = 0.5
+_OTHER = 0.5  # the alpha at which intervals were compared
 ON_GPU = {
     "fp32": Variant(),
     "fp32-seeds2": Variant(seeds=1),
@@ -55,17 +56,17 @@ ON_GPU = {
 }  # fmt: skip
 ON_CPU = {
     "int8": Variant(ALPHA),
-    "int8-block2": Variant(ALPHA, DeepCache(2, BLOCK)),
-    "int8-resnet2": Variant(ALPHA, DeepCache(2, RESNET)),
-    "int8-block3": Variant(ALPHA, DeepCache(3, BLOCK)),
+    "int8-auto": Variant(ALPHA, AUTO),
+    "int8-block2-last": Variant(ALPHA, DeepCache(2, BLOCK, last=1)),
+    "int8-resnet-ten": Variant(ALPHA, DeepCache(depth=RESNET, deep_steps=(0, 3, 6, 8, 10, 12, 14, 16, 18, 19))),
     "int8-plain": Variant(PLAIN),
-    "int8-resnet3": Variant(ALPHA, DeepCache(3, RESNET)),
-    "int8-block5": Variant(ALPHA, DeepCache(5, BLOCK)),
-    "int8-resnet5": Variant(ALPHA, DeepCache(5, RESNET)),
-    "int8-block2-ends": Variant(ALPHA, DeepCache(2, BLOCK, first=3, last=2)),
-    "int8-alpha0.8": Variant(0.8),
-    "int8-alpha0.3": Variant(0.3),
-    "int8-alpha0.65": Variant(0.65),
+    **{f"int8-alpha{alpha:g}": Variant(alpha) for alpha in (0.3, 0.5, 0.65)},
+    **{
+        f"int8-alpha{_OTHER}-{depth}{n}": Variant(_OTHER, DeepCache(n, depth))
+        for n in (2, 3, 5)
+        for depth in (BLOCK, RESNET)
+    },
+    f"int8-alpha{_OTHER}-block2-ends": Variant(_OTHER, DeepCache(2, BLOCK, first=3, last=2)),
 }
 
 Pixels = NDArray[np.uint8]

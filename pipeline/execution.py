@@ -61,16 +61,28 @@ class Execution:
         compiled: bool,
         cache: Path | None,
         kernels: ctypes.CDLL | None = None,
+        frugal: bool = False,
     ) -> None:
-        """`kernels` are the CPU kernels that UNet and VAE run on, where there are any: then nothing is compiled."""
+        """`kernels` are the CPU kernels that UNet and VAE run on, where there are any: then nothing is compiled.
+
+        `frugal`: the model's own weights are let go once they are packed for the kernels.
+        """
         self.deterministic_rows = deterministic_rows
         self._model = model
         self._kv_width = kv_width
         self._buckets = sorted({*buckets, deterministic_rows}, reverse=True)
         self._costs = CostTable(guess_s=0.05)
         self.programs = kernels is not None
+        self._packed: tuple[UNetPrograms, DecoderPrograms] | None = None
+        phases = _on_torch(model)
+        if kernels is not None:
+            self._packed = _packed(model, kernels)
+            phases |= _on_kernels(model, *self._packed)
+            if frugal:
+                for programs in self._packed:
+                    programs.layers.release()
         self._executables = Executables(
-            _on_kernels(model, kernels) if kernels is not None else _on_torch(model),
+            phases,
             compiled=compiled and model.device.type == "cpu" and kernels is None,
             cache=cache,
         )
@@ -125,6 +137,11 @@ class Execution:
         return [(height, width, channels) if self.programs else (channels, height, width)
                 for channels, height, width in found]  # fmt: skip
 
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pictures of finished latents, uint8 [B, H, W, 3], without compiled code."""
+        pixels: torch.Tensor = self._executables.eager(VAE)(latents)
+        return pixels
+
     def observe(self, group: Group, rows: int, compiled: bool, seconds: float) -> None:
         """Refine a curve by what an iteration took."""
         self._curve(group, compiled).observe(rows, seconds)
@@ -159,6 +176,22 @@ class Execution:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until all that was asked for is compiled or has failed to compile."""
         return self._executables.wait(timeout_s)
+
+    @property
+    def size_bytes(self) -> dict[str, int]:
+        """Bytes of the CPU kernels' packed weights, and of what each of their programs works in; empty without them.
+
+        Programs of one network share their memory: together they hold what the largest needs.
+        """
+        if self._packed is None:
+            return {}
+        unet, decoder = self._packed
+        weights, buffers = unet.size_bytes
+        held = {
+            f"{SHALLOW[depth] if depth else DEEP} × {rows}, latents {w}x{h}": size
+            for (depth, rows, h, w), size in buffers.items()
+        }
+        return {"unet weights": weights, "vae weights": decoder.size_bytes, **held}
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
         """What was measured: seconds by rows, for each (phase, size, compiled)."""
@@ -216,16 +249,19 @@ def _on_torch(model: Model) -> Phases:
     return {DEEP: split.deep, **shallow, VAE: lambda latents: vae.decode(model, latents)}
 
 
-def _on_kernels(model: Model, kernels: ctypes.CDLL) -> Phases:
-    """The phases as programs of CPU kernels. Raises `ModelError` for parts that they do not know."""
-    phases = _on_torch(model)
+def _packed(model: Model, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPrograms]:
+    """Raises `ModelError` for parts that the CPU kernels do not know."""
     half = model.precision != "fp32"
     try:
-        programs = UNetPrograms(kernels, model.unet, half=half)
-        phases[DEEP] = programs
-        phases |= {SHALLOW[depth]: partial(programs.shallow, depth) for depth in DEPTHS}
-        decoder = DecoderPrograms(kernels, model.vae, half=half)
-        phases[VAE] = lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config)))
+        return UNetPrograms(kernels, model.unet, half=half), DecoderPrograms(kernels, model.vae, half=half)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    return phases
+
+
+def _on_kernels(model: Model, unet: UNetPrograms, decoder: DecoderPrograms) -> Phases:
+    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
+    return {
+        DEEP: unet,
+        **shallow,
+        VAE: lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config))),
+    }

@@ -7,6 +7,7 @@ order and width to the scheduler.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -47,11 +48,12 @@ class ImageRunner:
         patience_s: float = 20.0,
         kernels: ctypes.CDLL | None = None,
         memory_bytes: int | None = None,
+        frugal: bool = False,
     ) -> None:
         """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code.
 
         `memory_bytes` bounds what requests hold together, features first of all (default: no bound). `kernels` are
-        the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's.
+        the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's; `frugal` as for `Execution`.
         """
         if deterministic_rows < 2 or max_rows < 2:
             raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
@@ -68,6 +70,7 @@ class ImageRunner:
         self._keys = denoise.PackedKeys(model.unet)
         self._gatherer = denoise.Gatherer(model.dtype)
         self._preview: vae.Preview | None = None
+        self._latent: tuple[torch.Tensor, str] | None = None
         self.execution = Execution(
             model,
             self._keys.width,
@@ -76,6 +79,7 @@ class ImageRunner:
             compiled=compiled,
             cache=cache,
             kernels=kernels,
+            frugal=frugal,
         )
         self.holdings = Holdings(model, self.execution, self._keys.width, max_requests, memory_bytes)
 
@@ -252,6 +256,8 @@ class ImageRunner:
                     continue
                 bucket = None if work.mode in ("", KERNELS) else self.execution.deterministic_rows
                 printed = fingerprint(self.model, executable=work.mode or self.execution.kinds, bucket=bucket)
+                if self._latent is not None:
+                    printed["latent"] = self._latent[1]
                 image = Image.fromarray(pixels[index].numpy())
                 picture = Picture(image, request.parameters, printed, tuple(work.warnings))
                 steps = work.table.steps
@@ -296,7 +302,18 @@ class ImageRunner:
         """Starting noise, drawn on the CPU in fp32: a seed means the same noise on every device and precision."""
         scale = self.model.vae_scale
         shape = (1, self.model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
-        return (torch.randn(shape, generator=work.generator) * work.table.init_noise_sigma).to(self.model.device)
+        noise = torch.randn(shape, generator=work.generator) if self._latent is None else self._latent[0]
+        if noise.shape != shape:
+            raise ValueError(f"the fixed latent is {list(noise.shape)}, this size needs {list(shape)}")
+        return (noise * work.table.init_noise_sigma).to(self.model.device)
+
+    def fix_noise(self, latent: torch.Tensor) -> None:
+        """Begin every picture from this latent, fp32 [1, C, h, w] of unit variance, whatever its seed.
+
+        MLPerf's text-to-image test has one for all prompts. The latent is named in fingerprints; what samplers add
+        later still comes from seeds. Not to be called while the engine has requests.
+        """
+        self._latent = (latent, hashlib.sha256(latent.contiguous().numpy().tobytes()).hexdigest()[:12])
 
     def _noise(self, work: Work, rider: denoise.Trajectory) -> torch.Tensor | None:
         if not rider.table.noisy[rider.step]:
@@ -309,7 +326,7 @@ class ImageRunner:
         if not wanted.preview_every or moved.step % wanted.preview_every or not moved.left:
             return None
         if self._preview is None:
-            self._preview = vae.Preview(self.model)
+            self._preview = vae.Preview(self.model, self.execution.decode)
         return self._preview(moved.x0)
 
     def prepare(self, *, measure_s: float = 0.0) -> None:

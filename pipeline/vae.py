@@ -5,6 +5,7 @@ Knows the VAE; knows nothing of how the latents came about.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,12 +55,14 @@ class Preview:
     _SAMPLES = 8
     _SIDE = 16
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, pictures: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """`pictures` decodes latents [B, C, h, w] to uint8 [B, H, W, 3]; default: the model's own VAE, by torch."""
         generator = torch.Generator().manual_seed(0)
         channels = model.vae.config.latent_channels
         coarse = torch.randn((self._SAMPLES, channels, 4, 4), generator=generator)
         latents = F.interpolate(coarse, size=(self._SIDE, self._SIDE), mode="bicubic").to(model.device)
-        pixels = decode(model, latents).float().permute(0, 3, 1, 2) / 255
+        decoded = decode(model, latents) if pictures is None else pictures(latents)
+        pixels = decoded.float().permute(0, 3, 1, 2) / 255
         colours = F.adaptive_avg_pool2d(pixels, (self._SIDE, self._SIDE))
         inputs = self._flat(latents).double().cpu()
         self._map = torch.linalg.lstsq(inputs, colours.permute(0, 2, 3, 1).reshape(-1, 3).double().cpu()).solution

@@ -48,7 +48,7 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
     # Most rows are equal. In others some value lies between two levels and falls to either side.
     assert off(found, modules).median() < 1e-5
     assert off(found, modules).max() < 1.5 * off(modules, wanted).max()
-    assert off(found, wanted).max() < 0.1
+    assert off(found, wanted).max() < 0.15
 
 
 @pytest.mark.parametrize("scheme", ["floats", "int8", "half"])

@@ -64,6 +64,14 @@ class Layers:
         """Bytes of all packed weights."""
         return sum(layer.weights.packed.nbytes for _, layer in self._made.values())
 
+    def release(self) -> None:
+        """Let go of the weights of all layers that were packed: from then on the model's own forward is no use."""
+        for modules, _ in self._made.values():
+            for module in modules:
+                weight = module.weight
+                assert isinstance(weight, Tensor)
+                weight.data = weight.new_empty(0)
+
     def _once(self, modules: Sequence[nn.Module], how: tuple[object, ...], make: Callable[[], Layer]) -> Layer:
         key = (*(id(module) for module in modules), *how)
         if key not in self._made:

@@ -1,0 +1,66 @@
+"""What a model on the CPU kernels holds: packed weights once, and nothing of what they were packed from."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.quant.kernels.cpu.library import Unavailable, library
+from pipeline import quantized, tiny
+from pipeline.load import Model, load
+from pipeline.parameters import ImageParameters
+from tests.pipeline import worlds
+from tests.pipeline.worlds import Watching, levels, solo
+
+SHAPE = tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
+ONE = ImageParameters("a red hat", 1, 64, 64, steps=4, preview_every=1)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    try:
+        return library(tmp_path_factory.mktemp("kernels"))
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
+    worlds.SHAPES["memory"] = SHAPE
+    found = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
+    quantized.make(load(str(found)), ["a hat", "a cat"], found)
+    return found
+
+
+def held(model: Model) -> int:
+    return sum(t.nbytes for module in (model.unet, model.vae.decoder) for t in module.state_dict().values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_frugal_lets_go_of_what_is_packed_and_draws_the_same(
+    folder: Path, kernels: ctypes.CDLL, precision: str
+) -> None:
+    model = load(str(folder), precision=precision)
+    whole = held(model)
+    plain = solo(Watching(copy.deepcopy(model), kernels=kernels), ONE)
+    runner = Watching(model, kernels=kernels, frugal=True)
+    frugal = solo(runner, ONE)
+    assert np.array_equal(levels(frugal), levels(plain))
+    # What stays: vectors, and the keys' and values' layers, which are read when a prompt is encoded.
+    assert held(model) < 0.25 * whole
+    weights = runner.execution.size_bytes
+    assert weights["unet weights"] > 0 and weights["vae weights"] > 0
+    assert {"deep × 2, latents 8x8"} <= weights.keys()
+
+
+def test_int8_holds_little_of_what_fp32_does(folder: Path, kernels: ctypes.CDLL) -> None:
+    """Weights as they are held by a frugal runner: the matrices of emoji-xl are far larger, and its share is lower."""
+    sizes = {}
+    for precision in ("fp32", "int8"):
+        runner = Watching(load(str(folder), precision=precision), kernels=kernels, frugal=True)
+        sizes[precision] = runner.execution.size_bytes["unet weights"]
+    assert sizes["int8"] < 0.4 * sizes["fp32"]
