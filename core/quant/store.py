@@ -69,6 +69,7 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial)
+        partial.chmod(0o644)  # safetensors lets nobody else read: a model is often served by another user
         whole = asdict(replace(manifest, weights=weights, sha256=_sha256(partial)))
         partial.replace(folder / WEIGHTS)
         described = folder / (MANIFEST + ".part")

@@ -118,8 +118,8 @@ def test_programs_are_written_once_for_each_shape_and_share_their_weights() -> N
         ours(programs, inputs(one, 2, 8, 8))
         ours(programs, inputs(one, 3, 8, 8))
     again, buffers = programs.size_bytes
-    assert again == weights and {*buffers} == {(2, 8, 8), (3, 8, 8)}
-    assert buffers[3, 8, 8] == pytest.approx(1.5 * buffers[2, 8, 8])
+    assert again == weights and {*buffers} == {("", 2, 8, 8), ("", 3, 8, 8)}
+    assert buffers["", 3, 8, 8] == pytest.approx(1.5 * buffers["", 2, 8, 8])
 
 
 def test_buffers_are_used_again() -> None:
@@ -127,7 +127,7 @@ def test_buffers_are_used_again() -> None:
     one = unet("three-levels")
     programs = UNetPrograms(kernels(), one)
     ours(programs, inputs(one, 4, 16, 16))
-    program = programs._programs[4, 16, 16].writer.program
+    program = programs._programs["", 4, 16, 16].writer.program
     written = sum(tensor.nbytes for tensor in {id(t): t for t in program._kept if isinstance(t, torch.Tensor)}.values())
     assert program.size_bytes < 0.3 * written
 

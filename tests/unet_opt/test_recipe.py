@@ -67,7 +67,7 @@ def test_halves_begin_where_the_skip_does(name: str) -> None:
 
 def test_names_tell_how_it_was_smoothed() -> None:
     one = unet("plain")
-    assert recipe.unet(one).name == "sdxl-unet-alpha0.5" and recipe.unet(one, alpha=None).name == "sdxl-unet-plain"
+    assert recipe.unet(one).name == f"sdxl-unet-alpha{recipe.ALPHA:g}" and recipe.unet(one, alpha=None).name == "sdxl-unet-plain"
     made = quantized(unet("plain"), alpha=None)
     block = made.mid_block.attentions[0].transformer_blocks[0]
     assert len({*block.attn1.to_q.inverse.tolist()}) == 1
@@ -122,7 +122,7 @@ def test_what_is_stored_is_small_and_comes_back_equal(tmp_path: Path) -> None:
         load_(again, tmp_path / folder, source="digest")
         assert torch.equal(ours(UNetPrograms(kernels(), again, half=True), given), wanted)
     exact = stock(plain, given)
-    assert (wanted - exact).norm() < 0.05 * exact.norm()
+    assert (wanted - exact).norm() < 0.08 * exact.norm()
 
 
 def test_the_embedded_models_shape_in_floats() -> None:
