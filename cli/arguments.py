@@ -38,7 +38,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
     parser.add_argument(
-        "--precision", choices=("fp32", "bf16", "fp16", "int8", "fp8"), help="of the computation; default: fp32"
+        "--precision",
+        choices=("auto", "fp32", "bf16", "fp16", "int8", "fp8"),
+        help="of the computation; default: int8 where the model has such a variant and it pays, else fp32 or bf16",
     )
     parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for --precision int8 or fp8; see `quantize`")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")

@@ -73,6 +73,9 @@ def add(commands: Commands) -> None:
     generate.add_argument(
         "--scheduler", metavar="NAME", help="euler, euler-ancestral, dpm++2m or lcm; default: the model's"
     )
+    generate.add_argument(
+        "--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet; default: off"
+    )
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_model(generate)
     generate.set_defaults(run=_generate, compile=None)
@@ -83,6 +86,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     from core.batching.request import Request
     from pipeline import parameters
+    from unet_opt import schedule
     from workers.draw import draw, folder
 
     console = Console(stderr=True)
@@ -97,6 +101,10 @@ def _generate(options: argparse.Namespace) -> int:
         negative_prompt=options.negative, steps=options.steps, guidance_scale=options.guidance,
         scheduler=options.scheduler, deterministic=options.deterministic,
     )  # fmt: skip
+    settings = read_settings(
+        options, compile=False
+    )  # compiling takes longer than most commands: who asks for it gets it
+    draft = replace(draft, deepcache=schedule.parse(settings.deepcache))
     if options.scheduler is None:
         offered: Sequence[str] = ()
     else:
@@ -105,8 +113,6 @@ def _generate(options: argparse.Namespace) -> int:
         offered = sigmas.SCHEDULERS
     for prompt in prompts:
         _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
-    # Compiling takes longer than most commands; who asks for it gets it.
-    settings = read_settings(options, compile=False)
     make_cache(settings)
     with model_errors(), folder(options.out), open_works(settings, console) as works:
         if size is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,9 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
+EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's shape with random weights, where it is not installed
+RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # so many in so long; empty: no limit
 _OTHERS = {"DIPTYCH_TORCH_INDEX"}  # read by install.py, before anything is installed
 
 log = logging.getLogger(__name__)
@@ -33,8 +36,14 @@ class Settings(BaseSettings):
 
     model: str = Field(default="", description="a folder in diffusers' format or a hub id; empty: the embedded model")
     variant: str | None = Field(default=None, description="of the weight files, such as fp16")
-    precision: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = Field(
+        default="auto",
+        description="auto: int8 where the model has such a variant and the kernels run, else fp32 or bf16",
+    )
     unet: str = Field(default="", description="a quantized UNet's folder; empty: the model's own unet-int8 or unet-fp8")
+    deepcache: str = Field(
+        default="off", description="of requests that do not say: off, auto, or an interval such as 3 or 3:resnet"
+    )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
     kernels: bool = Field(default=True, description="our own CPU kernels where processor and compiler allow")
@@ -44,9 +53,30 @@ class Settings(BaseSettings):
     max_rows: int = Field(
         default=32, ge=2, le=1024, description="rows of one UNet forward; guidance brings two a picture"
     )
+    memory_mib: int = Field(
+        default=0, ge=0, description="that pictures in the making may hold; 0: most of what is free once all is loaded"
+    )
     deterministic_rows: int = Field(default=8, ge=2, le=1024, description="the fixed bucket of deterministic requests")
     image_objective_s: float = Field(
         default=20.0, gt=0, allow_inf_nan=False, description="pictures without a deadline are ordered as if due"
+    )
+    text_model: str = Field(
+        default="", description="a folder in transformers' format or a hub id; empty: the embedded one; off: no text"
+    )
+    text_precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    text_draft: str = Field(
+        default="", description="makes guesses: a smaller text model, or lookup for what was said; empty: none"
+    )
+    text_kv: Literal["float", "int8"] = Field(default="float", description="what keys and values are kept in")
+    text_requests: int = Field(default=64, ge=1, le=4096, description="answers in the making at once")
+    text_memory_mib: int = Field(
+        default=0, ge=0, description="for keys and values; 0: what those answers need, at most a tenth of what is free"
+    )
+    text_first_s: float = Field(
+        default=2.0, gt=0, allow_inf_nan=False, description="answers are ordered as if their first token were due"
+    )
+    text_token_s: float = Field(
+        default=0.1, gt=0, allow_inf_nan=False, description="the longest that a token should take; batches keep to it"
     )
     starvation_s: float = Field(
         default=60.0, gt=0, allow_inf_nan=False, description="after so long the oldest request goes first"
@@ -81,6 +111,45 @@ class Settings(BaseSettings):
         default=86_400.0, gt=0, allow_inf_nan=False, description="how long a finished job can be asked for"
     )
 
+    metrics: str = Field(
+        default="",
+        pattern=r"^([^\s/]*:[0-9]{1,5})?$",
+        description="where a worker shows figures, such as 0.0.0.0:9100; empty: nowhere",
+    )
+    log_format: Literal["text", "json"] = Field(default="text", description="of log lines")
+
+    # Who may use it, and how it is called.
+    public_url: str = Field(
+        default="",
+        pattern=r"^(https?://[^\s/?#@]+(/[^\s?#]*)?)?$",
+        description="what links begin with; empty: as called",
+    )
+    trust_network: bool = Field(
+        default=False, description="without keys, serve other machines too: something else keeps strangers out"
+    )
+    rate: str = Field(
+        default="600/minute", pattern=f"^{RATE}$", description="requests of one key, such as 10/second; empty: no limit"
+    )
+    quota: str = Field(
+        default="", pattern=f"^{RATE}$", description="pictures of one key, such as 1000/day; empty: no limit"
+    )
+    batch_jobs: int = Field(default=16, ge=1, le=10_000, description="jobs of one key's batches in the queue at once")
+    cors_origins: str = Field(default="", description="origins whose pages may call, with commas; empty: none")
+    link_s: float = Field(
+        default=3600.0,
+        gt=0,
+        le=31_536_000,
+        allow_inf_nan=False,
+        description="how long a signed link to a picture works",
+    )
+
+    @field_validator("deepcache")
+    @classmethod
+    def _is_a_schedule(cls, value: str) -> str:
+        if not re.fullmatch(r"off|auto|([1-9][0-9]{0,2}|1000)(:(block|resnet))?", value):
+            raise ValueError("must be off, auto, or an interval such as 3 or 3:resnet")
+        return value
+
     @field_validator("cache_dir", "data_dir")
     @classmethod
     def _has_home(cls, value: Path) -> Path:
@@ -95,6 +164,13 @@ class Settings(BaseSettings):
         if self.model:
             return self.model
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
+
+    @property
+    def text_model_name(self) -> str | None:
+        """The text model to load: the one that was asked for, or the embedded one if it is there. None: no text."""
+        if self.text_model:
+            return None if self.text_model == "off" else self.text_model
+        return str(EMBEDDED_TEXT_MODEL) if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file() else None
 
     @property
     def artifacts(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -83,11 +84,16 @@ def fingerprint(model: Model, *, executable: str, bucket: int | None) -> dict[st
         "precision": model.precision,
         "device": _device(model.device),
         "torch": torch.__version__,
-        "diffusers": version("diffusers"),
-        "transformers": version("transformers"),
+        "diffusers": _version("diffusers"),
+        "transformers": _version("transformers"),
         "executable": executable,
         "bucket": bucket,
     }
+
+
+@functools.cache
+def _version(package: str) -> str:
+    return version(package)  # reads a file each time
 
 
 def _device(device: torch.device) -> str:

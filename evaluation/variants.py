@@ -1,6 +1,6 @@
 """What precision and DeepCache cost in quality: draws a list of captions in many ways, over all cores and a GPU.
 
-`python -m benchmarks.quality draw` leaves, for each variant, features of its pictures through emoji-clip and each
+`python -m evaluation.variants draw` leaves, for each variant, features of its pictures through emoji-clip and each
 picture's PSNR against fp32; `… score` turns them into a table with intervals. Pictures themselves are not kept. Drawn
 without the engine, in whole batches: a row's bits do not depend on its batch (tests/pipeline), so the engine's pictures
 are the same. `diptych evaluate` is what users have; this is for many variants at once.
@@ -309,7 +309,11 @@ def _psnr(exact: Pixels, pixels: Pixels) -> NDArray[np.float32]:
 
 
 def score(options: argparse.Namespace) -> dict[str, Any]:
-    """FID, CLIP and their ratios to fp32 with paired intervals. `real` holds features of the real pictures [N, D]."""
+    """FID and captions' score with 95% intervals, and paired ones of the difference and the ratio to fp32.
+
+    `real` holds features of the real pictures [N, D]. Beside them the FID between the two halves of these: what the
+    choice of pictures alone does.
+    """
     import torch
 
     from evaluation import bootstrap, fid
@@ -322,7 +326,8 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
             found |= {name: opened[name] for name in opened.files if not name.endswith("/samples")}
     text = Clip(options.clip).read(captions)
     counts = bootstrap.resamples(len(captions), options.resamples)
-    distance_to = fid.Distance(fid.gaussian(torch.from_numpy(np.load(options.real))))
+    real = torch.from_numpy(np.load(options.real))
+    distance_to = fid.Distance(fid.gaussian(real))
     figures: dict[str, tuple[bootstrap.Figure, bootstrap.Figure]] = {}
     for name in ON_GPU | ON_CPU:
         if f"{name}/features" not in found:
@@ -337,15 +342,21 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
         psnr = found.get(f"{name}/psnr")
         rows[name] = {
             "fid": distance.interval, "clip": clip.interval,
-            "fid_ratio": distance.over(exact[0]).interval, "clip_ratio": clip.over(exact[1]).interval,
+            "fid_more": bootstrap.Figure(
+                distance.value - exact[0].value, distance.drawn - exact[0].drawn
+            ).interval,
+            "clip_ratio": clip.over(exact[1]).interval,
             "psnr_db": None if psnr is None else float(np.median(psnr)),
         }  # fmt: skip
-    return rows
+    return {
+        "model": options.model.resolve().name, "captions": len(captions), "steps": STEPS,
+        "halves_fid": fid.fid(fid.gaussian(real[::2]), fid.gaussian(real[1::2])), "variants": rows,
+    }  # fmt: skip
 
 
 def main() -> None:
     models = Path(__file__).resolve().parent.parent / "models"
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m evaluation.variants", description=__doc__)
     parser.add_argument("what", choices=("draw", "score"))
     parser.add_argument("--captions", type=Path, required=True, help="a JSON list")
     parser.add_argument("--out", type=Path, required=True, help="for what draw leaves and score reads")
@@ -362,7 +373,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=[*ON_GPU, *ON_CPU], help="variants")
     parser.add_argument("--limit", type=int, help="of captions")
     parser.add_argument("--real", type=Path, help="features [N, D] of the real pictures, .npy, for score")
-    parser.add_argument("--resamples", type=int, default=200)
+    parser.add_argument("--resamples", type=int, default=100)
     options = parser.parse_args()
     if options.what == "draw":
         if options.work is None or options.statistics is None:
@@ -371,7 +382,7 @@ def main() -> None:
     else:
         if options.real is None:
             parser.error("score needs --real")
-        print(json.dumps(score(options)))
+        print(json.dumps(score(options), indent=1))
 
 
 if __name__ == "__main__":
