@@ -137,6 +137,10 @@ class Execution:
         return [(height, width, channels) if self.programs else (channels, height, width)
                 for channels, height, width in found]  # fmt: skip
 
+    def keys(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """`PackedKeys` on the CPU kernels; None without them."""
+        return None if self._packed is None else self._packed[0].keys(hidden)
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pictures of finished latents, uint8 [B, H, W, 3], without compiled code."""
         pixels: torch.Tensor = self._executables.eager(VAE)(latents)

@@ -283,8 +283,9 @@ class ImageRunner:
         hidden = torch.stack([embedding.hidden for embedding in found])
         pooled = torch.stack([embedding.pooled for embedding in found])
         width = self.model.unet.config.time_cond_proj_dim
+        kv = self.execution.keys(hidden)
         conditioning = denoise.Conditioning(
-            kv=self._keys(hidden),
+            kv=self._keys(hidden) if kv is None else kv,
             pooled=pooled,
             time_ids=denoise.time_ids(wanted.width, wanted.height, rows, pooled),
             time_cond=None if width is None else denoise.guidance_embedding(wanted.guidance_scale, width, pooled),

@@ -41,11 +41,15 @@ class UNetPrograms:
         self.times = self.layers.floats(*(resnet.time_emb_proj for resnet in resnets))
         self.kv_at: dict[int, int] = {}
         self.kv_width = 0
+        projections: list[Any] = []
         for name in unet.attn_processors:
             attn = unet.get_submodule(name.removesuffix(".processor"))
             if attn.is_cross_attention:
                 self.kv_at[id(attn)] = self.kv_width
                 self.kv_width += 2 * attn.to_out[0].in_features
+                projections += [attn.to_k, attn.to_v]
+        self._projections = self.layers.floats(*projections)
+        self._keys: dict[int, tuple[Writer, Tensor, Tensor]] = {}
         self._programs: dict[tuple[str, int, int, int], UNetProgram] = {}
         self._lock = threading.Lock()  # programs share their buffers among runs
         self._multiple = 2 ** (len(unet.config.block_out_channels) - 1)
@@ -82,6 +86,20 @@ class UNetPrograms:
         """As `deepcache.Split.shallow`, with `kept` features [B, h, w, channels] of an earlier call."""
         assert not return_dict
         return self._run(depth, features, sample, timestep, encoder_hidden_states, timestep_cond, added_cond_kwargs)
+
+    def keys(self, hidden: Tensor) -> Tensor:
+        """Keys and values of all cross-attention layers, as `PackedKeys` has them: fp32 [B, T, D] to [B, T, width]."""
+        rows, tokens, width = hidden.shape
+        count = rows * tokens
+        with self._lock:
+            if count not in self._keys:
+                writer = Writer(self.library, self.layers, 1)
+                start = writer.program.buffer(count, width)
+                self._keys[count] = writer, start, writer.linear(start, self._projections)
+            writer, start, out = self._keys[count]
+            start.copy_(hidden.reshape(count, width))
+            writer.program.run()
+            return out.view(rows, tokens, -1).clone()
 
     def _run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from core.quant.convert import Recipe, Rule, quantize_
 from core.quant.linear import Int8Linear
 from core.quant.statistics import Statistics
 from core.quant.store import round_
+from pipeline.denoise import PackedKeys
 from tests.core.quant.stage import check_close, kernels, threads
 from tests.pipeline.worlds import SHAPES, model
 from tests.unet_opt.shapes import UNETS, inputs, ours, quantized, stock, unet
@@ -243,3 +245,40 @@ def test_programs_of_one_model_share_their_memory() -> None:
         assert torch.equal(ours(programs, given), ours(alone[rows], given))
     _, buffers = programs.size_bytes
     assert max(buffers.values()) <= programs.layers.blocks.size_bytes < sum(buffers.values())
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", UNETS)
+def test_keys_and_values_are_those_of_the_model(name: str, half: bool) -> None:
+    one = unet(name)
+    if half:
+        round_(one)
+    programs = UNetPrograms(kernels(), one, half=half)
+    packed = PackedKeys(copy.deepcopy(one))
+    for rows, tokens in ((2, 77), (1, 5), (2, 77)):
+        hidden = inputs(one, rows, 8, 8, tokens=tokens).hidden
+        found = programs.keys(hidden)
+        check_close(found, packed(hidden), relative=1e-5)
+        assert torch.equal(programs.keys(hidden[:1]), found[:1]), "a row's bits are its own"
+
+
+def test_what_is_released_was_packed_and_programs_run_on() -> None:
+    one = unet("three-levels")
+    programs, given = UNetPrograms(kernels(), one), inputs(one, 2, 8, 8)
+    hidden = PackedKeys(copy.deepcopy(one))(given.hidden)
+    arguments = (given.sample, given.timestep, hidden)
+    added = {"text_embeds": given.pooled, "time_ids": given.time_ids}
+    before, keys = programs(*arguments, added_cond_kwargs=added)[0], programs.keys(given.hidden)
+    programs.layers.release()
+    matrices = [name for name, weight in one.named_parameters() if weight.dim() > 1 and weight.numel()]
+    assert not matrices, "what is still held was never packed"
+    assert torch.equal(programs(*arguments, added_cond_kwargs=added)[0], before)
+    assert torch.equal(programs.keys(given.hidden), keys)
+    wider = inputs(one, 3, 4, 12)
+    assert ours_of(programs, wider).isfinite().all(), "a program that was not written before"
+
+
+def ours_of(programs: UNetPrograms, given: Any) -> torch.Tensor:
+    added = {"text_embeds": given.pooled, "time_ids": given.time_ids}
+    with torch.inference_mode():
+        return programs(given.sample, given.timestep, programs.keys(given.hidden), added_cond_kwargs=added)[0]

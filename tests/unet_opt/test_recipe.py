@@ -67,7 +67,10 @@ def test_halves_begin_where_the_skip_does(name: str) -> None:
 
 def test_names_tell_how_it_was_smoothed() -> None:
     one = unet("plain")
-    assert recipe.unet(one).name == f"sdxl-unet-alpha{recipe.ALPHA:g}" and recipe.unet(one, alpha=None).name == "sdxl-unet-plain"
+    assert (
+        recipe.unet(one).name == f"sdxl-unet-alpha{recipe.ALPHA:g}"
+        and recipe.unet(one, alpha=None).name == "sdxl-unet-plain"
+    )
     made = quantized(unet("plain"), alpha=None)
     block = made.mid_block.attentions[0].transformer_blocks[0]
     assert len({*block.attn1.to_q.inverse.tolist()}) == 1
