@@ -4,8 +4,9 @@ PYTHON ?= python3
 JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 8 && echo 8 || echo $$n)
 
 BIN := .venv/bin
+COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: serve test check fix bench chaos train
+.PHONY: serve test check fix bench eval chaos train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -26,8 +27,21 @@ fix: .venv/.installed  ## what ruff can put right by itself
 bench: .venv/.installed  ## BENCH=arrivals or BENCH=serve for another one
 	$(BIN)/diptych bench $(or $(BENCH),ladder) $(ARGS)
 
+eval: .venv/.installed  ## draws PROMPTS=captions.tsv into OUT=out/evaluation and scores it; ARGS="--precision int8 --against real"
+	$(BIN)/diptych evaluate --prompts $(or $(PROMPTS),$(error PROMPTS= is needed: a .tsv with id and caption)) \
+	    --out $(or $(OUT),out/evaluation) $(ARGS)
+
 chaos: .venv/.installed  ## kills, pauses and cuts off parts of a running service, and counts what was lost
 	$(BIN)/python -m tests.faults.chaos $(ARGS)
+
+up:  ## the whole service in containers, on http://127.0.0.1:8000; PORT=8080 for another port
+	PORT=$(or $(PORT),8000) $(COMPOSE) up --detach --build
+
+down:  ## what `make up` started; volumes, and so jobs and pictures, are kept
+	$(COMPOSE) down
+
+test-compose: .venv/.installed  ## builds the images and breaks what runs in them; needs a Docker engine
+	TEST_COMPOSE=1 $(BIN)/pytest tests/compose $(ARGS)
 
 train: .venv/.installed  ## the embedded models anew: DATA=folder with emoji/ and coco/, MORE="--minutes 24"; resumes
 	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \

@@ -1,28 +1,64 @@
-"""Paired bootstrap: how far a figure that compares two runs on the same prompts could be off.
+"""The bootstrap: how far a figure over captions could be off, had other captions been asked for.
 
-Knows rows and figures only.
+Knows rows and figures only. Captions are drawn with replacement (Efron, 1979), by one seed: runs over the same captions
+meet the same resamples, so that ratios between runs are paired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+RESAMPLES = 200
+_TAILS = (0.025, 0.975)
+
 
 class Interval(NamedTuple):
-    """A figure and the 95% interval of it over resampled rows."""
+    """A figure and its 95% interval."""
 
     value: float
     low: float
     high: float
 
 
-def paired(figure: Callable[[Tensor], float], rows: int, *, resamples: int = 200, seed: int = 0) -> Interval:
-    """`figure(indices)` over all rows, and over rows drawn with replacement (Efron, 1979)."""
+class Figure(NamedTuple):
+    """A figure over all captions, and over each resample [R], fp64."""
+
+    value: float
+    drawn: Tensor
+
+    @property
+    def interval(self) -> Interval:
+        """The percentile interval of the centred draws."""
+        low, high = self.centred.quantile(torch.tensor(_TAILS, dtype=torch.float64)).tolist()
+        return Interval(self.value, low, high)
+
+    @property
+    def centred(self) -> Tensor:
+        """The draws, moved so that their mean is the value.
+
+        Distances between sets grow when captions are drawn twice and others not at all: a resample's FID is too high by
+        about as much again as a sample's own is. Unmoved, the interval would often not hold the figure itself.
+        """
+        return self.drawn - self.drawn.mean() + self.value
+
+    def over(self, other: Figure) -> Figure:
+        """The ratio of two figures over the same captions."""
+        if other.value == 0:
+            raise ValueError("the figure to divide by is 0")
+        return Figure(self.value / other.value, self.centred / other.centred)
+
+
+def resamples(rows: int, count: int = RESAMPLES, *, seed: int = 0) -> Tensor:
+    """How often each row is drawn, int64 [count, rows]; every row of it sums to `rows`."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = [figure(torch.randint(rows, (rows,), generator=generator)) for _ in range(resamples)]
-    low, high = torch.tensor(drawn, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return Interval(figure(torch.arange(rows)), float(low), float(high))
+    drawn = torch.randint(rows, (count, rows), generator=generator)
+    return torch.zeros(count, rows, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
+
+
+def mean(values: Tensor, counts: Tensor) -> Figure:
+    """The mean of a figure that each caption has, [N], over `counts` [R, N]."""
+    whole = values.double()
+    return Figure(float(whole.mean()), counts.double() @ whole / counts.sum(1))

@@ -1,51 +1,103 @@
-"""Features of pictures and captions by a CLIP model of transformers' format, such as the embedded emoji-clip.
+"""Features of a list of pictures, taken a few at a time and kept in a file, so that nothing is looked at twice.
 
-Knows CLIP models; knows nothing of what is done with features.
+Knows files and extractors; knows nothing of runs and scores. Pictures are taken in fixed groups and in order: features
+do not depend on where an earlier process was stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_BATCH = 128
+from evaluation import pixels
+from evaluation.pixels import Pixels
+from evaluation.run import write_json
+
+GROUP = 32
+
+Tick = Callable[[int, int], None]  # done, total
 
 
-class Clip:
-    """A folder with a CLIPModel and its tokenizer."""
+class Extractor(Protocol):
+    """What sees pictures. `digest` tells its weights from any others."""
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer, CLIPModel
+    name: str
+    width: int
+    digest: str
 
-        self.name = folder.name
-        self._model: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._side = int(self._model.config.vision_config.image_size)
+    def see(self, pictures: Sequence[Pixels], /) -> Tensor:
+        """fp32 [N, width]."""
+        ...
 
-    @torch.inference_mode()
-    def see(self, pixels: Tensor) -> Tensor:
-        """Unit features [N, D] of pictures, uint8 [N, H, W, 3]."""
-        found = []
-        for start in range(0, len(pixels), _BATCH):
-            part = pixels[start : start + _BATCH].permute(0, 3, 1, 2).float() / 127.5 - 1
-            if part.shape[-1] != self._side:
-                part = F.interpolate(part, size=self._side, mode="bilinear", antialias=True)
-            pooled = self._model.vision_model(pixel_values=part).pooler_output
-            found.append(F.normalize(self._model.visual_projection(pooled), dim=-1))
-        return torch.cat(found)
 
-    @torch.inference_mode()
-    def read(self, captions: Sequence[str]) -> Tensor:
-        """Unit features [N, D] of captions."""
-        found = []
-        for start in range(0, len(captions), _BATCH):
-            part = list(captions[start : start + _BATCH])
-            ids = self._tokenizer(part, padding=True, truncation=True, return_tensors="pt").input_ids
-            pooled = self._model.text_model(input_ids=ids).pooler_output
-            found.append(F.normalize(self._model.text_projection(pooled), dim=-1))
-        return torch.cat(found)
+def of_pictures(
+    files: Sequence[Path], digest: str, extractor: Extractor, store: Path, tick: Tick = lambda done, total: None
+) -> Tensor:
+    """Features [N, D] of the pictures, in order, as a view of the file `store`.npy.
+
+    `digest` stands for the pictures: where it or the extractor is another than before, all is taken anew; where only a
+    part was done, the rest. Raises `pixels.PictureError`.
+    """
+
+    def take(part: slice) -> Tensor:
+        return extractor.see([pixels.read(path) for path in files[part]])
+
+    return _kept(len(files), extractor.width, f"{digest} {extractor.name} {extractor.digest}", take, store, tick)
+
+
+def of_captions(
+    captions: Sequence[str], reader: Callable[[Sequence[str]], Tensor], width: int, digest: str, store: Path
+) -> Tensor:
+    """Features [N, D] of captions, in order, kept as those of pictures."""
+    whole = hashlib.sha256("\0".join(captions).encode()).hexdigest()
+    return _kept(
+        len(captions), width, f"{whole} {digest}", lambda part: reader(captions[part]), store, lambda done, total: None
+    )
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """Stands for a folder's files: their names, sizes and times of change."""
+    whole = hashlib.sha256()
+    for path in files:
+        found = path.stat()
+        whole.update(f"{path.name}\0{found.st_size}\0{found.st_mtime_ns}\n".encode())
+    return whole.hexdigest()
+
+
+def _kept(count: int, width: int, of: str, take: Callable[[slice], Tensor], store: Path, tick: Tick) -> Tensor:
+    data, head = store.with_suffix(".npy"), store.with_suffix(".json")
+    store.parent.mkdir(parents=True, exist_ok=True)
+    done = _done(head, of) if data.exists() else 0
+    shape = (count, width)
+    try:
+        rows = np.lib.format.open_memmap(data, mode="r+") if done else None
+    except (OSError, ValueError):
+        rows = None
+    if rows is None or rows.shape != shape or rows.dtype != np.float32:
+        done = 0
+        head.unlink(missing_ok=True)  # first: it would vouch for what is overwritten now
+        rows = np.lib.format.open_memmap(data, mode="w+", dtype=np.float32, shape=shape)
+    for start in range(done, count, GROUP):
+        part = slice(start, min(start + GROUP, count))
+        rows[part] = take(part).numpy()
+        if (start // GROUP) % 8 == 7 or part.stop == count:
+            rows.flush()
+            write_json(head, {"of": of, "done": part.stop})
+        tick(part.stop, count)
+    return torch.from_numpy(rows)
+
+
+def _done(head: Path, of: str) -> int:
+    """How many are there already, from whole groups."""
+    try:
+        found = json.loads(head.read_text("utf-8"))
+        return int(found["done"]) if found["of"] == of else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

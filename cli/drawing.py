@@ -1,0 +1,162 @@
+"""What the commands that draw prompt sets have in common: what pictures are asked for with, and who draws them.
+
+Knows options and how a refusal names them; leaves drawing to `evaluation` and to the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import UsageError, make_cache, model_errors, open_works
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from core.config import Settings
+    from evaluation.captions import Caption
+    from evaluation.sources import Source
+    from pipeline.parameters import ImageParameters
+    from workers.build import Works
+
+_FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "seed": "--seed-offset"}  # else --field
+
+
+def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) -> ImageParameters:
+    """What all pictures share, checked with the first caption; a width of 0 stands for the model's own size."""
+    from pipeline.parameters import ImageParameters
+    from unet_opt import schedule
+
+    size = _size(options.size)
+    draft = ImageParameters(
+        prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
+        negative_prompt=options.negative, steps=options.steps,
+        guidance_scale=5.0 if options.guidance is None else options.guidance,
+        scheduler=options.scheduler, deterministic=options.deterministic,
+        deepcache=schedule.parse(settings.deepcache),
+    )  # fmt: skip
+    _check(draft, caption, {(draft.width, draft.height)})
+    return draft
+
+
+def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameters) -> dict[str, Any]:
+    """What a run's pictures are asked for with: what must be the same when it goes on."""
+    size = f"{draft.width}x{draft.height}" if draft.width else "native"
+    unet = str(Path(settings.unet).resolve()) if settings.unet else None
+    where: dict[str, Any]
+    if options.server:
+        where = {"server": options.server.rstrip("/"), "model": options.model}
+    else:
+        name = settings.model_name
+        short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
+        where = {"server": None, "model": short, "precision": settings.precision, "unet": unet}
+    return where | {
+        "prompts": options.prompts.name,
+        "protocol": options.protocol,
+        "steps": draft.steps,
+        "guidance_scale": draft.guidance_scale,
+        "negative_prompt": draft.negative_prompt,
+        "scheduler": draft.scheduler,
+        "deepcache": settings.deepcache,
+        "size": size,
+        "seed_offset": options.seed_offset,
+        "deterministic": draft.deterministic,
+    }
+
+
+def open_source(
+    options: argparse.Namespace,
+    settings: Settings,
+    draft: ImageParameters,
+    latent: Tensor | None,
+    caption: Caption,
+    stack: contextlib.ExitStack,
+    console: Console,
+) -> tuple[Source, ImageParameters]:
+    """The engine or the service that draws, open as long as the stack is, and the draft with its size."""
+    if options.server:
+        from evaluation.sources import Remote
+
+        remote = stack.enter_context(contextlib.closing(Remote(options.server, options.model)))
+        width, height = (int(side) for side in remote.card["native_size"].split("x"))
+        return remote, draft if draft.width else replace(draft, width=width, height=height)
+    from evaluation.sources import Local
+
+    make_cache(settings)
+    stack.enter_context(model_errors())
+    works = stack.enter_context(open_works(settings, console))
+    native = works.images.model.native
+    draft = draft if draft.width else replace(draft, width=native, height=native)
+    if latent is not None:
+        _fix_noise(works, latent, draft, options)
+    _check(draft, caption, works.images.sizes)
+    return Local(works), draft
+
+
+def follow_mlperf(options: argparse.Namespace) -> None:
+    """Set what the protocol sets, and refuse what says otherwise."""
+    from evaluation import mlperf
+
+    for name, value in (
+        ("steps", mlperf.STEPS),
+        ("guidance", mlperf.GUIDANCE),
+        ("negative", mlperf.NEGATIVE),
+        ("scheduler", mlperf.SCHEDULER),
+    ):
+        if getattr(options, name) not in (None, value):
+            raise UsageError(f"--{name}: MLPerf's protocol has {value!r}; leave it out")
+        setattr(options, name, value)
+    if options.latent is None:
+        options.latent = str(options.prompts.with_name("latents.npy"))
+
+
+def open_latent(options: argparse.Namespace) -> tuple[Tensor | None, str | None]:
+    """The fixed latent and its digest, where there is one."""
+    from evaluation import mlperf
+
+    if options.latent in (None, "off"):
+        return None, None
+    if options.server:
+        raise UsageError("--latent: a service begins from its own noise; give --latent off, or draw without --server")
+    try:
+        return mlperf.read_latent(Path(options.latent))
+    except mlperf.ProtocolError as error:
+        raise UsageError(f"--latent: {error}; --latent off begins each picture from its seed") from error
+
+
+def _fix_noise(works: Works, latent: Tensor, draft: ImageParameters, options: argparse.Namespace) -> None:
+    model = works.images.model
+    wanted = [1, model.unet.config.in_channels, draft.height // model.vae_scale, draft.width // model.vae_scale]
+    if list(latent.shape) != wanted:
+        raise UsageError(
+            f"--latent: {options.latent} is {list(latent.shape)}, pictures of {model.name} begin from {wanted}; "
+            "--latent off begins each from its seed"
+        )
+    works.images.fix_noise(latent)
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})", text)
+    if match is None:
+        raise UsageError(f"--size: must look like 1024x1024, not {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def _check(draft: ImageParameters, caption: Caption, sizes: Any) -> None:
+    """Refuse what all pictures share before anything is drawn. The captions were checked when they were read."""
+    from core.batching.runner import Refused
+    from pipeline import sigmas
+    from pipeline.parameters import check
+
+    try:
+        check(replace(draft, prompt=caption.text), sizes, sigmas.SCHEDULERS)
+    except Refused as error:
+        field, _, wrong = str(error).partition(": ")
+        raise UsageError(f"{_FLAGS.get(field, f'--{field}')}: {wrong}") from error

@@ -1,0 +1,208 @@
+"""`diptych evaluate`: draws a prompt set and scores it; `diptych evaluate sweep`: draws it in several ways to compare.
+
+Knows options and how a refusal names them; leaves drawing, scores and reports to `evaluation`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli import compare, drawing
+from cli.arguments import (
+    Commands,
+    UsageError,
+    add_model,
+    add_steps,
+    read_settings,
+)
+from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from core.config import Settings
+    from evaluation.lens import Lens
+    from evaluation.run import Run
+    from pipeline.parameters import ImageParameters
+
+_EXAMPLES = """examples:
+  diptych evaluate --prompts captions.tsv --out runs/fp32 --against real
+  diptych evaluate --prompts captions.tsv --out runs/int8 --precision int8 --against real --against runs/fp32
+  diptych evaluate compare runs/fp32 runs/int8 --real real --out report
+  diptych evaluate sweep --prompts captions.tsv --limit 1000 --variants fp32 int8 int8+2 --real real --out runs
+
+A run that was stopped, in whatever way, goes on where it was when the same command is given again. The seed of the
+k-th caption, from 0, is the seed offset plus k: runs with equal offsets share their noise, picture by picture.
+
+exit codes: 0 drawn and scored; 1 some pictures failed; 2 the input cannot be used, and is named; 130 stopped (Ctrl-C)
+"""
+
+
+_VARIANTS = """A variant is a precision (auto, fp32, bf16, fp16, int8, fp8), then perhaps + and a DeepCache schedule,
+then perhaps @ and a seed offset: fp32@1000000 is fp32 with other seeds, whose distance from fp32 gates allow.
+
+  diptych evaluate sweep --prompts captions.tsv --limit 1000 --real real --out runs --variants fp32 fp32@1000000 int8
+"""
+
+
+def add(commands: Commands) -> None:
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="draw a prompt set and score it",
+        description="Draw every caption of a file with the engine, and score the pictures: FID, KID, CMMD, CLIP.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_drawing(evaluate)
+    evaluate.add_argument(
+        "--against", type=Path, action="append", default=[], metavar="REF",
+        help="a folder of pictures, an .npz with mu and sigma, or another run; may be given more than once",
+    )  # fmt: skip
+    evaluate.set_defaults(run=_evaluate, compile=None)
+    parts = evaluate.add_subparsers(metavar="compare, sweep")
+    compare.add(parts)
+    sweep = parts.add_parser(
+        "sweep",
+        help="draw in several ways, then compare them",
+        description="Draw the same captions in several ways, a run for each in DIR, and hold them against the first.",
+        epilog=_VARIANTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_drawing(sweep)
+    compare.add_gates(sweep)
+    sweep.add_argument(
+        "--variants", nargs="+", default=["fp32", "int8", "int8+2"], metavar="HOW", help="default: fp32 int8 int8+2"
+    )
+    sweep.set_defaults(run=_sweep, compile=None, against=[])
+
+
+def _add_drawing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a .tsv or .csv with columns id and caption (or file and name)"
+    )
+    parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="the run's folder")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N captions")
+    parser.add_argument("--server", metavar="URL", help="of a running service that draws, instead of this process")
+    parser.add_argument(
+        "--seed-offset", type=int, default=0, metavar="N", help="seed of the first caption; default: %(default)s"
+    )
+    add_steps(parser)
+    parser.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
+    parser.add_argument("--guidance", type=float, metavar="SCALE", help="default: 5.0")
+    parser.add_argument("--negative", metavar="TEXT", help="what pictures should not show")
+    parser.add_argument("--scheduler", metavar="NAME", help="default: the model's")
+    parser.add_argument("--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet")
+    parser.add_argument("--deterministic", action="store_true", help="equal bytes also where torch draws; slower")
+    parser.add_argument(
+        "--protocol", choices=("mlperf",),
+        help="MLPerf's: 20 steps of Euler, guidance 8, its negative prompt and fixed latent; ends with its verdict",
+    )  # fmt: skip
+    parser.add_argument(
+        "--latent", metavar="FILE",
+        help="an .npy that every picture begins from; default: none, and latents.npy beside FILE in MLPerf's protocol",
+    )  # fmt: skip
+    add_model(parser)
+    add_scoring(parser)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with _drawn(options, console) as (run, lens):
+        return 1 if run is None else score(run, options, lens, console)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    variants = [_variant(options, name) for name in options.variants]
+    if len({variant.out for variant in variants}) < len(variants):
+        raise UsageError("--variants: names one twice")
+    for variant in variants:
+        console.print(variant.out.name, style="bold", markup=False, highlight=False)
+        with _drawn(variant, console) as (run, _):
+            if run is None:
+                return 1
+    options.runs = [variant.out for variant in variants]
+    return compare.run(options)
+
+
+def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
+    """The options of one way to draw: PRECISION, +DEEPCACHE and @SEED_OFFSET where given."""
+    match = re.fullmatch(r"(auto|fp32|bf16|fp16|int8|fp8)(?:\+([^@]+))?(?:@(\d{1,19}))?", name)
+    if match is None:
+        raise UsageError(f"--variants: must look like int8, int8+2 or fp32@1000000, not {name!r}")
+    if options.out is None:
+        raise UsageError("--out: must be given")
+    precision, deepcache, seeds = match.groups()
+    given = vars(options) | {"precision": precision, "out": options.out / name.replace(":", "-")}
+    given["against"] = [] if options.real is None else [options.real]  # tried before hours are spent
+    given |= {} if deepcache is None else {"deepcache": deepcache}
+    given |= {} if seeds is None else {"seed_offset": int(seeds)}
+    return argparse.Namespace(**given)
+
+
+@contextlib.contextmanager
+def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Run | None, Lens]]:
+    """The run that the options ask for, drawn to its end; None where pictures failed."""
+    from evaluation import captions
+    from evaluation.run import Run
+
+    if options.prompts is None or options.out is None:
+        raise UsageError(f"{'--prompts' if options.prompts is None else '--out'}: must be given")
+    if options.limit is not None and options.limit < 1:
+        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    # All that can be refused without a model is refused before one is loaded.
+    try:
+        wanted = captions.read(options.prompts, options.limit)
+    except captions.PromptsError as error:
+        raise UsageError(f"--prompts: {error}") from error
+    if options.protocol:
+        drawing.follow_mlperf(options)
+    settings = read_settings(options, compile=False)
+    draft = drawing.draft_of(options, settings, wanted[0])
+    with scoring_errors():
+        lens = open_lens(options, settings)
+        try_references(options.against, lens)
+        latent, printed = drawing.open_latent(options)
+        asked = drawing.asked(options, settings, draft) | {"latent": printed}
+        with Run.draw_into(options.out, asked, wanted) as run:
+            failed = run.missing and _draw(run, options, settings, draft, latent, console)
+            yield None if failed else run, lens
+
+
+def _draw(
+    run: Run,
+    options: argparse.Namespace,
+    settings: Settings,
+    draft: ImageParameters,
+    latent: Tensor | None,
+    console: Console,
+) -> int:
+    """Draw what is missing; how many pictures failed."""
+    from evaluation import generate
+
+    if len(run.records):
+        console.print(f"{len(run.records)} of {len(run.captions)} pictures are there", highlight=False)
+    try:
+        with contextlib.ExitStack() as stack:
+            source, draft = drawing.open_source(options, settings, draft, latent, run.captions[0], stack, console)
+            progress = stack.enter_context(generate.bars(console))
+            failed, notes = generate.draw(run, source, draft, options.seed_offset, progress)
+    except KeyboardInterrupt:
+        done = f"{len(run.records)} of {len(run.captions)} pictures are done; the same command goes on"
+        raise KeyboardInterrupt(done) from None
+    for note in notes:
+        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        print(f"diptych: {failed} pictures failed; nothing is scored; the same command tries again", file=sys.stderr)
+    return failed

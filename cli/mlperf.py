@@ -1,0 +1,244 @@
+"""`diptych mlperf`: MLPerf's LoadGen drives the engine, or a running service, and judges it.
+
+Knows options; leaves LoadGen to `evaluation.loadgen` and scores to `evaluation.scores`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli import drawing
+from cli.arguments import Commands, Failure, UsageError, add_model, model_errors, read_settings
+from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from core.config import Settings
+    from evaluation.captions import Caption
+    from evaluation.lens import Lens
+    from evaluation.loadgen import Result, Test
+    from pipeline.parameters import ImageParameters
+
+_ABOUT = """examples:
+  diptych mlperf --scenario Offline --prompts captions_source.tsv --target-qps 2.4 --out offline
+  diptych mlperf --scenario Server --prompts captions.tsv --latent off --target-qps 1.5 --duration 60 --queries 100 \\
+      --out server
+  diptych mlperf --scenario Offline --mode accuracy --prompts captions_source.tsv --against val2014.npz --out accuracy
+
+LoadGen's own configuration says what an official run is; a run that is shorter says so. All pictures follow MLPerf's
+protocol, as `diptych evaluate --protocol mlperf` does. The logs and the user.conf that LoadGen was given lie in DIR.
+
+exit codes: 0 VALID, or accuracy scored; 1 INVALID, or pictures failed; 2 the input cannot be used, and is named
+"""
+
+
+def add(commands: Commands) -> None:
+    mlperf = commands.add_parser(
+        "mlperf",
+        help="be measured by MLPerf's LoadGen",
+        description="LoadGen asks for pictures in one of MLPerf's scenarios, and says whether the run is VALID.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    mlperf.add_argument("--scenario", choices=("Offline", "Server", "SingleStream"), required=True)
+    mlperf.add_argument(
+        "--mode", choices=("performance", "accuracy"), default="performance", help="default: %(default)s"
+    )
+    mlperf.add_argument(
+        "--prompts", type=Path, metavar="FILE", required=True, help="MLPerf's captions_source.tsv, or any"
+    )
+    mlperf.add_argument("--limit", type=int, metavar="N", help="only the first N captions")
+    mlperf.add_argument("-o", "--out", type=Path, metavar="DIR", required=True, help="for LoadGen's logs: a new folder")
+    mlperf.add_argument("--server", metavar="URL", help="of a running service that draws, instead of this process")
+    mlperf.add_argument(
+        "--target-qps", type=float, metavar="X", help="pictures a second that are expected or asked for"
+    )
+    mlperf.add_argument("--duration", type=float, metavar="S", help="at least so long; default: LoadGen's, 600 s")
+    mlperf.add_argument("--queries", type=int, metavar="N", help="at least so many; default: LoadGen's")
+    mlperf.add_argument("--user-conf", type=Path, metavar="FILE", help="more of LoadGen's configuration")
+    mlperf.add_argument("--seed-offset", type=int, default=0, metavar="N", help="where there is no latent; default: 0")
+    mlperf.add_argument("--latent", metavar="FILE", help="default: latents.npy beside FILE; off: seeds instead")
+    mlperf.add_argument("--panel", choices=("image", "text"), default="image", help="default: %(default)s")
+    mlperf.add_argument("--text-model", metavar="NAME", help="of the text panel; default: the embedded one")
+    mlperf.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of an answer; default: %(default)s")
+    mlperf.add_argument("--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet")
+    add_model(mlperf)
+    add_scoring(mlperf)
+    mlperf.add_argument(
+        "--against", type=Path, action="append", default=[], metavar="REF", help="of accuracy; as `evaluate` has it"
+    )
+    mlperf.set_defaults(
+        run=_mlperf, compile=None, steps=None, guidance=None, negative=None, scheduler=None, size=None,
+        deterministic=False, protocol="mlperf",
+    )  # fmt: skip
+
+
+def _mlperf(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from evaluation import captions
+    from evaluation.loadgen import ACCURACY, Test
+
+    console = Console(stderr=True)
+    for name in ("target_qps", "duration", "queries", "limit", "max_tokens"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < 1e9:
+            raise UsageError(f"--{name.replace('_', '-')}: must be greater than 0, not {value:g}")
+    try:
+        wanted = captions.read(options.prompts, options.limit)
+    except captions.PromptsError as error:
+        raise UsageError(f"--prompts: {error}") from error
+    settings = read_settings(options, compile=False)
+    test = Test(
+        options.scenario, options.mode, options.target_qps, options.duration, options.queries, options.user_conf
+    )
+    if options.panel == "text":
+        with scoring_errors(), _loadgen_errors(), model_errors():
+            _make(options.out)
+            return _said(_written(test, options, settings, wanted, console), test, options.out)
+    drawing.follow_mlperf(options)
+    draft = drawing.draft_of(options, settings, wanted[0])
+    with scoring_errors(), _loadgen_errors():
+        lens = None
+        if options.mode == ACCURACY:
+            lens = open_lens(options, settings)
+            try_references(options.against, lens)
+        _make(options.out)
+        with contextlib.ExitStack() as stack:
+            result, draft, drawn_by = _driven(test, options, settings, draft, wanted, stack, console)
+        if lens is None:
+            return _said(result, test, options.out)
+        return _scored(options, settings, draft, wanted, drawn_by, lens, console)
+
+
+def _driven(
+    test: Test,
+    options: argparse.Namespace,
+    settings: Settings,
+    draft: ImageParameters,
+    wanted: Sequence[Caption],
+    stack: contextlib.ExitStack,
+    console: Console,
+) -> tuple[Result, ImageParameters, dict[str, Any]]:
+    """LoadGen's test of the engine or the service, after one picture that warms it up."""
+    from evaluation import generate, loadgen
+    from evaluation.panels import Pictures
+
+    latent, _ = drawing.open_latent(options)
+    source, draft = drawing.open_source(options, settings, draft, latent, wanted[0], stack, console)
+    drafts = [
+        replace(draft, prompt=caption.text, seed=generate.seed_of(caption, options.seed_offset)) for caption in wanted
+    ]
+    warm = [source.submit(one, lambda: None) for one in drafts[: min(len(drafts), source.width // 2)]]
+    drawn = [source.take(future.result()) for future in warm]
+    with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
+        result = loadgen.run(test, Pictures(source, drafts), options.out)
+    return result, draft, dict(generate.printed(drawn[0].png))
+
+
+def _written(
+    test: Test, options: argparse.Namespace, settings: Settings, wanted: Sequence[Caption], console: Console
+) -> Result:
+    """LoadGen's test of the text panel: greedy answers to each caption as a chat's first message."""
+    from core.batching.engine import Engine
+    from core.batching.runner import Lane
+    from evaluation import loadgen
+    from evaluation.panels import RemoteTexts, Texts
+    from workers.build import text_runner
+    from workers.texts import TextPanel
+
+    prompts = [caption.text for caption in wanted]
+    name = settings.text_model_name
+    if name is None:
+        raise UsageError("--text-model: no text model is named and none is embedded")
+    with contextlib.ExitStack() as stack:
+        panel: Any
+        if options.server:
+            short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
+            remote = RemoteTexts(options.server, short, prompts, max_tokens=options.max_tokens)
+            panel = stack.enter_context(contextlib.closing(remote))
+        else:
+            with console.status("starting") as status:
+                lane = Lane("device")
+                stack.callback(lane.close)
+                runner = text_runner(settings, lane, status.update)
+                assert runner is not None
+                stack.callback(runner.close)
+                runner.prepare(measure_s=1.0)
+            engine = stack.enter_context(Engine([runner]))
+            panel = Texts(engine, TextPanel(runner), prompts, max_tokens=options.max_tokens)
+        for future in [panel.submit(index, lambda: None) for index in range(min(8, len(panel)))]:
+            future.result()  # warm, and sure that it works
+        with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
+            return loadgen.run(test, panel, options.out)
+
+
+def _make(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"--out: {out} is not empty; LoadGen's logs go into a folder of their own")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _said(result: Result, test: Test, out: Path) -> int:
+    from evaluation.run import write_json
+
+    found = {
+        "scenario": test.scenario, "valid": result.valid, "shortened": result.short, "summary": dict(result.summary),
+    }  # fmt: skip
+    write_json(out / "mlperf.json", found)
+    if result.valid is None:
+        print(out / "mlperf_log_accuracy.json", flush=True)
+        return 0
+    print(result.told)
+    print(f"{test.scenario}: {'VALID' if result.valid else 'INVALID'}" + (" (shortened)" if result.short else ""))
+    for reason in result.short:
+        print(f"  shortened: {reason}")
+    print(out / "mlperf_log_summary.txt", flush=True)
+    return 0 if result.valid else 1
+
+
+def _scored(
+    options: argparse.Namespace,
+    settings: Settings,
+    draft: ImageParameters,
+    wanted: list[Caption],
+    drawn_by: dict[str, Any],
+    lens: Lens,
+    console: Console,
+) -> int:
+    """The pictures of the official accuracy log, as a run of their own, scored as any other."""
+    from PIL import Image
+
+    from evaluation import generate
+    from evaluation.loadgen import read_accuracy
+    from evaluation.run import Run
+
+    _, printed = drawing.open_latent(options)
+    asked = drawing.asked(options, settings, draft) | {"latent": printed}
+    with Run.draw_into(options.out / "run", asked, wanted) as run:
+        run.confirm(drawn_by)
+        for index, picture in read_accuracy(options.out / "mlperf_log_accuracy.json", (draft.width, draft.height)):
+            stream = io.BytesIO()
+            Image.fromarray(picture).save(stream, "PNG")
+            seed = generate.seed_of(wanted[index], options.seed_offset)
+            run.add(wanted[index], seed, f"{index:05d}.png", stream.getvalue(), session=0, seconds=0.0)
+        if run.missing:
+            raise Failure(f"LoadGen's accuracy log holds {len(run.records)} of {len(wanted)} pictures")
+        return score(run, options, lens, console)
+
+
+@contextlib.contextmanager
+def _loadgen_errors() -> Any:
+    from evaluation.loadgen import LoadGenError
+
+    try:
+        yield
+    except LoadGenError as error:
+        raise Failure(str(error)) from error

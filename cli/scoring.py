@@ -1,0 +1,144 @@
+"""What the commands that score have in common: options of the lens, references tried early, refusals in its words.
+
+Knows options; leaves networks, figures and files to `evaluation`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import Failure, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from core.config import Settings
+    from evaluation.lens import Lens
+    from evaluation.run import Run
+
+
+def add_scoring(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lens", metavar="NAME",
+        help="what looks at the pictures: emoji-clip, mlperf (Inception and OpenAI's ViT-B/32), or a CLIP folder; "
+        "default: emoji-clip for the embedded model, else mlperf",
+    )  # fmt: skip
+    parser.add_argument("--inception", type=Path, metavar="FILE", help="its weights; default: fetched and kept")
+    parser.add_argument("--clip", type=Path, metavar="DIR", help="ViT-B/32 in transformers' format; default: fetched")
+    parser.add_argument("--resamples", type=int, default=200, metavar="N", help="of the bootstrap; default: 200")
+
+
+def open_lens(options: argparse.Namespace, settings: Settings | None, run: Run | None = None) -> Lens:
+    from evaluation import lens as lenses
+
+    if options.resamples < 2:
+        raise UsageError(f"--resamples: must be at least 2, not {options.resamples}")
+    name = options.lens
+    if name is None:
+        name = lenses.EMOJI if _embedded(options, settings, run) else lenses.MLPERF
+    if name == lenses.MLPERF:
+        return lenses.mlperf(options.inception, options.clip)
+    if name == lenses.EMOJI:
+        return lenses.embedded()
+    if not Path(name).is_dir():
+        raise UsageError(f"--lens: must be emoji-clip, mlperf, or a folder with a CLIP model, not {name!r}")
+    return lenses.embedded(Path(name))
+
+
+def _embedded(options: argparse.Namespace, settings: Settings | None, run: Run | None) -> bool:
+    from core.config import EMBEDDED_MODEL, STAND_IN_MODEL
+
+    if run is not None:
+        return (run.drawn_by.get("model") or "") in (EMBEDDED_MODEL.name, STAND_IN_MODEL)
+    assert settings is not None
+    if options.server:
+        return options.model in (None, EMBEDDED_MODEL.name)
+    return settings.model_name == STAND_IN_MODEL or Path(settings.model_name).resolve() == EMBEDDED_MODEL.resolve()
+
+
+def try_references(paths: list[Path], lens: Lens) -> None:
+    """Refuse references before hours are spent, as far as can be seen without looking at pictures."""
+    from evaluation import fid, pixels, references
+    from evaluation.run import Run
+
+    names = [path.resolve().name for path in paths]
+    for path, name in zip(paths, names, strict=True):
+        if names.count(name) > 1:
+            raise UsageError(f"--against: two references are called {name!r}")
+        match references.kind(path):
+            case "run":
+                Run.read(path)
+            case "statistics":
+                fid.read(path, lens.distance.width)
+            case _:
+                pixels.listing(path)
+
+
+@contextlib.contextmanager
+def scoring_errors() -> Iterator[None]:
+    from evaluation.fid import StatisticsError
+    from evaluation.inception import WeightsError
+    from evaluation.pixels import PictureError
+    from evaluation.references import UnusableReference
+    from evaluation.run import RunError
+    from evaluation.sources import SourceError
+
+    try:
+        yield
+    except (RunError, PictureError, StatisticsError, UnusableReference, WeightsError) as error:
+        raise UsageError(str(error)) from error
+    except SourceError as error:
+        raise Failure(f"--server: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{error.filename or '--out'}: cannot be written or read ({error.strerror})") from error
+
+
+def score(run: Run, options: argparse.Namespace, lens: Lens, console: Console) -> int:
+    from evaluation import generate, mlperf, pixels, references, scores
+    from evaluation.run import write_json
+
+    with generate.bars(console) as progress:
+        look = looking(progress)
+        kept = run.folder / "references"
+        held = [references.look(path, lens, kept, partial(look, f"looking at {path.name}")) for path in options.against]
+        found = scores.of_run(run, lens, held, resamples=options.resamples, look=look)
+    speed = run.speed()
+    whole = {
+        "lens": lens.name, "pictures": len(run.captions), "side": min(pixels.read(run.files()[0]).shape[:2]), **found,
+        "pictures_per_second": None if speed is None else round(speed, 4),
+        "settings": run.settings, "drawn_by": run.drawn_by,
+    }  # fmt: skip
+    write_json(run.folder / "scores.json", whole)
+    for note in whole["notes"]:
+        console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    print(_table(whole))
+    if options.protocol:
+        print(mlperf.table(whole))
+    print(run.folder / "scores.json", flush=True)
+    return 0
+
+
+def _table(whole: dict[str, Any]) -> str:
+    rows = [("", name, score) for name, score in whole["scores"].items()]
+    for reference, held in whole["against"].items():
+        rows += [(f"against {reference}", name, score) for name, score in held["scores"].items()]
+    return "\n".join(
+        f"{name:20} {score['value']:12.6g}   {score['low']:.6g} … {score['high']:.6g}   {beside}".rstrip()
+        for beside, name, score in rows
+    )
+
+
+def looking(progress: Any) -> Any:
+    tasks: dict[str, Any] = {}
+
+    def look(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = progress.add_task(what, total=total)
+        progress.update(tasks[what], completed=done)
+
+    return look

@@ -1,0 +1,52 @@
+"""The captions that a run draws: read from a prompts file, and kept in the run's own folder.
+
+Knows tables; knows nothing of pictures and scores. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.text import complaint
+from pipeline import prompts
+from pipeline.parameters import MAX_PROMPT_CHARACTERS
+from pipeline.prompts import PromptsError as PromptsError
+
+COLUMNS = ("caption", "prompt", "name")  # `name` is what the embedded data calls its captions
+IDS = ("id", "file")
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """One caption. `index` counts from 0 over the file's captions: a run's seeds count with it."""
+
+    index: int
+    id: str
+    text: str
+
+
+def read(path: Path, limit: int | None = None) -> list[Caption]:
+    """The captions of a file, the first `limit` of them.
+
+    A `.tsv` or `.csv` has a header with a column `caption`, `prompt` or `name`, and ids in a column `id` or `file`
+    (else rows are their own ids). Any other file holds one caption a line.
+
+    Raises:
+        PromptsError: as `pipeline.prompts.read`, and for text that no picture can be asked for with; names the row.
+    """
+    found = prompts.read(path, limit, columns=COLUMNS, names=IDS)
+    for prompt in found:
+        wrong = complaint(prompt.text, MAX_PROMPT_CHARACTERS)
+        if wrong is None and complaint(prompt.name, 1000) is not None:
+            wrong = f"id: {complaint(prompt.name, 1000)}"
+        if wrong is not None:
+            raise PromptsError(f"{path}: row {prompt.row}: {wrong}")
+    return [Caption(index, prompt.name, prompt.text) for index, prompt in enumerate(found)]
+
+
+def digest(captions: list[Caption]) -> str:
+    """Tells these captions, in this order, from any others."""
+    text = "".join(f"{len(part)}:{part}" for caption in captions for part in (caption.id, caption.text))
+    return hashlib.sha256(text.encode()).hexdigest()

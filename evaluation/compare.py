@@ -1,0 +1,224 @@
+"""Holds runs over the same captions against the first of them: ratios, pairs, and the gates that they must pass.
+
+Knows figures and runs; knows nothing of how a comparison is shown on a page.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from evaluation import bootstrap, references, scores
+from evaluation.bootstrap import Figure, Interval
+from evaluation.lens import Lens
+from evaluation.references import Reference
+from evaluation.run import SAME, Run, RunError
+from evaluation.scores import Look
+
+# Per cent, by what a run was drawn with: (how much FID may rise, how much the captions' score may change).
+_INT8, _DEEPCACHE = (2.0, 0.2), (4.0, 0.5)
+HOLDS, OPEN, FAILS = "holds", "open", "fails"
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """How far figures may move from the base run's, in per cent. None: as is asked of what a run was drawn with."""
+
+    fid_rise: float | None = None
+    clip_change: float | None = None
+
+    def of(self, settings: Mapping[str, Any]) -> tuple[float, float]:
+        usual = _DEEPCACHE if settings.get("deepcache") not in (None, "off") else _INT8
+        rise = usual[0] if self.fid_rise is None else self.fid_rise
+        return rise, usual[1] if self.clip_change is None else self.clip_change
+
+
+class _Seen(NamedTuple):
+    """What one run comes to, over the captions that all runs have."""
+
+    run: Run
+    indices: list[int]
+    figures: dict[str, Figure]
+
+
+def runs(
+    given: Sequence[Run], lens: Lens, real: Reference | None, *, gates: Gates, resamples: int, look: Look
+) -> dict[str, Any]:
+    """What `report.json` holds: every run's figures, and their ratios to the first run's by paired bootstrap.
+
+    Ratios are taken over captions that all runs have, by one resampling. Raises `RunError` for runs of one name or with
+    no two captions in common, and as the figures' own modules do.
+    """
+    names = [run.name for run in given]
+    for name in names:
+        if names.count(name) > 1:
+            raise RunError(f"two runs are called {name!r}")
+    kept = _common(given)
+    counts = bootstrap.resamples(len(kept[0]), resamples)
+    seen = [_see(run, indices, lens, real, counts, look) for run, indices in zip(given, kept, strict=True)]
+    base, others = seen[0], seen[1:]
+    notes = _notes(seen, real, lens)
+    spread, siblings = _spread(base, others, lens)
+    found = []
+    for one in seen:
+        entry: dict[str, Any] = {
+            "name": one.run.name,
+            "settings": one.run.settings,
+            "drawn_by": one.run.drawn_by,
+            "pictures_per_second": one.run.speed(),
+            "scores": {name: scores.said(figure) for name, figure in one.figures.items()},
+        }
+        if one is not base:
+            ratios = {
+                name: figure.over(base.figures[name])
+                for name, figure in one.figures.items()
+                if name in (lens.fid, lens.score)
+            }
+            entry["ratios"] = {name: scores.said(ratio) for name, ratio in ratios.items()}
+            entry |= _beside(one, base, counts, notes, look)
+            if one.run.name in siblings:
+                entry["gates"] = []
+            else:
+                entry["gates"] = judged(ratios, lens, gates.of(one.run.settings), spread)
+        found.append(entry)
+    return {
+        "captions": len(kept[0]),
+        "lens": {"name": lens.name, "fid": lens.fid, "score": lens.score, "features": lens.distance.width},
+        "real": None if real is None else {"name": real.name, "kind": real.kind, "pictures": real.count},
+        "base": base.run.name,
+        "resamples": resamples,
+        "seed_spread": None if spread is None else {"fid": spread, "runs": [base.run.name, *siblings]},
+        "runs": found,
+        "notes": notes,
+        "environment": {
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+            "machine": f"{platform.system()} {platform.machine()}",
+        },
+    }
+
+
+def judged(
+    ratios: Mapping[str, Figure], lens: Lens, limits: tuple[float, float], spread: float | None
+) -> list[dict[str, Any]]:
+    """The gates: FID at most so much above the base run's, or the spread between seeds where that is more; the
+    captions' score within so much of it.
+
+    A gate holds where the whole interval lies within, is open where only the figure does, and fails otherwise.
+    """
+    rise, change = limits[0] / 100, limits[1] / 100
+    found = []
+    if lens.fid in ratios:
+        high = 1 + max(rise, spread or 0.0)
+        found.append({"figure": lens.fid, "low": None, "high": high} | _verdict(ratios[lens.fid].interval, None, high))
+    low, high = 1 - change, 1 + change
+    found.append({"figure": lens.score, "low": low, "high": high} | _verdict(ratios[lens.score].interval, low, high))
+    return found
+
+
+def _verdict(ratio: Interval, low: float | None, high: float) -> dict[str, Any]:
+    def within(value: float) -> bool:
+        return value <= high and (low is None or value >= low)
+
+    verdict = FAILS if not within(ratio.value) else HOLDS if within(ratio.low) and within(ratio.high) else OPEN
+    return {"ratio": dict(ratio._asdict()), "verdict": verdict}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The comparison as text, a row a run."""
+    fid, score = found["lens"]["fid"], found["lens"]["score"]
+    rows = [("run", fid, score, "psnr", "ssim", "images/s", "gates")]
+    for run in found["runs"]:
+        cells = [run["name"]]
+        for name in (fid, score):
+            value = run["scores"].get(name, {}).get("value")
+            ratio = run.get("ratios", {}).get(name)
+            moved = "" if ratio is None else f" ({100 * (ratio['value'] - 1):+.2f}%)"
+            cells.append("–" if value is None else f"{value:.5g}{moved}")
+        pairs = run.get("pairs", {})
+        cells += [f"{pairs[name]['value']:.4g}" if name in pairs else "–" for name in ("psnr", "ssim")]
+        cells.append("–" if run["pictures_per_second"] is None else f"{run['pictures_per_second']:.2f}")
+        cells.append(", ".join(gate["verdict"] for gate in run.get("gates", [])) or "–")
+        rows.append(tuple(cells))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _common(given: Sequence[Run]) -> list[list[int]]:
+    """For each run, where the captions stand that all have, in the first run's order."""
+    places = [{(caption.id, caption.text): caption.index for caption in run.captions} for run in given]
+    wanted = [key for key in places[0] if all(key in place for place in places)]
+    if len(wanted) < 2:
+        raise RunError(f"{', '.join(run.name for run in given)}: have {len(wanted)} captions in common, 2 are needed")
+    return [[place[key] for key in wanted] for place in places]
+
+
+def _see(run: Run, indices: list[int], lens: Lens, real: Reference | None, counts: Tensor, look: Look) -> _Seen:
+    distance, clip = references.of_run(run, lens, lambda done, total: look(f"looking at {run.name}", done, total))
+    told: Look = lambda what, done, total: look(f"{run.name}: {what}", done, total)  # noqa: E731
+    cosines = scores.cosines(run, lens, clip)
+    figures = {lens.score: bootstrap.mean(100 * cosines[indices], counts)}
+    if real is not None:
+        figures |= scores.distances(distance[indices], clip[indices], lens, real, counts, look=told)
+    return _Seen(run, indices, figures)
+
+
+def _beside(one: _Seen, base: _Seen, counts: Tensor, notes: list[str], look: Look) -> dict[str, Any]:
+    """PSNR and SSIM of each caption's two pictures, where they share their noise."""
+    seeds = zip(one.indices, base.indices, strict=True)
+    if any(one.run.records[a].seed != base.run.records[b].seed for a, b in seeds):
+        return {}
+    if one.indices != base.indices:
+        notes.append(f"{one.run.name}: no PSNR and SSIM, since its captions stand in another order than the base's")
+        return {}
+    every = scores.pair(one.run, base.run, look, one.indices)
+    return {
+        "pairs": {name: scores.said(figure) for name, figure in scores.paired(every, counts).items()},
+        "differences": [[one_pair.place, round(one_pair.psnr, 3), round(one_pair.ssim, 5)] for one_pair in every],
+    }
+
+
+def _spread(base: _Seen, others: Sequence[_Seen], lens: Lens) -> tuple[float | None, list[str]]:
+    """How far FIDs of runs are apart that differ from the base in their seeds alone, as a share of the base's."""
+    siblings = [one for one in others if _differs_in_seeds_alone(base.run, one.run)]
+    if not siblings or lens.fid not in base.figures:
+        return None, [one.run.name for one in siblings]
+    ratios = [1.0, *(one.figures[lens.fid].value / base.figures[lens.fid].value for one in siblings)]
+    return max(ratios) - min(ratios), [one.run.name for one in siblings]
+
+
+def _differs_in_seeds_alone(a: Run, b: Run) -> bool:
+    """By what drew them rather than by how that was asked for: `auto` may mean what another run names."""
+    ignored = {"seed_offset", "captions", "captions_sha256", "prompts", "server", "model", "precision", "unet"}
+
+    def rest(run: Run) -> dict[str, Any]:
+        asked = {name: value for name, value in run.settings.items() if name not in ignored}
+        return asked | {name: run.drawn_by.get(name) for name in SAME}
+
+    return a.settings["seed_offset"] != b.settings["seed_offset"] and rest(a) == rest(b)
+
+
+def _notes(seen: Sequence[_Seen], real: Reference | None, lens: Lens) -> list[str]:
+    notes = [
+        f"{one.run.name}: {len(one.indices)} of {len(one.run.captions)} captions, those that all runs have"
+        for one in seen
+        if len(one.indices) < len(one.run.captions)
+    ]
+    if lens.fid in seen[0].figures and seen[0].figures[lens.fid].interval.low <= 0:
+        notes.append(f"{seen[0].run.name}: {lens.fid} is not told from 0 by so few captions: ratios to it mean little")
+    if real is not None:
+        notes += scores.few("each run", len(seen[0].indices), lens)
+        notes += scores.few(real.name, real.count, lens)
+        if real.count not in (None, len(seen[0].indices)):
+            notes.append(f"{real.name}: holds {real.count} pictures, the runs {len(seen[0].indices)}")
+    return notes

@@ -1,0 +1,143 @@
+"""Draws a run's missing pictures: keeps the source full, writes each picture as it comes, shows how far it is.
+
+Knows runs, sources and the terminal; knows nothing of scores.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from evaluation.captions import Caption
+from evaluation.run import Run
+from evaluation.sources import Drawn, Source
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from pipeline.parameters import ImageParameters
+
+_SHOWN = 300  # characters of a note
+_EVERY_S = 60.0
+
+
+class Outcome(NamedTuple):
+    """What came of drawing: how many pictures failed, and what a reader of the scores should know."""
+
+    failed: int
+    notes: list[str]
+
+
+def seed_of(caption: Caption, offset: int) -> int:
+    """A caption's seed: the offset plus its index. Runs with equal offsets share their noise, caption by caption."""
+    from pipeline.parameters import MAX_SEED
+
+    return (offset + caption.index) % (MAX_SEED + 1)
+
+
+def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, progress: Progress) -> Outcome:
+    """Draw all that is missing, `draft` with each caption and its seed; a picture that fails is told and left out.
+
+    Raises `run.RunError` where another model draws than before, and OSError where pictures cannot be written.
+    """
+    from pipeline.picture import file_name
+
+    missing = iter(run.missing)
+    steps = progress.add_task("steps", total=len(run.missing) * draft.steps)
+    bar = progress.add_task("pictures", total=len(run.captions), completed=len(run.records))
+    session, started = run.sessions, time.monotonic()
+    pending: dict[Future[Any], tuple[Caption, ImageParameters]] = {}
+    failed, notes = 0, dict[str, None]()
+    pulse = _Pulse(progress.console, len(run.records))
+    while True:
+        while len(pending) < source.width and (caption := next(missing, None)) is not None:
+            wanted = replace(draft, prompt=caption.text, seed=seed_of(caption, seed_offset))
+            pending[source.submit(wanted, lambda: progress.advance(steps))] = (caption, wanted)
+        if not pending:
+            return Outcome(failed, list(notes))
+        done, _ = wait(pending, return_when=FIRST_COMPLETED)
+        for future in done:
+            caption, wanted = pending.pop(future)
+            failure = future.exception()
+            if failure is not None:
+                failed += 1
+                _say(progress.console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
+                continue
+            drawn: Drawn = source.take(future.result())
+            for warning in drawn.warnings:
+                _say(progress.console, f"{caption.id}: {warning}", "yellow")
+            notes |= dict.fromkeys(f"pictures differ in {name}" for name in run.confirm(printed(drawn.png)))
+            run.add(
+                caption, wanted.seed, file_name(wanted, f"{caption.index:05d}"), drawn.png,
+                session=session, seconds=time.monotonic() - started,
+            )  # fmt: skip
+            progress.advance(bar)
+        pulse.beat(len(run.records), len(run.captions))
+
+
+class _Pulse:
+    """Says now and then how far it is where bars cannot be drawn: in a log, or through a pipe."""
+
+    def __init__(self, console: Console, done: int) -> None:
+        self._console = console
+        self._first = done
+        self._started = self._said = time.monotonic()
+
+    def beat(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._console.is_terminal or now - self._said < _EVERY_S:
+            return
+        self._said = now
+        rate = (done - self._first) / (now - self._started)
+        left = f"{(total - done) / rate / 60:.0f} min left" if rate else "none yet"
+        _say(self._console, f"{done} of {total} pictures, {rate:.2f}/s, {left}", "")
+
+
+def printed(png: bytes) -> Mapping[str, Any]:
+    """The fingerprint that a PNG of ours holds; empty where there is none."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(png)) as image:
+        found = json.loads(image.info.get("fingerprint", "{}"))
+    return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def bars(console: Console) -> Iterator[Progress]:
+    """Progress with the rate and the time that is left."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bars
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{speed:.2f}/s", style="progress.data.speed")
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Bars(*columns, console=console, speed_estimate_period=60) as progress:
+        yield progress
+
+
+def _say(console: Console, note: str, style: str) -> None:
+    """A line beside the bars: it may quote a caption, which is no markup."""
+    line = note if len(note) <= _SHOWN else note[:_SHOWN] + "…"
+    console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,46 @@
+"""Which networks look at pictures, and what the figures that come of it are called.
+
+Figures are named after what was looked through: `emoji-clip-fid` is no one's Inception FID.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from evaluation.clip import EMBEDDED, OPENAI, Clip
+from evaluation.features import Extractor
+from evaluation.inception import Inception
+
+EMOJI, MLPERF = "emoji-clip", "mlperf"
+
+
+class Lens(NamedTuple):
+    """`distance` is what FID and KID look through; `clip` what CMMD and the captions' score do."""
+
+    name: str
+    distance: Extractor
+    clip: Clip
+    fid: str
+    kid: str
+    cmmd: str
+    score: str
+
+
+def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> Lens:
+    """A CLIP folder for both, such as the embedded emoji-clip. Raises `inception.WeightsError`."""
+    clip = Clip(folder, device=device)
+    names = (f"{clip.name}-{figure}" for figure in ("fid", "kid", "cmmd", "score"))
+    return Lens(clip.name, clip, clip, *names)
+
+
+def mlperf(inception: Path | None = None, clip: Path | None = None, *, device: str = "cpu") -> Lens:
+    """FID-Inception and OpenAI's ViT-B/32, as MLPerf's text-to-image test defines `fid` and `clip-score`.
+
+    Files of None are fetched. CMMD's published figures look through another CLIP (ViT-L/14, 336 pixels): ours says
+    which. Raises `inception.WeightsError`.
+    """
+    return Lens(
+        MLPERF, Inception(inception, device=device), Clip(clip or OPENAI, device=device),
+        "fid", "kid", "vit-b-32-cmmd", "clip-score",
+    )  # fmt: skip

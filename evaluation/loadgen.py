@@ -1,0 +1,205 @@
+"""MLPerf's LoadGen drives a panel: it decides when which sample is asked for, and judges the timing.
+
+Knows LoadGen's calls, files and configuration; knows nothing of engines and scores. LoadGen's numbers for a model (of
+pictures: 5,000 samples, 600 s, 20 s at the 99th percentile) are in LoadGen itself; what a run changes lies in its
+user.conf.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evaluation.panels import Answer, Panel
+from evaluation.pixels import Pixels
+
+SCENARIOS = ("Offline", "Server", "SingleStream")
+ACCURACY, PERFORMANCE = "accuracy", "performance"
+# LoadGen's kinds of configuration: the one within it, whatever file is named, and a user's. The first call of a process
+# reads its own in any case, later ones do not: so it is asked for each time.
+_OWN, _USER = 0, 1
+# What makes a run shorter than the official one where it is less.
+_LENGTHS = ("min_duration_ms", "min_query_count", "performance_sample_count_override")
+
+
+class LoadGenError(RuntimeError):
+    """LoadGen is not installed, refuses its configuration, or ended without a summary."""
+
+
+class Test(NamedTuple):
+    """What LoadGen is told. None: as its own configuration has it."""
+
+    scenario: str
+    mode: str = PERFORMANCE
+    target_qps: float | None = None
+    duration_s: float | None = None
+    queries: int | None = None
+    user_conf: Path | None = None
+
+
+class Result(NamedTuple):
+    """What came of a test. `summary` are the lines of LoadGen's own by their names, and `told` its verdict with what it
+    recommends; `short` says in what the test is less than an official one."""
+
+    valid: bool | None  # None in accuracy mode, which is not timed
+    summary: Mapping[str, str]
+    told: str
+    short: list[str]
+
+
+class Answering:
+    """The system under test: submits what LoadGen asks for, and hands each answer's bytes back as it is done."""
+
+    def __init__(self, panel: Panel, *, token_latencies: bool) -> None:
+        self.failed = 0
+        self.problem: BaseException | None = None
+        self._panel = panel
+        self._token_latencies = token_latencies
+        self._lock = threading.Lock()
+        self._loadgen = _library()
+
+    def issue(self, samples: Sequence[Any]) -> None:
+        for sample in samples:
+            id = sample.id  # read now: LoadGen takes the sample back when this call ends
+            try:
+                future = self._panel.submit(sample.index, partial(self._begun, id))
+            except Exception as error:  # LoadGen waits for an answer to each sample: it must get one
+                future = Future()
+                future.set_exception(error)
+            future.add_done_callback(partial(self._answer, id))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def _begun(self, id: int) -> None:
+        if self._token_latencies:
+            token = np.zeros(1, np.int32)
+            response = self._loadgen.QuerySampleResponse(id, token.ctypes.data, token.nbytes)
+            self._loadgen.FirstTokenComplete([response])
+
+    def _answer(self, id: int, done: Future[Any]) -> None:
+        try:
+            found = self._panel.answer(done.result())
+        except BaseException as error:
+            with self._lock:
+                self.failed += 1
+                self.problem = self.problem or error
+            found = Answer(np.zeros(0, np.uint8), 1)
+        data = np.ascontiguousarray(found.data)
+        # Copied before the call returns, where it is logged at all.
+        address = data.ctypes.data if data.size else 0
+        counted = () if found.tokens is None or not self._token_latencies else (found.tokens,)
+        self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(id, address, data.nbytes, *counted)])
+
+
+def run(test: Test, panel: Panel, out: Path) -> Result:
+    """Run one test; LoadGen's logs and the user.conf go into `out`. Raises `LoadGenError`."""
+    library = _library()
+    settings, short = _settings(test, panel, out)
+    log = library.LogSettings()
+    log.log_output.outdir = str(out)
+    log.log_output.copy_summary_to_stdout = False
+    log.enable_trace = False
+    answering = Answering(panel, token_latencies=settings.use_token_latencies)
+    sut = library.ConstructSUT(answering.issue, answering.flush)
+    count = min(len(panel), settings.performance_sample_count_override or len(panel))
+    qsl = library.ConstructQSL(len(panel), count, lambda indices: None, lambda indices: None)
+    try:
+        library.StartTestWithLogSettings(sut, qsl, settings, log)
+    finally:
+        library.DestroyQSL(qsl)
+        library.DestroySUT(sut)
+    if answering.failed:
+        raise LoadGenError(f"{answering.failed} samples failed; the first: {answering.problem}")
+    if test.mode == ACCURACY:
+        return Result(None, {}, "", short)
+    summary, told = read_summary(out / "mlperf_log_summary.txt")
+    return Result(summary.get("Result is") == "VALID", summary, told, short)
+
+
+def read_summary(path: Path) -> tuple[dict[str, str], str]:
+    """The lines `name : value` of LoadGen's summary, and its first part as it stands. Raises `LoadGenError`."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise LoadGenError(f"LoadGen left no summary: {path} cannot be read ({error.strerror})") from None
+    parts = re.split(r"^=+\n.*\n=+\n", text, flags=re.MULTILINE)  # each under a heading between two rules
+    lines = {m[1].strip(): m[2].strip() for m in re.finditer(r"^([^:\n]+?)\s*:[ \t]*(.*)$", text, re.MULTILINE)}
+    return lines, (parts[1] if len(parts) > 1 else text).strip()
+
+
+def read_accuracy(path: Path, side: tuple[int, int]) -> Iterator[tuple[int, Pixels]]:
+    """(caption's index, uint8 [H, W, 3]) of `mlperf_log_accuracy.json`, an entry at a time: the file may be large.
+
+    `side` is (width, height). Raises `LoadGenError` naming the line.
+    """
+    width, height = side
+    with path.open("r", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            text = line.strip().rstrip(",")
+            if text in ("", "[", "]"):
+                continue
+            try:
+                entry = json.loads(text)
+                data = np.frombuffer(bytes.fromhex(entry["data"]), np.uint8).reshape(height, width, 3)
+                index = int(entry["qsl_idx"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise LoadGenError(f"{path}: line {number} is no picture of {width}x{height} ({error})") from None
+            yield index, data
+
+
+def _settings(test: Test, panel: Panel, out: Path) -> tuple[Any, list[str]]:
+    """LoadGen's settings from its own configuration and a user.conf, and in what they are less than official ones."""
+    library = _library()
+    official, chosen = library.TestSettings(), library.TestSettings()
+    conf = out / "user.conf"
+    conf.write_text(_user_conf(test, panel), "utf-8")
+    for settings, kinds in ((official, (_OWN,)), (chosen, (_OWN, _USER))):
+        for kind in kinds:
+            if settings.FromConfig(str(conf), panel.model, test.scenario, kind):
+                raise LoadGenError(f"LoadGen does not take {conf}")
+        settings.scenario = getattr(library.TestScenario, test.scenario)
+        settings.mode = library.TestMode.AccuracyOnly if test.mode == ACCURACY else library.TestMode.PerformanceOnly
+    short = [
+        f"{name} is {getattr(chosen, name)}, official: {getattr(official, name)}"
+        for name in _LENGTHS
+        if getattr(chosen, name) < getattr(official, name)
+    ]
+    return chosen, short
+
+
+def _user_conf(test: Test, panel: Panel) -> str:
+    """LoadGen's configuration for this run: the user's own file, and over it what the command line says."""
+    lines = []
+    if test.user_conf is not None:
+        try:
+            lines.append(test.user_conf.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise LoadGenError(
+                f"{test.user_conf}: cannot be read ({getattr(error, 'strerror', None) or error})"
+            ) from None
+    for key, value in (
+        ("target_qps", test.target_qps),
+        ("min_duration", None if test.duration_s is None else round(1000 * test.duration_s)),
+        ("min_query_count", test.queries),
+        ("performance_sample_count_override", len(panel) if len(panel) < panel.samples else None),
+    ):
+        if value is not None:
+            lines.append(f"*.{test.scenario}.{key} = {value}\n")
+    return "".join(lines) or "# Nothing is changed.\n"
+
+
+def _library() -> Any:
+    try:
+        import mlperf_loadgen
+    except ImportError:
+        raise LoadGenError('LoadGen is not installed: pip install "diptych[eval]", or mlcommons-loadgen') from None
+    return mlperf_loadgen

@@ -1,0 +1,110 @@
+"""MLPerf Inference's text-to-image test: its protocol, its fixed latent, and the windows that its scores must lie in.
+
+From the closed division's rules and reference implementation (mlcommons/inference, text_to_image, v4.0 to v5.1). Knows
+the test's numbers; knows nothing of how pictures are drawn, scored or timed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+STEPS, GUIDANCE, SCHEDULER = 20, 8.0, "euler"
+NEGATIVE = "normal quality, low quality, worst quality, low res, blurry, nsfw, nude"
+CAPTIONS = 5_000
+MODEL = "stable-diffusion-xl"  # what LoadGen's own configuration calls it
+NATIVE = 1024
+WINDOWS = {"fid": (23.01085758, 23.95007626), "clip-score": (31.68631873, 31.81331801)}
+
+
+class ProtocolError(ValueError):
+    """Something that the protocol needs and that cannot be used. The message names it."""
+
+
+class Verdict(NamedTuple):
+    """Of one figure. `within` is None where the figure is not the test's own: another lens, model or number."""
+
+    figure: str
+    value: float | None
+    low: float
+    high: float
+    within: bool | None
+
+
+def read_latent(path: Path, shape: Sequence[int] | None = None) -> tuple[torch.Tensor, str]:
+    """The starting latent, fp32 [1, C, h, w], and its file's digest. Raises `ProtocolError`.
+
+    `shape` is what the model's pictures begin from; None leaves that to whoever knows the model.
+    """
+    import numpy as np
+    import torch
+
+    try:
+        data = path.read_bytes()
+        found = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, EOFError) as error:
+        raise ProtocolError(f"{path}: cannot be read as .npy ({error})") from None
+    if not isinstance(found, np.ndarray) or found.dtype != np.float32 or found.ndim != 4 or found.shape[0] != 1:
+        told = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "an archive"
+        raise ProtocolError(f"{path}: must be one latent, float32 [1, C, h, w], not {told}")
+    if not np.isfinite(found).all():
+        raise ProtocolError(f"{path}: holds NaN or infinite numbers")
+    if shape is not None and list(found.shape) != list(shape):
+        raise ProtocolError(f"{path}: is {list(found.shape)}, this model's pictures begin from {list(shape)}")
+    return torch.from_numpy(found.copy()), hashlib.sha256(data).hexdigest()
+
+
+def verdicts(scores: Mapping[str, Any]) -> list[Verdict]:
+    """What `scores.json` says of the closed division's windows.
+
+    A figure is held against its window only where all 5,000 captions were drawn at 1024×1024 by the protocol.
+    """
+    values: dict[str, float] = {name: score["value"] for name, score in scores["scores"].items()}
+    for held in scores["against"].values():
+        if held["kind"] == "statistics" or "fid" not in values:
+            values |= {name: score["value"] for name, score in held["scores"].items()}
+    official = not unofficial(scores)
+    found = []
+    for name, (low, high) in WINDOWS.items():
+        value = values.get(name)
+        within = low <= value <= high if official and value is not None else None
+        found.append(Verdict(name, value, low, high, within))
+    return found
+
+
+def unofficial(scores: Mapping[str, Any]) -> list[str]:
+    """Why a run's scores are not the test's, in words; empty if they are."""
+    settings, reasons = scores["settings"], []
+    expected = {"steps": STEPS, "guidance_scale": GUIDANCE, "scheduler": SCHEDULER, "negative_prompt": NEGATIVE}
+    reasons += [f"{name} is {settings.get(name)!r}" for name, value in expected.items() if settings.get(name) != value]
+    if scores["pictures"] != CAPTIONS:
+        reasons.append(f"{scores['pictures']} captions instead of {CAPTIONS}")
+    if scores["lens"] != "mlperf":
+        reasons.append(f"seen through {scores['lens']}")
+    if settings.get("latent") is None:
+        reasons.append("no fixed latent")
+    if scores.get("side") != NATIVE:
+        reasons.append(f"pictures of {scores.get('side')} pixels instead of {NATIVE}")
+    if settings.get("deepcache") not in (None, "off"):
+        reasons.append("DeepCache, which the open division allows")
+    return reasons
+
+
+def table(scores: Mapping[str, Any]) -> str:
+    """The verdict as text."""
+    words = {True: "within", False: "OUTSIDE", None: "not held against it"}
+    lines = [
+        f"{one.figure:12} {'–' if one.value is None else f'{one.value:.8g}':>12}   closed division: "
+        f"{one.low:.8f} … {one.high:.8f}   {words[one.within]}"
+        for one in verdicts(scores)
+    ]
+    reasons = unofficial(scores)
+    lines += [f"not MLPerf's test: {'; '.join(reasons)}"] if reasons else []
+    return "\n".join(lines)

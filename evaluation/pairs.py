@@ -1,0 +1,58 @@
+"""How far two pictures of the same caption and noise are apart: PSNR and SSIM.
+
+Knows pixels only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from evaluation.pixels import Pixels
+
+_Planes = npt.NDArray[np.float64]  # [C, H, W]
+
+MOST_DB = 100.0  # what equal pictures count as: infinity has no mean
+_WINDOW, _SIGMA, _K1, _K2, _LEVELS = 11, 1.5, 0.01, 0.03, 255.0
+
+
+def psnr(a: Pixels, b: Pixels) -> float:
+    """10 log₁₀(255² / mean squared difference) in dB, at most 100. Raises ValueError for different sizes."""
+    _same_size(a, b)
+    error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
+    return MOST_DB if error == 0 else min(MOST_DB, 10 * math.log10(_LEVELS**2 / error))
+
+
+def ssim(a: Pixels, b: Pixels) -> float:
+    """Mean structural similarity over the three channels (Wang et al., 2004: Gaussian window 11×11, σ = 1.5).
+
+    Windows lie within the picture. Raises ValueError for different sizes, and sides below 11 pixels.
+    """
+    _same_size(a, b)
+    if min(a.shape[:2]) < _WINDOW:
+        raise ValueError(f"sides must be at least {_WINDOW} pixels")
+    x, y = (picture.astype(np.float64).transpose(2, 0, 1) for picture in (a, b))
+    mean_x, mean_y, square_x, square_y, product = (_blur(planes) for planes in (x, y, x * x, y * y, x * y))
+    c1, c2 = (_K1 * _LEVELS) ** 2, (_K2 * _LEVELS) ** 2
+    variance = square_x - mean_x**2 + square_y - mean_y**2
+    covariance = product - mean_x * mean_y
+    similarity = (2 * mean_x * mean_y + c1) * (2 * covariance + c2) / ((mean_x**2 + mean_y**2 + c1) * (variance + c2))
+    return float(similarity.mean())
+
+
+def _blur(planes: _Planes) -> _Planes:
+    """[C, H, W] with the Gaussian window, which is one line after the other; only where it fits."""
+    offsets = np.arange(_WINDOW) - _WINDOW // 2
+    line = np.exp(-(offsets**2) / (2 * _SIGMA**2))
+    line /= line.sum()
+    height, width = planes.shape[1] - _WINDOW + 1, planes.shape[2] - _WINDOW + 1
+    down = sum(weight * planes[:, k : k + height] for k, weight in enumerate(line))
+    return np.asarray(sum(weight * down[:, :, k : k + width] for k, weight in enumerate(line)))
+
+
+def _same_size(a: Pixels, b: Pixels) -> None:
+    if a.shape != b.shape:
+        sizes = " and ".join(f"{p.shape[1]}x{p.shape[0]}" for p in (a, b))
+        raise ValueError(f"pictures of {sizes} cannot be compared")

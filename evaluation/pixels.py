@@ -1,0 +1,48 @@
+"""Reads pictures from files, a few at a time, and refuses what is none, by name.
+
+Knows image files; knows nothing of what is looked for in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+Pixels = npt.NDArray[np.uint8]  # [H, W, 3]
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+class PictureError(ValueError):
+    """A file that is no whole picture. The message names it."""
+
+
+def read(path: Path) -> Pixels:
+    """A picture as uint8 [H, W, 3]; transparent ones are laid on white."""
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                whole = image.convert("RGBA")
+                ground = Image.new("RGBA", whole.size, (255, 255, 255, 255))
+                return np.asarray(Image.alpha_composite(ground, whole).convert("RGB"))
+            return np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
+        reason = getattr(error, "strerror", None) or error
+        raise PictureError(f"{path}: is no whole picture ({reason})") from None
+
+
+def listing(folder: Path) -> Sequence[Path]:
+    """A folder's pictures by name, hidden ones left out. Raises `PictureError` where there are none."""
+    found = sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    )
+    if not found:
+        raise PictureError(f"{folder}: holds no pictures ({', '.join(SUFFIXES)})")
+    return found

@@ -1,0 +1,95 @@
+"""What a run is held against: a folder of pictures, a file of statistics, or another run.
+
+Knows how each is told from the others and what can be asked of it; knows nothing of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from evaluation import features, fid, pixels
+from evaluation.features import Extractor, Tick
+from evaluation.fid import Gaussian
+from evaluation.lens import Lens
+from evaluation.run import Run
+
+
+class UnusableReference(ValueError):
+    """A reference that cannot be used. The message names it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """`distance` and `clip` are its pictures' features [N, D]: None of statistics, whose pictures are gone."""
+
+    name: str
+    kind: str  # "folder", "statistics", "run"
+    gaussian: Gaussian
+    distance: Tensor | None = None
+    clip: Tensor | None = None
+    run: Run | None = None
+
+    @property
+    def count(self) -> int | None:
+        return None if self.distance is None else len(self.distance)
+
+
+def kind(path: Path) -> str:
+    """What lies there, by its looks. Raises `UnusableReference`."""
+    if (path / "run.json").is_file():
+        return "run"
+    if path.is_dir():
+        return "folder"
+    if path.suffix.lower() == ".npz" and path.is_file():
+        return "statistics"
+    raise UnusableReference(f"{path}: is neither a run, nor a folder of pictures, nor an .npz with mu and sigma")
+
+
+def look(path: Path, lens: Lens, store: Path, tick: Tick) -> Reference:
+    """Take a reference's features; those of a run are kept in the run's folder, those of a folder in `store`.
+
+    Raises `UnusableReference`, `run.RunError`, `fid.StatisticsError` and `pixels.PictureError`, naming the file.
+    """
+    name, what = path.resolve().name, kind(path)
+    if what == "statistics":
+        return Reference(name, what, fid.read(path, lens.distance.width))
+    if what == "run":
+        run = Run.read(path)
+        distance, clip = of_run(run, lens, tick)
+        return Reference(name, what, fid.gaussian(distance), distance, clip, run)
+    files = pixels.listing(path)
+    if len(files) < 2:
+        raise UnusableReference(f"{path}: holds one picture; a distribution needs at least 2")
+    digest = features.digest_of(files)
+
+    def taken(extractor: Extractor) -> Tensor:
+        kept = store / f"{name}-{digest[:12]}-{extractor.name}"
+        return features.of_pictures(files, digest, extractor, kept, tick)
+
+    distance, clip = _both(lens, taken(lens.distance), taken)
+    return Reference(name, what, fid.gaussian(distance), distance, clip)
+
+
+def of_run(run: Run, lens: Lens, tick: Tick) -> tuple[Tensor, Tensor]:
+    """A run's features for distances and for captions, kept in its folder."""
+    files, digest = run.files(), run.digest()
+
+    def taken(extractor: Extractor) -> Tensor:
+        return features.of_pictures(files, digest, extractor, run.folder / "features" / extractor.name, tick)
+
+    return _both(lens, taken(lens.distance), taken)
+
+
+def captions_of(run: Run, lens: Lens) -> Tensor:
+    """Features [N, D] of a run's captions, kept in its folder."""
+    texts: Sequence[str] = [caption.text for caption in run.captions]
+    kept = run.folder / "features" / f"{lens.clip.name}-captions"
+    return features.of_captions(texts, lens.clip.read, lens.clip.width, lens.clip.digest, kept)
+
+
+def _both(lens: Lens, distance: Tensor, taken: Callable[[Extractor], Tensor]) -> tuple[Tensor, Tensor]:
+    return distance, distance if lens.clip is lens.distance else taken(lens.clip)

@@ -1,0 +1,236 @@
+"""The comparison as one page that needs nothing else: pictures beside one another, scores, gates, speed, worst cases.
+
+Knows what `compare` found and where pictures lie; knows nothing of how figures are made. The page's frame, style and
+script are report.html beside this file.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from evaluation import pixels, plots
+from evaluation.pixels import Pixels
+from evaluation.run import Run
+
+_FRAME = Path(__file__).with_name("report.html")
+_WORST = 6  # cases of each run
+_SIDE = 384  # no picture is shown larger
+_AMPLIFIED = 16
+_SERIES = 6  # colours of the page
+
+
+def page(found: Mapping[str, Any], runs: Sequence[Run], *, shown: int = 24) -> str:
+    """The whole page. `runs` are those that were compared, in the same order; `shown` captions are in the grid.
+
+    Raises `pixels.PictureError`.
+    """
+    parts = {
+        "title": escape(_title(found)),
+        "lead": _lead(found),
+        "scores": _scores(found),
+        "gates": _gates(found),
+        "speed": _speed(found),
+        "differences": _differences(found, runs),
+        "settings": _settings(found),
+        "names": json.dumps([run.name for run in runs]).replace("<", "\\u003c"),
+        "grid": json.dumps(_grid(found, runs, shown)).replace("<", "\\u003c"),
+    }
+    whole = _FRAME.read_text("utf-8")
+    for name, value in parts.items():
+        whole = whole.replace(f"<!--{name}-->", value).replace(f'"{name}-here"', value)
+    return whole
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    others = [run["name"] for run in found["runs"][1:]]
+    return f"{found['base']} against {', '.join(others)}" if others else str(found["base"])
+
+
+def _lead(found: Mapping[str, Any]) -> str:
+    real, lens = found["real"], found["lens"]
+    against = "no real pictures were given" if real is None else f"FID from <b>{escape(real['name'])}</b>"
+    text = (
+        f"<b>{found['captions']}</b> captions · {against} · seen through <b>{escape(lens['name'])}</b> "
+        f"({lens['features']} features) · 95% intervals of {found['resamples']} paired resamples of the captions"
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in found["notes"])
+    return f"<p>{text}</p>" + (f'<ul class="notes">{notes}</ul>' if notes else "")
+
+
+def _scores(found: Mapping[str, Any]) -> str:
+    names = list(dict.fromkeys(name for run in found["runs"] for name in run["scores"]))
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    rows = []
+    for number, run in enumerate(found["runs"]):
+        cells = []
+        for name in names:
+            ratio = run.get("ratios", {}).get(name)
+            moved = "" if ratio is None else f'<span class="moved">{100 * (ratio["value"] - 1):+.2f}%</span>'
+            cells.append(f"<td>{_figure(run['scores'].get(name))}{moved}</td>")
+        for name in ("psnr", "ssim"):
+            cells.append(f"<td>{_figure(run.get('pairs', {}).get(name))}</td>")
+        speed = run["pictures_per_second"]
+        cells.append(f"<td>{'–' if speed is None else f'{speed:.2f}'}</td>")
+        chips = "".join(
+            f'<span class="chip {gate["verdict"]}" title="{escape(gate["figure"])}">{gate["verdict"]}</span>'
+            for gate in run.get("gates", [])
+        )
+        rows.append(
+            f'<tr><th scope="row"><i class="dot b{number % _SERIES}"></i>{escape(run["name"])}</th>'
+            f"{''.join(cells)}<td>{chips or ('base' if not number else '–')}</td></tr>"
+        )
+    return (
+        f"<table><thead><tr><th>run</th>{head}<th>psnr, dB</th><th>ssim</th><th>images/s</th><th>gates</th></tr>"
+        f"</thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _figure(one: Mapping[str, float] | None) -> str:
+    if one is None:
+        return "–"
+    return f'{one["value"]:.4g}<span class="range">{one["low"]:.4g} … {one["high"]:.4g}</span>'
+
+
+def _gates(found: Mapping[str, Any]) -> str:
+    """For FID and the captions' score a plot each, of all runs that are held against the base."""
+    parts = []
+    for name in (found["lens"]["fid"], found["lens"]["score"]):
+        bars = []
+        for number, run in enumerate(found["runs"]):
+            ratio = run.get("ratios", {}).get(name)
+            if ratio is None:
+                continue
+            gate = next((gate for gate in run["gates"] if gate["figure"] == name), None)
+            least = None if gate is None or gate["low"] is None else _percent(gate["low"])
+            most = None if gate is None else _percent(gate["high"])
+            value, low, high = (_percent(ratio[key]) for key in ("value", "low", "high"))
+            verdict = "" if gate is None else gate["verdict"]
+            bars.append(plots.Bar(run["name"], value, low, high, least, most, verdict, number % _SERIES))
+        if bars:
+            plot = plots.whiskers(bars, "% from the base run")
+            parts.append(f"<figure><figcaption>{escape(name)}</figcaption>{plot}</figure>")
+    if not parts:
+        return ""
+    spread = found["seed_spread"]
+    said = (
+        ""
+        if spread is None
+        else f"<p>FIDs of runs that differ in their seeds alone ({escape(', '.join(spread['runs']))}) are "
+        f"{100 * spread['fid']:.2f}% apart: FID may rise by that where it is more than the gate.</p>"
+    )
+    return f'<section><h2>Gates</h2>{said}<div class="plots">{"".join(parts)}</div></section>'
+
+
+def _speed(found: Mapping[str, Any]) -> str:
+    fid, score = found["lens"]["fid"], found["lens"]["score"]
+    parts = []
+    for name in (fid, score):
+        dots = [
+            plots.Dot(run["name"], run["pictures_per_second"], one["value"], one["low"], one["high"], number % _SERIES)
+            for number, run in enumerate(found["runs"])
+            if run["pictures_per_second"] is not None and (one := run["scores"].get(name)) is not None
+        ]
+        if len(dots) > 1:
+            better = "lower is better" if name == fid else "higher is better"
+            plot = plots.scatter(dots, "images per second, while the engine was full", f"{name}, {better}")
+            parts.append(f"<figure>{plot}</figure>")
+    if not parts:
+        return ""
+    return f'<section><h2>Speed against quality</h2><div class="plots">{"".join(parts)}</div></section>'
+
+
+def _differences(found: Mapping[str, Any], runs: Sequence[Run]) -> str:
+    parts = []
+    for number, (entry, run) in enumerate(zip(found["runs"], runs, strict=True)):
+        every = entry.get("differences")
+        if not every:
+            continue
+        plot = plots.histogram([psnr for _, psnr, _ in every], "PSNR of a picture, dB", number % _SERIES)
+        worst = sorted(every, key=lambda one: one[1])[:_WORST]
+        cases = "".join(_case(runs[0], run, index, psnr, ssim) for index, psnr, ssim in worst)
+        parts.append(
+            f'<article><h3><i class="dot b{number % _SERIES}"></i>{escape(entry["name"])}</h3><div class="spread">'
+            f'<figure>{plot}</figure><div class="worst">{cases}</div></div></article>'
+        )
+    if not parts:
+        return ""
+    return (
+        f"<section><h2>Differences, picture by picture</h2><p>How far each run's pictures are from "
+        f"{escape(found['base'])}'s of the same caption and noise, and the worst of them: base, run, "
+        f"{_AMPLIFIED} times the difference.</p>{''.join(parts)}</section>"
+    )
+
+
+def _case(base: Run, run: Run, index: int, psnr: float, ssim: float) -> str:
+    a, b = (_picture(one, index) for one in (base, run))
+    gap = np.clip(np.abs(a.astype(int) - b.astype(int)) * _AMPLIFIED, 0, 255).astype(np.uint8)
+    images = "".join(f'<img src="{_embed(one)}" alt="">' for one in (a, b, gap))
+    return (
+        f'<figure class="case">{images}<figcaption>{escape(run.captions[index].text)}<br>'
+        f"<small>{psnr:.1f} dB · SSIM {ssim:.3f}</small></figcaption></figure>"
+    )
+
+
+def _settings(found: Mapping[str, Any]) -> str:
+    """What the runs were asked for and drawn with, a column a run; rows that differ stand out."""
+    columns = [
+        dict(run["settings"]) | {f"drawn by: {k}": v for k, v in run["drawn_by"].items()} for run in found["runs"]
+    ]
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name) for column in columns]
+        differs = ' class="differs"' if any(value != values[0] for value in values) else ""
+        cells = "".join(f"<td>{escape(_plain(value))}</td>" for value in values)
+        rows.append(f'<tr{differs}><th scope="row">{escape(name)}</th>{cells}</tr>')
+    head = "".join(f"<th>{escape(run['name'])}</th>" for run in found["runs"])
+    scored = " · ".join(f"{escape(k)} {escape(str(v))}" for k, v in found["environment"].items())
+    return (
+        f'<table class="settings"><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+        f'<p class="scored">scored with {scored}</p>'
+    )
+
+
+def _grid(found: Mapping[str, Any], runs: Sequence[Run], shown: int) -> list[dict[str, Any]]:
+    """Captions spread evenly over the list, with each run's picture."""
+    places = [{(c.id, c.text): c.index for c in run.captions} for run in runs]
+    wanted = [key for key in places[0] if all(key in place for place in places)]
+    count = min(shown, len(wanted))
+    picked = [wanted[k * len(wanted) // count] for k in range(count)]
+    return [
+        {
+            "caption": key[1],
+            "images": [_embed(_picture(run, place[key])) for run, place in zip(runs, places, strict=True)],
+        }
+        for key in picked
+    ]
+
+
+def _picture(run: Run, index: int) -> Pixels:
+    return pixels.read(run.pictures / run.records[index].file)
+
+
+def _embed(picture: Pixels) -> str:
+    image = Image.fromarray(picture)
+    image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    stream = io.BytesIO()
+    image.save(stream, "WEBP", lossless=max(image.size) <= 160, quality=90)
+    return "data:image/webp;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+def _percent(ratio: float) -> float:
+    return 100 * (ratio - 1)
+
+
+def _plain(value: Any) -> str:
+    text = "–" if value is None else str(value)
+    return text if len(text) <= 48 else text[:20] + "…" + text[-12:]

@@ -1,0 +1,278 @@
+"""A run's folder: its settings, its captions, its pictures, and one record of each picture that is done.
+
+Knows files and what is left of them when a process is killed; knows nothing of how pictures are drawn or scored.
+
+    run.json        what the pictures were asked for with, and what drew them
+    captions.json   the captions, in order
+    pictures/       the PNGs
+    pictures.jsonl  a line for each finished PNG, appended after it is whole: what is not recorded is drawn again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from evaluation import captions as texts
+from evaluation.captions import Caption
+
+VERSION = 1
+# What must be the same for all pictures of a run. What else a fingerprint holds may differ, and is said.
+SAME = ("model", "weights", "precision")
+
+
+class RunError(ValueError):
+    """A run's folder that cannot be used. The message names folder, file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One finished picture. `seconds` are since its session began to draw, on a clock that never goes back."""
+
+    index: int
+    id: str
+    seed: int
+    file: str
+    sha256: str
+    session: int
+    seconds: float
+
+
+class Run:
+    """One run. Opened for drawing it is locked: no second process may draw into it."""
+
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], captions: list[Caption], drawn_by: dict[str, Any]
+    ) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.captions = captions
+        self.drawn_by = drawn_by  # the fingerprint of its first picture
+        self.records: dict[int, Record] = {}
+        self._lock: FileLock | None = None
+        self._log: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def pictures(self) -> Path:
+        return self.folder / "pictures"
+
+    @property
+    def missing(self) -> list[Caption]:
+        """What is still to be drawn, in order."""
+        return [caption for caption in self.captions if caption.index not in self.records]
+
+    @property
+    def sessions(self) -> int:
+        return 1 + max((record.session for record in self.records.values()), default=-1)
+
+    def digest(self) -> str:
+        """Tells these pictures, in this order, from any others."""
+        whole = "".join(self.records[index].sha256 for index in sorted(self.records))
+        return hashlib.sha256(whole.encode()).hexdigest()
+
+    def files(self) -> list[Path]:
+        """The finished pictures' files, in the captions' order."""
+        return [self.pictures / self.records[index].file for index in sorted(self.records)]
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def draw_into(cls, folder: Path, settings: Mapping[str, Any], captions: list[Caption]) -> Self:
+        """Open a folder to draw into: a new one, or one whose run was stopped.
+
+        Raises `RunError` where its settings or captions differ, naming the first difference; where another process
+        draws into it; and where it holds something else than a run.
+        """
+        asked = dict(settings) | {"captions": len(captions), "captions_sha256": texts.digest(captions)}
+        head = folder / "run.json"
+        if not head.exists() and folder.exists() and any(p.name != "run.lock" for p in folder.iterdir()):
+            raise RunError(f"{folder} holds something else than a run; name an empty folder or a new one")
+        (folder / "pictures").mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "run.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RunError(f"{folder} is being drawn into by another process") from None
+        try:
+            run = cls._load(folder) if head.exists() else None
+            if run is not None and run.records:
+                _refuse_differences(f"{folder} holds a run with other settings", run.settings, asked, asked)
+            else:  # nothing is drawn: a command that was refused is no reason to refuse a better one
+                run = cls(folder, asked, captions, {})
+                write_json(folder / "captions.json", [[caption.id, caption.text] for caption in captions])
+                run._write_head()
+            run._lock = lock
+            run._clean()
+            run._log = os.open(folder / "pictures.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """A finished run. Raises `RunError` for what is none, and for one with pictures missing or changed."""
+        run = cls._load(folder)
+        if run.missing:
+            left, whole = len(run.missing), len(run.captions)
+            raise RunError(f"{folder}: {left} of {whole} pictures are not drawn; start its `evaluate` again")
+        return run
+
+    @classmethod
+    def _load(cls, folder: Path) -> Self:
+        try:
+            head = json.loads((folder / "run.json").read_text("utf-8"))
+            pairs = json.loads((folder / "captions.json").read_text("utf-8"))
+            captions = [Caption(index, id, text) for index, (id, text) in enumerate(pairs)]
+            version, settings, drawn_by = head["version"], dict(head["settings"]), dict(head["drawn_by"])
+        except OSError as error:
+            raise RunError(f"{folder} is no run: {error.filename} cannot be read ({error.strerror})") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{folder}: run.json or captions.json is damaged ({error})") from None
+        if version != VERSION:
+            raise RunError(f"{folder}: run.json has version {version}, this program reads {VERSION}")
+        if texts.digest(captions) != settings.get("captions_sha256"):
+            raise RunError(f"{folder}: captions.json is not what run.json was written with")
+        run = cls(folder, settings, captions, drawn_by)
+        run._read_records()
+        return run
+
+    def _read_records(self) -> None:
+        """The records whose picture is there and unchanged. A torn last line is what a kill leaves: it counts not."""
+        try:
+            lines = (self.folder / "pictures.jsonl").read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return
+        for number, line in enumerate(lines[:-1], 1):  # what follows the last line end is torn, or nothing
+            try:
+                record = Record(**json.loads(line))
+                caption = self.captions[record.index]
+            except (ValueError, TypeError, IndexError):
+                raise RunError(f"{self.folder}: pictures.jsonl line {number} is no record of this run") from None
+            if caption.id != record.id:
+                raise RunError(f"{self.folder}: pictures.jsonl line {number} is for {record.id!r}, not {caption.id!r}")
+            try:
+                data = (self.pictures / record.file).read_bytes()
+            except OSError:
+                continue
+            if hashlib.sha256(data).hexdigest() == record.sha256:
+                self.records[record.index] = record
+
+    def _clean(self) -> None:
+        """Take away what a kill left: half a line, half a picture."""
+        for partial in self.pictures.glob(".*.part"):
+            partial.unlink(missing_ok=True)
+        log = self.folder / "pictures.jsonl"
+        if log.exists():
+            data = log.read_bytes()
+            whole = data.rfind(b"\n") + 1
+            if whole < len(data):
+                os.truncate(log, whole)
+
+    # -- drawing -------------------------------------------------------------------------------------------------------
+
+    def confirm(self, fingerprint: Mapping[str, Any]) -> list[str]:
+        """Hold a picture's fingerprint against the first one's; returns what differs and may.
+
+        Raises `RunError` where model, weights or precision differ: those pictures are not of this run.
+        """
+        if not self.drawn_by:
+            self.drawn_by = dict(fingerprint)
+            self._write_head()
+        same = {name: fingerprint.get(name) for name in SAME}
+        _refuse_differences(f"{self.folder} was drawn by another model", self.drawn_by, dict(fingerprint), same)
+        return [
+            f"{name}: {self.drawn_by.get(name)!r} and {fingerprint.get(name)!r}"
+            for name in sorted({*self.drawn_by, *fingerprint} - {*SAME})
+            if self.drawn_by.get(name) != fingerprint.get(name)
+        ]
+
+    def add(self, caption: Caption, seed: int, file: str, png: bytes, *, session: int, seconds: float) -> None:
+        """Write a picture whole, then its record. Raises OSError, and then neither is there."""
+        assert self._log is not None, "not opened for drawing"
+        write(self.pictures / file, png)
+        record = Record(
+            caption.index, caption.id, seed, file, hashlib.sha256(png).hexdigest(), session, round(seconds, 4)
+        )
+        line = (json.dumps(asdict(record), ensure_ascii=False) + "\n").encode()
+        if os.write(self._log, line) != len(line):  # the rest would follow half a line
+            raise OSError(errno.ENOSPC, "half a line was written", str(self.folder / "pictures.jsonl"))
+        self.records[caption.index] = record
+
+    def speed(self) -> float | None:
+        """Pictures per second while the engine was full, over the longest session; None of fewer than 16 pictures.
+
+        Counted from the picture after which a quarter is done to the one before the last quarter: at both ends fewer
+        are in the making.
+        """
+        sessions: dict[int, list[float]] = {}
+        for record in self.records.values():
+            sessions.setdefault(record.session, []).append(record.seconds)
+        longest = max(sessions, key=lambda session: len(sessions[session]), default=0)
+        moments = sorted(sessions.get(longest, []))
+        if len(moments) < 16:
+            return None
+        first, last = len(moments) // 4, 3 * len(moments) // 4
+        took = moments[last] - moments[first]
+        return (last - first) / took if took > 0 else None
+
+    def _write_head(self) -> None:
+        head = {"version": VERSION, "settings": self.settings, "drawn_by": self.drawn_by}
+        write_json(self.folder / "run.json", head)
+
+    def close(self) -> None:
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except BaseException:  # Ctrl-C too
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON whole or not at all. Raises ValueError for NaN and infinities."""
+    write(path, (json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n").encode())
+
+
+def _refuse_differences(
+    what: str, there: Mapping[str, Any], asked: Mapping[str, Any], names: Mapping[str, Any]
+) -> None:
+    differ = [name for name in names if there.get(name) != asked.get(name)]
+    if differ:
+        said = "; ".join(f"{name} is {there.get(name)!r} there, {asked.get(name)!r} here" for name in differ[:5])
+        raise RunError(f"{what}: {said}")

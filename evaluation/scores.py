@@ -1,0 +1,166 @@
+"""The scores of a run: every figure with its 95% interval, over all captions and against each reference.
+
+Knows figures and their names; knows nothing of how pictures are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evaluation import bootstrap, fid, mmd, pairs, pixels, references
+from evaluation.bootstrap import Figure
+from evaluation.lens import Lens
+from evaluation.references import Reference
+from evaluation.run import Run, RunError
+
+Look = Callable[[str, int, int], None]  # what, done, total
+
+
+class Pair(NamedTuple):
+    """Two pictures of one caption: how far they are apart."""
+
+    place: int  # among the run's captions
+    psnr: float
+    ssim: float
+
+
+def of_run(run: Run, lens: Lens, held_against: Sequence[Reference], *, resamples: int, look: Look) -> dict[str, Any]:
+    """What `scores.json` holds.
+
+    Raises `pixels.PictureError`, `RunError` where a run has fewer than 2 pictures.
+    """
+    if len(run.captions) < 2:
+        raise RunError(f"{run.folder}: one picture is no distribution; scores need at least 2")
+    distance, clip = references.of_run(run, lens, lambda done, total: look(f"looking at {run.name}", done, total))
+    counts = bootstrap.resamples(len(run.captions), resamples)
+    notes = few(run.name, len(distance), lens)
+    found: dict[str, Any] = {"scores": {lens.score: said(caption_score(run, lens, clip, counts))}, "against": {}}
+    for reference in held_against:
+        if reference.run is not None and reference.run.folder.resolve() == run.folder.resolve():
+            raise RunError(f"--against: {run.folder} is this run itself")
+        notes += few(reference.name, reference.count, lens)
+        figures = {
+            name: said(figure) for name, figure in distances(distance, clip, lens, reference, counts, look=look).items()
+        }
+        if reference.run is not None:
+            reason = unpaired(run, reference.run)
+            if reason:
+                notes.append(f"{reference.name}: no PSNR and SSIM, {reason}")
+            else:
+                every = pair(run, reference.run, look)
+                figures |= {name: said(figure) for name, figure in paired(every, counts).items()}
+        found["against"][reference.name] = {"kind": reference.kind, "pictures": reference.count, "scores": figures}
+        check = by_torchmetrics(distance, reference)
+        if check is not None:
+            found["against"][reference.name]["torchmetrics"] = {lens.fid: check}
+    return found | {"resamples": resamples, "notes": notes}
+
+
+def caption_score(run: Run, lens: Lens, clip: Tensor, counts: Tensor) -> Figure:
+    """100 × the cosine of picture and caption, the mean over captions; not clamped at 0 (as MLPerf has it)."""
+    return bootstrap.mean(100 * cosines(run, lens, clip), counts)
+
+
+def cosines(run: Run, lens: Lens, clip: Tensor) -> Tensor:
+    """[N] fp64."""
+    return (clip.double() * references.captions_of(run, lens).double()).sum(1)
+
+
+def distances(
+    distance: Tensor, clip: Tensor, lens: Lens, reference: Reference, counts: Tensor, *, look: Look
+) -> dict[str, Figure]:
+    """FID, and where the reference has pictures KID and CMMD. The reference itself is not resampled."""
+    far = fid.Distance(reference.gaussian)
+    drawn = []
+    for number, once in enumerate(fid.resampled(distance, counts), 1):
+        drawn.append(far(once))
+        look(f"{lens.fid} over resamples", number, len(counts))
+    found = {lens.fid: Figure(far(fid.gaussian(distance)), torch.tensor(drawn, dtype=torch.float64))}
+    if reference.distance is not None and reference.clip is not None:
+        every = torch.cat([torch.ones_like(counts[:1]), counts])
+        for name, measure, ours, theirs in (
+            (lens.kid, mmd.kid, distance, reference.distance),
+            (lens.cmmd, mmd.cmmd, clip, reference.clip),
+        ):
+            walked = measure(ours, theirs, every)
+            found[name] = Figure(float(walked[0]), walked[1:])
+    return found
+
+
+def unpaired(run: Run, other: Run) -> str | None:
+    """Why pictures of two runs do not belong together one by one; None if they do."""
+    if [(c.id, c.text) for c in run.captions] != [(c.id, c.text) for c in other.captions]:
+        return "since its captions are others"
+    if any(run.records[index].seed != other.records[index].seed for index in run.records):
+        return "since its seeds are others"
+    return None
+
+
+def pair(run: Run, other: Run, look: Look, indices: Sequence[int] | None = None) -> list[Pair]:
+    """PSNR and SSIM of each caption's two pictures. Raises `RunError` where they are of different sizes."""
+    wanted = range(len(run.captions)) if indices is None else indices
+    found = []
+    for done, index in enumerate(wanted, 1):
+        a, b = (pixels.read(one.pictures / one.records[index].file) for one in (run, other))
+        try:
+            found.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b)))
+        except ValueError as error:
+            raise RunError(f"{run.folder} and {other.folder}: {run.captions[index].id}: {error}") from None
+        look(f"{run.name} beside {other.name}", done, len(wanted))
+    return found
+
+
+def paired(found: Sequence[Pair], counts: Tensor) -> dict[str, Figure]:
+    """Means over captions; equal pictures count as 100 dB."""
+    return {
+        name: bootstrap.mean(torch.tensor([getattr(one, name) for one in found], dtype=torch.float64), counts)
+        for name in ("psnr", "ssim")
+    }
+
+
+def few(name: str, count: int | None, lens: Lens) -> list[str]:
+    """A warning where a covariance cannot have full rank."""
+    width = lens.distance.width
+    if count is None or count > width:
+        return []
+    return [
+        f"{name}: {count} pictures are fewer than the {width} features and one: their covariance has rank "
+        f"{count - 1} at most, and {lens.fid} is too high by much and depends on how many pictures there are. Compare "
+        "it only with figures over the same number of pictures"
+    ]
+
+
+def by_torchmetrics(distance: Tensor, reference: Reference) -> float | None:
+    """The same FID by torchmetrics, beside ours; None where it is not installed, or the reference has no pictures."""
+    if reference.distance is None:
+        return None
+    try:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+    except ImportError:
+        return None
+    measure = FrechetInceptionDistance(feature=_Given(distance.shape[1])).set_dtype(torch.float64)
+    for features, real in ((reference.distance, True), (distance, False)):
+        for start in range(0, len(features), fid.CHUNK):
+            measure.update(features[start : start + fid.CHUNK].double(), real=real)
+    return float(measure.compute())
+
+
+class _Given(torch.nn.Module):
+    """Hands torchmetrics features where it expects pictures."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_features = width
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features
+
+
+def said(figure: Figure) -> dict[str, float]:
+    """A figure as JSON."""
+    value, low, high = figure.interval
+    return {"value": value, "low": low, "high": high}

@@ -1,0 +1,70 @@
+"""A shell for the room's commands, and runs drawn once with the real engine for all tests that look at them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import cli
+from pipeline import tiny
+from tests.cli.shell import Shell
+
+CLIP = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
+CAPTIONS = (
+    "pizza",
+    "red heart",
+    "cat face",
+    "rocket",
+    "tiger face",
+    "rainbow",
+    "ghost",
+    "banana",
+    "key",
+    "fire",
+    "owl",
+)
+QUICK = ["--model", tiny.TINY, "--steps", "2", "--threads", "1", "--lens", str(CLIP), "--resamples", "10"]
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in [name for name in os.environ if name.startswith("DIPTYCH_")]:
+        monkeypatch.delenv(name)
+    return Shell(capsys, tmp_path)
+
+
+def table(folder: Path, captions: tuple[str, ...] = CAPTIONS) -> Path:
+    path = folder / "captions.tsv"
+    path.write_text("id\tcaption\n" + "".join(f"{k}\t{text}\n" for k, text in enumerate(captions)), "utf-8")
+    return path
+
+
+def evaluated(folder: Path, name: str, *words: str) -> Path:
+    """A run in `folder`, drawn and scored in this process."""
+    out = folder / name
+    given = ["evaluate", "--prompts", str(table(folder)), "--out", str(out), *words]
+    assert cli.main(given) == 0
+    return out
+
+
+@pytest.fixture(scope="package")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small runs of a model with random weights: the base, other seeds, and fewer steps."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    base = evaluated(folder, "base", *QUICK)
+    return {
+        "base": base,
+        "other seeds": evaluated(folder, "seeds", *QUICK, "--seed-offset", "1000"),
+        "three steps": evaluated(folder, "three", *QUICK, "--steps", "3", "--against", str(base)),
+    }
+
+
+@pytest.fixture(scope="package")
+def emoji(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the embedded model, whose pictures show their captions."""
+    words = ["--steps", "6", "--guidance", "4", "--threads", "1", "--precision", "fp32", "--resamples", "10"]
+    return evaluated(tmp_path_factory.mktemp("emoji"), "xl", *words)

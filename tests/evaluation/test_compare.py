@@ -1,0 +1,158 @@
+"""Runs beside one another: the same figures as one by one, gates in every state, and a page that stands alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evaluation import compare
+from evaluation.bootstrap import Figure
+from evaluation.lens import embedded
+from tests.cli.shell import Shell
+from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
+
+
+@pytest.fixture(scope="module")
+def compared(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """report.json and report.html of three runs, the base itself being "real"."""
+    import cli
+
+    out = tmp_path_factory.mktemp("compared")
+    real = out / "real"
+    real.mkdir()
+    for path in sorted((runs["other seeds"] / "pictures").iterdir())[:9]:
+        shutil.copy(path, real / path.name)
+    given = [str(runs[name]) for name in ("base", "three steps", "other seeds")]
+    words = ["evaluate", "compare", *given, "--real", str(real), "--out", str(out / "report"), "--lens", str(CLIP)]
+    assert cli.main([*words, "--resamples", "20", "--shown", "4"]) == 0
+    found = json.loads((out / "report" / "report.json").read_text("utf-8"))
+    return found, (out / "report" / "report.html").read_text("utf-8")
+
+
+def test_figures_are_those_of_each_run_alone(compared: tuple[dict[str, Any], str], runs: dict[str, Path]) -> None:
+    found, _ = compared
+    for entry, name in zip(found["runs"], ("base", "three steps", "other seeds"), strict=True):
+        alone = json.loads((runs[name] / "scores.json").read_text("utf-8"))["scores"]["emoji-clip-score"]["value"]
+        assert entry["scores"]["emoji-clip-score"]["value"] == pytest.approx(alone, rel=1e-12)
+    base, three, seeds = found["runs"]
+    assert "ratios" not in base and "gates" not in base
+    for figure in ("emoji-clip-fid", "emoji-clip-score"):
+        ratio = three["ratios"][figure]
+        expected = three["scores"][figure]["value"] / base["scores"][figure]["value"]
+        assert ratio["value"] == pytest.approx(expected, rel=1e-12)
+    held = json.loads((runs["three steps"] / "scores.json").read_text("utf-8"))["against"]["base"]["scores"]
+    assert three["pairs"]["psnr"]["value"] == pytest.approx(held["psnr"]["value"])
+    assert len(three["differences"]) == len(CAPTIONS)
+    assert "pairs" not in seeds and seeds["gates"] == []
+
+
+def test_runs_that_differ_in_seeds_alone_are_the_spread(compared: tuple[dict[str, Any], str]) -> None:
+    found, _ = compared
+    base, three, seeds = found["runs"]
+    spread = abs(seeds["scores"]["emoji-clip-fid"]["value"] / base["scores"]["emoji-clip-fid"]["value"] - 1)
+    assert found["seed_spread"]["runs"] == ["base", "seeds"]
+    assert found["seed_spread"]["fid"] == pytest.approx(spread)
+    gate = next(gate for gate in three["gates"] if gate["figure"] == "emoji-clip-fid")
+    assert gate["high"] == pytest.approx(1 + max(0.02, spread))
+
+
+def test_the_page_needs_nothing_else(compared: tuple[dict[str, Any], str]) -> None:
+    _, page = compared
+    addresses = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", page)
+    assert [one for one in addresses if not one.startswith(("data:", "row.images"))] == []
+    assert "<!--" not in page and "-here" not in page
+    assert page.count("data:image/webp") == 3 * 4 + 3 * 6  # the grid, and six worst cases of one run
+    for name in ("base", "three", "seeds"):
+        assert name in page
+    HTMLParser().feed(page)
+    names = re.search(r"const names = (\[.*?\]), rows = (\[.*?\]);\n", page)
+    assert names is not None and json.loads(names[1]) == ["base", "three", "seeds"]
+    assert [set(row) for row in json.loads(names[2])] == [{"caption", "images"}] * 4
+
+
+def figure(value: float, low: float, high: float) -> Figure:
+    """With this interval, or near it."""
+    return Figure(value, torch.linspace(low, high, 201, dtype=torch.float64) + value - (low + high) / 2)
+
+
+@pytest.mark.parametrize(
+    ("fid", "score", "spread", "expected"),
+    [
+        ((1.0, 0.99, 1.01), (1.0, 0.999, 1.001), None, ["holds", "holds"]),
+        ((0.8, 0.7, 0.9), (1.0, 0.999, 1.001), None, ["holds", "holds"]),  # FID may fall as it likes
+        ((1.01, 0.98, 1.04), (0.999, 0.997, 1.001), None, ["open", "open"]),
+        ((1.03, 1.02, 1.04), (0.997, 0.996, 0.998), None, ["fails", "fails"]),
+        ((1.03, 1.02, 1.04), (1.003, 1.002, 1.004), 0.05, ["holds", "fails"]),  # as far apart as other seeds are
+        ((1.01, 1.0, 1.015), (1.0, 0.999, 1.001), 0.001, ["holds", "holds"]),
+    ],
+)
+def test_a_gate_holds_is_open_or_fails(
+    fid: tuple[float, float, float], score: tuple[float, float, float], spread: float | None, expected: list[str]
+) -> None:
+    lens = embedded(CLIP)
+    ratios = {lens.fid: figure(*fid), lens.score: figure(*score)}
+    found = compare.judged(ratios, lens, compare.Gates().of({"deepcache": "off"}), spread)
+    assert [gate["verdict"] for gate in found] == expected
+
+
+def test_gates_are_wider_for_deepcache_and_as_asked() -> None:
+    assert compare.Gates().of({"deepcache": "off"}) == compare.Gates().of({}) == (2.0, 0.2)
+    assert compare.Gates().of({"deepcache": "2"}) == (4.0, 0.5)
+    assert compare.Gates(1.0, 0.0).of({"deepcache": "2"}) == (1.0, 0.0)
+
+
+def test_captions_that_not_all_have_are_left_out(runs: dict[str, Path], shell: Shell) -> None:
+    words = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--limit", "4", "--out", "four"]
+    assert shell(*words).code == 0
+    said = shell("evaluate", "compare", str(runs["base"]), "four", "--out", "r", "--lens", str(CLIP))
+    assert said.code == 0 and f"base: 4 of {len(CAPTIONS)} captions" in said.err
+    found = json.loads((shell.folder / "r" / "report.json").read_text("utf-8"))
+    assert found["captions"] == 4 and found["real"] is None
+    four = found["runs"][1]
+    assert four["ratios"]["emoji-clip-score"]["value"] == pytest.approx(1, rel=1e-3)
+    assert four["pairs"]["psnr"]["value"] > 60
+
+
+def test_what_cannot_be_compared_is_named(runs: dict[str, Path], shell: Shell) -> None:
+    base = str(runs["base"])
+    for words, said in (
+        ([base, "nothing"], "nothing is no run"),
+        ([base, base], "two runs are called 'base'"),
+        ([base, "--real", "nothing"], "nothing: is neither a run"),
+    ):
+        answer = shell("evaluate", "compare", *words, "--out", "r", "--lens", str(CLIP))
+        assert answer.code == 2 and said in answer.err.splitlines()[-1]
+
+
+def test_a_sweep_draws_in_several_ways_and_compares_them(shell: Shell) -> None:
+    words = ["evaluate", "sweep", "--prompts", str(table(shell.folder)), *QUICK, "--steps", "4", "--limit", "4"]
+    said = shell(*words, "--variants", "fp32", "fp32@50", "fp32+3:resnet", "--out", "runs")
+    assert said.code == 0, said
+    found = json.loads((shell.folder / "runs" / "report.json").read_text("utf-8"))
+    assert [run["name"] for run in found["runs"]] == ["fp32", "fp32@50", "fp32+3-resnet"]
+    assert [run["settings"]["deepcache"] for run in found["runs"]] == ["off", "off", "3:resnet"]
+    assert [run["settings"]["seed_offset"] for run in found["runs"]] == [0, 50, 0]
+    assert found["runs"][1]["gates"] == [] and [gate["high"] for gate in found["runs"][2]["gates"]] == [1.005]
+    assert (shell.folder / "runs" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--variants", "int9"], "--variants: must look like"),
+        (["--variants", "fp32", "fp32"], "--variants: names one twice"),
+        (["--variants", "fp32+x"], "must be off, auto, or an interval"),
+        (["--real", "nothing"], "nothing: is neither a run"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused_before_it_draws(words: list[str], said: str, shell: Shell) -> None:
+    answer = shell("evaluate", "sweep", "--prompts", str(table(shell.folder)), *QUICK, "--out", "runs", *words)
+    assert answer.code == 2 and said in answer.err, answer
+    assert not list((shell.folder / "runs").rglob("*.png"))

@@ -1,0 +1,181 @@
+"""`diptych evaluate` through the real engine: what it leaves, that a kill costs nothing, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import cli
+from evaluation import generate
+from evaluation.captions import Caption
+from evaluation.run import Run
+from tests.cli.shell import Shell
+from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scores(folder: Path) -> dict[str, object]:
+    found = json.loads((folder / "scores.json").read_text("utf-8"))
+    del found["pictures_per_second"]  # the one figure that is the machine's
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_run_holds_all_that_it_is(runs: dict[str, Path]) -> None:
+    run = Run.read(runs["base"])
+    assert [caption.text for caption in run.captions] == list(CAPTIONS)
+    assert [run.records[k].seed for k in range(len(CAPTIONS))] == list(range(len(CAPTIONS)))
+    for path, text in zip(run.files(), CAPTIONS, strict=True):
+        with Image.open(path) as image:
+            image.load()
+            drawn = json.loads(image.info["parameters"])
+            assert (drawn["prompt"], drawn["steps"], image.size) == (text, 2, (32, 32))
+            assert json.loads(image.info["fingerprint"]) == run.drawn_by
+    found = scores(runs["base"])
+    score = found["scores"]["emoji-clip-score"]  # type: ignore[index]
+    assert score["low"] <= score["value"] <= score["high"]
+
+
+def test_equal_offsets_share_their_noise_and_others_do_not(runs: dict[str, Path]) -> None:
+    base, seeds, three = (Run.read(runs[name]) for name in ("base", "other seeds", "three steps"))
+    for k in range(len(CAPTIONS)):
+        assert base.records[k].seed == three.records[k].seed != seeds.records[k].seed
+    assert generate.seed_of(Caption(3, "", ""), 2**63 - 1) == 2
+
+
+def test_a_run_held_against_another_has_distances_and_pairs(runs: dict[str, Path]) -> None:
+    held = scores(runs["three steps"])["against"]["base"]  # type: ignore[index]
+    assert held["kind"] == "run" and held["pictures"] == len(CAPTIONS)
+    found = held["scores"]
+    assert set(found) == {"emoji-clip-fid", "emoji-clip-kid", "emoji-clip-cmmd", "psnr", "ssim"}
+    assert all(one["low"] <= one["value"] <= one["high"] for one in found.values())
+    assert held["torchmetrics"]["emoji-clip-fid"] == pytest.approx(found["emoji-clip-fid"]["value"], rel=1e-4, abs=1e-6)
+    assert any("fewer than the 128 features" in note for note in scores(runs["three steps"])["notes"])  # type: ignore[union-attr]
+
+
+def test_a_killed_run_ends_with_the_scores_of_an_unbroken_one(shell: Shell) -> None:
+    """kill -9 wherever it hits, a torn line and half a picture beside it, and the same command again."""
+    captions = tuple(f"{text} {n}" for n in range(4) for text in CAPTIONS)
+    words = ["evaluate", "--prompts", str(table(shell.folder, captions)), *QUICK, "--deterministic", "--steps", "6"]
+    assert shell(*words, "--out", "whole/run").code == 0
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    log = shell.folder / "broken" / "run" / "pictures.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", *words, "--out", "broken/run"], env=environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until = time.monotonic() + 180
+    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 3):
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert log.read_bytes().count(b"\n") < len(captions), "it was done before it was killed"
+    with log.open("ab") as stream:
+        stream.write(b'{"index": 40, "id": "40", "se')
+    (log.parent / "pictures" / ".0123.part").write_bytes(b"half")
+    said = shell(*words, "--out", "broken/run")
+    assert said.code == 0 and f"of {len(captions)} pictures are there" in said.err
+    assert scores(shell.folder / "broken/run") == scores(shell.folder / "whole/run")
+    a, b = (Run.read(shell.folder / name) for name in ("broken/run", "whole/run"))
+    assert a.digest() == b.digest()
+    assert not list((shell.folder / "broken/run/pictures").glob(".*"))
+
+
+def test_a_finished_run_is_scored_again_without_a_model(runs: dict[str, Path], shell: Shell) -> None:
+    """With a model that does not exist it would be refused; the settings name the model that drew, so they are kept."""
+    before = (runs["base"] / "scores.json").read_bytes()
+    words = ["--prompts", str(table(shell.folder)), *QUICK, "--out", str(runs["base"])]
+    said = shell("evaluate", *words)
+    assert said.code == 0 and "steps" not in said.err
+    assert (runs["base"] / "scores.json").read_bytes() == before
+
+
+def test_folders_and_statistics_are_references_too(runs: dict[str, Path], shell: Shell) -> None:
+    real = shell.folder / "real"
+    real.mkdir()
+    draw = np.random.default_rng(0)
+    for k in range(5):
+        Image.fromarray(draw.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(real / f"{k}.png")
+    (real / "notes.txt").write_text("not a picture")
+    np.savez(shell.folder / "real.npz", mu=np.zeros(128), sigma=np.eye(128))
+    words = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", str(runs["base"])]
+    said = shell(*words, "--against", "real", "--against", "real.npz")
+    assert said.code == 0
+    against = scores(runs["base"])["against"]
+    assert against["real"]["pictures"] == 5 and "emoji-clip-kid" in against["real"]["scores"]  # type: ignore[index]
+    assert set(against["real.npz"]["scores"]) == {"emoji-clip-fid"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "0"], "--steps: must be between 1"),
+        (["--guidance", "-1"], "--guidance: must be between 0"),
+        (["--seed-offset", "-1"], "--seed-offset: must be between 0"),
+        (["--size", "7"], "--size: must look like"),
+        (["--scheduler", "x"], "--scheduler: must be one of"),
+        (["--deepcache", "x"], "must be off, auto, or an interval"),
+        (["--limit", "0"], "--limit: must be at least 1"),
+        (["--resamples", "1"], "--resamples: must be at least 2"),
+        (["--lens", "nothing"], "--lens: must be emoji-clip, mlperf"),
+        (["--lens", "."], "is no CLIP model"),
+        (["--lens", "mlperf", "--inception", "gone.pth"], "gone.pth: cannot be read"),
+        (["--against", "nothing"], "nothing: is neither a run, nor a folder"),
+        (["--against", "empty"], "empty: holds no pictures"),
+        (["--against", "narrow.npz"], "narrow.npz: has mu [4] and sigma [4, 4]; these features are 128 wide"),
+        (["--prompts", "gone.tsv"], "--prompts: gone.tsv: cannot be read"),
+        (["--prompts", "twice.tsv"], "--prompts: twice.tsv: row 3 has the id '1' of row 2"),
+        (["--model", "gone"], "model:"),
+    ],
+)
+def test_what_cannot_be_used_is_named_before_anything_is_drawn(words: list[str], said: str, shell: Shell) -> None:
+    (shell.folder / "empty").mkdir()
+    np.savez(shell.folder / "narrow.npz", mu=np.zeros(4), sigma=np.eye(4))
+    (shell.folder / "twice.tsv").write_text("id\tcaption\n1\ta\n1\tb\n")
+    given = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", "run", *words]
+    answer = shell(*given)
+    assert answer.code == 2 and said in answer.err.strip().splitlines()[-1], answer
+    assert not list((shell.folder / "run").glob("pictures/*.png"))
+
+
+def test_a_truncated_picture_of_a_reference_is_named(runs: dict[str, Path], shell: Shell) -> None:
+    real = shell.folder / "real"
+    real.mkdir()
+    for path in Run.read(runs["base"]).files():
+        (real / path.name).write_bytes(path.read_bytes())
+    victim = sorted(real.iterdir())[3]
+    victim.write_bytes(victim.read_bytes()[:300])
+    words = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", str(runs["base"])]
+    answer = shell(*words, "--against", "real")
+    assert answer.code == 2 and f"real/{victim.name}: is no whole picture" in answer.err
+
+
+def test_other_settings_are_refused_with_the_difference(runs: dict[str, Path], shell: Shell) -> None:
+    words = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", str(runs["base"])]
+    answer = shell(*words, "--guidance", "3")
+    assert answer.code == 2 and "guidance_scale is 5.0 there, 3.0 here" in answer.err
+
+
+def test_only_one_word_is_needed_to_be_told_what_is_missing(shell: Shell) -> None:
+    assert "--prompts: must be given" in shell("evaluate").err
+    assert "--out: must be given" in shell("evaluate", "--prompts", str(CLIP / "README.md")).err
+
+
+def test_the_pages_commands_are_ones_that_diptych_takes() -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
+    commands = [line.strip() for line in page.splitlines() if line.startswith("    diptych ")]
+    assert len(commands) > 8
+    for line in commands:
+        cli.parser().parse_args(shlex.split(line)[1:])

@@ -1,0 +1,102 @@
+"""Features in files: taken once, taken on where it stopped, taken anew where anything changed; files that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from evaluation import features, pixels
+from evaluation.pixels import PictureError, Pixels
+
+
+class Mean:
+    """An extractor that counts what it sees, and stops after so many."""
+
+    name, width = "mean", 3
+
+    def __init__(self, digest: str = "d", stop: int = 10**9) -> None:
+        self.digest, self.seen, self._stop = digest, 0, stop
+
+    def see(self, pictures: Sequence[Pixels]) -> Tensor:
+        if self.seen + len(pictures) > self._stop:
+            raise KeyboardInterrupt
+        self.seen += len(pictures)
+        return torch.stack([torch.tensor(picture).float().mean((0, 1)) for picture in pictures])
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    draw = np.random.default_rng(0)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for k in range(600):
+        Image.fromarray(draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(folder / f"{k:03d}.png")
+    return list(pixels.listing(folder))
+
+
+def test_they_are_kept_and_taken_on(files: list[Path], tmp_path: Path) -> None:
+    expected = torch.stack([torch.tensor(pixels.read(path)).float().mean((0, 1)) for path in files])
+    with pytest.raises(KeyboardInterrupt):
+        features.of_pictures(files, "p", Mean(stop=400), tmp_path / "f")
+    on = Mean()
+    found = features.of_pictures(files, "p", on, tmp_path / "f")
+    assert torch.equal(found, expected) and on.seen == 600 - 256  # written down every 8 groups of 32
+    again = Mean(stop=0)
+    assert torch.equal(features.of_pictures(files, "p", again, tmp_path / "f"), expected)
+    assert (tmp_path / "f.npy").stat().st_size < 600 * 3 * 4 + 200
+
+
+@pytest.mark.parametrize("change", ["pictures", "extractor", "damage", "fewer"])
+def test_they_are_taken_anew_where_anything_is_another(change: str, files: list[Path], tmp_path: Path) -> None:
+    features.of_pictures(files, "p", Mean(), tmp_path / "f")
+    now = Mean("e" if change == "extractor" else "d")
+    if change == "damage":
+        (tmp_path / "f.npy").write_bytes(b"\x93NUMPY")
+    given = files[:10] if change == "fewer" else files
+    features.of_pictures(given, "q" if change == "pictures" else "p", now, tmp_path / "f")
+    assert now.seen == len(given)
+
+
+def test_what_is_overwritten_is_not_vouched_for(files: list[Path], tmp_path: Path) -> None:
+    features.of_pictures(files, "p", Mean(), tmp_path / "f")
+    with pytest.raises(KeyboardInterrupt):
+        features.of_pictures(files, "q", Mean(stop=40), tmp_path / "f")
+    back = Mean()
+    features.of_pictures(files, "p", back, tmp_path / "f")
+    assert back.seen == 600
+
+
+def test_a_folder_that_changed_is_another(files: list[Path]) -> None:
+    before = features.digest_of(files)
+    assert before == features.digest_of(files) != features.digest_of(files[1:])
+    Image.new("RGB", (9, 9)).save(files[5])
+    assert features.digest_of(files) != before
+
+
+@pytest.mark.parametrize("data", [b"", b"text", None])
+def test_what_is_no_picture_is_named(data: bytes | None, files: list[Path]) -> None:
+    files[1].write_bytes(files[1].read_bytes()[:50] if data is None else data)
+    with pytest.raises(PictureError, match=r"001\.png: is no whole picture"):
+        pixels.read(files[1])
+
+
+def test_transparent_pictures_are_laid_on_white(tmp_path: Path) -> None:
+    image = Image.new("RGBA", (2, 1), (200, 0, 0, 0))
+    image.putpixel((1, 0), (200, 0, 0, 255))
+    image.save(tmp_path / "a.png")
+    assert pixels.read(tmp_path / "a.png").tolist() == [[[255, 255, 255], [200, 0, 0]]]
+    Image.new("L", (1, 1), 7).save(tmp_path / "b.png")
+    assert pixels.read(tmp_path / "b.png").tolist() == [[[7, 7, 7]]]
+
+
+def test_hidden_files_and_others_are_no_pictures(tmp_path: Path) -> None:
+    (tmp_path / ".0.png").write_bytes(b"")
+    (tmp_path / "a.txt").write_bytes(b"")
+    with pytest.raises(PictureError, match="holds no pictures"):
+        pixels.listing(tmp_path)

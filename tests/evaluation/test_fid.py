@@ -1,0 +1,145 @@
+"""FID: against scipy's matrix root and torchmetrics, in all ranks; and what refuses statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evaluation import fid
+from evaluation.references import Reference
+from evaluation.scores import by_torchmetrics
+
+
+def features(rows: int, width: int, seed: int, *, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(width, width, generator=generator)
+    return (torch.randn(rows, width, generator=generator) @ mixed * scale + shift).float()
+
+
+def by_definition(a: torch.Tensor, b: torch.Tensor) -> float:
+    """MLPerf's own lines: np.cov, scipy's sqrtm, 1e-6 on the diagonal where that is not finite."""
+    x, y = (one.double().numpy() for one in (a, b))
+    m1, m2, s1, s2 = x.mean(0), y.mean(0), np.cov(x, rowvar=False), np.cov(y, rowvar=False)
+    root = scipy.linalg.sqrtm(s1 @ s2)
+    if not np.isfinite(root).all():
+        offset = np.eye(len(s1)) * 1e-6
+        root = scipy.linalg.sqrtm((s1 + offset) @ (s2 + offset))
+    return float(((m1 - m2) ** 2).sum() + np.trace(s1) + np.trace(s2) - 2 * np.trace(np.real(root)))
+
+
+def by_singular_values(a: torch.Tensor, b: torch.Tensor) -> float:
+    """For any rank, also where sqrtm loses its digits: with Σ = XᵀX/(n − 1), tr (Σ₁Σ₂)^½ is the nuclear norm of
+    X₁X₂ᵀ, over √((n₁ − 1)(n₂ − 1))."""
+    x, y = (one.double().numpy() for one in (a, b))
+    m1, m2 = x.mean(0), y.mean(0)
+    x, y = (x - m1) / np.sqrt(len(x) - 1), (y - m2) / np.sqrt(len(y) - 1)
+    cross = scipy.linalg.svdvals(x @ y.T).sum()
+    return float(((m1 - m2) ** 2).sum() + (x**2).sum() + (y**2).sum() - 2 * cross)
+
+
+@given(st.integers(40, 90), st.integers(1, 24), st.integers(0, 10_000), st.floats(0.1, 10.0), st.floats(-2.0, 2.0))
+def test_it_is_the_definition(rows: int, width: int, seed: int, scale: float, shift: float) -> None:
+    a, b = features(rows, width, seed), features(rows + 7, width, seed + 1, scale=scale, shift=shift)
+    found = fid.fid(fid.gaussian(a), fid.gaussian(b))
+    assert found == pytest.approx(by_singular_values(a, b), rel=1e-6, abs=1e-8)
+    if width > 1:
+        assert found == pytest.approx(by_definition(a, b), rel=1e-6, abs=1e-6)
+
+
+@given(st.integers(2, 30), st.integers(2, 30), st.integers(0, 10_000))
+def test_fewer_pictures_than_features_lose_no_digits(n: int, m: int, seed: int) -> None:
+    a, b = features(n, 64, seed), features(m, 64, seed + 1, shift=0.3)
+    assert fid.fid(fid.gaussian(a), fid.gaussian(b)) == pytest.approx(by_singular_values(a, b), rel=1e-6)
+
+
+@given(st.integers(0, 10_000))
+def test_it_is_a_distance(seed: int) -> None:
+    a, b = fid.gaussian(features(50, 8, seed)), fid.gaussian(features(50, 8, seed + 1, shift=1))
+    assert fid.fid(a, a) == pytest.approx(0, abs=1e-7 * float(a.covariance.trace()))
+    assert fid.fid(a, b) == pytest.approx(fid.fid(b, a), rel=1e-8)
+
+
+def test_torchmetrics_says_the_same() -> None:
+    a, b = features(300, 32, 1), features(400, 32, 2, shift=0.2)
+    reference = Reference("real", "folder", fid.gaussian(b), b, b)
+    theirs = by_torchmetrics(a, reference)
+    assert theirs == pytest.approx(fid.fid(fid.gaussian(a), reference.gaussian), rel=1e-4)
+
+
+def test_noise_raises_it_more_the_more_there_is() -> None:
+    clean = features(400, 16, 3)
+    real = fid.gaussian(features(500, 16, 3))
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(9))
+    found = [fid.fid(real, fid.gaussian(clean + amount * noise)) for amount in (0.0, 0.5, 1.0, 2.0, 4.0)]
+    assert found == sorted(found) and found[-1] > 2 * found[0]
+
+
+@given(st.integers(0, 10_000))
+def test_counts_are_rows_that_many_times(seed: int) -> None:
+    rows = features(30, 5, seed)
+    counts = torch.randint(0, 4, (30,), generator=torch.Generator().manual_seed(seed))
+    counts[:2] += 1
+    a, b = fid.gaussian(rows, counts), fid.gaussian(rows.repeat_interleave(counts, 0))
+    torch.testing.assert_close(a.mean, b.mean)
+    torch.testing.assert_close(a.covariance, b.covariance)
+
+
+@given(st.integers(0, 10_000), st.floats(-100, 100))
+def test_resamples_are_those_counts(seed: int, shift: float) -> None:
+    rows = features(30, 5, seed, shift=shift)
+    counts = torch.randint(0, 3, (4, 30), generator=torch.Generator().manual_seed(seed))
+    counts[:, :2] += 1
+    for once, found in zip(counts, fid.resampled(rows, counts), strict=True):
+        expected = fid.gaussian(rows, once)
+        torch.testing.assert_close(found.mean, expected.mean)
+        torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-9)
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = features(100, 6, 4)
+    whole = fid.gaussian(rows)
+    monkeypatch.setattr(fid, "CHUNK", 7)
+    torch.testing.assert_close(fid.gaussian(rows).covariance, whole.covariance, rtol=1e-12, atol=1e-12)
+    (once,) = fid.resampled(rows, torch.ones(1, 100))
+    torch.testing.assert_close(once.covariance, whole.covariance, rtol=1e-9, atol=1e-9)
+
+
+def test_statistics_come_back(tmp_path: Path) -> None:
+    made = fid.gaussian(features(30, 4, 5))
+    fid.save(tmp_path / "s.npz", made)
+    assert torch.equal(fid.read(tmp_path / "s.npz", 4).covariance, made.covariance)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("narrow", r"mu \[4\] and sigma \[4, 4\]; these features are 2048 wide"),
+        ("keys", "holds no mu and sigma"),
+        ("nan", "holds NaN"),
+        ("text", "cannot be read as .npz"),
+        ("short", "cannot be read as .npz"),
+        ("gone", "No such file"),
+    ],
+)
+def test_statistics_that_are_none_are_refused(name: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.npz"
+    made = fid.gaussian(features(30, 4, 5))
+    if name == "keys":
+        np.savez(path, mean=made.mean.numpy())
+    elif name == "nan":
+        np.savez(path, mu=np.full(2048, np.nan), sigma=np.eye(2048))
+    elif name == "text":
+        path.write_text("mu sigma")
+    elif name != "gone":
+        fid.save(path, made)
+    if name == "short":
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(fid.StatisticsError, match=said) as refused:
+        fid.read(path, 2048)
+    assert str(path) in str(refused.value)

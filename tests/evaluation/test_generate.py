@@ -1,0 +1,119 @@
+"""Drawing a run: the source is kept full and no fuller, and failures cost their own picture only."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from rich.console import Console
+
+from evaluation import generate
+from evaluation.captions import Caption
+from evaluation.run import Run
+from evaluation.sources import Drawn
+from pipeline.parameters import ImageParameters
+
+DRAFT = ImageParameters("", 0, 8, 8, steps=4)
+CAPTIONS = [Caption(k, str(k), f"picture {k}") for k in range(30)]
+
+
+class Counting:
+    """Finishes one picture whenever `width` are in flight, the latest first; some fail."""
+
+    def __init__(self, width: int, failing: set[str] | None = None, threads: str = "2 threads") -> None:
+        self.width = width
+        self.asked: list[ImageParameters] = []
+        self.most = 0
+        self._failing = failing or set()
+        self._threads = threads
+        self._open: list[tuple[ImageParameters, Future[Any]]] = []
+
+    def submit(self, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
+        self.asked.append(wanted)
+        future: Future[Any] = Future()
+        self._open.append((wanted, future))
+        self.most = max(self.most, len(self._open))
+        for _ in range(wanted.steps):
+            tick()
+        if len(self._open) == self.width or len(self.asked) == len(CAPTIONS):
+            for one, pending in reversed(self._open):
+                if one.prompt in self._failing:
+                    pending.set_exception(FloatingPointError("NaN"))
+                else:
+                    pending.set_result(one)
+            self._open.clear()
+        return future
+
+    def take(self, result: Any) -> Drawn:
+        chunks = PngInfo()
+        printed = {"model": "m", "weights": "w", "precision": "fp32", "device": self._threads}
+        chunks.add_itxt("fingerprint", json.dumps(printed))
+        stream = io.BytesIO()
+        Image.new("RGB", (8, 8), (result.seed % 256, 0, 0)).save(stream, "PNG", pnginfo=chunks)
+        return Drawn(stream.getvalue(), ("[bold]a note[/bold]",) if result.prompt == "picture 3" else ())
+
+    def pixels(self, result: Any) -> Any:
+        raise NotImplementedError
+
+
+def draw(run: Run, source: Counting, console: Console) -> generate.Outcome:
+    with generate.bars(console) as progress:
+        return generate.draw(run, source, DRAFT, 100, progress)
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=120)
+
+
+def test_it_keeps_the_source_full_and_no_fuller(tmp_path: Path, console: Console) -> None:
+    source = Counting(6)
+    with Run.draw_into(tmp_path / "r", {}, CAPTIONS) as run:
+        assert draw(run, source, console) == (0, [])
+        assert not run.missing and run.drawn_by["model"] == "m"
+    assert source.most == 6
+    assert [(one.prompt, one.seed) for one in source.asked] == [(f"picture {k}", 100 + k) for k in range(30)]
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "3: [bold]a note[/bold]" in said and "30/30" in said and "120/120" in said and "/s" in said
+
+
+def test_a_failure_costs_its_own_picture_and_is_tried_again(tmp_path: Path, console: Console) -> None:
+    with Run.draw_into(tmp_path / "r", {}, CAPTIONS) as run:
+        assert draw(run, Counting(4, {"picture 7", "picture 29"}), console).failed == 2
+    assert "7: FloatingPointError: NaN" in console.file.getvalue()  # type: ignore[attr-defined]
+    with Run.draw_into(tmp_path / "r", {}, CAPTIONS) as run:
+        assert [caption.index for caption in run.missing] == [7, 29]
+        again = Counting(1)
+        draw(run, again, console)
+        assert [one.seed for one in again.asked] == [107, 129] and not run.missing
+        assert run.records[7].session == 1 and run.records[8].session == 0
+
+
+def test_what_drew_otherwise_is_told(tmp_path: Path, console: Console) -> None:
+    with Run.draw_into(tmp_path / "r", {}, CAPTIONS[:20]) as run:
+        draw(run, Counting(5), console)
+    (tmp_path / "r" / "pictures" / run.records[4].file).unlink()
+    with Run.draw_into(tmp_path / "r", {}, CAPTIONS[:20]) as run:
+        outcome = draw(run, Counting(1, threads="8 threads"), console)
+    assert outcome.notes == ["pictures differ in device: '2 threads' and '8 threads'"]
+
+
+def test_a_png_without_a_fingerprint_has_none() -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(stream, "PNG")
+    assert generate.printed(stream.getvalue()) == {}
+
+
+def test_a_log_is_told_how_far_it_is(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "_EVERY_S", 0.0)
+    with Run.draw_into(tmp_path / "r", {}, CAPTIONS) as run:
+        draw(run, Counting(10), console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(f"{done} of 30 pictures" in said for done in (10, 20, 30)) and "min left" in said

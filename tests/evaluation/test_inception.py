@@ -1,0 +1,187 @@
+"""FID's Inception: against a forward written anew over the same weights, and what refuses other weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evaluation import fid
+from evaluation.inception import Inception, Network, WeightsError
+from tests.cli.shell import Shell
+from tests.evaluation.conftest import CLIP, QUICK, table
+
+Weights = dict[str, Tensor]
+
+
+@functools.cache
+def weights() -> Weights:
+    """A file of the published layout with seeded random numbers, scaled so that no layer dies or overflows."""
+    generator = torch.Generator().manual_seed(0)
+    made: Weights = {}
+    for name, value in Network().state_dict().items():
+        if name.endswith("conv.weight"):
+            made[name] = torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
+        elif name.endswith(("running_var", "bn.weight")):
+            made[name] = 0.5 + torch.rand(value.shape, generator=generator)
+        elif value.is_floating_point():
+            made[name] = 0.2 * torch.randn(value.shape, generator=generator)
+    return made | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "pt_inception.pth"
+    torch.save(weights(), path)
+    return path
+
+
+def other_forward(w: Weights, picture: np.ndarray) -> Tensor:
+    """TensorFlow's 2015 graph, as its drawing has it, over the state's names. [H, W, 3] to [2048]."""
+
+    def conv(x: Tensor, name: str, stride: int = 1, pad: tuple[int, int] = (0, 0)) -> Tensor:
+        x = F.conv2d(x, w[f"{name}.conv.weight"], None, stride, pad)
+        bn = f"{name}.bn."
+        return F.batch_norm(
+            x, w[bn + "running_mean"], w[bn + "running_var"], w[bn + "weight"], w[bn + "bias"], False, 0.0, 0.001
+        ).clamp_min(0)
+
+    def mean3(x: Tensor) -> Tensor:
+        ones = F.avg_pool2d(torch.ones_like(x[:, :1]), 3, 1, 1)
+        return F.avg_pool2d(x, 3, 1, 1) / ones  # only what lies within counts
+
+    def a(x: Tensor, n: str) -> Tensor:
+        five = conv(conv(x, f"{n}.branch5x5_1"), f"{n}.branch5x5_2", pad=(2, 2))
+        three = conv(conv(x, f"{n}.branch3x3dbl_1"), f"{n}.branch3x3dbl_2", pad=(1, 1))
+        three = conv(three, f"{n}.branch3x3dbl_3", pad=(1, 1))
+        return torch.cat([conv(x, f"{n}.branch1x1"), five, three, conv(mean3(x), f"{n}.branch_pool")], 1)
+
+    def c(x: Tensor, n: str) -> Tensor:
+        y = conv(x, f"{n}.branch7x7_1")
+        y = conv(conv(y, f"{n}.branch7x7_2", pad=(0, 3)), f"{n}.branch7x7_3", pad=(3, 0))
+        z = conv(x, f"{n}.branch7x7dbl_1")
+        for k, pad in ((2, (3, 0)), (3, (0, 3)), (4, (3, 0)), (5, (0, 3))):
+            z = conv(z, f"{n}.branch7x7dbl_{k}", pad=pad)
+        return torch.cat([conv(x, f"{n}.branch1x1"), y, z, conv(mean3(x), f"{n}.branch_pool")], 1)
+
+    def e(x: Tensor, n: str, pooled: Tensor) -> Tensor:
+        y = conv(x, f"{n}.branch3x3_1")
+        z = conv(conv(x, f"{n}.branch3x3dbl_1"), f"{n}.branch3x3dbl_2", pad=(1, 1))
+        return torch.cat(
+            [
+                conv(x, f"{n}.branch1x1"),
+                conv(y, f"{n}.branch3x3_2a", pad=(0, 1)), conv(y, f"{n}.branch3x3_2b", pad=(1, 0)),
+                conv(z, f"{n}.branch3x3dbl_3a", pad=(0, 1)), conv(z, f"{n}.branch3x3dbl_3b", pad=(1, 0)),
+                conv(pooled, f"{n}.branch_pool"),
+            ], 1,
+        )  # fmt: skip
+
+    x = torch.from_numpy(picture.astype(np.float32) / np.float32(255)).permute(2, 0, 1)[None]
+    x = F.interpolate(x, size=(299, 299), mode="bilinear", align_corners=False) * 2 - 1
+    x = conv(conv(conv(x, "Conv2d_1a_3x3", 2), "Conv2d_2a_3x3"), "Conv2d_2b_3x3", pad=(1, 1))
+    x = conv(conv(F.max_pool2d(x, 3, 2), "Conv2d_3b_1x1"), "Conv2d_4a_3x3")
+    x = F.max_pool2d(x, 3, 2)
+    for n in ("Mixed_5b", "Mixed_5c", "Mixed_5d"):
+        x = a(x, n)
+    y = conv(conv(x, "Mixed_6a.branch3x3dbl_1"), "Mixed_6a.branch3x3dbl_2", pad=(1, 1))
+    y = conv(y, "Mixed_6a.branch3x3dbl_3", 2)
+    x = torch.cat([conv(x, "Mixed_6a.branch3x3", 2), y, F.max_pool2d(x, 3, 2)], 1)
+    for n in ("Mixed_6b", "Mixed_6c", "Mixed_6d", "Mixed_6e"):
+        x = c(x, n)
+    y = conv(conv(x, "Mixed_7a.branch3x3_1"), "Mixed_7a.branch3x3_2", 2)
+    z = conv(conv(x, "Mixed_7a.branch7x7x3_1"), "Mixed_7a.branch7x7x3_2", pad=(0, 3))
+    z = conv(conv(z, "Mixed_7a.branch7x7x3_3", pad=(3, 0)), "Mixed_7a.branch7x7x3_4", 2)
+    x = torch.cat([y, z, F.max_pool2d(x, 3, 2)], 1)
+    x = e(x, "Mixed_7b", mean3(x))
+    x = e(x, "Mixed_7c", F.max_pool2d(x, 3, 1, 1))
+    return x.mean((2, 3))[0]
+
+
+def pictures(count: int, seed: int, side: int) -> list[np.ndarray]:
+    """Blobs: noise that is smooth enough for a network to tell apart."""
+    generator = torch.Generator().manual_seed(seed)
+    small = torch.rand(count, 3, 6, 6, generator=generator)
+    large = F.interpolate(small, (side, side + 10), mode="bicubic").clamp(0, 1)
+    return [np.asarray((one.permute(1, 2, 0) * 255).round().to(torch.uint8)) for one in large]
+
+
+def test_mlperfs_fid_is_that_of_an_independent_forward(file: Path) -> None:
+    ours = Inception(file)
+    sets = [pictures(4, 1, 128), pictures(3, 2, 300)]
+    seen = [ours.see(one) for one in sets]
+    with torch.inference_mode():
+        theirs = [torch.stack([other_forward(weights(), picture) for picture in one]) for one in sets]
+    for a, b in zip(seen, theirs, strict=True):
+        assert a.shape[1] == 2048 and a.std() > 1e-3
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    x, y = (one.double().numpy() for one in theirs)
+    m1, m2 = x.mean(0), y.mean(0)
+    x, y = (x - m1) / np.sqrt(len(x) - 1), (y - m2) / np.sqrt(len(y) - 1)
+    # the trace of the root is the sum of singular values: of such low rank scipy's sqrtm would lose digits
+    expected = ((m1 - m2) ** 2).sum() + (x**2).sum() + (y**2).sum() - 2 * scipy.linalg.svdvals(x @ y.T).sum()
+    found = fid.fid(fid.gaussian(seen[0]), fid.gaussian(seen[1]))
+    assert found == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_it_is_not_torchvisions_network(file: Path) -> None:
+    """The two quirks matter: another pool in the last block changes what is seen."""
+    ours = Inception(file)
+    picture = pictures(1, 3, 128)
+    before = ours.see(picture)
+    ours._network.Mixed_7c._by_maximum = False
+    assert (ours.see(picture) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", ["missing", "extra", "shape", "text", "gone", "list"])
+def test_other_weights_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    made, path = dict(weights()), tmp_path / "w.pth"
+    said = "is not FID's Inception"
+    if case == "missing":
+        del made["Mixed_7c.branch_pool.bn.bias"]
+    elif case == "extra":
+        made["AuxLogits.conv0.conv.weight"] = torch.zeros(1)
+    elif case == "shape":
+        made["Mixed_5b.branch1x1.conv.weight"] = torch.zeros(1)
+    if case == "text":
+        path.write_text("weights")
+        said = "is no file of weights"
+    elif case == "gone":
+        said = "cannot be read"
+    else:
+        torch.save([1] if case == "list" else made, path)
+        said = "holds no weights by name" if case == "list" else said
+    with pytest.raises(WeightsError, match=said) as refused:
+        Inception(path)
+    assert str(path) in str(refused.value)
+
+
+def test_mlperfs_lens_scores_a_run_against_statistics(file: Path, shell: Shell) -> None:
+    """From the command to the verdict: names, widths, and the same figure as by hand."""
+    sigma = np.zeros((2048, 2048))
+    sigma[np.arange(8), np.arange(8)] = 1.0  # of low rank: one decomposition less to wait for
+    np.savez(shell.folder / "val2014.npz", mu=np.zeros(2048), sigma=sigma)
+    words = ["evaluate", "--prompts", str(table(shell.folder, ("a fox", "a hen", "a pig"))), *QUICK[:6]]
+    words += ["--lens", "mlperf", "--inception", str(file), "--clip", str(CLIP), "--resamples", "3"]
+    said = shell(*words, "--against", "val2014.npz", "--out", "run")
+    assert said.code == 0, said
+    found = json.loads((shell.folder / "run" / "scores.json").read_text("utf-8"))
+    assert found["lens"] == "mlperf" and set(found["scores"]) == {"clip-score"}
+    held = found["against"]["val2014.npz"]
+    assert held["kind"] == "statistics" and set(held["scores"]) == {"fid"}
+    x = np.load(shell.folder / "run" / "features" / "inception.npy").astype(float)
+    root = np.sqrt(np.linalg.eigvalsh(np.cov(x[:, :8], rowvar=False)).clip(0)).sum()  # Σ₂ is 1 there and 0 elsewhere
+    expected = (x.mean(0) ** 2).sum() + np.var(x, axis=0, ddof=1).sum() + 8 - 2 * root
+    assert held["scores"]["fid"]["value"] == pytest.approx(float(expected), rel=1e-6)
+    assert any("fewer than the 2048 features" in note for note in found["notes"])
+    np.savez(shell.folder / "narrow.npz", mu=np.zeros(64), sigma=np.eye(64))
+    refused = shell(*words, "--against", "narrow.npz", "--out", "run")
+    assert (
+        refused.code == 2 and "narrow.npz: has mu [64] and sigma [64, 64]; these features are 2048 wide" in refused.err
+    )

@@ -1,0 +1,175 @@
+"""LoadGen itself drives the real engine: its own verdict, its own logs, and the pictures in its accuracy log."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evaluation import loadgen, pixels
+from evaluation.loadgen import LoadGenError
+from evaluation.panels import Answer
+from evaluation.run import Run
+from tests.cli.shell import Shell
+from tests.evaluation.conftest import CLIP, QUICK, table
+
+pytest.importorskip("mlperf_loadgen", reason="LoadGen has wheels for Linux alone")
+
+CAPTIONS = ("a fox", "a hen", "a pig", "an owl", "a cow")
+SHORT = ["--duration", "0.1", "--queries", "70", "--latent", "off", *QUICK[:2], "--threads", "1"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "rate"), [("Offline", ["--target-qps", "1000"]), ("SingleStream", [])]
+)  # Server is VALID from some 460 queries on: too long for a test
+def test_loadgen_says_valid_and_we_say_shortened(scenario: str, rate: list[str], shell: Shell) -> None:
+    words = ["mlperf", "--scenario", scenario, "--prompts", str(table(shell.folder, CAPTIONS)), *SHORT, *rate]
+    said = shell(*words, "--out", "log")
+    assert said.code == 0, said
+    assert f"{scenario}: VALID (shortened)" in said.out and "Result is : VALID" in said.out
+    assert "min_duration_ms is 100, official: 600000" in said.out
+    found = json.loads((shell.folder / "log" / "mlperf.json").read_text("utf-8"))
+    assert found["valid"] is True and any("performance_sample_count" in reason for reason in found["shortened"])
+    text = (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
+    assert f"Scenario : {scenario}" in text
+    refused = shell(*words, "--out", "log")
+    assert refused.code == 2 and "log is not empty" in refused.err
+
+
+def test_server_meets_loadgens_own_limit_for_the_model(shell: Shell) -> None:
+    words = ["mlperf", "--scenario", "Server", "--prompts", str(table(shell.folder, CAPTIONS)), *SHORT]
+    said = shell(*words, "--target-qps", "10", "--queries", "10", "--out", "log")
+    text = (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
+    assert "target_latency (ns): 20000000000" in text  # 20 s: from LoadGen's own configuration, not from ours
+    assert "Performance constraints satisfied : Yes" in text
+    assert said.code == 1 and "Server: INVALID (shortened)" in said.out and "Early Stopping" in said.out
+
+
+def test_accuracy_mode_gives_the_scores_of_evaluate(shell: Shell) -> None:
+    prompts = ["--prompts", str(table(shell.folder, CAPTIONS)), "--latent", "off", *QUICK[:2], "--threads", "1"]
+    scored = ["--lens", str(CLIP), "--resamples", "10"]
+    said = shell("mlperf", "--scenario", "Offline", "--mode", "accuracy", *prompts, *scored, "--out", "log")
+    assert said.code == 0, said
+    alone = shell("evaluate", "--protocol", "mlperf", *prompts, *scored, "--out", "alone")
+    assert alone.code == 0
+    runs = [Run.read(shell.folder / name) for name in ("log/run", "alone")]
+    for a, b in zip(*(run.files() for run in runs), strict=True):
+        # the engine chose its batches anew: on torch that may move a level
+        assert np.abs(pixels.read(a).astype(int) - pixels.read(b).astype(int)).max() <= 1
+    values = [
+        json.loads((run.folder / "scores.json").read_text("utf-8"))["scores"]["emoji-clip-score"]["value"]
+        for run in runs
+    ]
+    assert values[0] == pytest.approx(values[1], abs=0.01)
+    log = (shell.folder / "log" / "mlperf_log_accuracy.json").read_text("utf-8")
+    assert sorted(entry["qsl_idx"] for entry in json.loads(log)) == [0, 1, 2, 3, 4]
+
+
+def test_settings_of_ones_own_go_into_loadgens(shell: Shell) -> None:
+    (shell.folder / "mine.conf").write_text("*.SingleStream.min_duration = 100\n*.*.max_query_count = 3\n")
+    words = ["mlperf", "--scenario", "SingleStream", "--prompts", str(table(shell.folder, CAPTIONS)), *SHORT[4:]]
+    said = shell(*words, "--queries", "3", "--user-conf", "mine.conf", "--out", "log")
+    text = (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
+    assert re.search(r"max_query_count : 3\b", text) and re.search(r"min_duration \(ms\): 100\b", text), said
+    assert "*.SingleStream.min_query_count = 3" in (shell.folder / "log" / "user.conf").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--scenario", "Offline", "--target-qps", "0"], 2, "--target-qps: must be greater than 0"),
+        (["--scenario", "Offline", "--latent", "gone.npy"], 2, "--latent: gone.npy: cannot be read"),
+        (["--scenario", "Offline"], 2, "latents.npy: cannot be read"),
+        (["--scenario", "Offline", "--latent", "off", "--user-conf", "gone"], 1, "gone: cannot be read"),
+        (
+            ["--scenario", "Offline", "--latent", "off", "--against", "gone", "--mode", "accuracy"],
+            2,
+            "gone: is neither",
+        ),
+        (["--scenario", "MultiStream"], 2, "--scenario"),
+    ],
+)
+def test_what_cannot_be_used_is_named(words: list[str], code: int, said: str, shell: Shell) -> None:
+    prompts = ["--prompts", str(table(shell.folder, CAPTIONS)), *QUICK[:2], "--threads", "1", "--lens", str(CLIP)]
+    answer = shell("mlperf", *prompts, "--out", "log", *words)
+    assert answer.code == code and said in answer.err, answer
+
+
+def test_an_accuracy_log_that_is_damaged_is_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf_log_accuracy.json"
+    good = json.dumps({"seq_id": 0, "qsl_idx": 4, "data": bytes(range(12)).hex()})
+    path.write_text(f"[\n{good},\n{good.replace('0b', '')}\n]\n")
+    found = loadgen.read_accuracy(path, (2, 2))
+    index, picture = next(found)
+    assert index == 4 and picture.tolist() == np.arange(12).reshape(2, 2, 3).tolist()
+    with pytest.raises(LoadGenError, match="line 3 is no picture of 2x2"):
+        next(found)
+
+
+def test_no_summary_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LoadGenError, match="left no summary"):
+        loadgen.read_summary(tmp_path / "gone.txt")
+
+
+class Failing:
+    """A panel whose second sample fails, and whose third is refused at once."""
+
+    model, samples = "stable-diffusion-xl", 5_000
+
+    def __len__(self) -> int:
+        return 4
+
+    def submit(self, index: int, first: Callable[[], None]) -> Future[Any]:
+        if index == 2:
+            raise ValueError("refused")
+        future: Future[Any] = Future()
+        if index == 1:
+            future.set_exception(FloatingPointError("NaN"))
+        else:
+            future.set_result(index)
+        return future
+
+    def answer(self, result: Any) -> Answer:
+        return Answer(np.zeros(3, np.uint8))
+
+
+def test_failures_end_the_test_and_are_told(tmp_path: Path) -> None:
+    with pytest.raises(LoadGenError, match=r"2 samples failed; the first: (refused|NaN)"):
+        loadgen.run(loadgen.Test("Offline", loadgen.ACCURACY), Failing(), tmp_path)
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "SingleStream"])
+def test_the_text_panel_is_timed_by_token(scenario: str, shell: Shell) -> None:
+    words = ["mlperf", "--panel", "text", "--prompts", str(table(shell.folder, CAPTIONS)), "--scenario", scenario]
+    words += ["--duration", "0.1", "--queries", "70", "--target-qps", "2000", "--max-tokens", "8", "--threads", "1"]
+    said = shell(*words, "--out", "log")
+    assert said.code == 0 and f"{scenario}: VALID (shortened)" in said.out, said
+    text = (shell.folder / "log" / "mlperf_log_summary.txt").read_text("utf-8")
+    told = "Tokens per second" if scenario == "Offline" else "90.0th first token percentile latency"
+    assert told in text and ("Time per Output Token" in text) == (scenario != "Offline")
+
+
+def test_the_text_panels_log_holds_the_tokens_that_the_model_writes(shell: Shell) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = ["mlperf", "--panel", "text", "--prompts", str(table(shell.folder, CAPTIONS)), "--threads", "1"]
+    said = shell(*words, "--scenario", "Offline", "--mode", "accuracy", "--max-tokens", "8", "--out", "log")
+    assert said.code == 0, said
+    folder = CLIP.parent / "emoji-lm"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    entries = json.loads((shell.folder / "log" / "mlperf_log_accuracy.json").read_text("utf-8"))
+    assert sorted(entry["qsl_idx"] for entry in entries) == list(range(len(CAPTIONS)))
+    for entry in entries:
+        messages = [{"role": "user", "content": CAPTIONS[entry["qsl_idx"]]}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        written = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+        logged = np.frombuffer(bytes.fromhex(entry["data"]), np.int32).tolist()
+        assert logged and logged == written[: len(logged)] and entry["token_count"] == len(logged)

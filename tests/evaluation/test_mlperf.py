@@ -1,0 +1,104 @@
+"""MLPerf's protocol: what it sets, its latent under every picture, and a verdict that is given only where it is due."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evaluation import mlperf, pixels
+from evaluation.mlperf import ProtocolError
+from evaluation.run import Run
+from tests.cli.shell import Shell
+from tests.evaluation.conftest import CLIP, QUICK, table
+
+OFFICIAL: dict[str, Any] = {
+    "settings": {
+        "steps": 20, "guidance_scale": 8.0, "scheduler": "euler", "negative_prompt": mlperf.NEGATIVE,
+        "latent": "abc", "deepcache": "off",
+    },
+    "pictures": 5000, "side": 1024, "lens": "mlperf",
+    "scores": {"clip-score": {"value": 31.75}},
+    "against": {
+        "val2014.npz": {"kind": "statistics", "scores": {"fid": {"value": 23.5}}},
+        "other": {"kind": "run", "scores": {"fid": {"value": 1.0}}},
+    },
+}  # fmt: skip
+
+
+def latent(path: Path, shape: tuple[int, ...] = (1, 4, 4, 4)) -> Path:
+    np.save(path, np.random.default_rng(0).normal(0, 1, shape).astype(np.float32))
+    return path
+
+
+def test_scores_are_held_against_the_closed_windows() -> None:
+    assert [one.within for one in mlperf.verdicts(OFFICIAL)] == [True, True]
+    assert mlperf.table(OFFICIAL).count("within") == 2
+    low = {**OFFICIAL, "scores": {"clip-score": {"value": 31.6863}}}
+    assert [one.within for one in mlperf.verdicts(low)] == [True, False] and "OUTSIDE" in mlperf.table(low)
+    alone = {**OFFICIAL, "against": {}}
+    assert [one.within for one in mlperf.verdicts(alone)] == [None, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pictures": 4999}, "4999 captions instead of 5000"),
+        ({"side": 512}, "pictures of 512 pixels"),
+        ({"lens": "emoji-clip"}, "seen through emoji-clip"),
+        ({"settings": OFFICIAL["settings"] | {"steps": 30}}, "steps is 30"),
+        ({"settings": OFFICIAL["settings"] | {"latent": None}}, "no fixed latent"),
+        ({"settings": OFFICIAL["settings"] | {"deepcache": "2"}}, "DeepCache"),
+    ],
+)
+def test_what_is_not_the_test_gets_no_verdict(change: dict[str, Any], said: str) -> None:
+    scores = OFFICIAL | change
+    assert [one.within for one in mlperf.verdicts(scores)] == [None, None]
+    assert said in mlperf.table(scores)
+
+
+def test_the_protocol_is_followed_from_one_latent(shell: Shell) -> None:
+    latent(shell.folder / "latents.npy")
+    words = ["evaluate", "--prompts", str(table(shell.folder, ("a fox", "a fox", "a hen"))), "--protocol", "mlperf"]
+    words += [*QUICK[:2], "--threads", "1", "--lens", str(CLIP), "--resamples", "10"]
+    said = shell(*words, "--out", "run")
+    assert said.code == 0, said.err
+    assert "not MLPerf's test: 3 captions instead of 5000; seen through emoji-clip" in said.out
+    run = Run.read(shell.folder / "run")
+    first, second, third = (pixels.read(path).astype(int) for path in run.files())
+    assert abs(first - second).max() <= 1 < abs(first - third).max()  # one latent, whatever the seed
+    with Image.open(run.files()[0]) as image:
+        drawn = json.loads(image.info["parameters"])
+        assert len(json.loads(image.info["fingerprint"])["latent"]) == 12
+    assert (drawn["steps"], drawn["guidance_scale"], drawn["scheduler"]) == (20, 8.0, "euler")
+    assert drawn["negative_prompt"] == mlperf.NEGATIVE
+    assert "--guidance: MLPerf's protocol has 8.0" in shell(*words, "--out", "x", "--guidance", "5").err
+    assert "--latent: a service begins" in shell(*words, "--out", "x", "--server", "http://127.0.0.1:1").err
+    latent(shell.folder / "latents.npy", (1, 4, 128, 128))
+    said = shell(*words, "--out", "y")
+    assert said.code == 2 and "is [1, 4, 128, 128], pictures of random:tiny begin from [1, 4, 4, 4]" in said.err
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (None, "cannot be read"),
+        (b"text", "cannot be read as .npy"),
+        (np.zeros((1, 4, 4, 4)), "must be one latent, float32"),
+        (np.zeros((2, 4, 4, 4), np.float32), "must be one latent, float32"),
+        (np.full((1, 4, 4, 4), np.nan, np.float32), "holds NaN"),
+        (np.zeros((1, 4, 8, 8), np.float32), r"begin from \[1, 4, 4, 4\]"),
+    ],
+)
+def test_what_is_no_latent_is_refused(data: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "l.npy"
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    elif data is not None:
+        np.save(path, data)
+    with pytest.raises(ProtocolError, match=said):
+        mlperf.read_latent(path, [1, 4, 4, 4])

@@ -1,0 +1,180 @@
+"""A run's folder, whatever is left of it: torn lines, lost and changed pictures, other settings, two processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from evaluation.captions import Caption
+from evaluation.run import Run, RunError
+
+CAPTIONS = [Caption(k, f"id{k}", f"a caption of {k}") for k in range(5)]
+SETTINGS = {"model": "m", "steps": 20, "seed_offset": 7}
+
+
+def png(number: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (4, 4), (number, 0, 0)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def filled(folder: Path, count: int = 5) -> Path:
+    with Run.draw_into(folder, SETTINGS, CAPTIONS) as run:
+        for caption in CAPTIONS[:count]:
+            run.add(caption, 7 + caption.index, f"{caption.index:05d}.png", png(caption.index), session=0, seconds=1.0)
+    return folder
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    run = Run.read(filled(tmp_path / "r"))
+    assert run.name == "r" and not run.missing and run.captions == CAPTIONS
+    assert [path.read_bytes() for path in run.files()] == [png(k) for k in range(5)]
+    assert [run.records[k].seed for k in range(5)] == [7, 8, 9, 10, 11] and run.sessions == 1
+
+
+@given(cut=st.integers(0, 400))
+def test_a_torn_log_costs_no_more_than_its_last_line(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = filled(tmp_path_factory.mktemp("runs") / "r")
+    log = folder / "pictures.jsonl"
+    whole = log.read_bytes()
+    kept = whole[: max(0, len(whole) - cut)]
+    log.write_bytes(kept)
+    left = kept.count(b"\n")
+    with Run.draw_into(folder, SETTINGS, CAPTIONS) as run:
+        assert sorted(run.records) == list(range(left))
+        for caption in run.missing:
+            run.add(caption, 7 + caption.index, f"{caption.index:05d}.png", png(caption.index), session=1, seconds=1.0)
+    again = Run.read(folder)
+    assert [again.records[k].sha256 for k in range(5)] == [Run.read(folder).records[k].sha256 for k in range(5)]
+    assert len(log.read_bytes().splitlines()) == 5
+
+
+@pytest.mark.parametrize("harm", ["gone", "changed", "truncated"])
+def test_a_picture_that_is_not_what_was_recorded_is_drawn_again(harm: str, tmp_path: Path) -> None:
+    folder = filled(tmp_path / "r")
+    path = folder / "pictures" / "00002.png"
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(png(99) if harm == "changed" else path.read_bytes()[:-8])
+    with pytest.raises(RunError, match="1 of 5 pictures are not drawn"):
+        Run.read(folder)
+    with Run.draw_into(folder, SETTINGS, CAPTIONS) as run:
+        assert [caption.index for caption in run.missing] == [2]
+
+
+def test_half_a_picture_is_taken_away(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "r", 2)
+    part = folder / "pictures" / ".0123456789abcdef.part"
+    part.write_bytes(b"half")
+    with Run.draw_into(folder, SETTINGS, CAPTIONS):
+        assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "captions", "said"),
+    [
+        (SETTINGS | {"steps": 30}, CAPTIONS, "steps is 20 there, 30 here"),
+        (SETTINGS | {"seed_offset": 0}, CAPTIONS, "seed_offset is 7 there, 0 here"),
+        (SETTINGS | {"precision": "int8"}, CAPTIONS, "precision is None there, 'int8' here"),
+        (SETTINGS, CAPTIONS[:3], "captions is 5 there, 3 here"),
+        (SETTINGS, [*CAPTIONS[:4], Caption(4, "id4", "another")], "captions_sha256 is"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    settings: dict[str, object], captions: list[Caption], said: str, tmp_path: Path
+) -> None:
+    folder = filled(tmp_path / "r")
+    with pytest.raises(RunError) as refused:
+        Run.draw_into(folder, settings, captions)
+    assert said in str(refused.value) and str(folder) in str(refused.value)
+    with Run.draw_into(folder, SETTINGS, CAPTIONS) as run:  # and it is not left locked
+        assert not run.missing
+
+
+def test_settings_may_change_as_long_as_nothing_is_drawn(tmp_path: Path) -> None:
+    Run.draw_into(tmp_path / "r", SETTINGS | {"model": "misspelt"}, CAPTIONS).close()
+    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS[:2]) as run:
+        assert run.settings["model"] == "m" and len(run.missing) == 2
+
+
+def test_another_model_is_refused_and_other_threads_are_told(tmp_path: Path) -> None:
+    printed = {"model": "m", "weights": "w", "precision": "fp32", "device": "cpu 2 threads"}
+    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run:
+        assert run.confirm(printed) == []
+        assert run.confirm(printed | {"device": "cpu 4 threads"}) == ["device: 'cpu 2 threads' and 'cpu 4 threads'"]
+        with pytest.raises(RunError, match="weights is 'w' there, 'v' here"):
+            run.confirm(printed | {"weights": "v"})
+        run.add(CAPTIONS[0], 7, "0.png", png(0), session=0, seconds=0.0)
+    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run, pytest.raises(RunError, match="precision"):
+        run.confirm(printed | {"precision": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("line", "pictures.jsonl line 2 is no record"),
+        ("other", "pictures.jsonl line 2 is for 'id4', not 'id1'"),
+        ("head", "damaged"),
+        ("captions", "captions.json is not what run.json was written with"),
+        ("version", "has version 99"),
+    ],
+)
+def test_damage_is_named_by_file_and_line(harm: str, said: str, tmp_path: Path) -> None:
+    folder = filled(tmp_path / "r")
+    log, head = folder / "pictures.jsonl", folder / "run.json"
+    lines = log.read_text("utf-8").splitlines()
+    if harm in ("line", "other"):
+        lines[1] = "{" if harm == "line" else lines[1].replace('"id1"', '"id4"')
+        log.write_text("\n".join(lines) + "\n")
+    elif harm == "captions":
+        (folder / "captions.json").write_text(json.dumps([["id0", "x"]]))
+    else:
+        head.write_text("{" if harm == "head" else head.read_text().replace('"version": 1', '"version": 99'))
+    with pytest.raises(RunError) as refused:
+        Run.read(folder)
+    assert said in str(refused.value) and str(folder) in str(refused.value)
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"mine")
+    with pytest.raises(RunError, match="something else than a run"):
+        Run.draw_into(tmp_path, SETTINGS, CAPTIONS)
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
+    with pytest.raises(RunError, match="is no run"):
+        Run.read(tmp_path)
+
+
+def test_two_processes_do_not_draw_into_one_folder(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "r", 1)
+    with FileLock(folder / "run.lock"), pytest.raises(RunError, match="another process"):
+        Run.draw_into(folder, SETTINGS, CAPTIONS)
+
+
+def test_a_full_disk_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = os.write
+    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run, monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: written(fd, data[:10]))
+        with pytest.raises(OSError, match="half a line"):
+            run.add(CAPTIONS[0], 7, "0.png", png(0), session=0, seconds=0.0)
+    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run:
+        assert len(run.missing) == 5
+
+
+def test_speed_is_counted_while_the_engine_is_full(tmp_path: Path) -> None:
+    captions = [Caption(k, str(k), "x") for k in range(40)]
+    with Run.draw_into(tmp_path / "r", SETTINGS, captions) as run:
+        for caption in captions:  # the first comes late, then two a second
+            seconds = 100 + caption.index / 2
+            run.add(caption, 0, f"{caption.index}.png", png(0), session=0, seconds=seconds)
+            if caption.index == 10:
+                assert run.speed() is None
+        assert run.speed() == pytest.approx(2.0)

@@ -1,0 +1,156 @@
+"""Runs drawn by a service: a real one draws the pictures that this process draws; one that stumbles is asked again."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation import sources
+from evaluation.run import Run
+from evaluation.sources import Remote, SourceError
+from pipeline.parameters import ImageParameters
+from tests.cli.shell import Shell
+from tests.deployment.served import Served
+from tests.evaluation.conftest import CLIP, QUICK, table
+
+WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
+
+
+def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -> None:
+    service = Served(tmp_path / "service")
+    try:
+        service.ready()
+        whole = ["evaluate", "--prompts", str(table(shell.folder)), "--steps", "2", "--lens", str(CLIP)]
+        whole += ["--resamples", "10", "--deterministic"]
+        said = shell(*whole, "--server", service.url, "--out", "remote")
+        assert said.code == 0, said.err
+        here = shell(*whole, *QUICK[:2], "--threads", "1", "--out", "here", "--against", "remote")
+        assert here.code == 0, here.err
+        refused = shell(*whole, "--server", service.url, "--out", "other", "--model", "nothing")
+        assert refused.code == 1 and "no picture model nothing; there: " in refused.err
+        bad = shell(*whole, "--server", service.url, "--out", "bad", "--size", "7x7")
+        assert bad.code == 1 and "the service answered 400: size" in bad.err and "nothing is scored" in bad.err
+        prompts = ["--prompts", str(table(shell.folder)), "--latent", "off", "--server", service.url]
+        driven = shell(
+            "mlperf", "--scenario", "SingleStream", *prompts, "--duration", "0.5", "--queries", "64", "--out", "l"
+        )
+        assert driven.code == 0 and "SingleStream: VALID (shortened)" in driven.out, driven
+        text = ["--panel", "text", "--prompts", str(table(shell.folder)), "--server", service.url, "--max-tokens", "8"]
+        said = shell("mlperf", *text, "--scenario", "Offline", "--mode", "accuracy", "--out", "t")
+        assert said.code == 0, said
+        here = shell("mlperf", *text[:4], *text[6:], "--scenario", "Offline", "--mode", "accuracy", "--out", "u")
+        assert here.code == 0, here
+    finally:
+        service.close()
+    told, written = (
+        {entry["qsl_idx"]: entry for entry in json.loads((shell.folder / one / "mlperf_log_accuracy.json").read_text())}
+        for one in ("t", "u")
+    )
+    assert {k: v["token_count"] for k, v in told.items()} == {k: v["token_count"] for k, v in written.items()}
+    assert all(bytes.fromhex(entry["data"]).decode() for entry in told.values())
+    remote, local = Run.read(shell.folder / "remote"), Run.read(shell.folder / "here")
+    assert remote.drawn_by["weights"] == local.drawn_by["weights"]
+    scores = json.loads((shell.folder / "here" / "scores.json").read_text("utf-8"))["against"]["remote"]["scores"]
+    assert scores["psnr"]["value"] > 60 and scores["emoji-clip-fid"]["value"] == pytest.approx(0, abs=1e-3)
+
+
+class Stumbling(ThreadingHTTPServer):
+    """Gives these answers, one after the other, and then pictures."""
+
+    daemon_threads = True
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.bodies = list(answers), list[Any]()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that went away
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Stumbling
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        card = {"live": True, "native_size": "32x32", "modality": "image"}
+        text = {"live": True, "modality": "text"}
+        self._answer(200, {"data": [{"id": "words", "diptych": text}, {"id": "tiny", "diptych": card}]})
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        answer = self.server.answers.pop(0) if self.server.answers else 200
+        if answer == "cut":
+            self.close_connection = True
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{")
+        elif answer == 200:
+            self._answer(200, {"data": [{"b64_json": base64.b64encode(b"a picture").decode(), "warnings": ["w"]}]})
+        else:
+            self._answer(answer, {"error": {"message": "said so"}})
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stumbling, Remote]]:
+    monkeypatch.setattr(sources, "_WAIT_S", (0.01, 0.05))
+    server = Stumbling(*request.param)
+    source = Remote(server.url, width=2)
+    yield server, source
+    source.close()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("remote", [(503, 429, 500, "cut")], indirect=True)
+def test_who_stumbles_is_asked_again_for_the_same_picture(remote: tuple[Stumbling, Remote]) -> None:
+    server, source = remote
+    ticks: list[None] = []
+    drawn = source.take(source.submit(WANTED, lambda: ticks.append(None)).result(timeout=60))
+    assert drawn == (b"a picture", ("w",)) and len(ticks) == 2
+    assert len(server.bodies) == 5 and all(body == server.bodies[0] for body in server.bodies)
+    assert server.bodies[0] == {
+        "prompt": "a fox", "model": "tiny", "size": "32x32", "seed": 7, "steps": 2, "guidance_scale": 5.0,
+        "deterministic": False, "deepcache": "off",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("remote", [(400,)], indirect=True)
+def test_a_refusal_is_not_asked_again(remote: tuple[Stumbling, Remote]) -> None:
+    server, source = remote
+    with pytest.raises(SourceError, match="answered 400: said so"):
+        source.submit(WANTED, lambda: None).result(timeout=60)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("remote", [(503,) * 99], indirect=True)
+def test_who_never_answers_is_given_up(remote: tuple[Stumbling, Remote]) -> None:
+    server, source = remote
+    with pytest.raises(SourceError, match="answered 503"):
+        source.submit(WANTED, lambda: None).result(timeout=60)
+    assert len(server.bodies) == 8
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:1", "http://127.0.0.1:1"])
+def test_no_service_is_said(url: str) -> None:
+    with pytest.raises(SourceError, match=r"must begin with http|no service answers"):
+        Remote(url)
