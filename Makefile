@@ -6,7 +6,7 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: serve test check fix bench eval chaos train up down test-compose
+.PHONY: results serve test check fix bench eval chaos train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -30,6 +30,9 @@ bench: .venv/.installed  ## BENCH=arrivals or BENCH=serve for another one
 eval: .venv/.installed  ## draws PROMPTS=captions.tsv into OUT=out/evaluation and scores it; ARGS="--precision int8 --against real"
 	$(BIN)/diptych evaluate --prompts $(or $(PROMPTS),$(error PROMPTS= is needed: a .tsv with id and caption)) \
 	    --out $(or $(OUT),out/evaluation) $(ARGS)
+
+results: .venv/.installed  ## what docs/results.md says, measured again: DATA=folder with emoji/; hours, and nothing else may run
+	$(BIN)/python -m benchmarks.results --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/)) $(ARGS)
 
 chaos: .venv/.installed  ## kills, pauses and cuts off parts of a running service, and counts what was lost
 	$(BIN)/python -m tests.faults.chaos $(ARGS)

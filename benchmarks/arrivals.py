@@ -1,8 +1,8 @@
 """Latency under Poisson arrivals: the engine against request-level batching, on one trace.
 
-The peer is the stock diffusers pipeline in batches of what waits, with and without a window. Beside it, under
-`same_kernels`, request-level batching with the engine's own runner, which differs from the engine in nothing but when
-requests join and leave. Knows the engine and the runner; knows nothing of HTTP and queues.
+The peer runs on the same kernels at the same precision and with the same DeepCache schedule, by the engine's own
+runner: it differs in nothing but when requests join and leave. Stock diffusers is played the trace too where it is fast
+enough not to drown in it. Knows the engine and the runner; knows nothing of HTTP and queues.
 """
 
 from __future__ import annotations
@@ -12,26 +12,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from benchmarks import record
 from benchmarks.ladder import stock_pipeline
+from core.batching.engine import Engine
 from core.batching.request import Request
 from core.config import Settings
 from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
+from unet_opt import schedule
+from unet_opt.schedule import DeepCache
 from workers.build import build
 
-LOAD = 0.7  # of the static batch's capacity
+LOAD = 0.7  # of what request-level batching can do on the same kernels
 WINDOW_S = 3.0
 _BATCH = 8  # pictures of a static batch
+_SATURATING = 64  # pictures for the throughput under a full queue
 _NAMES = {
     "engine": "step-level (engine)",
-    "window_free": "diffusers, what waits",
-    "window_3s": "diffusers, 3 s window",
-    "same_kernels": "own runner, what waits",
+    "window_free": "request-level, what waits",
+    "window_3s": "request-level, 3 s window",
+    "diffusers": "diffusers, what waits",
 }
 
 
@@ -46,11 +50,12 @@ Draw = Callable[[Sequence[Request]], None]
 
 
 def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) -> dict[str, Any]:
-    """Measure the static batch's capacity, then play one Poisson trace of `pictures` arrivals to each server."""
+    """Measure what full static batches reach, then play one Poisson trace of `pictures` arrivals to each server."""
     if pictures < 1:
         raise record.BenchError("--pictures: must be at least 1")
     with record.alone(), build(settings, measure_s=15.0) as works:
         runner = works.images
+        order = _Order(runner.model.native, steps, schedule.parse(settings.deepcache))
         if settings.compile:
             runner.execution.wait()
             runner.prepare(measure_s=15.0)
@@ -62,33 +67,40 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         def same(requests: Sequence[Request]) -> None:
             draw_batch(runner, requests)
 
-        capacity, own_capacity = (_capacity(draw, runner, steps) for draw in (stock, same))
+        capacity, stock_capacity = _capacity(same, order), _capacity(stock, order)
+        saturated = _saturate(works.engine, order)
         rate = LOAD * capacity
         trace = np.random.default_rng(0).exponential(1 / rate, pictures).cumsum().tolist()
         servers: dict[str, Server] = {
             "engine": _Engine(works.engine),
-            "window_free": RequestLevel(stock, 0.0),
-            "window_3s": RequestLevel(stock, WINDOW_S),
-            "same_kernels": RequestLevel(same, 0.0),
+            "window_free": RequestLevel(same, 0.0),
+            "window_3s": RequestLevel(same, WINDOW_S),
         }
-        measured = {name: _play(name, server, runner, trace, steps) for name, server in servers.items()}
+        if rate < 0.95 * stock_capacity:
+            servers["diffusers"] = RequestLevel(stock, 0.0)
+        measured = {name: _play(name, server, order, trace) for name, server in servers.items()}
+        precision = runner.model.precision
     engine = measured["engine"]
     result: dict[str, Any] = {
         "rate_per_s": round(rate, 4),
-        **engine,
-        "window_free": measured["window_free"],
-        "window_3s": measured["window_3s"],
-        "same_kernels": {"window_free": measured["same_kernels"], "capacity_per_s": round(own_capacity, 4)},
-        "capacity_per_s": round(capacity, 4),
         "load": LOAD,
+        **measured,
+        "capacity_per_s": round(capacity, 4),
+        "diffusers_capacity_per_s": round(stock_capacity, 4),
+        "saturated_per_s": round(saturated, 4),
+        "saturated_ratio": round(saturated / capacity, 4),
+        "p99_ratio": round(engine["p99_s"] / measured["window_free"]["p99_s"], 4),
         "arrivals": pictures,
         "steps": steps,
         "model": Path(settings.model_name).name,
-        "compiled": settings.compile,
+        "precision": precision,
+        "deepcache": settings.deepcache,
+        "kernels": runner.execution.programs,
         "machine": record.machine(),
     }
     record.table(
-        f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of a static batch's {capacity:.2f}/s",
+        f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of full static batches' {capacity:.2f}/s "
+        f"(the engine's with a full queue: {saturated:.2f}/s; diffusers': {stock_capacity:.2f}/s)",
         ("batching", "p50", "p99", "engine's p50 against it", "engine's p99 against it"),
         [
             (
@@ -105,21 +117,40 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
     return result
 
 
-def _capacity(draw: Draw, runner: ImageRunner, steps: int) -> float:
+class _Order(NamedTuple):
+    """What everybody asks for."""
+
+    side: int
+    steps: int
+    cached: DeepCache | None
+
+    def request(self, name: str, seed: int) -> Request:
+        prompt = f"{name}: a small red boat on a lake"
+        wanted = ImageParameters(prompt, seed, self.side, self.side, steps=self.steps, deepcache=self.cached)
+        return Request(name, "image", wanted)
+
+
+def _saturate(engine: Engine, order: _Order) -> float:
+    """Pictures per second of the engine with a full queue, after a round that warms up: the median of three."""
+    rates = []
+    for number in range(4):
+        started = time.perf_counter()
+        futures = [engine.submit(order.request(f"full-{number}-{i}", i)) for i in range(_SATURATING)]
+        for future in futures:
+            future.result()
+        rates.append(_SATURATING / (time.perf_counter() - started))
+    return float(np.median(rates[1:]))
+
+
+def _capacity(draw: Draw, order: _Order) -> float:
     """Pictures per second of full static batches, one after the other: the median of four."""
     rates = []
     for number in range(5):
-        requests = [_request(runner, f"capacity-{id(draw)}-{number}-{i}", i, steps) for i in range(_BATCH)]
+        requests = [order.request(f"capacity-{id(draw)}-{number}-{i}", i) for i in range(_BATCH)]
         started = time.perf_counter()
         draw(requests)
         rates.append(_BATCH / (time.perf_counter() - started))
     return float(np.median(rates[1:]))
-
-
-def _request(runner: ImageRunner, name: str, seed: int, steps: int) -> Request:
-    native = runner.model.native
-    prompt = f"{name}: a small red boat on a lake"
-    return Request(name, "image", ImageParameters(prompt, seed, native, native, steps=steps))
 
 
 def draw_batch(runner: ImageRunner, requests: Sequence[Request]) -> None:
@@ -179,7 +210,7 @@ class _Engine:
         self._engine.submit(request).add_done_callback(lambda _: done())
 
 
-def _play(name: str, server: Server, runner: ImageRunner, trace: Sequence[float], steps: int) -> dict[str, float]:
+def _play(name: str, server: Server, order: _Order, trace: Sequence[float]) -> dict[str, float]:
     """Submit at the trace's times, whatever the server does, and take latencies from the times that were due."""
     from rich.console import Console
     from rich.progress import track
@@ -188,7 +219,7 @@ def _play(name: str, server: Server, runner: ImageRunner, trace: Sequence[float]
     all_done = threading.Semaphore(0)
     started = time.monotonic()
     for index, due in enumerate(track(trace, description=_NAMES[name], console=Console(stderr=True), transient=True)):
-        request = _request(runner, f"{name}-{index}", index, steps)
+        request = order.request(f"{name}-{index}", index)
         time.sleep(max(0.0, started + due - time.monotonic()))
 
         def done(due: float = due) -> None:

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/results.md from what was measured: `python -m benchmarks.figures`.
+"""Fills docs/results.md with figures and tables of what was measured: `python -m benchmarks.figures`.
 
 Knows the results' files; measures nothing.
 """
@@ -50,10 +50,84 @@ def intervals(variants: dict[str, Any]) -> str:
     return draw(lines, "Captions' score by DeepCache's interval", "interval", "emoji-clip score, % of fp32's")
 
 
+def ladder(found: dict[str, Any]) -> list[str]:
+    rows = ["| rung | pictures/s | speedup | FID | score | PSNR |", "|---|---|---|---|---|---|"]
+    for rung in found["rungs"]:
+        quality = rung["quality"]
+        seen = "– | – | –" if quality is None else _seen(quality)
+        rows.append(f"| {rung['name']} | {rung['images_per_s']:.2f} | {rung['speedup']:.2f}× | {seen} |")
+    return rows
+
+
+def quality(found: dict[str, Any]) -> list[str]:
+    rows = ["| drawn as | FID | above fp32's | score | of fp32's | PSNR |", "|---|---|---|---|---|---|"]
+    for name, one in found["variants"].items():
+        more, ratio = one["fid_more"], one["clip_ratio"]
+        psnr = one["psnr_db"]
+        rows.append(
+            f"| {name} | {one['fid'][0]:.5f} | {more[0]:+.5f} ({more[1]:+.5f} to {more[2]:+.5f}) "
+            f"| {one['clip'][0]:.2f} | {ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%}) "
+            f"| {'–' if psnr is None or psnr > 90 else f'{psnr:.1f} dB'} |"
+        )
+    return [*rows, "", f"FID between the two halves of the real pictures: {found['halves_fid']:.5f}."]
+
+
+def arrivals(found: dict[str, Any]) -> list[str]:
+    names = {
+        "engine": "the engine", "window_free": "request-level, what waits", "window_3s": "request-level, 3 s window",
+        "diffusers": "stock diffusers, what waits",
+    }  # fmt: skip
+    rows = [
+        f"{found['rate_per_s']:.2f}/s, {found['precision']}, DeepCache {found['deepcache']}.", "",
+        "| | mean | p50 | p99 | engine's p99 against it |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, label in names.items():
+        if name in found:
+            one = found[name]
+            ratio = found["engine"]["p99_s"] / one["p99_s"]
+            rows.append(
+                f"| {label} | {one['mean_s']:.2f} s | {one['p50_s']:.2f} s | {one['p99_s']:.2f} s | {ratio:.2f}× |"
+            )
+    return [
+        *rows, "",
+        f"With a full queue the engine draws {found['saturated_per_s']:.2f}/s, {found['saturated_ratio']:.2f}× of full "
+        f"static batches' {found['capacity_per_s']:.2f}/s; stock diffusers in such batches draws "
+        f"{found['diffusers_capacity_per_s']:.2f}/s.",
+    ]  # fmt: skip
+
+
+def peers(found: dict[str, Any]) -> list[str]:
+    rows = [f"| contender | {found['rows']} rows |", "|---|---|"]
+    return rows + [f"| {name} | {ms:.1f} ms |" for name, ms in found["unet_ms"].items() if ms is not None]
+
+
+def _seen(quality: dict[str, Any]) -> str:
+    psnr = quality["psnr_db"]
+    exact = psnr is None or psnr > 90
+    return f"{quality['fid'][0]:.5f} | {quality['clip'][0]:.2f} | {'–' if exact else f'{psnr:.1f} dB'}"
+
+
+TABLES = {"ladder": ladder, "quality": quality, "arrivals": arrivals, "peers": peers}
+
+
+def fill(page: str, results: Path) -> str:
+    """The page with each table between its two marks; a table whose result is not there stays as it is."""
+    for name, table in TABLES.items():
+        path = results / f"{name}.json"
+        start, found, rest = page.partition(f"<!-- {name} -->\n")
+        if path.is_file() and found:
+            rows = "\n".join(table(json.loads(path.read_text("utf-8"))))
+            _, end, after = rest.partition("<!-- end -->")
+            page = f"{start}{found}{rows}\n{end}{after}"
+    return page
+
+
 def main() -> None:
     variants: dict[str, Any] = json.loads(QUALITY.read_text("utf-8"))["variants"]
     (_DOCS / "alpha.svg").write_text(alphas(variants), "utf-8")
     (_DOCS / "deepcache.svg").write_text(intervals(variants), "utf-8")
+    page = _DOCS / "results.md"
+    page.write_text(fill(page.read_text("utf-8"), QUALITY.parent), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The ladder: pictures per second of one model, one optimization a rung, all measured in one run.
 
 Knows the stock diffusers pipeline and the engine; measures speed. What a rung costs in quality is read from what
-`benchmarks.quality` has found, and said beside it.
+`evaluation.variants` has found, and said beside it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "+deepcache": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "2"},
 }
 RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
-_DRAWN_AS = {"+int8": "int8", "+deepcache": "int8-block2"}  # variants of benchmarks.quality; all else is fp32
+_DRAWN_AS = {"+int8": "int8", "+deepcache": "int8-block2"}  # variants of evaluation.variants; all else is fp32
 QUALITY = Path(__file__).resolve().parent / "results" / "quality.json"
 STATIC_BATCH = 8
 IN_FLIGHT = 16

@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "load_average": round(os.getloadavg()[0], 2),
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -84,13 +84,19 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 def publish(name: str, result: dict[str, Any], folder: Path | None = None) -> None:
     """Store the result as `name`.json and print it as the last line of stdout."""
-    folder = folder or RESULTS
+    folder = writable(folder or RESULTS)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result), flush=True)
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made where it is missing. Raises `BenchError` where nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
     except OSError as error:
         raise BenchError(f"--results: {folder} cannot be written ({error.strerror})") from error
-    print(json.dumps(result), flush=True)
 
 
 def _processor() -> str:
@@ -103,7 +109,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """What is checked out; None where that is not known."""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -32,7 +32,7 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> None:
     parser.add_argument(
         "--model", metavar="NAME", help="a folder in diffusers' format or a hub id; default: the embedded model"
     )
@@ -43,6 +43,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="of the computation; default: int8 where the model has such a variant and it pays, else fp32 or bf16",
     )
     parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for --precision int8 or fp8; see `quantize`")
+    if deepcache:
+        parser.add_argument(
+            "--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet; default: off"
+        )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled code beside eager mode")
 

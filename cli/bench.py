@@ -40,6 +40,137 @@ def add(commands: Commands) -> None:
             one.add_argument("--rungs", metavar="NAME,…", help="only these")
         add_model(one)
         one.set_defaults(run=_bench, what=name)
+    _add_text(benches)
+    _add_cohost(benches)
+    _add_simulate(benches)
+
+
+def _add_simulate(benches: Commands) -> None:
+    text = "a fleet of devices under a virtual clock, by measured costs: throughput and latency, to plan capacity with"
+    one = benches.add_parser(
+        "simulate",
+        help=text,
+        description=text[0].upper() + text[1:] + ". A mix is values with weights, such as 20=3,30=1.",
+    )
+    table = one.add_mutually_exclusive_group()
+    table.add_argument("--costs", default="h200", metavar="NAME", help="a table of benchmarks/costs, or a file; h200")
+    table.add_argument("--measure", type=Path, metavar="FILE", help="measure the engine of --model into this table")
+    one.add_argument("--gpus", default="1", metavar="N,…", help="devices; default: %(default)s")
+    one.add_argument("--load", default="0.8", metavar="X,…", help="share of the table's capacity; default: %(default)s")
+    one.add_argument("--bursts", metavar="ON,OFF", help="mean seconds of traffic and of silence; default: Poisson")
+    one.add_argument("--pictures", type=int, default=20_000, metavar="N", help="arrivals; default: %(default)s")
+    one.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    one.add_argument("--sizes", metavar="MIX", help="such as 1024x1024; default: the table's largest")
+    one.add_argument("--steps", default="20", metavar="MIX", help="of denoising; default: %(default)s")
+    one.add_argument("--guidance", default="on", metavar="MIX", help="on, off; default: %(default)s")
+    one.add_argument("--deepcache", dest="schedules", default="off", metavar="MIX", help="off, auto, 3, 3:resnet; off")
+    one.add_argument("--deadlines", default="none", metavar="MIX", help="seconds, or none; default: %(default)s")
+    one.add_argument("--priorities", default="5", metavar="MIX", help="0 (most urgent) to 9; default: %(default)s")
+    one.add_argument("--batch", type=int, default=8, metavar="N", help="pictures of a request-level batch; default: 8")
+    one.add_argument("--window", type=float, default=3.0, metavar="S", help="of request-level batching; default: 3")
+    for setting, means in (
+        ("image-jobs", "jobs that a worker takes at once"),
+        ("max-requests", "pictures in the making on one device"),
+        ("max-rows", "rows of one forward"),
+        ("memory-mib", "that pictures in the making may hold; default: no bound"),
+    ):
+        one.add_argument(f"--{setting}", type=int, metavar="N", help=means)
+    one.add_argument("--results", type=Path, metavar="DIR", help="where JSON and plot go; default: benchmarks/results")
+    one.add_argument("--name", default="simulate", metavar="NAME", help="of these files; default: %(default)s")
+    add_model(one, deepcache=False)
+    one.set_defaults(run=_simulate)
+
+
+def _add_text(benches: Commands) -> None:
+    text = "tokens per second of answers: transformers, and our engine with INT8 and with guesses"
+    one = benches.add_parser("text", help=text, description=text[0].upper() + text[1:] + ".")
+    one.add_argument(
+        "--text-model", metavar="NAME", help="default: the embedded one, then a seeded Llama of 100 million"
+    )
+    one.add_argument(
+        "--text-draft", default="", metavar="NAME", help="makes guesses; default: look-up, or its own draft"
+    )
+    one.add_argument("--requests", type=int, default=64, metavar="N", help="default: %(default)s")
+    one.add_argument("--turns", type=int, default=3, metavar="N", help="of each rung; default: %(default)s")
+    one.add_argument("--rungs", metavar="NAME,…", help="only these")
+    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
+    one.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
+    one.set_defaults(run=_text)
+
+
+def _add_cohost(benches: Commands) -> None:
+    text = "pictures and text on one engine: each panel's throughput alone and together"
+    one = benches.add_parser("cohost", help=text, description=text[0].upper() + text[1:] + ".")
+    add_steps(one)
+    one.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each turn; default: %(default)s")
+    one.add_argument("--turns", type=int, default=2, metavar="N", help="default: %(default)s")
+    one.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded one")
+    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
+    add_model(one)
+    one.set_defaults(run=_cohost)
+
+
+def _cohost(options: argparse.Namespace) -> int:
+    from benchmarks import cohost
+    from benchmarks.record import BenchError
+
+    check_steps(options.steps)
+    if not 0.1 <= options.seconds <= 3600 or options.turns < 1:
+        raise UsageError("--seconds: must be between 0.1 and 3600, and --turns at least 1")
+    chosen = read_settings(options)
+    make_cache(chosen)
+    try:
+        with model_errors():
+            cohost.run(
+                chosen, seconds=options.seconds, steps=options.steps, turns=options.turns, results=options.results
+            )
+    except BenchError as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
+def _text(options: argparse.Namespace) -> int:
+    from benchmarks import text
+    from benchmarks.record import BenchError
+
+    if options.requests < 1 or options.turns < 1:
+        raise UsageError("--requests and --turns: must be at least 1")
+    chosen = read_settings(options)
+    named = [(options.text_model, options.text_draft)] if options.text_model else text.embedded()
+    try:
+        for model, draft in named:
+            text.run(
+                chosen, model=model, draft=draft, requests=options.requests, turns=options.turns,
+                results=options.results, rungs=options.rungs.split(",") if options.rungs else text.RUNGS,
+            )  # fmt: skip
+    except BenchError as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from benchmarks import simulate
+    from benchmarks.record import BenchError
+    from benchmarks.simulation import costs
+    from benchmarks.simulation import options as simulated
+
+    chosen = read_settings(options)
+    try:
+        if options.measure:
+            from benchmarks.simulation import measure
+
+            simulated.plan(options, chosen)  # before minutes are spent
+            make_cache(chosen)
+            with model_errors():
+                table = measure.measure(chosen, simulated.sizes(options.sizes))
+            measure.save(table, options.measure)
+        else:
+            table = costs.read(costs.find(options.costs))
+        plan = simulated.plan(options, chosen, table)
+        simulate.run(table, plan, results=options.results, name=options.name)
+    except BenchError as error:
+        raise UsageError(str(error)) from error
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -98,7 +98,6 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--guidance", type=float, metavar="SCALE", help="default: 5.0")
     parser.add_argument("--negative", metavar="TEXT", help="what pictures should not show")
     parser.add_argument("--scheduler", metavar="NAME", help="default: the model's")
-    parser.add_argument("--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet")
     parser.add_argument("--deterministic", action="store_true", help="equal bytes also where torch draws; slower")
     parser.add_argument(
         "--protocol", choices=("mlperf",),

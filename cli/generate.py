@@ -73,9 +73,6 @@ def add(commands: Commands) -> None:
     generate.add_argument(
         "--scheduler", metavar="NAME", help="euler, euler-ancestral, dpm++2m or lcm; default: the model's"
     )
-    generate.add_argument(
-        "--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet; default: off"
-    )
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_model(generate)
     generate.set_defaults(run=_generate, compile=None)

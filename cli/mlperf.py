@@ -68,7 +68,6 @@ def add(commands: Commands) -> None:
     mlperf.add_argument("--panel", choices=("image", "text"), default="image", help="default: %(default)s")
     mlperf.add_argument("--text-model", metavar="NAME", help="of the text panel; default: the embedded one")
     mlperf.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of an answer; default: %(default)s")
-    mlperf.add_argument("--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet")
     add_model(mlperf)
     add_scoring(mlperf)
     mlperf.add_argument(

@@ -27,6 +27,7 @@ def add(commands: Commands) -> None:
     quantize.add_argument(
         "--model", metavar="NAME", help="a folder in diffusers' format or a hub id; default: the embedded model"
     )
+    quantize.add_argument("--text-model", metavar="NAME", help="a language model instead: DIR then gets its model-int8")
     quantize.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
     quantize.add_argument("--scheme", choices=("int8", "fp8"), default="int8", help="default: %(default)s")
     quantize.add_argument(
@@ -63,6 +64,8 @@ def _quantize(options: argparse.Namespace) -> int:
         prompts = [prompt.text for prompt in read(options.prompts, options.limit)]
     except PromptsError as error:
         raise UsageError(f"--prompts: {error}") from error
+    if options.text_model is not None:
+        return _quantize_text(options, prompts)
     settings = read_settings(options, precision="fp32")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -85,4 +88,30 @@ def _quantize(options: argparse.Namespace) -> int:
     for part, (report, size_bytes) in made.items():
         left = len(report.skipped)
         print(f"{part}: {len(report.changed)} layers in {options.scheme}, {left} left as they were, {size_bytes} bytes")
+    return 0
+
+
+def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
+    """As for pictures' models: prompts are read as plain texts."""
+    from core.quant.convert import RecipeError
+    from core.quant.statistics import StatisticsError
+    from core.quant.store import StoreError
+    from llm.load import TextModelError, load
+    from llm.quantized import make
+    from llm.recipe import ALPHA, llama
+
+    if options.scheme != "int8" or options.scales_only:
+        raise UsageError("--text-model: is quantized with --scheme int8, and with its weights")
+    alpha = None if options.plain else ALPHA if options.alpha is None else options.alpha
+    try:
+        model = load(options.text_model)
+        start = model.tokenizer.bos_token_id
+        texts = [model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids for text in prompts]
+        texts = [([] if start is None else [start]) + text for text in texts]
+        report = make(model, [text[: model.context] for text in texts], options.out, recipe=llama(alpha))
+    except TextModelError as error:
+        raise UsageError(f"--text-model: {error}") from error
+    except (StatisticsError, RecipeError, StoreError) as error:
+        raise UsageError(str(error)) from error
+    print(f"text: {len(report.changed)} layers in int8, {len(report.skipped)} left as they were")
     return 0

@@ -17,7 +17,7 @@ from cli.arguments import Commands, Failure, UsageError, add_model, make_cache, 
 if TYPE_CHECKING:
     from core.config import Settings
 
-_NEEDED = ("celery", "fastapi", "obstore", "redis", "uvicorn")  # the extra `serve`
+_NEEDED = ("celery", "fastapi", "limits", "obstore", "prometheus_client", "redis", "uvicorn")  # the extra `serve`
 _PARTS = """One machine runs `diptych serve`, which needs no other part. On several machines, let each have the same
 DIPTYCH_REDIS_URL and DIPTYCH_ARTIFACTS_URL (a folder that all of them see, or s3://…), and run `diptych api` and
 `diptych worker` as often as there is something to do.
@@ -66,6 +66,7 @@ def add(commands: Commands) -> None:
         epilog=_PARTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    worker.add_argument("--each-gpu", action="store_true", help="one worker for each GPU of this machine")
     add_model(worker)
     worker.set_defaults(run=_worker)
 
@@ -98,6 +99,9 @@ def _api(options: argparse.Namespace) -> int:
     _check_redis(settings)
     from api.app import serve
     from core.artifacts import ArtifactError
+    from core.logs import speak
+
+    speak(settings.log_format)
 
     try:
         serve(settings, options.fd)
@@ -111,11 +115,30 @@ def _worker(options: argparse.Namespace) -> int:
     settings = read_settings(options)
     _check_redis(settings)
     make_cache(settings)
+    if options.each_gpu:
+        return _each_gpu(settings, options)
     _wait_for_redis(settings)
+    from core.logs import speak
     from workers.boot import run
 
+    speak(settings.log_format)
     with model_errors():
         return int(run(settings) or 0)
+
+
+def _each_gpu(settings: Settings, options: argparse.Namespace) -> int:
+    from deployment.devices import NoDevices, serve_each
+
+    words = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if options.verbose else []), "worker"]
+    for name in ("model", "variant", "precision", "unet", "threads"):
+        if getattr(options, name) is not None:
+            words += [f"--{name}", str(getattr(options, name))]
+    if options.compile is not None:
+        words.append("--compile" if options.compile else "--no-compile")
+    try:
+        return serve_each(settings, command=words)
+    except NoDevices as error:
+        raise UsageError(f"--each-gpu: {error}") from error
 
 
 def _check_extra() -> None:

@@ -35,7 +35,8 @@ def _models(options: argparse.Namespace) -> int:
     for model in offered:
         card = model["diptych"]
         state = "" if card["live"] else "  (not live)"
-        what = ", ".join((card["modality"], f"{card['precision']} on {card['device']}", card["native_size"]))
+        size = card["native_size"] if card["modality"] == "image" else f"{card['limits']['context']} tokens"
+        what = ", ".join((card["modality"], f"{card['precision']} on {card['device']}", size))
         print(f"{model['id']}  {what}{state}")
     return 0
 

@@ -311,12 +311,12 @@ def _psnr(exact: Pixels, pixels: Pixels) -> NDArray[np.float32]:
 def score(options: argparse.Namespace) -> dict[str, Any]:
     """FID and captions' score with 95% intervals, and paired ones of the difference and the ratio to fp32.
 
-    `real` holds features of the real pictures [N, D]. Beside them the FID between the two halves of these: what the
+    `real` holds the real pictures. Beside these figures the FID between the two halves of these: what the
     choice of pictures alone does.
     """
     import torch
 
-    from evaluation import bootstrap, fid
+    from evaluation import bootstrap, fid, pixels
     from evaluation.clip import Clip
 
     captions: list[str] = json.loads(options.captions.read_text("utf-8"))
@@ -324,9 +324,10 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
     for path in sorted(options.out.glob("*.npz")):
         with np.load(path) as opened:
             found |= {name: opened[name] for name in opened.files if not name.endswith("/samples")}
-    text = Clip(options.clip).read(captions)
     counts = bootstrap.resamples(len(captions), options.resamples)
-    real = torch.from_numpy(np.load(options.real))
+    clip = Clip(options.clip)
+    real = clip.see([pixels.read(path) for path in sorted(options.real.glob("*.png"))])
+    text = clip.read(captions)
     distance_to = fid.Distance(fid.gaussian(real))
     figures: dict[str, tuple[bootstrap.Figure, bootstrap.Figure]] = {}
     for name in ON_GPU | ON_CPU:
@@ -338,14 +339,14 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
         figures[name] = distances, bootstrap.mean(100 * (features * text).sum(1), counts)
     rows = {}
     exact = figures["fp32"]
-    for name, (distance, clip) in figures.items():
+    for name, (distance, score) in figures.items():
         psnr = found.get(f"{name}/psnr")
         rows[name] = {
-            "fid": distance.interval, "clip": clip.interval,
+            "fid": distance.interval, "clip": score.interval,
             "fid_more": bootstrap.Figure(
                 distance.value - exact[0].value, distance.drawn - exact[0].drawn
             ).interval,
-            "clip_ratio": clip.over(exact[1]).interval,
+            "clip_ratio": score.over(exact[1]).interval,
             "psnr_db": None if psnr is None else float(np.median(psnr)),
         }  # fmt: skip
     return {
@@ -372,7 +373,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="after which draw begins no more batches")
     parser.add_argument("--only", nargs="*", choices=[*ON_GPU, *ON_CPU], help="variants")
     parser.add_argument("--limit", type=int, help="of captions")
-    parser.add_argument("--real", type=Path, help="features [N, D] of the real pictures, .npy, for score")
+    parser.add_argument("--real", type=Path, help="a folder of the real pictures, for score (training.real)")
     parser.add_argument("--resamples", type=int, default=100)
     options = parser.parse_args()
     if options.what == "draw":

@@ -163,7 +163,8 @@ class Execution:
             self._executables.want(Key(phase, rows, size), self._example(phase, rows, size))
         until = time.monotonic() + measure_s
         # Other depths last: few ask for them.
-        steps = [(DEEP, 2), (shallow, 2), *steps, (VAE, VAE_ROWS), *((SHALLOW[RESNET], r) for r in self._buckets)]
+        others = [phase for phase in SHALLOW.values() if phase != shallow]
+        steps = [(DEEP, 2), (shallow, 2), *steps, (VAE, VAE_ROWS), *((p, r) for p in others for r in self._buckets)]
         for phase, rows in [(VAE, 1), *steps]:
             example = self._example(phase, rows, size)
             for fn in (self._executables.eager(phase), self._executables.find(Key(phase, rows, size))):

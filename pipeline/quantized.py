@@ -114,6 +114,17 @@ def make(
     return made
 
 
+def watch(model: Model, prompts: Sequence[str], path: Path) -> None:
+    """Calibrate the UNet alone and keep its statistics in `path`; resumes. To compare recipes on equal statistics."""
+    drawing = Drawing(model, PackedKeys(model.unet), guidance=_GUIDANCE, steps=_FULL_STEPS)
+
+    def draw(batch: Sequence[str], around: Any) -> None:
+        drawing.latents(batch, _seeds(batch), until=STEPS, around=around)
+
+    layers = recipes.unet(model.unet).targets(model.unet)
+    calibrate(model.unet, layers, prompts, draw, digest=model.digest, checkpoint=path)
+
+
 def _write(
     model: Model,
     part: Part,

@@ -11,9 +11,11 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from core.batching.limits import Limits
 from core.batching.request import Request
-from core.batching.runner import Runner
+from core.batching.runner import GrowingRunner, Runner
 
-_SUCCESSORS = 4  # at a load of 3/4: each request brings 1 + 3/4 + 9/16 + … while it and what it brings is served
+# At a load of 7/8: each request brings 1 + 7/8 + 49/64 + … while it and what it brings is served. Lower loads have
+# little to choose from, and where the load is higher a batch too narrow costs everybody (docs/planning.md).
+_SUCCESSORS = 8
 
 Key = tuple[str, Hashable, str]
 """Whose requests may share a forward: modality, group, and the id of one that must run alone."""
@@ -22,12 +24,23 @@ Groups = Mapping[Key, list[Request]]
 
 
 class Policy:
-    """`waiting` counts what waits for admission, by modality; it is the scheduler's own book."""
+    """`waiting` counts what waits for admission, by modality, and `running` holds what was admitted.
 
-    def __init__(self, runners: Mapping[str, Runner], limits: Limits, waiting: Mapping[str, int]) -> None:
+    They are the scheduler's own books.
+    """
+
+    def __init__(
+        self,
+        runners: Mapping[str, Runner],
+        limits: Limits,
+        waiting: Mapping[str, int],
+        running: Mapping[str, Mapping[str, Request]],
+    ) -> None:
         self._runners = runners
+        self._growing = {name: runner for name, runner in runners.items() if isinstance(runner, GrowingRunner)}
         self._limits = limits
         self._waiting = waiting
+        self._running = running
 
     def one_shot_before(self, led: Key, groups: Groups, now: float) -> Key | None:
         """A one-shot group that should run before the leader's, by Smith's rule, or None."""
@@ -93,10 +106,18 @@ class Policy:
         )
 
     def widest(self, runner: Runner, group: Hashable, requests: list[Request], alone: bool) -> list[Request]:
-        """The most urgent requests whose number minimises the mean completion time of all that are queued."""
+        """The most urgent requests whose number minimises the mean completion time of all that are queued.
+
+        Of a runner that keeps a pace: as many as it has time for. Of any other: no more than leave that time to it, but
+        always one, however long that takes.
+        """
         if alone:
             return requests[:1]
         limit = self._limits.of(runner, group)
+        growing = self._growing.get(runner.modality)
+        if growing is not None:
+            return _paced(growing, group, requests, limit)
+        room_s = self._room_s()
         queued = _SUCCESSORS * (len(requests) + self._waiting[runner.modality])
         best, best_s, rows = 1, math.inf, 0
         for k, request in enumerate(requests, 1):
@@ -105,10 +126,36 @@ class Policy:
                 break
             waves = -(-queued // k)
             # completions: k at the end of each wave but the last, the rest at the end of the last one
-            mean_s = runner.cost(group, rows) * waves * (queued - k * (waves - 1) / 2) / queued
+            cost_s = runner.cost(group, rows)
+            if k > 1 and cost_s > room_s:
+                break
+            mean_s = cost_s * waves * (queued - k * (waves - 1) / 2) / queued
             if mean_s <= best_s:
                 best, best_s = k, mean_s
         return requests[:best]
+
+    def _room_s(self) -> float:
+        """How long a batch may hold up those whose requests stream; infinite where none do or none can keep pace."""
+        left_s = math.inf
+        for name, runner in self._growing.items():
+            streaming = self._running[name]
+            if streaming:
+                group = runner.group(next(iter(streaming.values())))
+                if runner.cost(group, 1) <= runner.pace_s:
+                    left_s = min(left_s, runner.pace_s - runner.cost(group, len(streaming)))
+        return left_s
+
+
+def _paced(runner: GrowingRunner, group: Hashable, requests: list[Request], limit: int) -> list[Request]:
+    rows = taken = 0
+    # A pace that not even one can keep binds nobody: they would only wait for one another.
+    bound_s = runner.pace_s if runner.cost(group, runner.rows(requests[0])) <= runner.pace_s else math.inf
+    for request in requests:
+        rows += runner.rows(request)
+        if taken and (rows > limit or runner.cost(group, rows) > bound_s):
+            break
+        taken += 1
+    return requests[:taken]
 
 
 def _spare_s(runner: Runner, delayed: Sequence[Request], now: float) -> float:

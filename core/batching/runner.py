@@ -117,7 +117,16 @@ class Runner(Protocol):
 
 @runtime_checkable
 class GrowingRunner(Runner, Protocol):
-    """A runner whose requests come to hold more as they run, so that one may have to wait again because others grew."""
+    """A runner whose requests tell something in every iteration, and come to hold more as they run.
+
+    So that nobody waits long for the next word, its batches are as wide as `pace_s` allows, and so are others' beside
+    them. And a request may have to wait again because others grew.
+    """
+
+    @property
+    def pace_s(self) -> float:
+        """The longest that one iteration should take."""
+        ...
 
     def reserve(self, requests: Sequence[Request]) -> bool:
         """Take what the next iteration of these requests needs beyond what they hold. False: there is too little."""

@@ -21,7 +21,9 @@ The policy, in the order in which it is applied:
 * Width. The batch takes the most urgent k requests, k chosen to minimise the mean completion time if all that
   is queued for this group, and the successors that will come while it is served, were served in waves of k.
   With cost(k) flat this is as wide as can be; with cost linear in rows it is 1; and as the queue grows it
-  tends to the k of the highest throughput.
+  tends to the k of the highest throughput. Where requests stream (GrowingRunner) all go together that the runner's pace
+  has time for: whoever is left out would fall silent. And while they do, no other batch of more than one request takes
+  longer than the pace leaves over.
 * Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join it at the
   next iteration, and never behind one of more urgent priorities: those would wait for it at every step.
 * Memory. A batch that did not fit halves what its group may hold (limits.py). Where a runner's requests grow and there
@@ -77,7 +79,7 @@ class Scheduler:
         self._yielded: set[str] = set()  # lanes whose last batch was a one-shot that went before an elder
         self._held: set[str] = set()  # lanes whose last batch was one that the leader was held for
         self._limits = Limits()
-        self._policy = Policy(self._runners, self._limits, self._waiting_count)
+        self._policy = Policy(self._runners, self._limits, self._waiting_count, self._running)
         self._ended: list[Request] = []
         self._sequence = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,60 @@ class Progress:
     trace: list[str] = field(default_factory=list)
 
 
+class Flat:
+    """Requests that hold what they hold, in forwards whose cost hardly grows with their width."""
+
+    modality = "image"
+    lanes = frozenset({"device"})
+    patience_s = 20.0
+
+    def check(self, request: Request) -> None:
+        pass
+
+    def admit(self, request: Request) -> bool:
+        return True
+
+    def release(self, request: Request) -> None:
+        pass
+
+    def held(self) -> int:
+        return 0
+
+    def group(self, request: Request) -> Hashable:
+        return "deep"
+
+    def rows(self, request: Request) -> int:
+        return 1
+
+    def iterations(self, request: Request) -> int:
+        return 20
+
+    def left_s(self, request: Request, rows: int) -> float:
+        return 20 * self.cost("deep", rows)
+
+    def then(self, request: Request) -> Hashable:
+        return "deep"
+
+    def limit(self, group: Hashable) -> int:
+        return 8
+
+    def lane(self, group: Hashable) -> str:
+        return "device"
+
+    def cost(self, group: Hashable, rows: int) -> float:
+        return 0.04 + 0.002 * rows
+
+    def launch(self, requests: Sequence[Request]) -> LaneTicket:
+        raise NotImplementedError
+
+
 class Growing:
     """Each iteration makes a request one larger; the first one after it was admitted takes all that it had again."""
 
     modality = "text"
     lanes = frozenset({"text"})
     patience_s = 1.0
+    pace_s = math.inf
 
     def __init__(self, capacity: int, lane: Lane | None = None, limit: int = 8) -> None:
         self.capacity, self.taken, self.width, self._lane = capacity, 0, limit, lane
@@ -91,7 +140,7 @@ class Growing:
         return "text"
 
     def cost(self, group: Hashable, rows: int) -> float:
-        return 1.0
+        return 0.01 * rows
 
     def commit(self, requests: Sequence[Request]) -> dict[str, Outcome]:
         outcomes = {}
@@ -156,7 +205,7 @@ def test_it_is_started_once_and_is_not_handed_back() -> None:
     for name in "abc":
         scheduler.add(Request(name, "text", 4), 0.0)
     now = 0.0
-    while not runner.preempted:
+    while not runner.preempted and now < 100:
         now += 1
         tick(scheduler, runner, now)
     again = scheduler.live[runner.preempted[0]]
@@ -169,6 +218,33 @@ def test_it_is_started_once_and_is_not_handed_back() -> None:
         tick(scheduler, runner, now)
     assert {request.id: request.state for request in scheduler.take_ended()} == dict.fromkeys("abc", State.DONE)
     scheduler.check_idle()
+
+
+@pytest.mark.parametrize(("pace_s", "width"), [(0.001, 8), (0.011, 1), (0.045, 4), (math.inf, 8)])
+def test_a_batch_is_as_wide_as_its_pace_allows(pace_s: float, width: int) -> None:
+    """Where cost is linear in rows, too: requests that stream go on together. What none can keep binds none."""
+    runner = Growing(100)
+    runner.pace_s = pace_s
+    scheduler = Scheduler([runner])
+    for number in range(10):
+        scheduler.add(Request(f"{number}", "text", 3), 0.0)
+    assert tick(scheduler, runner, 1.0) == [f"{number}" for number in range(width)]
+
+
+@pytest.mark.parametrize(
+    ("streaming", "pace_s", "width"), [(0, 0.0605, 8), (1, 0.0605, 5), (5, 0.0605, 1), (30, 0.0605, 1), (5, 0.005, 8)]
+)
+def test_others_leave_a_streams_pace_to_it(streaming: int, pace_s: float, width: int) -> None:
+    """Pictures go in narrower batches while text is written, and one at a time where the pace allows none."""
+    runner = Growing(1000, limit=64)
+    runner.pace_s = pace_s
+    scheduler = Scheduler([runner, Flat()])
+    for number in range(streaming):
+        scheduler.add(Request(f"t{number}", "text", 99), 0.0)
+    for number in range(8):
+        scheduler.add(Request(f"p{number}", "image", 99), 0.0)
+    batches = {batch.runner.modality: len(batch.requests) for batch in scheduler.schedule(1.0)}
+    assert batches["image"] == width
 
 
 def test_what_is_alone_and_still_too_large_fails() -> None:

@@ -784,8 +784,8 @@ def first_width(cost: Cost, queue: int, limit: int = 16, slots: int = 10_000) ->
 
 
 def mean_completion_s(cost: Cost, queue: int, width: int) -> float:
-    """Serve `queue` requests, and three more that each will bring, in waves of `width`; average their ends."""
-    queue *= 4
+    """Serve `queue` requests, and seven more that each will bring, in waves of `width`; average their ends."""
+    queue *= 8
     now, ends = 0.0, list[float]()
     for start in range(0, queue, width):
         now += cost(width)
@@ -798,7 +798,7 @@ def mean_completion_s(cost: Cost, queue: int, width: int) -> float:
 def test_flat_cost_goes_as_wide_as_it_can(queue: int, limit: int) -> None:
     widest = min(queue, limit)
     width = first_width(flat(), queue, limit)
-    assert -(-4 * queue // width) == -(-4 * queue // widest)
+    assert -(-8 * queue // width) == -(-8 * queue // widest)
     assert queue > limit or width == queue
 
 

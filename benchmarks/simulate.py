@@ -1,0 +1,293 @@
+"""Capacity planning: a fleet of simulated devices with the real scheduler, against request-level batching.
+
+One trace of arrivals is played to each way of batching, at each number of devices and each load. Figures follow from a
+cost table and a seed alone, and are the same on every machine. Knows what is reported; the fleet itself lies in
+`benchmarks.simulation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import record
+from benchmarks.simulation import traffic
+from benchmarks.simulation.costs import ENCODE, STEPS, Costs
+from benchmarks.simulation.fleet import Served, StepLevel
+from benchmarks.simulation.plot import Line, draw
+from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
+from benchmarks.simulation.static import RequestLevel
+from benchmarks.simulation.traffic import Bursts, Job, Mix
+from pipeline.parameters import ImageParameters
+from unet_opt.schedule import AUTO, AUTOMATIC, BLOCK, DeepCache
+
+MOST_GPUS, MOST_PICTURES = 10_000, 10_000_000
+_WARM = 0.1  # of the arrivals come to a fleet that is still filling, and do not count for latencies
+_AXES = {"gpus": ("GPUs", "GPUs"), "load": ("load", "load, as a share of what the table allows")}
+_PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to simulate. `loads` are shares of what the fleet could do if every forward were as wide as pays best."""
+
+    mix: Mix
+    gpus: tuple[int, ...] = (1,)
+    loads: tuple[float, ...] = (0.8,)
+    bursts: Bursts | None = None
+    pictures: int = 20_000
+    seed: int = 0
+    image_jobs: int = 32
+    batch: int = 8
+    window_s: float = 3.0
+    device: Device = field(default_factory=Device)
+
+    def policies(self) -> dict[str, str]:
+        """The ways of batching, and how a person calls them."""
+        return {
+            "step_level": "step-level",
+            "window_free": "what waits",
+            "window": f"{self.window_s:g} s window",
+        }
+
+
+def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "simulate") -> dict[str, Any]:
+    """Simulate and report: a table, `name`.json and `name`.svg. Raises `BenchError`, naming the option or field."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    check(costs, plan)
+    folder = record.writable(results or record.RESULTS)
+    result = about(costs, plan)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(plan.gpus) * len(plan.loads) * 3)
+        for point, label in points(costs, plan):
+            progress.update(task, description=label, advance=1)
+            if point is not None:
+                result["points"].append(point)
+    _tabulate(result, plan)
+    (folder / f"{name}.svg").write_text(_plot(result, plan))
+    record.publish(name, result, folder)
+    return result
+
+
+def about(costs: Costs, plan: Plan) -> dict[str, Any]:
+    """All that the figures follow from, and what the table leaves open; `points` are still to come."""
+    mix = {
+        "size": _shares(plan.mix.size, lambda size: f"{size[0]}x{size[1]}"),
+        "steps": _shares(plan.mix.steps, str),
+        "guided": _shares(plan.mix.guided, lambda guided: "yes" if guided else "no"),
+        "deepcache": _shares(plan.mix.deepcache, lambda schedule: "off" if schedule is None else _schedule(schedule)),
+        "deadline_s": _shares(plan.mix.deadline_s, lambda s: "none" if math.isinf(s) else f"{s:g}"),
+        "priority": _shares(plan.mix.priority, str),
+    }
+    kinds = plan.mix.kinds()
+    return {
+        "costs": {"name": costs.name, "device": costs.device, "source": costs.source},
+        "notes": notes(costs, plan),
+        "mix": mix,
+        "bursts": None if plan.bursts is None else {"on_s": plan.bursts.on_s, "off_s": plan.bursts.off_s},
+        "pictures": plan.pictures,
+        "seed": plan.seed,
+        "image_jobs": plan.image_jobs,
+        "max_requests": plan.device.max_requests,
+        "max_rows": plan.device.max_rows,
+        "batch": plan.batch,
+        "window_s": plan.window_s,
+        "capacity_per_s": round(capacity(costs, plan.device, plan.mix), 4),
+        "solo_s": round(sum(share * solo_s(costs, wanted) for wanted, share in kinds), 4),
+        "commit": record.commit(),
+        "points": [],
+    }
+
+
+def points(costs: Costs, plan: Plan) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """Each way of batching at each number of devices and load, with what comes next; a point where it is complete."""
+    for gpus in plan.gpus:
+        for load in plan.loads:
+            rate = load * gpus * capacity(costs, plan.device, plan.mix)
+            jobs = traffic.jobs(plan.seed, plan.pictures, rate, plan.mix, plan.bursts)
+            measured = {}
+            for policy, label in plan.policies().items():
+                yield None, f"{gpus} GPUs, load {load:g}: {label}"
+                measured[policy] = figures(serve(policy, costs, plan, gpus, jobs), jobs, gpus)
+            yield {"gpus": gpus, "load": load, "rate_per_s": round(rate, 4), "policies": measured}, ""
+
+
+def serve(policy: str, costs: Costs, plan: Plan, gpus: int, jobs: Sequence[Job]) -> Served:
+    """Play the jobs to one way of batching."""
+    if policy == "step_level":
+        return StepLevel(costs, plan.device, gpus=gpus, image_jobs=plan.image_jobs).run(jobs)
+    window_s = plan.window_s if policy == "window" else 0.0
+    return RequestLevel(costs, plan.device, gpus=gpus, batch=plan.batch, window_s=window_s).run(jobs)
+
+
+def figures(served: Served, jobs: Sequence[Job], gpus: int) -> dict[str, Any]:
+    """Throughput, utilisation and width over the whole run; latencies and misses of those that came after its start.
+
+    Latencies are of the pictures that were in time. `rows` is the mean width of a denoising forward.
+    """
+    arrived, ended = np.array([job.arrival for job in jobs]), np.array(served.ended)
+    missed = np.array(served.missed)
+    took_s = float(ended.max() - arrived[0])
+    counts = np.arange(len(jobs)) >= int(_WARM * len(jobs))
+    latencies = (ended - arrived)[counts & ~missed]
+    found: dict[str, Any] = {
+        "throughput_per_s": round(float((~missed).sum()) / took_s, 4),
+        "missed": round(float(missed[counts].mean()), 5),
+        "utilisation": round(served.busy_s / (gpus * took_s), 4),
+        "rows": round(served.rows / served.forwards, 3) if served.forwards else None,
+        "mean_s": None,
+        "p50_s": None,
+        "p99_s": None,
+        "percentiles_s": {},
+    }
+    if len(latencies):
+        at = [round(float(value), 4) for value in np.percentile(latencies, _PERCENTILES)]
+        by_name = {f"{percentile:g}": seconds for percentile, seconds in zip(_PERCENTILES, at, strict=True)}
+        found |= {"mean_s": round(float(latencies.mean()), 4), "p50_s": by_name["50"], "p99_s": by_name["99"]}
+        found["percentiles_s"] = by_name
+    return found
+
+
+# -- what the table says -----------------------------------------------------------------------------------------------
+
+
+def solo_s(costs: Costs, wanted: ImageParameters) -> float:
+    """Seconds of a picture that is alone on its device."""
+    return sum(costs(*group, rows) for group, rows in phases_of(wanted))
+
+
+def bound_s(costs: Costs, device: Device, wanted: ImageParameters) -> float:
+    """The least seconds of a device that a picture can cost: every forward as wide as a row costs least."""
+    return sum(costs.least_s(*group, rows, limit(costs, device, group)) for group, rows in phases_of(wanted))
+
+
+def capacity(costs: Costs, device: Device, mix: Mix) -> float:
+    """Pictures per second of one device that nothing can exceed."""
+    return 1 / sum(share * bound_s(costs, device, wanted) for wanted, share in mix.kinds())
+
+
+def notes(costs: Costs, plan: Plan) -> list[str]:
+    """What was not measured, and what is made of that."""
+    said: dict[str, None] = {}  # in the order of being said
+    for wanted, _ in plan.mix.kinds():
+        for group, rows in phases_of(wanted):
+            name = group.phase if group.phase == ENCODE else f"{group.phase} at {group.size[0]}x{group.size[1]}"
+            widest = costs.widest(*group)
+            if widest is None:
+                said[f"{name}: not measured, counted as no time"] = None
+                continue
+            if group.phase in STEPS and widest < plan.device.max_rows:
+                said[f"{name}: not measured over {widest} rows, so no forward is wider"] = None
+            least = min(costs.measured[group.phase, group.size])
+            if rows < least:
+                said[f"{name}: not measured under {least} rows, which are extrapolated"] = None
+    if plan.device.memory_bytes is not None and not costs.held:
+        said["memory: the table does not tell what a picture holds, so memory bounds nothing"] = None
+    return list(said)
+
+
+def check(costs: Costs, plan: Plan) -> None:
+    """Raises `BenchError`, which names the option, or the table and its field."""
+    refuse = record.BenchError
+    for option, values, low, high in (
+        ("--gpus", plan.gpus, 1, MOST_GPUS),
+        ("--pictures", (plan.pictures,), 1, MOST_PICTURES),
+        ("--batch", (plan.batch,), 1, 1024),
+        ("--load", plan.loads, 0.001, 100),
+        ("--window", (plan.window_s,), 0, 3600),
+    ):
+        for value in values:
+            if not low <= value <= high:
+                raise refuse(f"{option}: must be between {low:g} and {high:g}, not {value:g}")
+    if len(plan.gpus) > 1 and len(plan.loads) > 1:
+        raise refuse("--gpus, --load: only one of them may have several values")
+    for wanted, _ in plan.mix.kinds():
+        if wanted.deepcache is not None and (wrong := wanted.deepcache.complaint(wanted.steps)):
+            raise refuse(f"--deepcache: {wrong}")
+        for group, rows in phases_of(wanted):
+            widest = costs.widest(*group)
+            where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"
+            if widest is None and group.phase != ENCODE:
+                known = ", ".join(f"{width}x{height}" for width, height in costs.sizes)
+                raise refuse(f"{where}: is not in the table; sizes that can be drawn: {known or 'none'}")
+            if group.phase in STEPS and (widest or 0) < rows:
+                raise refuse(f"{where}: was measured to {widest} row, and guidance brings 2")
+            if group.phase in STEPS and plan.device.max_rows < rows:
+                raise refuse(f"--max-rows: must be at least {rows}")
+        if plan.device.memory_bytes is not None and held_bytes(costs, wanted) > plan.device.memory_bytes:
+            raise refuse(f"--memory-mib: a picture of {wanted.width}x{wanted.height} holds more than that")
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def _tabulate(result: dict[str, Any], plan: Plan) -> None:
+    from rich.console import Console
+
+    swept = _swept(plan)
+    rows = []
+    for point in result["points"]:
+        for policy, label in plan.policies().items():
+            m = point["policies"][policy]
+            rows.append(
+                (
+                    label,
+                    f"{point[swept]:g}",
+                    f"{m['throughput_per_s']:.2f}",
+                    *("–" if m[field] is None else f"{m[field]:.2f}" for field in ("mean_s", "p50_s", "p99_s")),
+                    f"{m['missed']:.1%}",
+                    f"{m['utilisation']:.0%}",
+                    "–" if m["rows"] is None else f"{m['rows']:.1f}",
+                )
+            )
+    other = f"load {plan.loads[0]:g}" if swept == "gpus" else f"GPUs: {plan.gpus[0]}"
+    traffic_ = "bursts" if plan.bursts else "Poisson"
+    record.table(
+        f"{result['costs']['device']}: at most {result['capacity_per_s']:.2f} pictures/s a GPU, one alone takes "
+        f"{result['solo_s']:.2f} s. {other}; {plan.pictures} arrivals, {traffic_}, seed {plan.seed}; times in s",
+        ("batching", _AXES[swept][0], "per s", "mean", "p50", "p99", "missed", "busy", "rows"),
+        rows,
+    )
+    for note in result["notes"]:
+        Console(stderr=True).print(note, highlight=False)
+
+
+def _plot(result: dict[str, Any], plan: Plan) -> str:
+    """p99 (and p50, dashed) over load or number of devices; of a single point, the distribution of latencies."""
+    lines = []
+    swept = _swept(plan)
+    for series, (policy, label) in enumerate(plan.policies().items()):
+        found = [(point[swept], point["policies"][policy]) for point in result["points"]]
+        if len(found) == 1:
+            at = found[0][1]["percentiles_s"]
+            lines.append(Line(label, [(seconds, float(percentile)) for percentile, seconds in at.items()], series))
+            continue
+        for figure, dashed in (("p99_s", False), ("p50_s", True)):
+            dots = [(x, m[figure]) for x, m in found if m[figure] is not None]
+            lines.append(Line("" if dashed else label, dots, series, dashed))
+    device = result["costs"]["device"]
+    if len(result["points"]) == 1:
+        return draw(lines, device, "seconds from arrival to picture", "% of pictures", log_x=True)
+    return draw(lines, device, _AXES[swept][1], "p99 (dashed: p50), s", log_x=swept == "gpus", log_y=True)
+
+
+def _swept(plan: Plan) -> str:
+    """What points differ by."""
+    return "gpus" if len(plan.gpus) > 1 else "load"
+
+
+def _shares(choice: traffic.Choice[Any], word: Any) -> dict[str, float]:
+    return {word(value): round(share, 6) for value, share in zip(choice.values, choice.shares(), strict=True)}
+
+
+def _schedule(schedule: DeepCache) -> str:
+    if schedule == AUTO:
+        return AUTOMATIC
+    return f"{schedule.interval}" if schedule.depth == BLOCK else f"{schedule.interval}:{schedule.depth}"

@@ -1,0 +1,102 @@
+"""A cost table of the engine at hand: its own curves, after every width was run a few times.
+
+Knows the image runner; knows nothing of simulated ones. What the machine does beside it is in the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from uuid import uuid4
+
+from benchmarks import record
+from benchmarks.arrivals import draw_batch
+from benchmarks.simulation.costs import SHALLOW, CostError, Costs, Seconds, Size
+from benchmarks.simulation.traffic import picture
+from core.batching.request import Request
+from core.batching.runner import Refused
+from core.config import Settings
+from pipeline.runner import ImageRunner
+from unet_opt.schedule import DeepCache
+from workers.build import build
+
+_ROUNDS = 6  # curves follow what was cheap: more rounds forget a bad moment
+_ROUND_S = 20.0  # at most, for one round at one size
+_TOGETHER = (1, 2, 4, 8)  # pictures that are drawn together, after all widths were timed by themselves
+
+
+def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
+    """Measure at these sizes (default: the native one). Raises `CostError` for one that is not offered."""
+    with record.alone(), build(settings) as works:
+        runner = works.images
+        sizes = sizes or [(runner.model.native, runner.model.native)]
+        for size in sizes:
+            if size not in runner.sizes:
+                offered = ", ".join(f"{width}x{height}" for width, height in runner.sizes)
+                raise CostError(f"--sizes: {size[0]}x{size[1]} is not offered; offered: {offered}")
+        for size in sizes:
+            works.lane.call(partial(runner.execution.prepare, size))
+        runner.execution.wait()
+        for _ in range(_ROUNDS):
+            for size in sizes:
+                works.lane.call(partial(runner.execution.prepare, size, measure_s=_ROUND_S))
+            for size, together, depth in product(sizes, _TOGETHER, SHALLOW):
+                if together <= settings.max_requests:
+                    _draw(runner, size, together, depth)
+        return table(runner, sizes)
+
+
+def table(runner: ImageRunner, sizes: Sequence[Size]) -> Costs:
+    """What the runner's curves say now. Where a width runs eager and compiled, the cheaper way counts, as there."""
+    measured: dict[tuple[str, Size], Seconds] = {}
+    for (phase, size, _), seconds in runner.execution.costs().items():
+        known = measured.get((phase, size), {})
+        least = {rows: min(known.get(rows, took_s), took_s) for rows, took_s in seconds.items()}
+        measured[phase, size] = {**known, **least}
+    about, model = record.machine(), runner.model
+    where = about["gpu"] if model.device.type == "cuda" else f"{about['processor']}, {about['threads']} threads"
+    return Costs(
+        model.name,
+        measured,
+        device=f"{where}, {model.name}, {model.precision}",
+        source=f"diptych bench simulate --measure, {about['date']}, at {about['commit']}, torch {about['torch']}, "
+        f"load average {about['load_average']}",
+        held={size: _held(runner, size) for size in sizes},
+    )
+
+
+def save(costs: Costs, path: Path) -> None:
+    """Raises `CostError` where the file cannot be written."""
+    import json
+
+    try:
+        path.write_text(json.dumps(costs.as_json(), indent=1) + "\n")
+    except OSError as error:
+        raise CostError(f"--measure: {path} cannot be written ({error.strerror})") from error
+
+
+def _draw(runner: ImageRunner, size: Size, together: int, depth: str) -> None:
+    """Draw two steps, deep and shallow, of some pictures whose prompts nobody remembers: encoding is timed as used."""
+    requests: list[Request] = []
+    for _ in range(together):
+        prompt = str(uuid4())
+        wanted = replace(picture(size, 2, True, DeepCache(2, depth)), prompt=prompt)
+        requests.append(Request(prompt, runner.modality, wanted))
+    try:
+        runner.check(requests[0])
+    except Refused as error:
+        raise CostError(f"nothing can be measured at {size[0]}x{size[1]}: {error}") from error
+    draw_batch(runner, requests)
+
+
+def _held(runner: ImageRunner, size: Size) -> dict[str, int]:
+    """What a request holds, taken apart: once, a row, and a row's features by phase."""
+    one, two = (runner.holdings.size_bytes(picture(size, 2, guided, None)) for guided in (False, True))
+    cached = {
+        phase: runner.holdings.size_bytes(picture(size, 2, False, DeepCache(2, depth))) - one
+        for depth, phase in SHALLOW.items()
+    }
+    return {"request": 2 * one - two, "row": two - one, **cached}

@@ -1,0 +1,138 @@
+"""The simulator's options as people write them, made into a plan. Every complaint names the option.
+
+Knows words; knows nothing of what is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from benchmarks.record import BenchError
+from benchmarks.simulate import Plan
+from benchmarks.simulation import traffic
+from benchmarks.simulation.costs import ANY, Costs, Size
+from benchmarks.simulation.runner import Device
+from benchmarks.simulation.traffic import Bursts, Choice, Mix
+from core.config import Settings
+from pipeline.parameters import MAX_STEPS
+from unet_opt import schedule
+
+T = TypeVar("T")
+
+
+def plan(options: argparse.Namespace, settings: Settings, costs: Costs | None = None) -> Plan:
+    """What is not an option of the simulator's own comes from the settings; without a size given, the table's largest.
+
+    Raises `BenchError`. Without costs it is made to be checked only, before they are measured.
+    """
+    if not re.fullmatch(r"[\w.-]+", options.name):
+        raise BenchError("--name: must be letters, digits, dots and dashes")
+    if options.seed < 0:
+        raise BenchError("--seed: must be at least 0")
+    mix = Mix(
+        size=_mix("--sizes", options.sizes, _size) if options.sizes else traffic.always(_largest(costs)),
+        steps=_mix("--steps", options.steps, _steps),
+        guided=_mix("--guidance", options.guidance, _on),
+        deepcache=_mix("--deepcache", options.schedules, schedule.parse),
+        deadline_s=_mix("--deadlines", options.deadlines, _deadline),
+        priority=_mix("--priorities", options.priorities, _priority),
+    )
+    return Plan(
+        mix=mix,
+        gpus=_list("--gpus", options.gpus, int, "whole numbers"),
+        loads=_list("--load", options.load, float, "numbers"),
+        bursts=_bursts(options.bursts),
+        pictures=options.pictures,
+        seed=options.seed,
+        image_jobs=settings.image_jobs,
+        batch=options.batch,
+        window_s=options.window,
+        device=Device(
+            max_requests=settings.max_requests,
+            max_rows=settings.max_rows,
+            memory_bytes=settings.memory_mib * 2**20 or None,
+            patience_s=settings.image_objective_s,
+            starvation_s=settings.starvation_s,
+        ),
+    )
+
+
+def sizes(text: str | None) -> tuple[Size, ...]:
+    """Those of the option --sizes; none where it is not given."""
+    return _mix("--sizes", text, _size).values if text else ()
+
+
+def _mix(option: str, text: str, read: Callable[[str], T]) -> Choice[T]:
+    try:
+        return traffic.parse(text, read)
+    except ValueError as error:
+        raise BenchError(f"{option}: {error}") from error
+
+
+def _list(option: str, text: str, read: Callable[[str], T], what: str) -> tuple[T, ...]:
+    try:
+        found = tuple(read(word) for word in text.split(","))
+    except ValueError:
+        raise BenchError(f"{option}: must be {what}, with commas between them") from None
+    if list(found) != sorted(set(found)):  # type: ignore[type-var]
+        raise BenchError(f"{option}: must rise")
+    return found
+
+
+def _bursts(text: str | None) -> Bursts | None:
+    if text is None:
+        return None
+    try:
+        on_s, off_s = (float(word) for word in text.split(","))
+        return Bursts(on_s, off_s)
+    except ValueError:
+        raise BenchError("--bursts: must be two numbers above 0, such as 5,15") from None
+
+
+def _largest(costs: Costs | None) -> Size:
+    if costs is None:
+        return ANY
+    if not costs.sizes:
+        raise BenchError(f"{costs.name}: has no size for which both deep and vae were measured")
+    return max(costs.sizes, key=lambda size: (size[0] * size[1], size))
+
+
+def _size(word: str) -> Size:
+    if not re.fullmatch(r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}", word):
+        raise ValueError(f"{word}: must be a size such as 1024x1024")
+    width, height = word.split("x")
+    return int(width), int(height)
+
+
+def _steps(word: str) -> int:
+    if not (re.fullmatch(r"[0-9]{1,6}", word) and 1 <= int(word) <= MAX_STEPS):
+        raise ValueError(f"{word}: must be a whole number between 1 and {MAX_STEPS}")
+    return int(word)
+
+
+def _on(word: str) -> bool:
+    if word not in ("on", "off"):
+        raise ValueError(f"{word}: must be on or off")
+    return word == "on"
+
+
+def _deadline(word: str) -> float:
+    if word == "none":
+        return math.inf
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{word}: must be seconds above 0, or none")
+    return seconds
+
+
+def _priority(word: str) -> int:
+    if not re.fullmatch(r"[0-9]", word):
+        raise ValueError(f"{word}: must be from 0 (most urgent) to 9")
+    return int(word)

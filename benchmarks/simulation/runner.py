@@ -1,0 +1,220 @@
+"""The image runner without images: the same phases, groups, rows and limits, each iteration as long as its table says.
+
+Answers the scheduler's questions as `pipeline.runner.ImageRunner` does, and imports no torch. Knows costs and a clock;
+knows nothing of arrivals and of other engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from benchmarks.simulation.costs import ANY, DEEP, ENCODE, SHALLOW, STEPS, VAE, Costs, Size
+from core.batching.request import Outcome, Request
+from core.batching.slots import Budget, Slots
+from pipeline.parameters import ImageParameters
+
+_MOST_ROWS = {ENCODE: 32, VAE: 4}  # as ImageRunner bounds them; denoising steps have the settings' `max_rows`
+LANE = "device"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What bounds one engine. As in the settings; `memory_bytes` None bounds nothing."""
+
+    max_requests: int = 32
+    max_rows: int = 32
+    memory_bytes: int | None = None
+    patience_s: float = 20.0
+    starvation_s: float = 60.0
+
+
+class Group(NamedTuple):
+    phase: str
+    size: Size
+
+
+class Span(NamedTuple):
+    """One iteration that ran: on which lane and when, in which phase, how wide."""
+
+    lane: str
+    begins: float
+    ends: float
+    phase: str
+    rows: int
+
+
+def plan(wanted: ImageParameters) -> tuple[bool, ...]:
+    """For each step of a picture, whether it is deep."""
+    return (True,) * wanted.steps if wanted.deepcache is None else wanted.deepcache.plan(wanted.steps)
+
+
+def rows_of(wanted: ImageParameters) -> int:
+    """Rows that the picture brings into a denoising step: guidance needs two."""
+    return 2 if wanted.guidance_scale > 1 else 1
+
+
+@lru_cache(maxsize=4096)
+def phases_of(wanted: ImageParameters) -> tuple[tuple[Group, int], ...]:
+    """A picture's whole life: the group of every iteration, and its rows there."""
+    size, rows = (wanted.width, wanted.height), rows_of(wanted)
+    steps = (Group(_phase(wanted, deep), size) for deep in plan(wanted))
+    return ((Group(ENCODE, ANY), rows), *((group, rows) for group in steps), (Group(VAE, size), 1))
+
+
+def limit(costs: Costs, device: Device, group: Group) -> int:
+    """The most rows of one forward: what the runner allows, and no more than what was measured."""
+    allowed = device.max_rows if group.phase in STEPS else _MOST_ROWS[group.phase]
+    return min(allowed, costs.widest(group.phase, group.size) or allowed)
+
+
+def held_bytes(costs: Costs, wanted: ImageParameters) -> int:
+    """What a picture holds from its admission to its end; nothing where the table does not tell."""
+    parts = costs.held.get((wanted.width, wanted.height), {})
+    row = parts.get("row", 0)
+    if wanted.deepcache is not None and not all(plan(wanted)):
+        row += parts.get(SHALLOW[wanted.deepcache.depth], 0)
+    return parts.get("request", 0) + rows_of(wanted) * row
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    slot: list[int]
+    size_bytes: int
+    life: tuple[tuple[Group, int], ...]
+    at: int = 0  # how many of its iterations have ended
+
+    @property
+    def group(self) -> Group:
+        return self.life[self.at][0]
+
+
+class SimulatedTicket:
+    """One iteration on the virtual clock: ready from `ends` on."""
+
+    def __init__(self, runner: SimulatedRunner, requests: Sequence[Request], ends: float) -> None:
+        self.ends = ends
+        self._runner = runner
+        self._requests = list(requests)
+
+    def ready(self) -> bool:
+        return self._runner.clock() >= self.ends
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.ready()
+
+    def outcome(self) -> Mapping[str, Outcome]:
+        return {request.id: self._runner.commit(request) for request in self._requests}
+
+
+class SimulatedRunner:
+    """One device. `on_launch` is told of every iteration."""
+
+    modality = "image"
+    lanes = frozenset({LANE})
+
+    def __init__(
+        self,
+        costs: Costs,
+        device: Device,
+        clock: Callable[[], float],
+        on_launch: Callable[[Span], None] = lambda span: None,
+    ) -> None:
+        self.clock = clock
+        self.patience_s = device.patience_s
+        self.memory = Budget(2**63 if device.memory_bytes is None else device.memory_bytes)
+        self._costs = costs
+        self._device = device
+        self._slots = Slots(device.max_requests)
+        self._on_launch = on_launch
+        self._free_at: dict[str, float] = {}
+        self._limits: dict[Group, int] = {}
+
+    # -- what the scheduler asks -----------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """What can be asked for was checked against the table before the first arrival."""
+
+    def admit(self, request: Request) -> bool:
+        wanted: ImageParameters = request.parameters
+        needed = held_bytes(self._costs, wanted)
+        if not self.memory.take(needed):
+            return False
+        slot = self._slots.take()
+        if slot is None:
+            self.memory.give(needed)
+            return False
+        request.work = _Work(slot, needed, phases_of(wanted))
+        request.phase = ENCODE
+        return True
+
+    def release(self, request: Request) -> None:
+        work, request.work = request.work, None
+        self._slots.give(work.slot)
+        self.memory.give(work.size_bytes)
+
+    def held(self) -> int:
+        return self._slots.taken
+
+    def group(self, request: Request) -> Group:
+        group: Group = request.work.group
+        return group
+
+    def rows(self, request: Request) -> int:
+        work: _Work = request.work
+        return work.life[work.at][1]
+
+    def iterations(self, request: Request) -> int:
+        work: _Work = request.work
+        return len(work.life) - 1 - work.at if request.phase in STEPS else 1
+
+    def left_s(self, request: Request, rows: int) -> float:
+        work: _Work = request.work
+        to_come = work.life[work.at : work.at + self.iterations(request)]
+        return sum(self.cost(group, rows) for group, _ in to_come)
+
+    def then(self, request: Request) -> Group | None:
+        work: _Work = request.work
+        return None if request.phase == VAE else work.life[work.at + 1][0]
+
+    def limit(self, group: Hashable) -> int:
+        assert isinstance(group, Group)
+        found = self._limits.get(group)
+        if found is None:
+            found = self._limits[group] = limit(self._costs, self._device, group)
+        return found
+
+    def lane(self, group: Hashable) -> str:
+        return LANE
+
+    def cost(self, group: Hashable, rows: int) -> float:
+        assert isinstance(group, Group)
+        return self._costs(*group, rows)
+
+    # -- one iteration ---------------------------------------------------------------------------------------------
+
+    def launch(self, requests: Sequence[Request]) -> SimulatedTicket:
+        """Behind what runs on the lane already, if anything does."""
+        group, rows = self.group(requests[0]), sum(self.rows(request) for request in requests)
+        lane = self.lane(group)
+        begins = max(self.clock(), self._free_at.get(lane, 0.0))
+        ends = self._free_at[lane] = begins + self.cost(group, rows)
+        self._on_launch(Span(lane, begins, ends, group.phase, rows))
+        return SimulatedTicket(self, requests, ends)
+
+    def commit(self, request: Request) -> Outcome:
+        """Take one request one iteration further."""
+        work: _Work = request.work
+        steps = len(work.life) - 2
+        if request.phase == VAE:
+            return Outcome((steps, steps), result=True, finished=True)
+        progress = (work.at, steps)  # encoding is no step
+        work.at += 1
+        request.phase = work.group.phase
+        return Outcome(progress)
+
+
+def _phase(wanted: ImageParameters, deep: bool) -> str:
+    return DEEP if deep or wanted.deepcache is None else SHALLOW[wanted.deepcache.depth]

@@ -1,0 +1,171 @@
+"""Many devices on one queue under a virtual clock: request-level batching, what step-level batching is held against.
+
+A free device takes what waits, up to `batch` pictures of one kind (size, steps, guidance, DeepCache), which begin and
+end together; with a window, only once so many wait or the oldest has waited for so long. The policy of
+`benchmarks.arrivals.RequestLevel`, whose draw_batch has the same costs, on one perfect queue for all devices. Knows
+nothing of the scheduler.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from benchmarks.simulation.costs import STEPS, Costs
+from benchmarks.simulation.fleet import Served
+from benchmarks.simulation.runner import Device, limit, phases_of
+from benchmarks.simulation.traffic import Job
+from core.jobs.broker import level
+from pipeline.parameters import ImageParameters
+
+Forwards = list[tuple[str, int, float]]
+"""Phase, rows and seconds of each forward."""
+
+
+def draw(costs: Costs, device: Device, wanted: ImageParameters, count: int) -> Forwards:
+    """The forwards that draw so many pictures of a kind together; a forward that would be too wide is split."""
+    made: Forwards = []
+    for group, rows in phases_of(wanted):
+        together = max(1, limit(costs, device, group) // rows)
+        for start in range(0, count, together):
+            wide = rows * min(together, count - start)
+            made.append((group.phase, wide, costs(*group, wide)))
+    return made
+
+
+class _Kind:
+    """What waits of one kind: the most urgent first, and the oldest for the window."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._urgent: list[tuple[int, int, Job]] = []
+        self._oldest: deque[Job] = deque()
+
+    def push(self, job: Job) -> None:
+        self.count += 1
+        heapq.heappush(self._urgent, (level(job.priority), job.index, job))
+        self._oldest.append(job)
+
+    def first(self, left: Sequence[bool]) -> tuple[int, int, Job]:
+        """The most urgent of those that have not left."""
+        while left[self._urgent[0][1]]:
+            heapq.heappop(self._urgent)
+        return self._urgent[0]
+
+    def oldest(self, left: Sequence[bool]) -> Job:
+        while left[self._oldest[0].index]:
+            self._oldest.popleft()
+        return self._oldest[0]
+
+
+class RequestLevel:
+    """`on_batch` is told of every batch: which device, from when to when, and the jobs in it."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        device: Device,
+        *,
+        gpus: int,
+        batch: int,
+        window_s: float = 0.0,
+        on_batch: Callable[[int, float, float, list[Job]], None] = lambda gpu, begins, ends, jobs: None,
+    ) -> None:
+        self._costs = costs
+        self._device = device
+        self._batch = batch
+        self._window_s = window_s
+        self._on_batch = on_batch
+        self._free = deque(range(gpus))  # who has been free for longest first
+        self._kinds: dict[ImageParameters, _Kind] = {}
+        self._left: list[bool] = []  # by job: whether it waits no more
+        self._deadlines: list[tuple[float, int, Job]] = []
+        self._events: list[tuple[float, int]] = []  # when, and which device becomes free: -1 where a window ends
+        self._wakes = math.inf  # the next of those windows
+        self._known: dict[tuple[ImageParameters, int], tuple[float, int, int]] = {}
+        self._served = Served([], [])
+
+    def run(self, jobs: Sequence[Job]) -> Served:
+        """Serve jobs, given in the order of their arrival, to the last one. Once for each instance."""
+        self._served = Served([math.nan] * len(jobs), [False] * len(jobs))
+        self._left = [False] * len(jobs)
+        following = 0
+        while following < len(jobs) or self._events:
+            arrives = jobs[following].arrival if following < len(jobs) else math.inf
+            now = min(arrives, self._events[0][0] if self._events else math.inf)
+            while following < len(jobs) and jobs[following].arrival <= now:
+                self._arrive(jobs[following])
+                following += 1
+            while self._events and self._events[0][0] <= now:
+                when, gpu = heapq.heappop(self._events)
+                if gpu >= 0:
+                    self._free.append(gpu)
+                elif when >= self._wakes:
+                    self._wakes = math.inf
+            self._expire(now)
+            while self._free and (kind := self._ripe(now)):
+                self._launch(kind, now)
+            until = min((self._until(kind) for kind in self._kinds.values() if kind.count), default=math.inf)
+            if self._free and until < self._wakes:
+                self._wakes = until
+                heapq.heappush(self._events, (until, -1))
+        return self._served
+
+    def _arrive(self, job: Job) -> None:
+        self._kinds.setdefault(job.wanted, _Kind()).push(job)
+        if job.deadline < math.inf:
+            heapq.heappush(self._deadlines, (job.deadline, job.index, job))
+
+    def _expire(self, now: float) -> None:
+        """End what waited past its deadline, before it costs anything."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            job = heapq.heappop(self._deadlines)[2]
+            if not self._left[job.index]:
+                self._left[job.index] = True
+                self._kinds[job.wanted].count -= 1
+                self._served.ended[job.index] = job.deadline
+                self._served.missed[job.index] = True
+
+    def _ripe(self, now: float) -> ImageParameters | None:
+        """The kind that goes next: of those that may go, the one whose first job is the most urgent."""
+        ripe = (
+            (kind.first(self._left)[:2], wanted)
+            for wanted, kind in self._kinds.items()
+            if kind.count and (kind.count >= self._batch or self._until(kind) <= now)
+        )
+        return min(ripe, key=lambda entry: entry[0], default=(None, None))[1]
+
+    def _until(self, kind: _Kind) -> float:
+        """When the window of a kind's oldest job ends."""
+        return kind.oldest(self._left).arrival + self._window_s
+
+    def _launch(self, wanted: ImageParameters, now: float) -> None:
+        kind = self._kinds[wanted]
+        taken: list[Job] = []
+        while kind.count and len(taken) < self._batch:
+            job = kind.first(self._left)[2]
+            self._left[job.index] = True
+            kind.count -= 1
+            taken.append(job)
+        gpu, (seconds, forwards, rows) = self._free.popleft(), self._cost(wanted, len(taken))
+        ends = now + seconds
+        heapq.heappush(self._events, (ends, gpu))
+        served = self._served
+        served.busy_s += seconds
+        served.forwards += forwards
+        served.rows += rows
+        for job in taken:
+            served.ended[job.index] = ends
+            served.missed[job.index] = job.deadline <= ends
+        self._on_batch(gpu, now, ends, taken)
+
+    def _cost(self, wanted: ImageParameters, count: int) -> tuple[float, int, int]:
+        """Seconds of a batch, and its denoising forwards with their rows."""
+        found = self._known.get((wanted, count))
+        if found is None:
+            forwards = draw(self._costs, self._device, wanted, count)
+            steps = [rows for phase, rows, _ in forwards if phase in STEPS]
+            found = self._known[wanted, count] = (sum(s for _, _, s in forwards), len(steps), sum(steps))
+        return found

@@ -1,0 +1,141 @@
+"""What is asked of a fleet, and when: Poisson or bursty arrivals of a mix of pictures, drawn from a seed.
+
+Knows distributions and what a picture is asked for with; knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from pipeline.parameters import ImageParameters
+from unet_opt.schedule import DeepCache
+
+T = TypeVar("T")
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """One of some values, each as likely as its weight says."""
+
+    values: tuple[T, ...]
+    weights: tuple[float, ...]
+
+    def shares(self) -> list[float]:
+        return [weight / sum(self.weights) for weight in self.weights]
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[T]:
+        return [self.values[index] for index in rng.choice(len(self.values), count, p=self.shares())]
+
+
+def always(value: T) -> Choice[T]:
+    return Choice((value,), (1.0,))
+
+
+def parse(text: str, read: Callable[[str], T]) -> Choice[T]:
+    """Values with weights as people write them: "20", or "20=3,30=1". Raises ValueError, which says what is wrong."""
+    values, weights = [], []
+    for part in text.split(","):
+        word, equals, weight = part.strip().partition("=")
+        values.append(read(word))
+        try:
+            weights.append(float(weight) if equals else 1.0)
+        except ValueError:
+            raise ValueError(f"{part.strip()}: the weight must be a number") from None
+        if not 0 < weights[-1] < math.inf:
+            raise ValueError(f"{part.strip()}: the weight must be above 0")
+    if len(set(values)) < len(values):
+        raise ValueError("names a value twice")
+    return Choice(tuple(values), tuple(weights))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What pictures are asked for with, each field drawn by itself. `deadline_s` counts from the arrival."""
+
+    size: Choice[tuple[int, int]]
+    steps: Choice[int] = field(default_factory=lambda: always(20))
+    guided: Choice[bool] = field(default_factory=lambda: always(True))
+    deepcache: Choice[DeepCache | None] = field(default_factory=lambda: always(None))
+    deadline_s: Choice[float] = field(default_factory=lambda: always(math.inf))
+    priority: Choice[int] = field(default_factory=lambda: always(5))
+
+    def kinds(self) -> list[tuple[ImageParameters, float]]:
+        """Every picture that may be asked for, and how likely it is."""
+        return [
+            (picture(size, steps, guided, deepcache), a * b * c * d)
+            for size, a in zip(self.size.values, self.size.shares(), strict=True)
+            for steps, b in zip(self.steps.values, self.steps.shares(), strict=True)
+            for guided, c in zip(self.guided.values, self.guided.shares(), strict=True)
+            for deepcache, d in zip(self.deepcache.values, self.deepcache.shares(), strict=True)
+        ]
+
+
+def picture(size: tuple[int, int], steps: int, guided: bool, deepcache: DeepCache | None) -> ImageParameters:
+    scale = 8.0 if guided else 1.0
+    return ImageParameters("any", 0, *size, steps=steps, guidance_scale=scale, deepcache=deepcache)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One picture that is asked for. `deadline` is a moment; infinite where there is none."""
+
+    index: int
+    arrival: float
+    wanted: ImageParameters
+    priority: int
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Bursts:
+    """Phases of traffic and of silence by turns, both of exponential length: a Poisson process switched by a Markov
+    chain (Fischer and Meier-Hellstern, 1993, with no arrivals in one of the two states).
+    """
+
+    on_s: float
+    off_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.on_s < math.inf and 0 < self.off_s < math.inf):
+            raise ValueError("bursts: both times must be above 0")
+
+
+def arrivals(rng: np.random.Generator, count: int, rate: float, bursts: Bursts | None = None) -> Floats:
+    """The times of so many arrivals at this mean rate. Without bursts they are a Poisson process."""
+    if bursts is None:
+        return rng.exponential(1 / rate, count).cumsum()
+    share = bursts.on_s / (bursts.on_s + bursts.off_s)
+    on = rng.exponential(share / rate, count).cumsum()  # seconds of traffic until each arrival
+    lengths: list[float] = []
+    while sum(lengths) <= on[-1]:
+        lengths += rng.exponential(bursts.on_s, 1 + int(on[-1] / bursts.on_s)).tolist()
+    silences = rng.exponential(bursts.off_s, len(lengths))
+    silences[0] *= rng.random() >= share  # it begins in either state, as often as it is in it
+    moments: Floats = on + silences.cumsum()[np.searchsorted(np.cumsum(lengths), on)]
+    return moments
+
+
+def jobs(seed: int, count: int, rate: float, mix: Mix, bursts: Bursts | None = None) -> list[Job]:
+    """So many jobs in the order of their arrival. Equal arguments give equal jobs; a rate changes the times alone."""
+    clock, rng = np.random.default_rng(seed).spawn(2)
+    when: Sequence[float] = arrivals(clock, count, rate, bursts).tolist()
+    columns = [choice.draw(rng, count) for choice in (mix.size, mix.steps, mix.guided, mix.deepcache)]
+    known: dict[Any, ImageParameters] = {}
+    wanted = []
+    for key in zip(*columns, strict=True):
+        if key not in known:
+            known[key] = picture(*key)
+        wanted.append(known[key])
+    priorities, deadlines = mix.priority.draw(rng, count), mix.deadline_s.draw(rng, count)
+    return [
+        Job(index, arrival, asked, priority, arrival + deadline_s)
+        for index, (arrival, asked, priority, deadline_s) in enumerate(
+            zip(when, wanted, priorities, deadlines, strict=True)
+        )
+    ]

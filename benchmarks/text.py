@@ -1,0 +1,284 @@
+"""Tokens per second of one list of requests: transformers one at a time, in padded batches, and batching on its own;
+then ours, in INT8, and with guesses. All in turns, in one process, on one thread pool.
+
+Prompts and answers are of mixed lengths, answers of fixed ones: every rung writes the same number of tokens. Knows
+transformers' generate and the engine; leaves exactness to the tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from core.batching.runner import Lane
+from core.config import Settings
+from llm.pages import PAGE
+
+RUNGS = (
+    "transformers-generate", "transformers-static-batch", "transformers-generate_batch", "diptych", "diptych-int8",
+    "diptych-speculative",
+)  # fmt: skip
+STATIC_BATCH = 16
+_ONE_AT_A_TIME = 8  # of the requests: a rate needs no more, and the slowest rung would take most of the time
+_MODELS = Path(__file__).resolve().parent.parent / "models"
+_OPENINGS = (
+    "A man riding a brown horse", "Two dogs play with", "A plate of food with rice and", "A train is pulling into",
+    "A woman holding an umbrella walks down", "Several boats are tied to a dock near", "The kitchen has a white stove",
+    "A small child sits on", "A black cat is sleeping on top of a wooden", "Three zebras graze in a field of",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt's tokens, and how many are to be written."""
+
+    prompt: tuple[int, ...]
+    tokens: int
+
+
+Write = Callable[[Sequence[Job]], None]
+"""Writes the answers of all jobs."""
+
+
+def run(
+    settings: Settings,
+    *,
+    model: str,
+    draft: str = "",
+    requests: int = 64,
+    turns: int = 3,
+    results: Path | None = None,
+    rungs: Sequence[str] = RUNGS,
+) -> dict[str, Any]:
+    """Measure the rungs in turns and report the median turn. `draft` is a model's folder; empty: look-up."""
+    unknown = [name for name in rungs if name not in RUNGS]
+    if unknown:
+        raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
+    with record.alone(), ExitStack() as stack:
+        bench = _Bench(settings, model, draft, stack)
+        jobs = bench.jobs(requests)
+        rates: dict[str, list[float]] = {name: [] for name in rungs}
+        left_out: dict[str, str] = {}
+        for turn in range(turns + 1):  # the first one warms up and does not count
+            for name in [name for name in rungs if name not in left_out]:
+                mine = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
+                started = time.perf_counter()
+                try:
+                    bench.writes[name](mine)
+                except record.BenchError as error:
+                    left_out[name] = str(error)
+                    continue
+                if turn:
+                    rates[name].append(sum(job.tokens for job in mine) / (time.perf_counter() - started))
+        acceptance = bench.acceptance()
+    measured = {name: values for name, values in rates.items() if values}
+    medians = {name: round(statistics.median(values), 1) for name, values in measured.items()}
+    first = next(iter(medians.values()), 1.0)
+    record.table(
+        f"{bench.model.name}: {requests} requests, prompts of {min(len(j.prompt) for j in jobs)} to "
+        f"{max(len(j.prompt) for j in jobs)} tokens, answers of {min(j.tokens for j in jobs)} to "
+        f"{max(j.tokens for j in jobs)}",
+        ("rung", "tokens/s", "speedup", "lowest to highest turn"),
+        [(name, f"{medians[name]:.0f}", f"{medians[name] / first:.2f}×", f"{min(v):.0f} to {max(v):.0f}")
+         for name, v in measured.items()],
+    )  # fmt: skip
+    result = {
+        "tokens_per_s": medians,
+        "acceptance": acceptance,
+        "spread": {name: [round(min(v), 1), round(max(v), 1)] for name, v in measured.items()},
+        "left_out": left_out,
+        "model": bench.model.name,
+        "parameters": sum(weight.numel() for weight in bench.model.network.parameters()),
+        "draft": bench.drafted,
+        "requests": requests,
+        "tokens": sum(job.tokens for job in jobs),
+        "static_batch": STATIC_BATCH,
+        "machine": record.machine(),
+        "resident_mib": record.resident_mib(),
+    }
+    record.publish(f"text-{bench.model.name.removeprefix('random:')}", result, results)
+    return result
+
+
+class _Bench:
+    """The rungs on one model, each of ours with an engine of its own on the one lane."""
+
+    def __init__(self, settings: Settings, name: str, draft: str, stack: ExitStack) -> None:
+        from llm.load import TextModelError, load
+
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        self._lane = Lane("rungs")
+        self._stack = stack
+        try:
+            self.model = self._lane.call(lambda: self._prepared(settings, name))
+            guide: Any = self._lane.call(lambda: load(draft)) if draft else "lookup"
+        except TextModelError as error:
+            raise record.BenchError(str(error)) from error
+        self.drafted = "lookup" if guide == "lookup" else guide.name
+        self._stock = self._lane.call(lambda: load(name)).network
+        self._stock.set_attn_implementation("sdpa")
+        self._kernels = self._lane.call(lambda: self._library(settings))
+        self._speculating: Any = None
+        self.writes: dict[str, Write] = {
+            "transformers-generate": lambda jobs: self._generate(jobs, 1),
+            "transformers-static-batch": lambda jobs: self._generate(jobs, STATIC_BATCH),
+            "transformers-generate_batch": self._generate_batch,
+            "diptych": self._ours(lambda: self.model),
+            "diptych-int8": self._ours(self._quantized),
+            "diptych-speculative": self._ours(lambda: self.model, guide),
+        }
+
+    @staticmethod
+    def _prepared(settings: Settings, name: str) -> Any:
+        import torch
+
+        from llm.load import load
+
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        return load(name)
+
+    @staticmethod
+    def _library(settings: Settings) -> Any:
+        from core.quant.kernels.cpu.library import Unavailable, library
+
+        try:
+            return library(settings.compiled_kernels) if settings.kernels else None
+        except Unavailable as error:
+            logging.getLogger(__name__).warning("without our own kernels: %s", error)
+            return None
+
+    def jobs(self, count: int) -> list[Job]:
+        """Beginnings of captions of mixed lengths, and mixed numbers of tokens to write."""
+        draw = random.Random(0)
+        tokenizer, made = self.model.tokenizer, []
+        for i in range(count):
+            text = " . ".join(draw.sample(_OPENINGS, draw.choice((1, 1, 2, 4))))
+            ids = tokenizer(f"{text} {i}", add_special_tokens=False)["input_ids"]
+            made.append(Job((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
+        most = self.model.context
+        return [replace(job, prompt=job.prompt[: most - job.tokens]) for job in made]
+
+    def acceptance(self) -> float | None:
+        """The share of guesses that were right."""
+        runner = self._speculating
+        return round(runner.accepted / runner.guessed, 3) if runner is not None and runner.guessed else None
+
+    # -- transformers ----------------------------------------------------------------------------------------------
+
+    def _generate(self, jobs: Sequence[Job], size: int) -> None:
+        """In batches of so many, padded at the left, each until its longest answer is written."""
+        import torch
+
+        def write(batch: Sequence[Job]) -> None:
+            width = max(len(job.prompt) for job in batch)
+            ids = torch.zeros(len(batch), width, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, job in enumerate(batch):
+                ids[row, width - len(job.prompt) :] = torch.tensor(job.prompt)
+                mask[row, width - len(job.prompt) :] = 1
+            with torch.inference_mode():
+                self._stock.generate(
+                    ids, attention_mask=mask, max_new_tokens=max(job.tokens for job in batch), do_sample=False,
+                    eos_token_id=None, pad_token_id=0,
+                )  # fmt: skip
+
+        for start in range(0, len(jobs), size):
+            batch = jobs[start : start + size]
+            self._lane.call(lambda batch=batch: write(batch))  # type: ignore[misc]
+
+    def _generate_batch(self, jobs: Sequence[Job]) -> None:
+        """transformers' own continuous batching, through its manager: `generate_batch` takes one length for all."""
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
+
+        # Its own choice takes all memory there is, and a mask of the square of that.
+        pages = sum(-(-(len(job.prompt) + job.tokens) // PAGE) + 1 for job in jobs)
+        options = {
+            "generation_config": GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1),
+            "continuous_batching_config": ContinuousBatchingConfig(
+                page_size=PAGE, num_blocks=pages, max_batch_tokens=256
+            ),
+            "warmup": False,
+        }
+
+        def write() -> None:
+            with self._stock.continuous_batching_context_manager(**options) as manager:
+                for job in jobs:
+                    manager.add_request(list(job.prompt), max_new_tokens=job.tokens)
+                left = len(jobs)
+                while left:
+                    found = manager.get_result(timeout=1)
+                    if found is None and not manager.is_running():
+                        raise RuntimeError("its thread ended")
+                    left -= found is not None and found.is_finished()
+
+        implementation = self._stock.config._attn_implementation
+        try:
+            self._lane.call(write)
+        except Exception as error:  # an experiment of theirs: whatever it raises is the answer
+            raise record.BenchError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._stock.set_attn_implementation(implementation)
+
+    # -- ours ------------------------------------------------------------------------------------------------------
+
+    def _quantized(self) -> Any:
+        from llm.quantized import quantize
+
+        if self._kernels is None:
+            raise record.BenchError("INT8 does not run here without our kernels")
+        return quantize(self.model, [job.prompt for job in self.jobs(16)])
+
+    def _ours(self, model: Callable[[], Any], guide: Any = None) -> Write:
+        """All jobs at once to an engine, which is made when it is first needed."""
+        from core.batching.engine import Engine
+        from core.batching.request import Request
+        from llm.parameters import TextParameters
+        from llm.runner import TextRunner
+
+        made: list[tuple[Any, Engine]] = []
+        turn = 0
+
+        def start() -> tuple[Any, Engine]:
+            served = self._lane.call(model)
+            runner = self._lane.call(lambda: TextRunner(served, lane=self._lane, kernels=self._kernels, draft=guide))
+            runner.prepare(measure_s=10.0)
+            if guide is not None:
+                self._speculating = runner
+            return runner, self._stack.enter_context(Engine([runner]))
+
+        def wanted(job: Job) -> TextParameters:
+            return TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=True)
+
+        def write(jobs: Sequence[Job]) -> None:
+            nonlocal turn
+            turn += 1
+            if not made:
+                made.append(start())
+            futures = [
+                made[0][1].submit(
+                    Request(
+                        f"{turn}-{i}", "text", TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=True)
+                    )
+                )
+                for i, job in enumerate(jobs)
+            ]
+            for future in futures:
+                future.result()
+
+        return write
+
+
+def embedded() -> list[tuple[str, str]]:
+    """(model, draft) pairs that are measured by default: the embedded model, and a seeded Llama of 100 million."""
+    from llm.tiny import LLAMA_100M
+
+    return [(str(_MODELS / "emoji-lm"), str(_MODELS / "emoji-lm-draft")), (LLAMA_100M, "")]

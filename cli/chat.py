@@ -1,0 +1,202 @@
+"""`diptych chat`: talks with the text model, in this process or through a running service.
+
+Knows a conversation on a terminal; leaves models to `llm`, and the service's shapes to its API.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import Commands, Failure, UsageError, read_settings
+
+if TYPE_CHECKING:
+    from core.config import Settings
+
+_ABOUT = """Without a TEXT it asks line by line until the end of its input; the conversation is remembered as far as the
+model's context allows. With a TEXT it answers that and ends.
+"""
+_ANSWER_S = 600.0
+
+Messages = list[dict[str, str]]
+Reply = Callable[[Messages], Iterator[str]]
+"""Pieces of the answer to a conversation."""
+
+
+def add(commands: Commands) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="talk with the text model",
+        description="Talk with the text model.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    chat.add_argument("text", nargs="?", help="what to say; default: what is typed, or comes through a pipe")
+    chat.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded model")
+    chat.add_argument("--text-precision", choices=("fp32", "bf16", "fp16", "int8"), help="of the computation")
+    chat.add_argument("--text-draft", metavar="NAME", help="a smaller model that makes guesses, or lookup")
+    chat.add_argument("--url", metavar="URL", help="of a service to talk through, instead of loading a model here")
+    chat.add_argument("--key", metavar="KEY", help="for a service that asks for one")
+    chat.add_argument("--system", metavar="TEXT", help="said to the model beforehand")
+    chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: the likeliest words")
+    chat.add_argument(
+        "--max-tokens", type=int, metavar="N", help="of an answer; default: what the context has room for"
+    )
+    chat.add_argument("--seed", type=int, metavar="N", help="for the same answer each time, where T is not 0")
+    chat.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
+    chat.set_defaults(run=_chat)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    if not 0 <= options.temperature <= 2:
+        raise UsageError(f"--temperature: must be between 0 and 2, not {options.temperature:g}")
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise UsageError(f"--max-tokens: must be at least 1, not {options.max_tokens}")
+    settings = read_settings(options)
+    if options.url is not None:
+        _talk(options, _through(options))
+        return 0
+    with _Here(settings, options) as reply:
+        _talk(options, reply)
+    return 0
+
+
+def _talk(options: argparse.Namespace, reply: Reply) -> None:
+    messages: Messages = [{"role": "system", "content": options.system}] if options.system else []
+    asked = iter([options.text]) if options.text is not None else _lines()
+    for text in asked:
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        said = ""
+        for piece in reply(messages):
+            print(piece, end="", flush=True)
+            said += piece
+        print()
+        messages.append({"role": "assistant", "content": said})
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        if sys.stdin.isatty():
+            try:
+                yield input("> ")
+            except EOFError:
+                print()
+                return
+        else:
+            yield from (line.rstrip("\n") for line in sys.stdin)
+            return
+
+
+class _Here:
+    """The model in this process, with an engine of its own."""
+
+    def __init__(self, settings: Settings, options: argparse.Namespace) -> None:
+        self._settings = settings
+        self._options = options
+
+    def __enter__(self) -> Reply:
+        from rich.console import Console
+
+        from core.batching.engine import Engine
+        from core.batching.runner import Lane
+        from pipeline.folder import ModelError
+        from workers.build import text_runner
+        from workers.texts import TextPanel
+
+        self._lane = Lane("text")
+        try:
+            with Console(stderr=True).status("starting") as status:
+                runner = text_runner(self._settings, self._lane, status.update)
+        except ModelError as error:
+            raise UsageError(f"--text-model: {error}") from error
+        if runner is None:
+            raise UsageError("--text-model: none is named, and models/emoji-lm is not there")
+        self._engine = Engine([runner])
+        self._panel = TextPanel(runner)
+        self._count = 0
+        return self._reply
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+        self._lane.close()
+
+    def _reply(self, messages: Messages) -> Iterator[str]:
+        import queue
+
+        from core.batching.request import Outcome, Request
+        from core.batching.runner import Refused
+
+        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def hear(_: Request, outcome: Outcome) -> None:
+            if outcome.token is not None:
+                pieces.put(outcome.token.text)
+
+        options = self._options
+        try:
+            (wanted,) = self._panel.requests(
+                {
+                    "messages": messages,
+                    "temperature": options.temperature,
+                    "max_tokens": options.max_tokens,
+                    "seed": options.seed,
+                }
+            )
+            self._count += 1
+            future = self._engine.submit(Request(f"chat-{self._count}", "text", wanted, listener=hear))
+        except Refused as error:
+            raise UsageError(str(error)) from error
+        # The engine resolves a future after its listener was told everything.
+        future.add_done_callback(lambda _: pieces.put(None))
+        while (piece := pieces.get()) is not None:
+            yield piece
+        future.result()
+
+
+def _through(options: argparse.Namespace) -> Reply:
+    """The model behind a service's address."""
+    address = options.url.rstrip("/") + "/v1/chat/completions"
+
+    def reply(messages: Messages) -> Iterator[str]:
+        import urllib.error
+        import urllib.request
+
+        wanted: dict[str, Any] = {"messages": messages, "temperature": options.temperature, "stream": True}
+        wanted |= {name: value for name in ("max_tokens", "seed") if (value := getattr(options, name)) is not None}
+        headers = {"Content-Type": "application/json"}
+        if options.key:
+            headers["Authorization"] = f"Bearer {options.key}"
+        try:
+            request = urllib.request.Request(address, json.dumps(wanted).encode(), headers)
+            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+                yield from _pieces(line.decode("utf-8").rstrip("\r\n") for line in answer)
+        except urllib.error.HTTPError as error:
+            raise Failure(_message(error.read())) from error
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--url: nothing answers at {address} ({error})") from error
+
+    return reply
+
+
+def _pieces(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data in ("", "[DONE]"):
+            continue
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise Failure(str(chunk["error"]["message"]))
+        for choice in chunk["choices"]:
+            yield choice["delta"].get("content") or ""
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "the service refused, and did not say why"

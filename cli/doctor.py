@@ -1,0 +1,204 @@
+"""`diptych doctor`: looks at what a service needs, one thing after the other, and says what is wrong.
+
+Knows where to look; changes nothing that it does not take back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.arguments import Commands, read_settings
+
+if TYPE_CHECKING:
+    from core.config import Settings
+
+_LITTLE_DISK = 2 * 2**30
+_OLDEST_REDIS = (6, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`state`: well, note (it works, and could be better) or ill (it does not work)."""
+
+    state: str
+    what: str
+    says: str
+
+
+def add(commands: Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="say what is wrong here", description="Look at all that a service needs, and say what is wrong.",
+        epilog="exit codes: 0 all can work; 1 something cannot, and is marked with ✗",
+    )  # fmt: skip
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    settings = read_settings(options)
+    marks = {"well": "✓", "note": "·", "ill": "✗"}
+    ill = False
+    for look in (_python, _machine, _model, _disk, _redis, _artifacts, _port, _access):
+        for finding in _safely(look, settings):
+            ill |= finding.state == "ill"
+            print(f"{marks[finding.state]} {finding.what}: {finding.says}", flush=True)
+    return 1 if ill else 0
+
+
+def _safely(look: Callable[[Settings], Iterator[Finding]], settings: Settings) -> Iterator[Finding]:
+    try:
+        yield from look(settings)
+    except Exception as error:  # whatever it is, it is what was looked for
+        yield Finding("ill", look.__name__.strip("_"), f"{type(error).__name__}: {error}")
+
+
+def _python(settings: Settings) -> Iterator[Finding]:
+    needed = ("celery", "fastapi", "limits", "obstore", "prometheus_client", "redis", "uvicorn")
+    missing = [name for name in needed if find_spec(name) is None]
+    said = f"{platform.python_version()}, {sys.prefix}"
+    if missing:
+        yield Finding("ill", "python", f"{said}; {', '.join(missing)} not installed: pip install '.[serve]'")
+    else:
+        yield Finding("well", "python", said)
+
+
+def _machine(settings: Settings) -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        yield Finding("note", "torch", "is not installed: this machine can answer, and not draw")
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        for k in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(k)
+            yield Finding("well", f"cuda:{k}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    elif settings.device.startswith("cuda"):
+        yield Finding(
+            "ill", "device", f"DIPTYCH_DEVICE is {settings.device}, and torch {torch.__version__} sees no GPU"
+        )
+    yield Finding("well", "cpu", f"{os.cpu_count()} cores, torch {torch.__version__}")
+    from core.quant.kernels.cpu.library import Unavailable, library
+
+    try:
+        library(settings.compiled_kernels)
+        yield Finding("well", "kernels", "our own, for this processor")
+    except Unavailable as error:
+        yield Finding("note", "kernels", f"torch's: {error}")
+
+
+def _model(settings: Settings) -> Iterator[Finding]:
+    from core.config import STAND_IN_MODEL
+
+    name = settings.model_name
+    if name == STAND_IN_MODEL:
+        yield Finding("note", "model", f"none is named and models/emoji-xl is not there: {name} draws noise")
+    elif Path(name).is_dir() or not Path(name).is_absolute():
+        here = (Path(name) / "model_index.json").is_file()
+        yield Finding("well", "model", name if here else f"{name}, from the hub when it is first needed")
+    else:
+        yield Finding("ill", "model", f"DIPTYCH_MODEL: there is no folder {name}")
+
+
+def _disk(settings: Settings) -> Iterator[Finding]:
+    for what, folder in (("data", settings.data_dir), ("cache", settings.cache_dir)):
+        there = next(path for path in (folder.expanduser(), *folder.expanduser().absolute().parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        if not os.access(there, os.W_OK | os.X_OK):
+            yield Finding("ill", what, f"{folder} cannot be written (DIPTYCH_{what.upper()}_DIR)")
+        else:
+            state = "note" if free < _LITTLE_DISK else "well"
+            yield Finding(state, what, f"{folder}, {free / 2**30:.1f} GiB free")
+
+
+def _redis(settings: Settings) -> Iterator[Finding]:
+    from core.jobs.connection import StoreError
+    from core.jobs.registry import Registry
+    from deployment.redis import RedisError, address_in, executable
+
+    url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
+    if not url:
+        try:
+            yield Finding("well", "redis", f"{executable()}, which `diptych serve` starts")
+        except RedisError as error:
+            yield Finding("ill", "redis", str(error))
+        return
+    registry = Registry(url)
+    try:
+        told = registry.condition()
+        version = tuple(int(part) for part in told["version"].split(".")[:2])
+        said = f"{told['version']}, {told['used']} used of {told['most']}"
+        yield Finding("well" if version >= _OLDEST_REDIS else "ill", "redis", said)
+        if told["policy"] != "noeviction":
+            yield Finding(
+                "ill", "redis", f"maxmemory-policy is {told['policy']}: jobs would be evicted; noeviction is needed"
+            )
+        if told["appends"] != "1":
+            yield Finding("ill", "redis", "appendonly is off: what was accepted is lost with the process")
+        workers = registry.workers()
+        for worker in workers:
+            models = ", ".join(f"{model.name} {model.precision}" for model in worker.models)
+            state = "well" if worker.state == "ready" else "note"
+            yield Finding(state, "worker", f"{worker.id}, {worker.state} ({worker.message or models}); {models}")
+        if not workers:
+            yield Finding("note", "worker", "none has announced itself")
+    except StoreError as error:
+        yield Finding("ill", "redis", str(error))
+    finally:
+        registry.close()
+
+
+def _artifacts(settings: Settings) -> Iterator[Finding]:
+    from core.artifacts import ArtifactError, Artifacts
+
+    try:
+        artifacts = Artifacts(settings.artifacts)
+        data = secrets.token_bytes(32)
+        key = artifacts.put(data, "application/jsonl")
+        same = artifacts.get(key) == data
+        artifacts.delete(key)
+    except ArtifactError as error:
+        yield Finding("ill", "artifacts", f"{settings.artifacts}: {error} (DIPTYCH_ARTIFACTS_URL)")
+    else:
+        yield Finding("well" if same else "ill", "artifacts", f"{settings.artifacts}, written, read and deleted")
+
+
+def _port(settings: Settings) -> Iterator[Finding]:
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        if probe.connect_ex(("127.0.0.1", settings.port)):
+            yield Finding("well", "port", f"{settings.port} is free")
+            return
+    from deployment.probe import api
+
+    well, said = api(settings)
+    yield Finding("well" if well else "ill", "port", f"{settings.port}: " + ("Diptych answers" if well else said))
+
+
+def _access(settings: Settings) -> Iterator[Finding]:
+    from core.jobs.keyring import Keyring
+    from deployment.redis import address_in
+
+    url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
+    count = 0
+    if url:
+        keyring = Keyring(url)
+        try:
+            count = len(keyring.all())
+        finally:
+            keyring.close()
+    if count:
+        yield Finding("well", "access", f"{count} keys; every caller needs one")
+    elif settings.trust_network:
+        yield Finding("note", "access", "no keys, and DIPTYCH_TRUST_NETWORK: whoever reaches the API may use it")
+    else:
+        yield Finding("well", "access", "no keys: this machine alone is served")

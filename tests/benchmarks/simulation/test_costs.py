@@ -1,0 +1,120 @@
+"""Tables: what is measured comes back, what was shipped was measured, and what cannot be used is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.record import BenchError
+from benchmarks.simulation.costs import DEEP, SHIPPED, VAE, Costs, find, read, shipped
+from tests.benchmarks.simulation.tables import SIZE, affine
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "h200" / "results"
+
+
+@given(
+    st.dictionaries(st.integers(1, 64), st.floats(1e-4, 10, allow_nan=False), min_size=1, max_size=8),
+    st.floats(1e-4, 10),
+)
+def test_what_was_measured_is_what_it_costs(rows: dict[int, float], vae_s: float) -> None:
+    costs = Costs("any", {(DEEP, SIZE): rows, (VAE, SIZE): {1: vae_s}})
+    for count, seconds in rows.items():
+        assert costs(DEEP, SIZE, count) == pytest.approx(seconds, rel=1e-6)
+    assert costs.widest(DEEP, SIZE) == max(rows)
+    least = costs.least_s(DEEP, SIZE, 2, max(rows))
+    assert least <= min(2 * seconds / count for count, seconds in rows.items()) * (1 + 1e-6)
+
+
+def test_between_two_widths_it_is_interpolated() -> None:
+    costs = Costs("any", {(DEEP, SIZE): {2: 0.2, 6: 0.4}})
+    assert costs(DEEP, SIZE, 4) == pytest.approx(0.3)
+    assert costs(DEEP, (1, 1), 4) == 0.0 and costs.widest(DEEP, (1, 1)) is None
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(affine().as_json()))
+    found = read(path)
+    assert found.measured == affine().measured and found.held == affine().held
+    assert found.device == "a formula" and found.name == "table.json"
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_tables_are_read(name: str) -> None:
+    costs = read(find(name))
+    assert costs.sizes and costs.source and find(name).parent == SHIPPED
+
+
+def test_the_h200s_figures_are_those_that_were_measured() -> None:
+    costs = read(find("h200"))
+    results = {name: json.loads((RESULTS / f"{name}.json").read_text())[name] for name in ("fused", "vae", "text")}
+    size, fused = (1024, 1024), results["fused"]["rows"]
+    for phase in (DEEP, "shallow"):
+        for rows, seconds in costs.measured[phase, size].items():
+            assert seconds == pytest.approx(fused[f"int8 {rows}"][f"{phase}_ms"] / 1e3, rel=1e-5)
+    for rows, seconds in costs.measured[VAE, size].items():
+        assert seconds == pytest.approx(results["vae"][f"fused int8 {rows}"] / 1e3, rel=1e-5)
+    for rows, seconds in costs.measured["encode", (0, 0)].items():
+        measured_ms = results["text"][str(rows)]["graph_ms"] + fused[f"int8 {rows}"]["contexts_ms"]
+        assert seconds == pytest.approx(measured_ms / 1e3, rel=1e-4)
+
+
+GOOD: dict[str, Any] = {
+    "device": "any",
+    "source": "any",
+    "deep": {"64x64": {"2": 0.1}},
+    "vae": {"64x64": {"1": 0.1}},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"deep": {"64x64": {"2": 0}}}, "deep.64x64.2: must be seconds above 0"),
+        ({"deep": {"64x64": {"2": "0.1"}}}, "deep.64x64.2: must be seconds"),
+        ({"deep": {"64x64": {"2": True}}}, "deep.64x64.2: must be seconds"),
+        ({"deep": {"64x64": {"2": math.nan}}}, "deep.64x64.2: must be seconds"),
+        ({"deep": {"64x64": {"2": math.inf}}}, "deep.64x64.2: must be seconds"),
+        ({"deep": {"64x64": {"0": 0.1}}}, "deep.64x64.0: must be a number of rows"),
+        ({"deep": {"64x64": {"two": 0.1}}}, "deep.64x64.two: must be a number of rows"),
+        ({"deep": {"64x64": {}}}, "deep.64x64: must be an object that is not empty"),
+        ({"deep": {"64x64": 0.1}}, "deep.64x64: must be an object"),
+        ({"deep": {"64": {"2": 0.1}}}, "deep.64: must be named by a size"),
+        ({"deep": {"any": {"2": 0.1}}}, "deep.any: must be a size"),
+        ({"encode": {"64x64": {"2": 0.1}}}, "encode.64x64: must be any"),
+        ({"deep": {}}, "deep: must be an object with a size"),
+        ({"deep": [1]}, "deep: must be an object with a size"),
+        ({"deep": None}, "deep: must be an object"),
+        ({"vae": ...}, "vae: is missing"),
+        ({"deeper": {"64x64": {"2": 0.1}}}, "deeper: is not known"),
+        ({"source": " "}, "source: must say in words how it was measured"),
+        ({"device": ...}, "device: must say in words what"),
+        ({"held_bytes": {"64x64": {"row": 1.5}}}, "held_bytes.64x64.row: must be a whole number"),
+        ({"held_bytes": {"64x64": {"rows": 1}}}, "held_bytes.64x64.rows: is not known"),
+    ],
+)
+def test_bad_tables_are_refused_by_file_and_field(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({k: v for k, v in (GOOD | change).items() if v is not ...}))
+    with pytest.raises(BenchError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[]", "must be an object"), ("{", "is not JSON"), ('{"deep": {"64x64": {"2": 1, "2": 2}}}', "2: stands twice")],
+)
+def test_what_is_no_table_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(BenchError, match=said):
+        read(path)
+    with pytest.raises(BenchError, match=r"--costs: .*nowhere.*shipped are .*h200"):
+        read(find("nowhere"))

@@ -1,0 +1,57 @@
+"""The benchmarks of text run, on models that mean nothing, and say what they were asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import cohost, record, text
+from core.config import Settings
+from llm import tiny
+from pipeline.tiny import TINY
+
+
+def settings(folder: Path, **more: Any) -> Settings:
+    return Settings(
+        threads=1, compile=False, kernels=False, cache_dir=folder, device="cpu", model=TINY, text_model=tiny.TINY,
+        text_memory_mib=8, **more,
+    )  # fmt: skip
+
+
+def test_rungs_write_all_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rungs = (
+        "transformers-static-batch",
+        "transformers-generate_batch",
+        "diptych",
+        "diptych-int8",
+        "diptych-speculative",
+    )
+    made = text.run(settings(tmp_path), model=tiny.TINY, requests=3, turns=1, results=tmp_path, rungs=rungs)
+    stored = json.loads((tmp_path / "text-llama-tiny.json").read_text())
+    assert stored == json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(json.dumps(made))
+    assert set(made["tokens_per_s"]) == set(rungs) - {"diptych-int8"}
+    assert made["left_out"] == {"diptych-int8": "INT8 does not run here without our kernels"}
+    assert made["draft"] == "lookup" and made["tokens"] > 0
+
+
+def test_rungs_and_models_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(record.BenchError, match="--rungs: there is no vllm"):
+        text.run(settings(tmp_path), model=tiny.TINY, rungs=("vllm",))
+    with pytest.raises(record.BenchError, match="no such folder"):
+        text.run(settings(tmp_path), model="none", rungs=("diptych",))
+
+
+def test_both_panels_are_measured(tmp_path: Path) -> None:
+    made = cohost.run(settings(tmp_path), seconds=0.5, steps=2, results=tmp_path, turns=1)
+    assert made == json.loads((tmp_path / "cohost.json").read_text())
+    assert made["images_per_s"]["together"] > 0 and made["tokens_per_s"]["together"] > 0
+    assert made["sum"] == pytest.approx(made["image_share"] + made["text_share"], abs=1e-3)
+    assert made["tpot_p99_s"] > 0 and made["image_p99_s"] > 0
+
+
+def test_without_a_text_model_nothing_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(record.BenchError, match="there is no text model"):
+        cohost.run(settings(tmp_path).model_copy(update={"text_model": "off"}), seconds=0.1)
