@@ -34,7 +34,7 @@ def main() -> int:
     python = make_venv(venv)
     if sys.platform == "linux":  # elsewhere the default index already serves what fits
         install_torch(python, pinned("torch"), gpu=has_gpu())
-    code = pip(python, "install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}[serve,dev]")
+    code = pip(python, "install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}[serve,text,dev]")
     if code:
         say(f"pip failed ({code}); .venv is not marked as complete, the next make tries again")
         return code

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from typing import Any
 
 from api.errors import ApiError, refused
-from api.schemas import MAX_SEED, ImageFields
+from api.schemas import MAX_SEED, CacheFields, ImageFields
 from core.jobs.broker import level
 from core.jobs.record import Backlog, Draft, new_id
 from core.jobs.registry import ModelCard
@@ -22,7 +23,10 @@ _CHARACTERS = 10_000  # of a text, where the model's card does not say
 
 
 def image_draft(fields: ImageFields, card: ModelCard) -> Draft:
-    """The job that these fields ask of this model. Raises `ApiError` (400) naming the field that it does not offer."""
+    """The job that these fields ask of this model, still nobody's.
+
+    Raises `ApiError` (400) naming the field that it does not offer.
+    """
     limits = card.limits
     _check_text("prompt", fields.prompt, limits)
     if not fields.prompt.strip():
@@ -52,6 +56,8 @@ def image_draft(fields: ImageFields, card: ModelCard) -> Draft:
             "height": height,
             "scheduler": fields.scheduler,
             "deterministic": bool(fields.deterministic),
+            **_cached(fields, int(steps)),
+            **_form(fields, int(steps)),
         },
         priority=_PRIORITY if fields.priority is None else fields.priority,
         deadline_s=fields.deadline_s,
@@ -101,6 +107,35 @@ def unknown_model() -> ApiError:
 def no_model() -> ApiError:
     message = "No worker has announced a model yet; see GET /readyz."
     return ApiError(503, message, code="no_model", headers={"Retry-After": "10"})
+
+
+def _cached(fields: ImageFields, steps: int) -> dict[str, Any]:
+    """DeepCache's schedule as jobs carry it; nothing where the worker's own is good enough. Raises `ApiError`."""
+    if not isinstance(fields.deepcache, CacheFields):
+        return {} if fields.deepcache is None else {"deepcache": fields.deepcache}
+    given = fields.deepcache.model_dump(exclude_none=True)
+    deep = given.get("deep_steps")
+    if deep is not None:
+        if len(given.keys() - {"depth"}) > 1:
+            raise refused("deepcache.deep_steps", "cannot be given together with interval, first and last")
+        if len(set(deep)) < len(deep) or not all(0 <= step < steps for step in deep):
+            raise refused("deepcache.deep_steps", f"must be different numbers between 0 and {steps - 1}")
+    return {"deepcache": given}
+
+
+def _form(fields: ImageFields, steps: int) -> dict[str, int | str]:
+    """What is asked for beyond a PNG in the end; nothing where that is all."""
+    form: dict[str, int | str] = {}
+    if fields.output_format not in (None, "png"):
+        form["output_format"] = str(fields.output_format)
+        if fields.output_compression is not None:
+            form["output_compression"] = fields.output_compression
+    every = fields.preview_every
+    if every is None and fields.stream and fields.partial_images:
+        every = max(1, steps // (fields.partial_images + 1))
+    if every:
+        form["preview_every"] = min(every, steps)
+    return form
 
 
 def _check_text(field: str, text: str, limits: dict[str, float]) -> None:

@@ -10,15 +10,37 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
+import anyio.to_thread
 import uvicorn
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
-from api import errors, events, health, images, jobs, models, schemas
+from api import (
+    batches,
+    errors,
+    events,
+    files,
+    health,
+    images,
+    jobs,
+    metrics,
+    models,
+    pictures,
+    playground,
+    queues,
+    schemas,
+    text,
+)
+from api.doorway import Doorway
 from api.service import Service
+from api.trickle import Trickle
+from api.webhooks import Teller
 from core.config import Settings
 
 _GRACE_S = 5  # for what is being answered when the server stops
 _IDLE_S = 75  # longer than load balancers keep a connection, so that it is they who close it
+
+_RATES = [f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "pictures")]
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
 
@@ -28,13 +50,18 @@ Errors are of OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."
 def create_app(settings: Settings) -> FastAPI:
     """The app on these settings. It starts whether or not Redis is there. Raises `core.config.SettingsError`."""
     service = Service(settings)
+    trickle, teller = Trickle(service), Teller(service)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        trickle.start()
+        teller.start()
         try:
             yield
         finally:
+            await anyio.to_thread.run_sync(trickle.stop)
+            await anyio.to_thread.run_sync(teller.stop)
             await service.close()
 
     app = FastAPI(
@@ -46,8 +73,17 @@ def create_app(settings: Settings) -> FastAPI:
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )
     app.state.service = service
+    app.add_middleware(Doorway, service=service)
+    app.add_middleware(metrics.Metered, registry=service.figures)
+    service.figures.register(metrics.Overview(service))
+    origins = [origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()]
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["Retry-After", "Location", "x-should-retry", *_RATES],
+        )  # fmt: skip
     errors.install(app)
-    for part in (images, jobs, events, models, health):
+    for part in (images, text, jobs, pictures, events, files, batches, models, queues, health, metrics, playground):
         app.include_router(part.router)
     return app
 

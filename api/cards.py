@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from core.jobs.broker import QUEUES
 from core.jobs.connection import StoreError
+from core.jobs.keyring import Key, Keyring
 from core.jobs.record import Backlog
 from core.jobs.registry import ModelCard, Registry, WorkerCard
 from core.jobs.store import JobStore
@@ -24,15 +25,19 @@ log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _STALE_S = 5.0  # a Redis that has not answered for so long is taken for gone
 _START_S = 2.0  # how long a start waits for the first look
+_AGAIN_S = 0.25  # the least between two looks that strangers ask for
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at the registry and the queues."""
+    """One look at the registry, the queues and the keys, by id. `secret` is what links are signed with."""
 
     workers: tuple[WorkerCard, ...] = ()
     models: tuple[ModelCard, ...] = ()
     backlogs: dict[str, Backlog] = field(default_factory=dict)
+    paused: frozenset[str] = frozenset()
+    keys: dict[str, Key] = field(default_factory=dict)
+    secret: bytes = b""
 
     def ready(self, modality: str) -> int:
         """How many workers take this queue's jobs now."""
@@ -55,9 +60,10 @@ class Snapshot:
 class Cards:
     """Keeps the newest snapshot. Belongs to one event loop; outlives Redis."""
 
-    def __init__(self, registry: Registry, store: JobStore) -> None:
+    def __init__(self, registry: Registry, store: JobStore, keyring: Keyring) -> None:
         self._registry = registry
         self._store = store
+        self._keyring = keyring
         self._task: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
         self._looked = -float("inf")
@@ -69,6 +75,11 @@ class Cards:
     @property
     def redis_answers(self) -> bool:
         return not self._down and time.monotonic() - self._looked < _STALE_S
+
+    @property
+    def known(self) -> bool:
+        """Whether Redis has ever been read: before that nobody knows which keys there are."""
+        return self._looked > 0
 
     async def start(self) -> None:
         """Returns after the first look, or without it if Redis does not answer soon."""
@@ -96,6 +107,13 @@ class Cards:
             self._look = asyncio.create_task(self._read())
         await asyncio.shield(self._look)
 
+    async def renew_soon(self) -> None:
+        """Look again, but four times a second at most: strangers must not keep Redis busy. They wait instead."""
+        before = self._looked
+        await asyncio.sleep(before + _AGAIN_S - time.monotonic())
+        if self._looked == before:
+            await self.renew()
+
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_EVERY_S)
@@ -120,4 +138,7 @@ class Cards:
     def _snapshot(self) -> Snapshot:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: whose worker is live, its worker is known
-        return Snapshot(workers, models, {queue: self._store.backlog(queue) for queue in QUEUES})
+        backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
+        keys = {key.id: key for key in self._keyring.all()}
+        secret = self.now.secret or self._keyring.secret()
+        return Snapshot(workers, models, backlogs, frozenset(self._registry.paused()), keys, secret)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreDown, StoreError, StoreFull
+from core.jobs.record import Job, JobState
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,17 @@ class ApiError(Exception):
 def refused(field: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """A 400 about one field of the request."""
     return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code)
+
+
+def unsuccessful(job: Job) -> ApiError:
+    """What is said of a job that ended without success to whom waited for it. None of it is worth a retry."""
+    error = job.error or {}
+    if job.state is JobState.CANCELLED:
+        return ApiError(409, "The job was cancelled.", code="cancelled", headers=NO_RETRY)
+    if job.state is JobState.EXPIRED:
+        return ApiError(504, "The deadline passed before the job was done.", code="expired", headers=NO_RETRY)
+    message = str(error.get("message") or "The job failed.")
+    return ApiError(500, message, code=str(error.get("code") or "failed"), headers=NO_RETRY)
 
 
 def install(app: FastAPI) -> None:

@@ -14,8 +14,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Send
 
+from api.access import By
 from api.errors import refused
 from api.jobs import find
+from api.links import Links
 from api.presentation import job_object
 from api.service import Given, Service
 from core.jobs.connection import StoreError
@@ -62,17 +64,17 @@ class EventStream(EventSourceResponse):
         ]
     },
 )
-async def events(id: str, request: Request, service: Given) -> Response:
+async def events(id: str, request: Request, service: Given, caller: By) -> Response:
     """Every event has an id, a type and JSON data. The last is the job's end, and its data is the whole job object."""
     after = request.headers.get("last-event-id") or request.query_params.get("last_event_id") or "0-0"
     seen = _position(after)
     if seen is None:
         raise refused("last_event_id", "must be the id of an event, such as 1700000000000-0")
-    base_url = str(request.base_url)
-    job = await find(service, id)
+    links = service.links(request)
+    job = await find(service, id, caller)
     if not job.state.final:
-        return EventStream(_live(service, job.id, seen, base_url))
-    past = [_text(event, job, base_url) for event in await _past(service, job, seen)]
+        return EventStream(_live(service, job.id, seen, links))
+    past = [_text(event, job, links) for event in await _past(service, job, seen)]
     if not past:
         return Response(status_code=204)  # which tells a browser's EventSource not to come again
     return EventStream(_told(past))
@@ -87,13 +89,13 @@ def _position(id: str) -> Position | None:
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
-async def _live(service: Service, id: str, seen: Position, base_url: str) -> AsyncGenerator[bytes]:
+async def _live(service: Service, id: str, seen: Position, links: Links) -> AsyncGenerator[bytes]:
     """Events as they come, keep-alive comments between them, until the job's end."""
     async with aclosing(service.follow(id, f"{seen[0]}-{seen[1]}", _KEEP_ALIVE_S)) as following:
         async for event in following:
             if event is not None:
                 seen = _position(event.id) or seen
-                yield _text(event, await service.record(id) if event.final else None, base_url)
+                yield _text(event, await service.record(id) if event.final else None, links)
                 continue
             yield KEEPALIVE_COMMENT
             # After a silence the record is asked, because a Redis that came back may have lost a stream's end.
@@ -105,7 +107,7 @@ async def _live(service: Service, id: str, seen: Position, base_url: str) -> Asy
                 return
             if job.state.final:
                 for last in await _past(service, job, seen):
-                    yield _text(last, job, base_url)
+                    yield _text(last, job, links)
                 return
 
 
@@ -130,8 +132,8 @@ async def _told(past: list[bytes]) -> AsyncGenerator[bytes]:
         yield text
 
 
-def _text(event: Event, job: Job | None, base_url: str) -> bytes:
-    data = job_object(job, base_url) if job is not None and event.final else event.data
+def _text(event: Event, job: Job | None, links: Links) -> bytes:
+    data = job_object(job, links) if job is not None and event.final else event.data
     return format_sse_event(
         id=event.id or None, event=event.type, data_str=json.dumps(data, separators=(",", ":"), allow_nan=False)
     )

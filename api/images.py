@@ -6,16 +6,17 @@ Knows this one shape of request and answer; the job itself is made and followed 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-from typing import Any
 
 import anyio
 from fastapi import APIRouter, Request, Response
 
-from api import body, schemas
-from api.errors import NO_RETRY, ApiError
-from api.presentation import image_url, results
+from api import body, intake, schemas, streaming
+from api.access import By
+from api.errors import NO_RETRY, ApiError, unsuccessful
+from api.events import EventStream
+from api.links import Links
+from api.presentation import results
 from api.service import Given, Service
 from core.jobs.record import Job, JobState
 
@@ -28,24 +29,35 @@ _CLOSED = 499  # nobody reads it
     "/v1/images/generations",
     summary="Draw pictures and wait for them",
     response_model=schemas.Generated,
-    openapi_extra=schemas.document(schemas.ImageFields),
+    responses={200: {"content": {"text/event-stream": {}}}},
+    openapi_extra={**schemas.document(schemas.ImageFields), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
-async def generate(request: Request, service: Given) -> Response:
-    """Answers when all pictures are drawn. A client that leaves before cancels the job."""
+async def generate(request: Request, service: Given, caller: By) -> Response:
+    """Answers when all pictures are drawn, or with `stream` tells of them as they come.
+
+    A client that leaves before the end cancels the job, unless it brought an `Idempotency-Key`: then it may come again.
+    """
+    caller.check("images")
     fields = schemas.read(schemas.ImageFields, await body.read(request))
-    job = await service.accept(fields)
-    ended = await _wait(service, job.id, request)
+    id = intake.idempotent(request, caller)
+    job = await intake.accept(service, request, caller, fields, id)
+    links = service.links(request) if fields.response_format == "url" else None
+    if fields.stream:
+        return EventStream(streaming.tell(service, job, links, fields.partial_images or 0, stays=id is not None))
+    ended = await wait(service, job.id, request, stays=id is not None)
     if ended is None:
         raise ApiError(_CLOSED, "The client went away.", code="client_closed_request")
     if ended.state is not JobState.SUCCEEDED:
-        raise _unsuccessful(ended)
-    as_url = fields.response_format == "url"
-    content = await service.call(_content, service, ended, str(request.base_url) if as_url else None)
+        raise unsuccessful(ended)
+    content = await service.call(generated, service, ended, links)
     return Response(content, media_type="application/json")
 
 
-async def _wait(service: Service, id: str, request: Request) -> Job | None:
-    """The job as it ended; None if the client left. However this is left, the job is over. Raises `ApiError`."""
+async def wait(service: Service, id: str, request: Request, *, stays: bool) -> Job | None:
+    """The job as it ended; None if the client left. However this is left, the job is over, unless it `stays`.
+
+    Raises `ApiError`.
+    """
     waiting = asyncio.create_task(service.end(id))
     leaving = asyncio.create_task(_left(request))
     ended: Job | None = None
@@ -59,11 +71,12 @@ async def _wait(service: Service, id: str, request: Request) -> Job | None:
             for task in (waiting, leaving):
                 task.cancel()
             await asyncio.gather(waiting, leaving, return_exceptions=True)
-            if ended is None:
+            if ended is None and not stays:
                 stopped = await service.cancel(id)
     if ended is None and service.closing.is_set():
         again = {"Retry-After": "2"} if stopped else NO_RETRY
-        raise ApiError(503, "The server is stopping, and the job was cancelled.", code="stopping", headers=again)
+        what = "goes on" if stays else "was cancelled"
+        raise ApiError(503, f"The server is stopping, and the job {what}.", code="stopping", headers=again)
     return ended
 
 
@@ -73,33 +86,19 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _unsuccessful(job: Job) -> ApiError:
-    error = job.error or {}
-    if job.state is JobState.CANCELLED:
-        return ApiError(409, "The job was cancelled.", code="cancelled", headers=NO_RETRY)
-    if job.state is JobState.EXPIRED:
-        return ApiError(504, "The deadline passed before the job was done.", code="expired", headers=NO_RETRY)
-    message = str(error.get("message") or "The job failed.")
-    return ApiError(500, message, code=str(error.get("code") or "failed"), headers=NO_RETRY)
-
-
-def _content(service: Service, job: Job, base_url: str | None) -> bytes:
+def generated(service: Service, job: Job, links: Links | None) -> bytes:
     """The answer's JSON, tens of megabytes of it where pictures are inside: made on a thread.
 
     Raises `core.artifacts.ArtifactError`.
     """
-    data: list[dict[str, Any]] = []
-    for k, image in enumerate(results(job)):
-        if base_url is None:
-            made = {"b64_json": base64.b64encode(service.artifacts.get(image["key"])).decode("ascii")}
-        else:
-            made = {"url": image_url(job, k, base_url)}
-        data.append({**made, "seed": image["seed"], "warnings": image.get("warnings", [])})
     answer = {
         "created": int(job.created),
-        "data": data,
+        "data": [
+            {**streaming.content(service, job, k, links), "seed": image["seed"], "warnings": image.get("warnings", [])}
+            for k, image in enumerate(results(job))
+        ],
         "size": f"{job.parameters['width']}x{job.parameters['height']}",
-        "output_format": "png",
+        "output_format": job.parameters.get("output_format", "png"),
         "background": "opaque",
         "model": job.model,
         "job_id": job.id,

@@ -1,27 +1,40 @@
-"""/v1/jobs: make a job, ask for it, cancel it, fetch its pictures.
+"""/v1/jobs: make a job, ask for it, list, cancel, repeat and erase jobs.
 
-Knows addresses and statuses; what happens to a job meanwhile is streamed by events.py.
+Knows addresses and statuses; what happens to a job meanwhile is streamed by events.py, its pictures are pictures.py's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from api import body, schemas
-from api.errors import ApiError
-from api.presentation import job_object, results
+from api import body, intake, schemas
+from api.access import By, Caller, count_request
+from api.errors import ApiError, refused
+from api.presentation import job_object
 from api.service import Given, Service
-from core.artifacts import NoArtifact
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["jobs"])
 
-_ID = re.compile(r"job_[0-9a-f]{24}")
-_NUMBER = re.compile(r"[0-9]{1,3}")
-_FOR_EVER = "private, max-age=31536000, immutable"
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LONGEST_WAIT_S = 60.0
+_LIMIT, _MOST = 20, 100
+_FRESH = {"Cache-Control": "no-store"}
+_PATTERN: dict[str, object] = {"type": "string", "pattern": f"^{ID.pattern}$"}
+
+
+def _query(**parameters: tuple[dict[str, object], str]) -> dict[str, list[dict[str, object]]]:
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": schema, "description": words}
+            for name, (schema, words) in parameters.items()
+        ]
+    }
 
 
 @router.post(
@@ -29,83 +42,147 @@ _FOR_EVER = "private, max-age=31536000, immutable"
     status_code=202,
     summary="Make a job",
     response_model=schemas.JobObject,
+    openapi_extra={**schemas.document(schemas.JobFields), "parameters": [schemas.IDEMPOTENCY_KEY]},
+)
+async def create(request: Request, service: Given, caller: By) -> Response:
+    """Answers at once. The job goes on whether or not anybody asks for it.
+
+    With an `Idempotency-Key` a repeated request is answered with the job that the first one made.
+    """
+    caller.check("images")
+    fields = schemas.read(schemas.JobFields, await body.read(request))
+    return await _make(request, service, caller, fields, intake.idempotent(request, caller))
+
+
+@router.put(
+    "/v1/jobs/{id}",
+    status_code=202,
+    summary="Make a job of a chosen id",
+    response_model=schemas.JobObject,
     openapi_extra=schemas.document(schemas.JobFields),
 )
-async def create(request: Request, service: Given) -> Response:
-    """Answers at once. The job goes on whether or not anybody asks for it."""
-    fields = schemas.read(schemas.JobFields, await body.read(request))
-    job = await service.accept(fields)
-    return JSONResponse(job_object(job, str(request.base_url)), 202, {"Location": f"/v1/jobs/{job.id}"})
+async def put(id: str, request: Request, service: Given, caller: By) -> Response:
+    """As POST; may be repeated, and makes one job. 422 where the id is that of a job with other fields."""
+    caller.check("images")
+    if ID.fullmatch(id) is None:
+        raise refused("id", "must be 1 to 64 letters, digits, - or _")
+    return await _make(request, service, caller, schemas.read(schemas.JobFields, await body.read(request)), id)
 
 
-@router.get("/v1/jobs/{id}", summary="Look at a job", response_model=schemas.JobObject)
-async def look(id: str, request: Request, service: Given) -> Response:
-    job = await find(service, id)
-    return JSONResponse(job_object(job, str(request.base_url)), headers={"Cache-Control": "no-store"})
-
-
-@router.post("/v1/jobs/{id}/cancel", summary="Cancel a job", response_model=schemas.JobObject)
-async def cancel(id: str, request: Request, service: Given) -> Response:
-    """Ends a job that waits or runs. One that has ended stays as it is, and is answered."""
-    _check_id(id)
-    job = await service.call(service.store.cancel, id)
-    if job is None:
-        raise _no_job()
-    return JSONResponse(job_object(job, str(request.base_url)))
+async def _make(
+    request: Request, service: Service, caller: Caller, fields: schemas.JobFields, id: str | None
+) -> Response:
+    job = await intake.accept(service, request, caller, fields, id)
+    content = job_object(job, service.links(request), await service.forecast(job))
+    return JSONResponse(content, 202, {"Location": f"/v1/jobs/{job.id}"})
 
 
 @router.get(
-    "/v1/jobs/{id}/images/{k}",
-    summary="Fetch a picture",
-    response_class=Response,
-    responses={200: {"content": {"image/png": {}}}, 304: {"description": "The client has it."}},
+    "/v1/jobs",
+    summary="List jobs",
+    response_model=schemas.JobList,
+    openapi_extra=_query(
+        limit=({"type": "integer", "minimum": 1, "maximum": _MOST, "default": _LIMIT}, "jobs of one page"),
+        after=(_PATTERN, "the last id of the page before"),
+        status=({"type": "string", "enum": [state.value for state in JobState]}, "only those in this state"),
+        model=({"type": "string"}, "only those of this model"),
+    ),
 )
-async def image(id: str, k: str, request: Request, service: Given) -> Response:
-    """The k-th picture, from 0. 409 while the job is not done; 404 if it ended without pictures, or has fewer."""
-    job = await find(service, id)
-    if not job.state.final:
-        raise ApiError(409, "The job is not done yet.", code="job_not_done", headers={"Retry-After": "1"})
-    pictures = results(job) if job.state is JobState.SUCCEEDED else []
-    if _NUMBER.fullmatch(k) is None or int(k) >= len(pictures):
-        raise _no_image()
-    picture = pictures[int(k)]
-    headers = {
-        "Cache-Control": _FOR_EVER,
-        "ETag": f'"{picture["key"]}"',  # the key is made of the content
-        "X-Content-Type-Options": "nosniff",
-        "Content-Disposition": f'inline; filename="{job.id}-{int(k)}.png"',
-    }
-    if _has(request, headers["ETag"]):
-        return Response(status_code=304, headers={name: headers[name] for name in ("Cache-Control", "ETag")})
-    try:
-        data = await service.call(service.artifacts.get, picture["key"])
-    except NoArtifact:
-        raise _no_image() from None
-    return Response(data, media_type=picture["media_type"], headers=headers)
+async def list_jobs(request: Request, service: Given, caller: By) -> Response:
+    """The caller's jobs, newest first; with the scope admin, everybody's."""
+    given = request.query_params
+    limit, after, state = given.get("limit", str(_LIMIT)), given.get("after", ""), given.get("status")
+    if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MOST:
+        raise refused("limit", f"must be a whole number between 1 and {_MOST}")
+    if after and ID.fullmatch(after) is None:
+        raise refused("after", "must be the id of a job")
+    if state is not None and state not in list(JobState):
+        raise refused("status", f"must be one of {', '.join(JobState)}")
+    page = await service.call(
+        service.store.page, None if caller.may("admin") else caller.id,
+        state=JobState(state) if state else None, model=given.get("model", ""), after=after, limit=int(limit),
+    )  # fmt: skip
+    if page is None:
+        raise refused("after", "is no job of this list, or no longer")
+    links = service.links(request)
+    data = [job_object(job, links, await service.forecast(job, near=False)) for job in page.jobs]
+    first = page.jobs[0].id if page.jobs else None
+    last = page.after or None
+    listed = {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": page.more}
+    return JSONResponse(listed, headers=_FRESH)
 
 
-async def find(service: Service, id: str) -> Job:
-    """The job of this id. Raises `ApiError` (404), also for what is no id at all."""
-    _check_id(id)
-    job = await service.call(service.store.get, id)
+@router.get(
+    "/v1/jobs/{id}",
+    summary="Look at a job",
+    response_model=schemas.JobObject,
+    openapi_extra=_query(
+        wait_s=(
+            {"type": "number", "minimum": 0, "maximum": _LONGEST_WAIT_S},
+            "answer when the job has ended, or after so many seconds",
+        )
+    ),
+)
+async def look(id: str, request: Request, service: Given, caller: By) -> Response:
+    wait_s = _wait_s(request.query_params.get("wait_s", "0"))
+    job = await find(service, id, caller)
+    if wait_s and not job.state.final:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(service.end(job.id), wait_s)
+        job = await find(service, id, caller)
+    return JSONResponse(job_object(job, service.links(request), await service.forecast(job)), headers=_FRESH)
+
+
+@router.post("/v1/jobs/{id}/cancel", summary="Cancel a job", response_model=schemas.JobObject)
+async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
+    """Ends a job that waits or runs. One that has ended stays as it is, and is answered."""
+    await find(service, id, caller)
+    job = await service.call(service.store.cancel, id)
     if job is None:
-        raise _no_job()
+        raise no_job()
+    return JSONResponse(job_object(job, service.links(request)))
+
+
+@router.post("/v1/jobs/{id}/requeue", status_code=202, summary="Try a job again", response_model=schemas.JobObject)
+async def requeue(id: str, request: Request, service: Given, caller: By) -> Response:
+    """A new job that asks for what this one did, down to the seed. 409 while it lives, and where it succeeded."""
+    job = await find(service, id, caller)
+    caller.check("images" if job.modality == "image" else "text")
+    if not job.state.final or job.state is JobState.SUCCEEDED:
+        raise ApiError(409, "Only a job that ended without success is tried again.", code="job_not_failed")
+    again = await intake.repeat(service, request, caller, job)
+    content = job_object(again, service.links(request), await service.forecast(again))
+    return JSONResponse(content, 202, {"Location": f"/v1/jobs/{again.id}"})
+
+
+@router.delete("/v1/jobs/{id}", summary="Erase a job", response_model=schemas.Deleted)
+async def delete(id: str, request: Request, service: Given, caller: By) -> Response:
+    """Ends it if it lives, and forgets it: record, events, and the pictures that no other job has made too."""
+    await count_request(request, service, caller)
+    await find(service, id, caller)
+    await service.call(service.store.erase, id)
+    return JSONResponse({"id": id, "object": "job", "deleted": True})
+
+
+async def find(service: Service, id: str, caller: Caller) -> Job:
+    """The job of this id. Raises `ApiError` (404), also for what is no id at all, and for the jobs of others."""
+    check_id(id)
+    job = await service.call(service.store.get, id)
+    if job is None or not caller.sees(job):
+        raise no_job()
     return job
 
 
-def _check_id(id: str) -> None:
-    if _ID.fullmatch(id) is None:
-        raise _no_job()
+def check_id(id: str) -> None:
+    if ID.fullmatch(id) is None:
+        raise no_job()
 
 
-def _no_job() -> ApiError:
+def no_job() -> ApiError:
     return ApiError(404, "There is no such job, or no longer.", param="id", code="job_not_found")
 
 
-def _no_image() -> ApiError:
-    return ApiError(404, "The job has no such picture, or no longer.", param="k", code="image_not_found")
-
-
-def _has(request: Request, tag: str) -> bool:
-    known = [part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")]
-    return tag in known or "*" in known
+def _wait_s(given: str) -> float:
+    if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", given) and float(given) <= _LONGEST_WAIT_S:
+        return float(given)
+    raise refused("wait_s", f"must be a number between 0 and {_LONGEST_WAIT_S:g}")

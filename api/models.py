@@ -11,6 +11,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from api import admission
+from api.access import By
 from api.service import Given, Service
 from core.jobs.registry import ModelCard
 
@@ -18,14 +19,14 @@ router = APIRouter(tags=["models"])
 
 
 @router.get("/v1/models", summary="List models")
-async def models(service: Given) -> Response:
+async def models(service: Given, caller: By) -> Response:
     """Every model that a worker ever announced; `diptych.live` says whether one offers it now."""
     data = [_object(card, service) for card in service.cards.now.models]
     return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
 
 
 @router.get("/v1/models/{name:path}", summary="Look at a model")
-async def model(name: str, service: Given) -> Response:
+async def model(name: str, service: Given, caller: By) -> Response:
     card = next((card for card in service.cards.now.models if card.name == name), None)
     if card is None:
         raise admission.unknown_model()
@@ -44,12 +45,21 @@ def _object(card: ModelCard, service: Service) -> dict[str, Any]:
             "live": card.live,
             "precision": card.precision,
             "device": card.device,
-            "native_size": f"{card.native}x{card.native}",
-            "sizes": [f"{width}x{height}" for width, height in card.sizes],
-            "schedulers": card.schedulers,
-            "default_scheduler": card.default_scheduler,
+            **_drawing(card),
             "limits": card.limits,
             "costs": card.costs,
             "capacity_per_s": card.capacity_per_s,
         },
+    }
+
+
+def _drawing(card: ModelCard) -> dict[str, Any]:
+    """What only a model that draws has."""
+    if card.modality != "image":
+        return {}
+    return {
+        "native_size": f"{card.native}x{card.native}",
+        "sizes": [f"{width}x{height}" for width, height in card.sizes],
+        "schedulers": card.schedulers,
+        "default_scheduler": card.default_scheduler,
     }

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from api.links import Links
 from core.jobs.record import Job, JobState
 
 
-def job_object(job: Job, base_url: str) -> dict[str, Any]:
-    """The public job object. `base_url` ends in a slash; pictures' addresses start with it."""
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Where a live job stands: how many are called before it, and in how many seconds it begins and ends, guessed."""
+
+    position: int | None = None
+    start_s: float | None = None
+    end_s: float | None = None
+
+
+def job_object(job: Job, links: Links, forecast: Forecast | None = None) -> dict[str, Any]:
+    """The public job object; its pictures are where the links lead."""
+    told = forecast or Forecast()
     return {
         "id": job.id,
         "object": "job",
@@ -18,12 +30,16 @@ def job_object(job: Job, base_url: str) -> dict[str, Any]:
         "started_at": job.started,
         "completed_at": job.ended,
         "expires_at": job.deadline,
+        "position": told.position,
+        "estimated_start_s": _rounded(told.start_s),
+        "estimated_end_s": _rounded(told.end_s),
+        "priority": job.priority,
         "attempt": job.attempt,
         "progress": job.progress,
         "error": None if job.error is None else {"code": job.error.get("code"), "message": job.error.get("message")},
         "images": None if job.state is not JobState.SUCCEEDED else [
             {
-                "url": image_url(job, k, base_url),
+                "url": links.image(job.id, k),
                 **{name: image.get(name) for name in ("seed", "width", "height", "media_type", "size_bytes")},
                 "warnings": image.get("warnings", []),
             }
@@ -38,5 +54,5 @@ def results(job: Job) -> list[dict[str, Any]]:
     return images
 
 
-def image_url(job: Job, k: int, base_url: str) -> str:
-    return f"{base_url}v1/jobs/{job.id}/images/{k}"
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(max(0.0, seconds), 2)

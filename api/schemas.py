@@ -5,16 +5,35 @@ Knows types and the limits that hold for every model; what a model offers is che
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.body import plain
 from api.errors import ApiError, refused
 
+_WORD, _OBJECT, _LIST = "word", "object", "list"  # kinds of value that a field may have; no part of its name
+
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE_S = 86_400
+
+
+class CacheFields(BaseModel):
+    """Which steps run the whole UNet (deep) and which only its last block (shallow). The first step is always deep."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="DeepCache")
+
+    interval: int | None = Field(default=None, ge=1, le=1000, description="every so many steps one is deep; default: 2")
+    depth: Literal["block", "resnet"] | None = Field(
+        default=None, description="what shallow steps recompute of the last block: all, the default, or its last part"
+    )
+    first: int | None = Field(default=None, ge=0, le=1000, description="so many first steps are deep")
+    last: int | None = Field(default=None, ge=0, le=1000, description="so many last steps are deep")
+    deep_steps: list[int] | None = Field(
+        default=None, max_length=1000, description="exactly these are deep, counted from 0; without the fields above"
+    )
 
 
 class ImageFields(BaseModel):
@@ -27,15 +46,17 @@ class ImageFields(BaseModel):
     n: int | None = Field(default=None, ge=1, le=10, description="how many pictures, 1 by default")
     size: str | None = Field(default=None, description='one of the model\'s sizes such as "1024x1024"; "auto": its own')
     response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
-    output_format: Literal["png"] | None = Field(default=None, description="png is the only one")
-    stream: bool | None = Field(default=None, description="only false; see GET /v1/jobs/{id}/events")
+    output_format: Literal["png", "webp", "jpeg"] | None = Field(default=None, description="png by default")
+    stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")
     user: str | None = Field(default=None, description="accepted and ignored")
     quality: str | None = Field(default=None, description="accepted and ignored; see steps")
     style: str | None = Field(default=None, description="accepted and ignored")
     background: str | None = Field(default=None, description="accepted and ignored: pictures are opaque")
     moderation: str | None = Field(default=None, description="accepted and ignored")
-    output_compression: int | None = Field(default=None, ge=0, le=100, description="accepted and ignored")
-    partial_images: int | None = Field(default=None, ge=0, le=3, description="accepted and ignored")
+    output_compression: int | None = Field(
+        default=None, ge=0, le=100, description="quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
+    )
+    partial_images: int | None = Field(default=None, ge=0, le=3, description="previews of each picture, with stream")
     input_fidelity: str | None = Field(default=None, description="accepted and ignored")
 
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="of the first picture; default: random")
@@ -49,7 +70,29 @@ class ImageFields(BaseModel):
         default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
     )
     priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
+    deepcache: (
+        Annotated[
+            Annotated[Literal["off", "auto"], Tag(_WORD)] | Annotated[CacheFields, Tag(_OBJECT)],
+            Discriminator(lambda value: _WORD if isinstance(value, str) else _OBJECT),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="off: all steps whole; auto: every other and the last; or an object; default: ours",
+    )
     deterministic: bool | None = Field(default=None, description="equal seed and fingerprint give equal bytes; slower")
+    preview_every: int | None = Field(
+        default=None, ge=0, description="steps from one preview to the next; 0, the default: none"
+    )
+
+
+class JobFields(ImageFields):
+    """A job: its type, and the fields of that type."""
+
+    model_config = ConfigDict(title="JobRequest")
+
+    type: Literal["image"] = Field(description="what kind of job")
+    webhook_url: str | None = Field(default=None, description="an address that is told of the end, signed")
 
     @field_validator("stream")
     @classmethod
@@ -59,13 +102,13 @@ class ImageFields(BaseModel):
         return value
 
 
-class JobFields(ImageFields):
-    """A job: its type, and the fields of that type."""
-
-    model_config = ConfigDict(title="JobRequest")
-
-    type: Literal["image"] = Field(description="what kind of job")
-
+IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "1 to 255 printable characters; the same again is answered with the job that it made",
+    "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
+}
 
 F = TypeVar("F", bound=BaseModel)
 
@@ -83,21 +126,45 @@ _LIMITS = {
 }
 
 
-def read(kind: type[F], fields: dict[str, Any]) -> F:
+Rules = Mapping[str, tuple[str | None, str]]
+"""What to say of a kind of error that only some requests have: the field, or None for where it is, and the words."""
+
+
+def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F:
     """The body as fields of this kind. Raises `ApiError` (400) naming the first that is wrong, never its value."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    raise _complaint(first["type"], plain(first["loc"][0]), first.get("ctx", {}))
+    parts = [plain(part) for part in first["loc"] if part not in (_WORD, _OBJECT, _LIST) and not isinstance(part, int)]
+    field = None if None in parts else ".".join(part for part in parts if part is not None)
+    if rules and first["type"] in rules:
+        named, words = rules[first["type"]]
+        raise refused(named or field, words)
+    raise _complaint(first["type"], field, first.get("ctx", {}))
 
 
 def document(kind: type[BaseModel]) -> dict[str, Any]:
     """What OpenAPI shows for a body that this kind checks, given as `openapi_extra`."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+    schema = kind.model_json_schema()
+    schema = _inline(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inline(schema: Any, parts: dict[str, Any]) -> Any:
+    """The schema with its parts where they are meant: a reference would lead nowhere in the whole document."""
+    if isinstance(schema, list):
+        return [_inline(inner, parts) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inline(parts[schema["$ref"].rpartition("/")[2]], parts)
+    return {name: _inline(inner, parts) for name, inner in schema.items() if name != "discriminator"}
 
 
 def _complaint(kind: str, field: str | None, limits: dict[str, Any]) -> ApiError:
+    if kind in ("model_type", "model_attributes_type"):
+        return refused(field, "must be an object", "invalid_type")
     if kind == "extra_forbidden":
         if field is None:
             return refused(None, "A field whose name is no plain word is not known.", "unknown_parameter")
@@ -154,6 +221,10 @@ class JobObject(BaseModel):
     started_at: float | None
     completed_at: float | None
     expires_at: float | None = Field(description="the deadline; seconds since 1970, as all times")
+    position: int | None = Field(description="how many jobs are called before this one; null once it is called")
+    estimated_start_s: float | None = Field(description="seconds from now, at a guess; null where there is none")
+    estimated_end_s: float | None = Field(description="seconds from now, at a guess; null where there is none")
+    priority: int
     attempt: int
     progress: dict[str, Any] | None
     error: JobError | None
@@ -171,7 +242,37 @@ class Generated(BaseModel):
     created: int
     data: list[GeneratedImage]
     size: str
-    output_format: Literal["png"]
+    output_format: Literal["png", "webp", "jpeg"]
     background: Literal["opaque"]
     model: str
     job_id: str
+
+
+class JobList(BaseModel):
+    object: Literal["list"]
+    data: list[JobObject]
+    first_id: str | None
+    last_id: str | None = Field(description="to be given as `after`, for the next page")
+    has_more: bool
+
+
+class Deleted(BaseModel):
+    id: str
+    object: Literal["job"]
+    deleted: Literal[True]
+
+
+class QueueObject(BaseModel):
+    name: str
+    object: Literal["queue"]
+    paused: bool
+    queued: int
+    queued_work_s: float
+    running: int
+    running_work_s: float
+    workers: int = Field(description="ready ones that serve it")
+
+
+class QueueList(BaseModel):
+    object: Literal["list"]
+    data: list[QueueObject]

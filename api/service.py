@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
@@ -15,21 +16,24 @@ from typing import Annotated, ParamSpec, TypeVar
 import anyio
 import anyio.to_thread
 from fastapi import Depends, Request
+from prometheus_client import CollectorRegistry
 
-from api import admission
 from api.cards import Cards
 from api.errors import NO_RETRY, ApiError
+from api.links import Links
+from api.presentation import Forecast
 from api.queue import Queue
-from api.schemas import ImageFields
 from core.artifacts import ArtifactError, Artifacts
 from core.config import Settings, SettingsError
-from core.jobs.broker import Envelope
-from core.jobs.connection import StoreDown, StoreError
+from core.jobs.batches import BatchStore
+from core.jobs.connection import StoreError
 from core.jobs.events import Event, EventReader
+from core.jobs.keyring import Keyring
+from core.jobs.rates import Rates
 from core.jobs.reaper import Reaper
-from core.jobs.record import Job
+from core.jobs.record import Job, JobState
 from core.jobs.registry import Registry
-from core.jobs.store import JobStore, QueueFull
+from core.jobs.store import JobStore
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,9 @@ class Service:
         try:
             self.store = JobStore.of(settings)
             self.registry = Registry.of(settings)
+            self.keyring = Keyring.of(settings)
+            self.rates = Rates(settings.redis_url)
+            self.batches = BatchStore.of(settings)
             self.reader = EventReader(settings.redis_url)
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
@@ -60,8 +67,9 @@ class Service:
             self.artifacts = Artifacts(settings.artifacts)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
-        self.cards = Cards(self.registry, self.store)
-        self.reaper = Reaper(self.store, self.queue.send)
+        self.cards = Cards(self.registry, self.store, self.keyring)
+        self.reaper = Reaper(self.store, self.queue.send, delete=self.artifacts.delete)
+        self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)
 
@@ -79,6 +87,9 @@ class Service:
     def _close(self) -> None:
         self.reaper.stop()
         self.queue.close()
+        self.batches.close()
+        self.rates.close()
+        self.keyring.close()
         self.registry.close()
         self.store.close()
 
@@ -86,26 +97,29 @@ class Service:
         """Run what blocks on a thread. It is not abandoned: a cancelled caller still waits for its end."""
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
 
-    async def accept(self, fields: ImageFields) -> Job:
-        """Make a job of these fields and send it. Raises `ApiError` and `StoreError`, and then there is no job."""
-        card = await self.cards.find(fields.model, "image")
-        if card is None:
-            if self.cards.now.model(None, "image") is not None:
-                raise admission.unknown_model()
-            raise admission.no_model() if self.cards.redis_answers else StoreDown("Redis has never answered")
-        draft = admission.image_draft(fields, card)
-        if draft.deadline_s is not None:
-            # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
-            backlog = await self.call(self.store.backlog, draft.modality)
-            admission.check_deadline(draft, card, backlog, self.cards.now.ready(draft.modality))
-        try:
-            job = await self.call(self.store.create, draft)
-        except QueueFull as error:
-            after_s = admission.retry_after_s(self.cards.now.wait_s(error.queue))
-            message = f"The {error.queue} queue is full; try again later."
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(after_s)}) from None
-        await self.call(self.queue.post, Envelope(job.id, job.modality, job.priority))
-        return job
+    def links(self, request: Request) -> Links:
+        """Addresses as this request's client reaches them, signed where keys are asked for."""
+        base = self.settings.public_url.rstrip("/") + "/" if self.settings.public_url else str(request.base_url)
+        return Links(base, self.cards.now.secret if self.cards.now.keys else None, self.settings.link_s)
+
+    async def forecast(self, job: Job, near: bool = True) -> Forecast | None:
+        """Where a live job stands, by what workers said they cost; its place in the queue only if asked `near`."""
+        if job.state.final:
+            return None
+        workers = self.cards.now.ready(job.modality)
+        work_s = job.work_ms / 1000
+        if job.state is JobState.RUNNING:
+            done = (job.progress or {}).get("steps_done", 0) / max(1, (job.progress or {}).get("steps", 1))
+            elapsed_s = time.time() - (job.started or time.time())
+            return Forecast(end_s=max(0.0, elapsed_s) * (1 - done) / done if done else work_s)
+        standing = await self.call(self.store.standing, job.id) if near else None
+        if standing is None:
+            return None
+        backlog = standing.backlog
+        if not workers:
+            return Forecast(standing.ahead)
+        start_s = backlog.queued_ms / 1000 * standing.ahead / max(1, backlog.queued) / workers
+        return Forecast(standing.ahead, start_s, start_s + work_s)
 
     async def follow(self, id: str, after: str, idle_s: float) -> AsyncGenerator[Event | None]:
         """The job's events after the one named; None after each `idle_s` of silence. Ends with the terminal event,

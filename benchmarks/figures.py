@@ -39,11 +39,12 @@ def intervals(variants: dict[str, Any]) -> str:
         "fp32, block": "fp32-block{}",
         "fp32, resnet": "fp32-resnet{}",
         "DeepCache package": "published-{}",
-        "INT8, block": "int8-alpha0.5-block{}",
+        "INT8, block": "int8-block{}",
+        "INT8, resnet": "int8-resnet{}",
     }
     lines = []
     for series, (label, name) in enumerate(kinds.items()):
-        start = variants["int8-alpha0.5" if label.startswith("INT8") else "fp32"]
+        start = variants["int8" if label.startswith("INT8") else "fp32"]
         dots = [(1.0, 100 * start["clip_ratio"][0])]
         dots += [(float(n), 100 * variants[name.format(n)]["clip_ratio"][0]) for n in _INTERVALS]
         lines.append(Line(label, dots, series, dashed=label.startswith("DeepCache")))

@@ -1,10 +1,11 @@
-"""Finished artifacts (PNG files) under content-addressed keys, on a disk or in an object store.
+"""Finished artifacts (pictures, and files of batches) under content-addressed keys, on a disk or in an object store.
 
 Knows keys, bytes and what can go wrong with a store; knows nothing of pictures, jobs or HTTP.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -22,7 +23,7 @@ from obstore.store import LocalStore, from_url
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_SUFFIXES: Final = {"image/png": "png"}
+_SUFFIXES: Final = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg", "application/jsonl": "jsonl"}
 _MEDIA_TYPES: Final = {suffix: media_type for media_type, suffix in _SUFFIXES.items()}
 _KEY: Final = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{62})\.([a-z]+)")
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
@@ -39,6 +40,12 @@ class NoArtifact(ArtifactError):
 def media_type(key: str) -> str:
     """The media type of an artifact, by its key. Raises `NoArtifact` for what is no key."""
     return _MEDIA_TYPES[_checked(key)[3]]
+
+
+def key_of(data: bytes, media_type: str) -> str:
+    """The key that these bytes are kept under."""
+    digest = hashlib.sha256(data).hexdigest()
+    return f"sha256/{digest[:2]}/{digest[2:]}.{_SUFFIXES[media_type]}"
 
 
 class Artifacts:
@@ -62,8 +69,7 @@ class Artifacts:
 
     def put(self, data: bytes, media_type: str) -> str:
         """Keep `data` whole or not at all, and return its key. What is there already is not written again."""
-        digest = hashlib.sha256(data).hexdigest()
-        key = f"sha256/{digest[:2]}/{digest[2:]}.{_SUFFIXES[media_type]}"
+        key = key_of(data, media_type)
         with _told("write an artifact"):
             # obstore writes beside and renames, so that others see nothing or all of it. A size that differs is what
             # a power cut left: it is written anew.
@@ -81,6 +87,12 @@ class Artifacts:
         if hashlib.sha256(data).hexdigest() != match[1] + match[2]:
             raise ArtifactError("an artifact is damaged: its content does not match its key")
         return data
+
+    def delete(self, key: str) -> None:
+        """Take an artifact away; one that is not there is as good as gone. Raises `ArtifactError`."""
+        _checked(key)
+        with contextlib.suppress(NoArtifact), _told("delete an artifact"):
+            obstore.delete(self._store, key)
 
     def _size(self, key: str) -> int | None:
         try:

@@ -134,6 +134,7 @@ class Settings(BaseSettings):
         default="", pattern=f"^{RATE}$", description="pictures of one key, such as 1000/day; empty: no limit"
     )
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="jobs of one key's batches in the queue at once")
+    webhook_private: bool = Field(default=False, description="let webhooks call private addresses, of this network")
     cors_origins: str = Field(default="", description="origins whose pages may call, with commas; empty: none")
     link_s: float = Field(
         default=3600.0,

@@ -26,6 +26,7 @@ OLDEST = (6, 2)
 _START_S = 60.0  # an append-only file of some size takes a while to load
 _FORMER_S = 10.0  # how long the server before this one may take to end
 _LOG_BYTES = 2**20
+_ADDRESS = "address"
 
 
 class RedisError(RuntimeError):
@@ -59,6 +60,14 @@ def _version(path: str) -> tuple[int, ...] | None:
         return None
     match = re.search(r"\bv=(\d+)\.(\d+)", said)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def address_in(folder: Path) -> str:
+    """URL of the server that keeps its file in this folder, as `RedisServer.tell` left it; empty if none runs."""
+    try:
+        return (folder / _ADDRESS).read_text("utf-8").strip()
+    except OSError:
+        return ""
 
 
 def free_port() -> int:
@@ -147,6 +156,13 @@ class RedisServer:
         finally:
             os.close(lock)
 
+    def tell(self) -> None:
+        """Leave the URL in the folder, for this user's own commands. Raises OSError."""
+        path = self.folder / _ADDRESS
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write(self.url + "\n")
+
     @property
     def _log(self) -> Path:
         return self.folder / "redis.log"
@@ -176,6 +192,8 @@ class RedisServer:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Let it write its file and end."""
+        with contextlib.suppress(OSError):
+            (self.folder / _ADDRESS).unlink(missing_ok=True)
         if self.process is None or self.process.poll() is not None:
             return
         self.process.terminate()

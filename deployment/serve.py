@@ -130,7 +130,7 @@ class _Stack:
             _Part("API", self._api.start, lambda: self._api.code),
         ]
         self._watch: Watch | None = None
-        self._announced, self._pending = False, True
+        self._announced, self._pending, self._spoken = False, True, False
 
     def run(self) -> int:
         """Start all, and keep it running until a signal comes or a part cannot work; then stop all."""
@@ -151,10 +151,9 @@ class _Stack:
     def _begin(self) -> None:
         self._screen.now("starting")
         if not is_private(self._listener):
-            self._screen.line(
-                "diptych: the API can be reached from other machines, and there are no keys yet: whoever reaches it "
-                "may use it", "yellow",
-            )  # fmt: skip
+            trusted = "whoever reaches it may use it, as DIPTYCH_TRUST_NETWORK says, until there is a key"
+            words = trusted if self._settings.trust_network else "they are served once there is a key"
+            self._screen.line(f"diptych: other machines can reach the API; {words} (diptych keys add NAME)", "yellow")
         try:
             if self._redis is not None:
                 self._begin_redis(self._redis)
@@ -170,6 +169,7 @@ class _Stack:
     def _begin_redis(self, redis: RedisServer) -> None:
         """Start Redis and wait until it answers, however long its file takes to load."""
         redis.spawn()
+        redis.tell()
         self._parts.append(_Part("Redis", redis.spawn, lambda: redis.process.poll() if redis.process else 0))
         while not redis.answers() and not self._stop.asked:
             if not redis.running:
@@ -209,6 +209,7 @@ class _Stack:
             part.backoff.begun(time.monotonic())
 
     def _postpone(self, part: _Part, what: str) -> None:
+        self._spoken = False
         delay_s = part.backoff.ended(time.monotonic())
         article = "" if part.name == "Redis" else "the "
         self._screen.line(f"diptych: {article}{part.name} {what}; starting it again in {delay_s:g} s", "yellow")
@@ -217,14 +218,18 @@ class _Stack:
         """Pass on what the children say, but for what their logs alone need to hold."""
         for child in (self._api, self._worker):
             for line in child.lines() if child.process is not None else ():
-                if self._verbose or not line.startswith("INFO "):
+                informs = line.startswith("INFO ") or '"level": "INFO"' in line
+                if self._verbose or not informs:
                     self._screen.line(line if line.startswith("diptych: ") else f"{child.name}: {line}")
 
     def _show(self) -> None:
         """Say what the worker does while it is not ready, and once that all is."""
         sight = self._watch.sight if self._watch is not None else Sight()
         if not sight.ready:
-            self._screen.now(f"worker: {sight.message}" if sight.message else "starting")
+            # Without a message it has not spoken yet, or has taken its card away and is about to say why.
+            if sight.message or not self._spoken:
+                self._screen.now(f"worker: {sight.message}" if sight.message else "starting")
+            self._spoken |= bool(sight.message)
             self._pending = True
         elif self._pending:
             self._pending = False

@@ -42,7 +42,6 @@ class Variant(NamedTuple):
 
 
 PLAIN = 0.0
-_OTHER = 0.5  # the alpha at which intervals were compared
 ON_GPU = {
     "fp32": Variant(),
     "fp32-seeds2": Variant(seeds=1),
@@ -57,17 +56,14 @@ ON_GPU = {
 ON_CPU = {
     "int8": Variant(ALPHA),
     "int8-auto": Variant(ALPHA, AUTO),
-    "int8-block2-last": Variant(ALPHA, DeepCache(2, BLOCK, last=1)),
-    "int8-resnet-ten": Variant(ALPHA, DeepCache(depth=RESNET, deep_steps=(0, 3, 6, 8, 10, 12, 14, 16, 18, 19))),
     "int8-plain": Variant(PLAIN),
-    **{f"int8-alpha{alpha:g}": Variant(alpha) for alpha in (0.3, 0.5, 0.65)},
+    **{f"int8-alpha{alpha:g}": Variant(alpha) for alpha in (0.5, 0.3, 0.65)},
     **{
-        f"int8-alpha{_OTHER}-{depth}{n}": Variant(_OTHER, DeepCache(n, depth))
+        f"int8-{depth}{n}": Variant(ALPHA, DeepCache(n, depth))
         for n in (2, 3, 5)
         for depth in (BLOCK, RESNET)
     },
-    f"int8-alpha{_OTHER}-block2-ends": Variant(_OTHER, DeepCache(2, BLOCK, first=3, last=2)),
-}
+}  # fmt: skip
 
 Pixels = NDArray[np.uint8]
 Draw = Callable[[Sequence[str], Sequence[int]], Pixels]

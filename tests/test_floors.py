@@ -36,6 +36,7 @@ FLOORS = {
     "core.jobs": 1,
     "core.artifacts": 1,
     "core.config": 0,
+    "core.logs": 0,
     "core.text": 0,
     "core": 0,  # the package's own __init__ only
 }

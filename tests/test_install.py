@@ -196,7 +196,7 @@ def test_a_machine_without_redis_is_told_and_installed_all_the_same(redis, tmp_p
     monkeypatch.setattr(install, "pip", pip)
     monkeypatch.setattr(install, "has_redis", lambda python: redis)
     assert install.main() == 0
-    assert [arguments[-1] for arguments in pip] == [f"{install.ROOT}[serve,dev]"]
+    assert [arguments[-1] for arguments in pip] == [f"{install.ROOT}[serve,text,dev]"]
     assert (tmp_path / ".installed").exists()
     told = "`make serve` needs it: apt install redis-server" in capsys.readouterr().err
     assert told is not redis

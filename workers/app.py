@@ -63,8 +63,9 @@ def _serve(self: Any, id: str = "", *_: Any) -> None:
 
 def _build(settings: Settings, say: Say) -> Equipment:
     from workers.build import build
+    from workers.metrics import METER
 
-    return build(settings, measure_s=_MEASURE_S, say=say)
+    return build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick)
 
 
 _MEASURE_S = 5.0  # for cost curves, at most; what is not reached is learnt from the first jobs

@@ -7,21 +7,35 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
-from core.batching.engine import Engine
-from core.batching.runner import Lane
+from core.batching.engine import Engine, Tick
+from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
+from llm.pages import PAGE
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
 from pipeline.runner import ImageRunner
+from pipeline.tiny import SHAPES
+from unet_opt import schedule
 from workers.panels import ImagePanel, Panel
+from workers.texts import TextPanel
+
+if TYPE_CHECKING:
+    import torch
+
+    from llm.load import TextModel
+    from llm.runner import TextRunner
 
 log = logging.getLogger(__name__)
+
+_SHARE = 0.7  # of free memory: the rest is for forwards' own buffers
+_TEXT_SHARE = 0.1  # of free memory, for keys and values
 
 
 @dataclass(eq=False)
@@ -32,15 +46,23 @@ class Works:
     engine: Engine
     images: ImageRunner
     lane: Lane
+    texts: TextRunner | None = None
 
     @property
     def panels(self) -> dict[str, Panel]:
         """What a worker serves with it, by queue."""
-        return {self.images.modality: ImagePanel(self.images)}
+        panels: dict[str, Panel] = {
+            self.images.modality: ImagePanel(self.images, schedule.parse(self.settings.deepcache))
+        }
+        if self.texts is not None:
+            panels[self.texts.modality] = TextPanel(self.texts)
+        return panels
 
     def close(self) -> None:
         self.engine.close()
         self.images.close()
+        if self.texts is not None:
+            self.texts.close()
         self.lane.close()
 
     def __enter__(self) -> Self:
@@ -58,18 +80,72 @@ def load_model(settings: Settings) -> Model:
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(settings)
     if settings.model_name == STAND_IN_MODEL:
         log.warning("no model is named and models/emoji-xl is not there: %s draws noise", STAND_IN_MODEL)
     return load(
         settings.model_name,
-        precision=settings.precision,
+        precision=precision(settings, device),
         device=device,
         variant=settings.variant,
         unet=Path(settings.unet) if settings.unet else None,
     )
+
+
+def _device(settings: Settings) -> str:
+    import torch
+
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def precision(settings: Settings, device: str) -> str:
+    """The settings' precision; for "auto" the fastest that is known to keep pictures as they are, said in the log.
+
+    Raises `ModelError` for one that the device cannot compute in: emulated it would be slower than fp32.
+    """
+    from core.quant.kernels.cpu.library import Unavailable, library
+    from pipeline import folder, quantized
+
+    on_cpu, asked = device == "cpu", settings.precision
+    if asked == "fp8" and on_cpu:
+        raise ModelError("fp8 does not run on a CPU; take int8 or fp32")
+    if asked in ("int8", "fp8") and not on_cpu:
+        raise ModelError(f"{asked} does not run on {device} yet; take bf16")
+    if asked != "auto":
+        return asked
+    if not on_cpu:
+        return "bf16"
+    try:
+        where = None if settings.model_name in SHAPES else folder.find(settings.model_name, settings.variant)
+        quantized.variant(where, "int8", Path(settings.unet) if settings.unet else None)
+    except ModelError:
+        return "fp32"
+    if not settings.kernels:
+        log.info("fp32 instead of int8: our own kernels are switched off")
+        return "fp32"
+    try:
+        library(settings.compiled_kernels)
+    except Unavailable as error:
+        log.warning("fp32 instead of int8: %s", error)
+        return "fp32"
+    return "int8"
+
+
+def memory_bytes(settings: Settings, model: Model) -> int:
+    """What pictures in the making may hold together: as set, else most of what is free now."""
+    if settings.memory_mib:
+        return settings.memory_mib * 2**20
+    return int(_SHARE * _free_bytes(model.device))
+
+
+def _free_bytes(device: torch.device) -> int:
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def kernels(settings: Settings, model: Model) -> ctypes.CDLL | None:
@@ -95,15 +171,83 @@ def kernels(settings: Settings, model: Model) -> ctypes.CDLL | None:
         return None
 
 
+def text_runner(settings: Settings, lane: Lane, say: Callable[[str], None]) -> TextRunner | None:
+    """The settings' text model, ready to serve; None where none is wanted or embedded.
+
+    Raises `ModelError`. What its keys and values may take is decided here, before pictures get the rest, and said.
+    """
+    from core.quant.kernels.cpu.library import Unavailable, library
+    from llm.load import TextModelError
+    from llm.load import load as load_text
+    from llm.runner import TextRunner
+
+    name = settings.text_model_name
+    if name is None:
+        return None
+    say(f"loading {name}")
+    found = None
+    device = _device(settings)
+    if device == "cpu" and settings.kernels:
+        try:
+            found = library(settings.compiled_kernels)
+        except Unavailable as error:
+            log.warning("text is written by torch's own kernels: %s", error)
+
+    def make() -> TextRunner:
+        import torch
+
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        model = load_text(name, precision=settings.text_precision, device=device)
+        draft: Any = settings.text_draft or None
+        if draft is not None and draft != "lookup":
+            draft = load_text(draft, device=device)
+        return TextRunner(
+            model, lane=lane, max_requests=settings.text_requests, pages=_pages(settings, model), kv=settings.text_kv,
+            kernels=found, draft=draft, patience_s=settings.text_first_s, pace_s=settings.text_token_s,
+        )  # fmt: skip
+
+    try:
+        runner = lane.call(make)
+    except TextModelError as error:
+        if settings.text_model:
+            raise ModelError(f"text: {error}") from error
+        log.warning("no text is served, the embedded model does not load: %s", error)  # pictures are, all the same
+        return None
+    runner.release_weights()
+    cache = runner.execution.cache
+    say(
+        f"{runner.model.name}: {runner.pages.capacity * PAGE} tokens of keys and values in "
+        f"{cache.size_bytes / 2**20:.0f} MiB"
+    )
+    return runner
+
+
+def _pages(settings: Settings, model: TextModel) -> int:
+    """Pages for all answers at their longest, as far as memory allows; for one in any case."""
+    whole = -(-model.context // PAGE)
+    each = 2 * model.layers * model.kv_heads * model.head_dim * PAGE
+    each_bytes = each if settings.text_kv == "int8" else each * (4 if model.device.type == "cpu" else 2)
+    allowed = settings.text_memory_mib * 2**20 or int(_TEXT_SHARE * _free_bytes(model.device))
+    return max(whole, min(settings.text_requests * whole, allowed // each_bytes))
+
+
 def build(
     settings: Settings,
     *,
     lane: Lane | None = None,
     measure_s: float = 0.0,
+    text: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    on_tick: Callable[[Tick], None] | None = None,
 ) -> Works:
-    """Load the model and start an engine. `measure_s` is how long cost curves may be measured beforehand."""
+    """Load the model and start an engine. `measure_s` is how long cost curves may be measured beforehand.
+
+    With `text` the settings' text model is served beside it: by the same engine, on the same device. `on_tick` is told
+    of every iteration.
+    """
     lane = lane or Lane("device")
+    texts = text_runner(settings, lane, say) if text else None
     say(f"loading {settings.model_name}")
     model = lane.call(lambda: load_model(settings))
     images = ImageRunner(
@@ -116,8 +260,15 @@ def build(
         cache=settings.compiled_code,
         patience_s=settings.image_objective_s,
         kernels=lane.call(lambda: kernels(settings, model)),
+        memory_bytes=memory_bytes(settings, model),
+        frugal=True,
     )
+    if texts is not None and measure_s:
+        say("measuring what tokens cost")
+        texts.prepare(measure_s=min(1.0, measure_s))
     if measure_s or settings.compile:
         say("measuring what forwards cost")
         images.prepare(measure_s=measure_s)
-    return Works(settings, Engine([images], starvation_s=settings.starvation_s), images, lane)
+    runners: list[Runner] = [images] if texts is None else [images, texts]
+    engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
+    return Works(settings, engine, images, lane, texts)

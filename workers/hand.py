@@ -24,6 +24,7 @@ class Work:
         self._lock = threading.Lock()
         self._requests: list[Request] = []
         self._stopped = False
+        self.artifacts: list[str] = []  # keys of what its result names
         self.dropped = False  # nobody wants it any more, or it is another worker's now: nothing is to be written
 
     @property

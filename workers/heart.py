@@ -86,17 +86,20 @@ class Heart:
         hand: Hand,
         worker: str,
         card: Callable[[], WorkerCard],
+        paused: Callable[[frozenset[str]], object] = lambda queues: None,
         *,
         lease_s: float,
         stuck_s: float,
         end: Callable[[str], None] = end_process,
     ) -> None:
+        """`paused` is told with each beat which queues are."""
         self._store = store
         self._registry = registry
         self._outage = outage
         self._hand = hand
         self._worker = worker
         self._card = card
+        self._paused = paused
         self._lease_s = lease_s
         self._stuck_s = stuck_s
         self._end = end
@@ -153,5 +156,5 @@ class Heart:
         return self._outage.once(self._show, False) and lost is not None
 
     def _show(self) -> bool:
-        self._registry.announce(self._card(), max(self._lease_s, _SHOWN_S))
+        self._paused(self._registry.announce(self._card(), max(self._lease_s, _SHOWN_S)))
         return True

@@ -30,6 +30,7 @@ class Intake:
         self._limits = dict.fromkeys(queues, 0)
         self._counts = dict.fromkeys(queues, 0)
         self._held_up = held_up
+        self._paused: frozenset[str] = frozenset()
         self._closed = False
         self._call_soon: Callable[[Callable[[], None]], object] | None = None
         self._lines: Lines | None = None
@@ -54,7 +55,13 @@ class Intake:
 
     def room(self, queue: str) -> bool:
         """Whether one more may be taken in now."""
-        return self._counts[queue] < self._limits[queue] and not self._held_up()
+        return self._counts[queue] < self._limits[queue] and queue not in self._paused and not self._held_up()
+
+    def pause(self, queues: frozenset[str]) -> None:
+        """Take nothing more from these queues, and from all others again. What is in hand goes on."""
+        if queues != self._paused:
+            self._paused = queues
+            self.wake()
 
     def take(self, queue: str) -> None:
         with self._lock:

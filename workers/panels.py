@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from core.batching.request import Outcome
 from core.batching.runner import Refused
 from core.jobs.registry import ModelCard
 from pipeline.parameters import MAX_SEED, ImageParameters
+from unet_opt import schedule
+from unet_opt.schedule import DeepCache
+from workers.formats import encode
+from workers.shelf import Shelf
 
 if TYPE_CHECKING:
     from pipeline.picture import Picture
@@ -52,8 +55,8 @@ class Panel(Protocol):
 
     def tally(self, requests: Sequence[Any]) -> Tally: ...
 
-    def result(self, made: Sequence[Any], artifacts: Artifacts) -> dict[str, Any]:
-        """The job's result, from what its requests came to; artifacts are kept before it returns.
+    def result(self, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+        """The job's result, from what its requests came to; artifacts are on the shelf before it returns.
 
         Raises `ArtifactError`.
         """
@@ -75,8 +78,10 @@ class Equipment(Protocol):
 class ImagePanel:
     """Pictures: a job asks for n of them with seeds that count up."""
 
-    def __init__(self, runner: ImageRunner) -> None:
+    def __init__(self, runner: ImageRunner, deepcache: DeepCache | None = None) -> None:
+        """`deepcache` is for jobs that do not say."""
         self._runner = runner
+        self._deepcache = deepcache
         self.name = runner.model.name
 
     def card(self) -> ModelCard:
@@ -85,18 +90,26 @@ class ImagePanel:
         return image_card(self._runner)
 
     def requests(self, parameters: Mapping[str, Any]) -> list[ImageParameters]:
-        return pictures(parameters)
+        return pictures(parameters, self._deepcache)
 
     def tally(self, requests: Sequence[ImageParameters]) -> PictureTally:
         return PictureTally([request.steps for request in requests])
 
-    def result(self, made: Sequence[Picture], artifacts: Artifacts) -> dict[str, Any]:
-        return {"images": [_kept(picture, artifacts) for picture in made]}
+    def result(self, made: Sequence[Picture], shelf: Shelf) -> dict[str, Any]:
+        return {"images": [_kept(picture, shelf) for picture in made]}
 
 
-def pictures(parameters: Mapping[str, Any]) -> list[ImageParameters]:
-    """A job's parameters as those of its pictures. Raises `Refused`; what a picture may be, its runner checks."""
+def pictures(parameters: Mapping[str, Any], deepcache: DeepCache | None = None) -> list[ImageParameters]:
+    """A job's parameters as those of its pictures. Raises `Refused`; what a picture may be, its runner checks.
+
+    `deepcache` is for a job that does not say.
+    """
     n, seed = _whole(parameters, "n", 1, MAX_IMAGES), _whole(parameters, "seed", 0, MAX_SEED)
+    if parameters.get("deepcache") is not None:
+        try:
+            deepcache = schedule.read(parameters["deepcache"])
+        except ValueError as error:
+            raise Refused(f"deepcache: {error}") from error
     return [
         ImageParameters(
             prompt=_given(parameters, "prompt"),
@@ -108,6 +121,8 @@ def pictures(parameters: Mapping[str, Any]) -> list[ImageParameters]:
             guidance_scale=_given(parameters, "guidance_scale"),
             scheduler=parameters.get("scheduler"),
             deterministic=parameters.get("deterministic", False),
+            preview_every=parameters.get("preview_every", 0),
+            deepcache=deepcache,
         )
         for k in range(n)
     ]
@@ -127,14 +142,14 @@ def _whole(parameters: Mapping[str, Any], field: str, low: int, high: int) -> in
     return value
 
 
-def _kept(picture: Picture, artifacts: Artifacts) -> dict[str, Any]:
-    data = picture.png()
+def _kept(picture: Picture, shelf: Shelf) -> dict[str, Any]:
+    data = encode(picture, shelf.form)
     return {
-        "key": artifacts.put(data, "image/png"),
+        "key": shelf.put(data, shelf.form.media_type),
         "seed": picture.parameters.seed,
         "width": picture.image.width,
         "height": picture.image.height,
-        "media_type": "image/png",
+        "media_type": shelf.form.media_type,
         "size_bytes": len(data),
         "warnings": list(picture.warnings),
     }

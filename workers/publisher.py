@@ -1,7 +1,8 @@
 """Tells progress: one thread gathers what the engine's thread says and writes it in one round trip per tick, twenty a
 second at most.
 
-Only a job's newest progress is kept while the thread is busy. Knows reports; knows nothing of what they tell.
+Only a job's newest progress, and its pictures' newest previews, are kept while the thread is busy.
+Knows reports; knows nothing of what they tell.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from core.jobs.record import Report
 from core.jobs.store import JobStore
+from workers.formats import preview
 from workers.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._said: dict[str, Report] = {}
+        self._looks: dict[str, dict[int, Any]] = {}
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self.flushes = 0
@@ -50,9 +54,11 @@ class Publisher:
         self._wake.set()
         self._thread.join()
 
-    def say(self, id: str, attempt: int, data: dict[str, Any]) -> None:
-        """Progress of a job, on the engine's thread."""
+    def say(self, id: str, attempt: int, data: dict[str, Any], look: Any = None) -> None:
+        """Progress of a job, on the engine's thread; `look` is a preview of its picture `data["image"]`, as pixels."""
         with self._lock:
+            if look is not None:
+                self._looks.setdefault(id, {})[data["image"]] = look
             self._said[id] = Report(id, attempt, data)
         self._wake.set()
 
@@ -72,9 +78,10 @@ class Publisher:
         with self._writing:  # one after another: progress must not overtake itself
             with self._lock:
                 said, self._said = self._said, {}
+                looks, self._looks = self._looks, {}
             if said:
                 self.flushes += 1
-                self._write(said)
+                self._write({id: _with(report, looks.get(id, {})) for id, report in said.items()})
 
     def _write(self, said: dict[str, Report]) -> None:
         try:
@@ -84,3 +91,11 @@ class Publisher:
             return
         for id in stale:
             self._stale(id, said[id].attempt)
+
+
+def _with(report: Report, looks: Mapping[int, Any]) -> Report:
+    """The report with previews, which only this thread has the time to encode."""
+    if not looks:
+        return report
+    encoded = {image: preview(pixels) for image, pixels in looks.items()}
+    return replace(report, data={**report.data, "previews": list(encoded)}, previews=encoded)

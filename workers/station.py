@@ -27,6 +27,7 @@ from workers.gate import Gate
 from workers.hand import Hand
 from workers.heart import Heart
 from workers.intake import Intake
+from workers.metrics import METER
 from workers.outage import Outage
 from workers.publisher import Publisher
 from workers.tasks import Tasks
@@ -70,14 +71,22 @@ class Station:
         self._equipment: Equipment | None = None
         self._publisher: Publisher | None = None
         self._heart = Heart(
-            self._store, self._registry, self.outage, self.hand, self.id, self.card,
+            self._store, self._registry, self.outage, self.hand, self.id, self.card, self.intake.pause,
             lease_s=settings.lease_s, stuck_s=settings.stuck_s,
         )  # fmt: skip
         self._control = Control(self._registry, self.outage, self.id, self._cancelled)
         self._reaper = Reaper(self._store, send)
 
     def open(self) -> None:
-        """Show the card, in state "starting", and look after others' jobs. Everything else needs an engine."""
+        """Show the card, in state "starting", and look after others' jobs. Everything else needs an engine.
+
+        Raises `SettingsError` where figures cannot be shown at their address.
+        """
+        if self.settings.metrics:
+            try:
+                METER.serve(self.settings.metrics, self.intake.counts)
+            except (OSError, OverflowError) as error:
+                raise SettingsError("DIPTYCH_METRICS: is no address that can be listened on") from error
         self._heart.start()
         self._reaper.start()
 

@@ -19,10 +19,13 @@ from core.batching.runner import OutOfMemory, Refused
 from core.jobs.broker import Envelope
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
+from core.logs import about
 from workers.gate import Gate
 from workers.hand import Hand, Work
+from workers.metrics import METER
 from workers.outage import GivenUp, Outage
 from workers.publisher import Publisher
+from workers.shelf import Shelf
 
 if TYPE_CHECKING:
     from workers.panels import Panel, Tally
@@ -86,7 +89,8 @@ class Tasks:
     def run(self, queue: str, id: str, priority: int) -> None:
         """Serve a message. Never raises."""
         try:
-            self._serve(Envelope(id, queue, priority))
+            with about(id):
+                self._serve(Envelope(id, queue, priority))
         except GivenUp:
             pass  # the worker ends and Redis is away: the lease says the rest
         except Exception:
@@ -135,11 +139,13 @@ class Tasks:
 
     def _work(self, claim: Claim) -> None:
         work = Work(claim, self._engine)
+        begun = time.monotonic()
         self._hand.add(work)
         if self._draining:  # since the claim, and nobody else has seen this one
             work.stop()
         try:
-            self._end(work, self._make(work))
+            outcome = self._end(work, self._make(work))
+            METER.ended(claim.modality, outcome, time.monotonic() - begun)
         finally:
             self._hand.remove(work)
 
@@ -151,13 +157,17 @@ class Tasks:
             if claim.model != panel.name:
                 raise Refused("model: is not the one that this worker serves")
             wanted = panel.requests(claim.parameters)
+            keep = lambda key: self._patiently(lambda: self._store.keep(key))  # noqa: E731
+            shelf = Shelf(self._artifacts, keep, claim.parameters)
             requests = self._requests(claim, wanted, panel.tally(wanted))
             started = time.monotonic()
             made = work.make(requests)
             engine_s = time.monotonic() - started
             if work.dropped:
                 raise Aborted("nobody waits for it any more")
-            return {**panel.result(made, self._artifacts), "engine_s": round(engine_s, 6)}
+            result = panel.result(made, shelf)
+            work.artifacts = shelf.keys
+            return {**result, "engine_s": round(engine_s, 6)}
         except Exception as error:
             return error
 
@@ -169,7 +179,7 @@ class Tasks:
             def hear(_: Request, outcome: Outcome) -> None:
                 data = tally.take(index, outcome)
                 if data is not None:
-                    self._publisher.say(claim.id, claim.attempt, data)
+                    self._publisher.say(claim.id, claim.attempt, data, outcome.preview)
 
             return hear
 
@@ -185,28 +195,37 @@ class Tasks:
             for index, parameters in enumerate(wanted)
         ]
 
-    def _end(self, work: Work, made: dict[str, Any] | Exception) -> None:
-        """Write how it ended, however long Redis is away. All of it is refused where the job is no longer ours."""
+    def _end(self, work: Work, made: dict[str, Any] | Exception) -> str:
+        """Write how it ended, however long Redis is away, and return that in a word.
+
+        All of it is refused where the job is no longer ours.
+        """
         claim, store = work.claim, self._store
         id, attempt = claim.id, claim.attempt
         if work.dropped:
-            return
+            return "dropped"
         match made:
             case dict():
                 self._publisher.flush()
-                self._patiently(lambda: store.succeed(id, attempt, made))
+                self._patiently(lambda: store.succeed(id, attempt, made, work.artifacts))
+                return "succeeded"
             case Expired():
                 self._patiently(lambda: store.expire(id, attempt))
+                return "expired"
             case Aborted():
                 self._return(claim)
+                return "handed_back"
             case Closed() if self._engine.alive:
                 self._return(claim)
+                return "handed_back"
             case _ if not self._engine.alive:
-                pass  # nothing this engine says is to be trusted: the process ends, and the lease says the rest
+                # Nothing this engine says is to be trusted: the process ends, and the lease says the rest.
+                return "lost"
             case _:
                 code, message = _told(made)
                 log.warning("%s failed: %s (%s: %s)", id, code, type(made).__name__, made)
                 self._patiently(lambda: store.fail(id, attempt, code, message))
+                return "failed"
 
     def _return(self, claim: Claim, unless: Callable[[], bool] = lambda: False) -> None:
         """Hand a claimed job back and send it anew."""

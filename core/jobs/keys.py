@@ -6,10 +6,17 @@ PREFIX = "diptych:"
 
 WORKERS = f"{PREFIX}workers"
 MODELS = f"{PREFIX}models"
+PAUSED = f"{PREFIX}paused"
+KEYS = f"{PREFIX}keys"  # hash: id of an API key → what is kept of it
+SECRET = f"{PREFIX}secret"  # that links are signed with
 
 
 def job(id: str) -> str:
     return f"{PREFIX}job:{id}"
+
+
+def preview(id: str) -> str:
+    return f"{PREFIX}preview:{id}"
 
 
 def events(id: str) -> str:

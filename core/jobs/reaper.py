@@ -1,6 +1,6 @@
 """A thread that sweeps the store and sends what the sweep finds. Runs in every process that can send.
 
-Knows when; the store knows what, and `send` knows how.
+Knows when; the store knows what, `send` and `delete` know how.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ class Reaper:
     What cannot be sent is found again by a later sweep, here or elsewhere.
     """
 
-    def __init__(self, store: JobStore, send: Callable[[Envelope], None], every_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        send: Callable[[Envelope], None],
+        every_s: float = 2.0,
+        delete: Callable[[str], None] | None = None,
+    ) -> None:
+        """`delete` takes an artifact away that no record names any more; without it others must do that."""
+        self._delete = delete
         self._store = store
         self._send = send
         self._every_s = every_s
@@ -46,6 +54,8 @@ class Reaper:
     def _run(self) -> None:
         while not self._stop.wait(self._every_s * random.uniform(0.75, 1.25)):  # many processes, not in step
             while self._pass() and not self._stop.is_set():
+                pass
+            while self._clear() and not self._stop.is_set():
                 pass
 
     def _pass(self) -> bool:
@@ -71,6 +81,23 @@ class Reaper:
                 return False
             self._well("send")
         return max(len(sweep.send), len(sweep.expired), len(sweep.failed)) >= _LIMIT
+
+    def _clear(self) -> bool:
+        """Delete what is due. Whether there may be more at once."""
+        if self._delete is None:
+            return False
+        gone: list[str] = []
+        try:
+            due = self._store.due(_LIMIT)
+            for artifact in due:
+                self._delete(artifact)
+                gone.append(artifact)
+            self._store.gone(gone)
+        except Exception as error:  # of the store, or of where artifacts lie: what is not gone is told again
+            self._say("clear", f"what nobody names any more stays for now: {error}")
+            return False
+        self._well("clear")
+        return len(due) >= _LIMIT
 
     def _say(self, what: str, message: str) -> None:
         if what not in self._failing:

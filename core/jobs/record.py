@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
@@ -54,7 +54,9 @@ class Draft:
     """A job that is to be created. `modality` is also the name of its queue.
 
     `priority` is Celery's: 0 the most urgent, 9 the least. `deadline_s` counts from its creation; None: no deadline.
-    `work_ms` estimates how long one worker is busy with it. Raises ValueError, naming the field.
+    `work_ms` estimates how long one worker is busy with it. `owner` is whose it is: a key's id, or nobody's, which is
+    empty. `digest` tells apart what is asked for where a client chose the id: another digest says another job.
+    `webhook` is who is told of its end: `url`, and the `base` of links. Raises ValueError, naming the field.
     """
 
     id: str
@@ -64,10 +66,15 @@ class Draft:
     priority: int = 5
     deadline_s: float | None = None
     work_ms: int = 0
+    owner: str = ""
+    digest: str = ""
+    webhook: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
             raise ValueError("id: must be 1 to 64 letters, digits, - or _")
+        if self.owner and not _ID.fullmatch(self.owner):
+            raise ValueError("owner: must be nobody, or 1 to 64 letters, digits, - or _")
         if self.modality not in QUEUES:
             raise ValueError(f"modality: must be one of {', '.join(QUEUES)}")
         if not PRIORITY_STEPS[0] <= self.priority <= 9:
@@ -85,7 +92,8 @@ class Job:
     `attempt` counts claims and fences writes: only the holder of the present one may write. `lost` counts workers
     that stopped answering while they ran it; after one the job is `suspect` and must run alone. `progress` is the
     data of the last progress event of the present attempt, `result` what a success brought, `error` has `code` and
-    `message` where the job failed or expired. `worker` is the one that runs it, or ran it last.
+    `message` where the job failed or expired. `worker` is the one that runs it, or ran it last. `owner` and `digest`
+    are the draft's.
     """
 
     id: str
@@ -106,6 +114,9 @@ class Job:
     error: dict[str, Any] | None
     suspect: bool
     work_ms: int
+    owner: str = ""
+    digest: str = ""
+    webhook: dict[str, str] | None = None
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
@@ -129,6 +140,9 @@ class Job:
             error=from_json(fields.get("error")),
             suspect=fields.get("suspect") == "1",
             work_ms=int(fields["work_ms"]),
+            owner=fields.get("owner", ""),
+            digest=fields.get("digest", ""),
+            webhook=from_json(fields.get("webhook")),
         )
 
 
@@ -155,11 +169,15 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Progress of one held job: `data` becomes the event's data and the record's `progress`."""
+    """Progress of one held job: `data` becomes the event's data and the record's `progress`.
+
+    `previews` are looks at its pictures: which of them, and a small PNG in base64.
+    """
 
     id: str
     attempt: int
     data: dict[str, Any]
+    previews: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +188,20 @@ class Backlog:
     queued_ms: int
     running: int
     running_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a job waits: how many are called before it, and what its whole queue holds."""
+
+    ahead: int
+    backlog: Backlog
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Jobs, newest first. `after` is what the next page goes on after; `more` says whether there may be one."""
+
+    jobs: list[Job]
+    after: str
+    more: bool

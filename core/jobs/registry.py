@@ -83,10 +83,27 @@ class Registry:
         """Give the connections back. A later call would open new ones."""
         self._client.close()
 
-    def announce(self, card: WorkerCard, ttl_s: float) -> None:
-        """Say that the worker lives, for `ttl_s` seconds from now. Works on a full Redis too."""
+    def announce(self, card: WorkerCard, ttl_s: float) -> frozenset[str]:
+        """Say that the worker lives, for `ttl_s` seconds from now; returns the queues that are paused.
+
+        Works on a full Redis too.
+        """
         models = [value for model in card.models for value in (model.name, to_json(asdict(model)))]
-        self._announce(card.id, to_json(asdict(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models)
+        return frozenset(self._announce(card.id, to_json(asdict(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models))
+
+    @translated()
+    def paused(self) -> set[str]:
+        """Queues from which no worker takes anything."""
+        found: Any = self._client.smembers(keys.PAUSED)
+        return set(found)
+
+    @translated()
+    def pause(self, queue: str, on: bool) -> None:
+        """Have workers take nothing more from a queue, or again; they hear of it with their next heartbeat."""
+        if on:
+            self._client.sadd(keys.PAUSED, queue)
+        else:
+            self._client.srem(keys.PAUSED, queue)
 
     @translated()
     def forget(self, worker_id: str) -> None:
@@ -95,6 +112,18 @@ class Registry:
             pipe.delete(keys.worker(worker_id), keys.control(worker_id))
             pipe.zrem(keys.WORKERS, worker_id)
             pipe.execute()
+
+    @translated()
+    def condition(self) -> dict[str, str]:
+        """What Redis says of itself: version, used and most memory, policy, and whether it appends to a file."""
+        told: Any = self._client.info()
+        return {
+            "version": str(told["redis_version"]),
+            "used": str(told["used_memory_human"]),
+            "most": str(told["maxmemory_human"]) if told["maxmemory"] else "all there is",
+            "policy": str(told["maxmemory_policy"]),
+            "appends": str(told["aof_enabled"]),
+        }
 
     @translated()
     def workers(self) -> list[WorkerCard]:

@@ -6,6 +6,7 @@ Keys, all under the prefix that every script gets as ARGV[1] (they are put toget
 supported); times are milliseconds since the epoch:
 
     job:{id}               hash: the record (see `record.Job`), and our own `level sequence sent claim by graced`
+    preview:{id}           hash: the newest look at each of its pictures, for a minute
     events:{id}            stream of `type`, `data`; the terminal event is the last
     leases                 zset: running job → when its lease ends
     deadlines              zset: live job that has one → its deadline
@@ -15,6 +16,8 @@ supported); times are milliseconds since the epoch:
     sequence, swept        the last sequence given; when anybody last swept
     workers                zset: worker → heartbeat;  worker:{id}: its card, with a time to live;  models: hash of cards
     control:{worker}       stream of messages to a worker
+    paused                 set: queues from which no worker takes anything
+    and those of ledger.py: who a job belongs to, and how long what it made is kept
 
 On a full Redis (`noeviction`) a script's first write is refused if it could need memory; after a first write of
 another kind all others go through. So `CREATE` begins with one that is refused, and makes nothing by halves; whatever
@@ -23,7 +26,7 @@ ends a job, or keeps it going, begins with one that is not.
 
 from __future__ import annotations
 
-_PRELUDE = """
+PRELUDE = """
 local P = ARGV[1]
 
 local function now()
@@ -39,10 +42,11 @@ end
 local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
-    'worker', 'deadline', 'claim', 'by')
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
-    lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12]}
+    lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
+    owner = v[13] or '', webhook = v[14]}
 end
 
 local function count(job, state, n)
@@ -85,10 +89,13 @@ end
 local function finish(job, state, by, at, retention_ms, field, value)
   leave(job)
   redis.call('ZREM', P .. 'deadlines', job.id)
+  redis.call('DEL', P .. 'preview:' .. job.id)
   redis.call('HSET', job.key, 'state', state, 'ended', at, 'by', by)
   if field then redis.call('HSET', job.key, field, value) end
   emit(job.id, state, field == 'error' and value or '{}')
   redis.call('PEXPIRE', job.key, retention_ms)
+  redis.call('ZADD', P .. 'ended', at + retention_ms, job.owner .. '|' .. job.id)
+  if job.webhook then redis.call('ZADD', P .. 'webhooks', at, job.id) end
   -- Who follows a job that has ended is told from its record: its events, half of what it takes, can go sooner.
   redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, 3600000))
 end
@@ -105,19 +112,26 @@ local function tell_to_cancel(worker, id)
 end
 """
 
-# id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued
-# → the record's fields; or 0: the queue is full.
+# id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner, digest, webhook
+# → {whether it was made now, the record's fields}; or 0: the queue is full. Whose job has the id, the caller looks.
 CREATE = (
-    _PRELUDE
+    PRELUDE
     + """
 local id, queue = ARGV[2], ARGV[3]
 local key = P .. 'job:' .. id
-if redis.call('EXISTS', key) == 0 then
+local made = redis.call('EXISTS', key) == 0
+if made then
   local queued = redis.call('HGET', P .. 'backlog:' .. queue, 'queued')
   if queued and tonumber(queued) >= tonumber(ARGV[10]) then return 0 end
   local at = now()
+  -- Attempts go on counting where a job of this id was erased: a worker may still be at that one.
+  local attempt = redis.call('GET', P .. 'erased:' .. id) or 0
   redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', ARGV[4], 'parameters', ARGV[5],
-    'priority', ARGV[6], 'created', at, 'attempt', 0, 'lost', 0, 'work_ms', ARGV[9], 'by', 'create')
+    'priority', ARGV[6], 'created', at, 'attempt', attempt, 'lost', 0, 'work_ms', ARGV[9], 'by', 'create',
+    'owner', ARGV[11], 'digest', ARGV[12])
+  if ARGV[13] ~= '' then redis.call('HSET', key, 'webhook', ARGV[13]) end
+  redis.call('ZADD', P .. 'jobs', at, ARGV[11] .. '|' .. id)
+  redis.call('ZADD', P .. 'jobs:' .. ARGV[11], at, ARGV[11] .. '|' .. id)
   local job = {id = id, key = key, queue = queue, work_ms = ARGV[9]}
   if ARGV[8] ~= '' then
     redis.call('HSET', key, 'deadline', at + ARGV[8])
@@ -127,14 +141,14 @@ if redis.call('EXISTS', key) == 0 then
   post(job, ARGV[7], at)
   emit(id, 'queued', '{}')
 end
-return redis.call('HGETALL', key)
+return {made and 1 or 0, redis.call('HGETALL', key)}
 """
 )
 
 # id, worker, token of this call, lease_ms, retention_ms
 # → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect; or nothing.
 CLAIM = (
-    _PRELUDE
+    PRELUDE
     + """
 local job, token, at = read(ARGV[2]), ARGV[4], now()
 if not job then return false end
@@ -166,7 +180,7 @@ return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', 
 
 # worker, lease_ms, then id, attempt, … → the ids that are not this worker's.
 RENEW = (
-    _PRELUDE
+    PRELUDE
     + """
 let_through()
 local stale, until_ms = {}, now() + ARGV[3]
@@ -183,27 +197,34 @@ return stale
 """
 )
 
-# id, attempt, data, … → the ids whose attempt does not run.
+# id, attempt, data, count, then of so many values: picture, preview, …; … → the ids whose attempt does not run.
 REPORT = (
-    _PRELUDE
+    PRELUDE
     + """
 local stale = {}
-for i = 2, #ARGV, 3 do
-  local job = read(ARGV[i])
+local i = 2
+while i <= #ARGV do
+  local job, looks = read(ARGV[i]), tonumber(ARGV[i + 3])
   if job and job.state == 'running' and job.attempt == ARGV[i + 1] then
+    if looks > 0 then
+      redis.call('HSET', P .. 'preview:' .. job.id, unpack(ARGV, i + 4, i + 3 + looks))
+      redis.call('PEXPIRE', P .. 'preview:' .. job.id, 60000)
+    end
     redis.call('XADD', P .. 'events:' .. job.id, 'MAXLEN', '~', 1000, '*', 'type', 'progress', 'data', ARGV[i + 2])
     redis.call('HSET', job.key, 'progress', ARGV[i + 2])
   else
     stale[#stale + 1] = ARGV[i]
   end
+  i = i + 4 + looks
 end
 return stale
 """
 )
 
-# id, attempt, state, retention_ms, and for some: field, value → 1, or 0: refused. Repeating it is harmless.
+# id, attempt, state, retention_ms, and for some: field, value, keys of artifacts with spaces between
+# → 1, or 0: refused. Repeating it is harmless.
 FINISH = (
-    _PRELUDE
+    PRELUDE
     + """
 local job, state = read(ARGV[2]), ARGV[4]
 if not job or job.attempt ~= ARGV[3] then return 0 end
@@ -211,7 +232,15 @@ if job.state == 'running' then
   if state == 'expired' then
     expire(job, 'worker', now(), ARGV[5])
   else
-    finish(job, state, 'worker', now(), ARGV[5], ARGV[6], ARGV[7])
+    local at = now()
+    finish(job, state, 'worker', at, ARGV[5], ARGV[6], ARGV[7])
+    if ARGV[8] and ARGV[8] ~= '' then
+      redis.call('HSET', job.key, 'artifacts', ARGV[8])
+      for artifact in string.gmatch(ARGV[8], '%S+') do
+        redis.call('HINCRBY', P .. 'naming', artifact, 1)
+        redis.call('ZADD', P .. 'kept', 'GT', at + ARGV[5] + 3600000, artifact)
+      end
+    end
   end
   return 1
 end
@@ -221,7 +250,7 @@ return job.state == state and job.by == 'worker' and 1 or 0
 
 # id, attempt → the queue, or nothing: refused. Repeating it is harmless.
 HAND_BACK = (
-    _PRELUDE
+    PRELUDE
     + """
 local job = read(ARGV[2])
 if not job or job.attempt ~= ARGV[3] then return false end
@@ -236,7 +265,7 @@ return job.queue
 
 # id, retention_ms → the record's fields afterwards; none if it is unknown.
 CANCEL = (
-    _PRELUDE
+    PRELUDE
     + """
 local job = read(ARGV[2])
 if job and (job.state == 'queued' or job.state == 'running') then
@@ -250,7 +279,7 @@ return redis.call('HGETALL', P .. 'job:' .. ARGV[2])
 # limit, lease_ms, max_attempts, retention_ms, resend_ms, overtime_ms, silence_ms, then queue, level, kombu's list, …
 # → {id, queue, …} to send at priority 0, {id, …} expired, {id, …} failed
 SWEEP = (
-    _PRELUDE
+    PRELUDE
     + """
 let_through()
 local limit, lease_ms, max_attempts, retention_ms = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
@@ -308,6 +337,16 @@ for _, job in ipairs(jobs(leases, at, 'LIMIT', 0, limit)) do
   end
 end
 
+-- Records whose time is up are gone by themselves; what lists them is told here.
+for _, entry in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ended', '-inf', at, 'LIMIT', 0, limit)) do
+  local owner, id = string.match(entry, '^([^|]*)|(.*)$')
+  redis.call('ZREM', P .. 'ended', entry)
+  if redis.call('EXISTS', P .. 'job:' .. id) == 0 then
+    redis.call('ZREM', P .. 'jobs', entry)
+    redis.call('ZREM', P .. 'jobs:' .. owner, entry)
+  end
+end
+
 -- Messages that got lost: Celery's list is empty, or one that was sent later has been claimed for a while.
 local left = limit
 for i = 9, #ARGV, 3 do
@@ -335,9 +374,9 @@ return {send, expired, failed}
 """
 )
 
-# worker, card, ttl_ms, keep_ms, then model, card, …
+# worker, card, ttl_ms, keep_ms, then model, card, … → the queues that are paused
 ANNOUNCE = (
-    _PRELUDE
+    PRELUDE
     + """
 local at = now()
 redis.call('ZREMRANGEBYSCORE', P .. 'workers', '-inf', at - ARGV[5])  -- which lets the rest through, too
@@ -346,12 +385,13 @@ redis.call('SET', P .. 'worker:' .. ARGV[2], ARGV[3], 'PX', ARGV[4])
 for i = 6, #ARGV, 2 do
   redis.call('HSET', P .. 'models', ARGV[i], ARGV[i + 1])
 end
+return redis.call('SMEMBERS', P .. 'paused')
 """
 )
 
 # key of the reader's own stream, ttl_ms
 WAKE = (
-    _PRELUDE
+    PRELUDE
     + """
 let_through()
 redis.call('XADD', ARGV[2], 'MAXLEN', 1, '*', 'wake', '')

@@ -5,18 +5,21 @@ Knows states, leases, deadlines and counters; knows nothing of Celery: callers s
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from core.config import Settings
-from core.jobs import keys, scripts
+from core.jobs import keys, ledger, scripts
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, level, list_key
 from core.jobs.connection import Script, connect, translated
-from core.jobs.record import Backlog, Claim, Draft, Job, JobState, Report, from_json, to_json
+from core.jobs.record import Backlog, Claim, Draft, Job, JobState, Page, Report, Standing, from_json, to_json
 
 _SILENCE_S = 5.0  # without any sweep: it says that nobody could reach Redis
+_MARGIN_MS = 3_600_000  # for which an artifact outlives the records that name it
+_LOOKS = 2000  # entries that one page of a list may look through
 
 
 class QueueFull(RuntimeError):
@@ -77,6 +80,12 @@ class JobStore:
         self._hand_back = Script(self._client, scripts.HAND_BACK)
         self._cancel = Script(self._client, scripts.CANCEL)
         self._sweep = Script(self._client, scripts.SWEEP)
+        self._standing = Script(self._client, ledger.STANDING)
+        self._list = Script(self._client, ledger.LIST)
+        self._erase = Script(self._client, ledger.ERASE)
+        self._keep = Script(self._client, ledger.KEEP)
+        self._due = Script(self._client, ledger.DUE)
+        self._gone = Script(self._client, ledger.GONE)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -96,17 +105,25 @@ class JobStore:
     # -- for those who want something done -------------------------------------------------------------------
 
     def create(self, draft: Draft) -> Job:
+        """`make`, for who knows that the id is new."""
+        return self.make(draft)[0]
+
+    def make(self, draft: Draft) -> tuple[Job, bool]:
         """Make the record of a queued job. The caller then sends `Envelope(job.id, job.modality, job.priority)`.
 
-        Raises `QueueFull`, and `StoreFull` with nothing made. A draft that is already a job is returned as it stands.
+        Raises `QueueFull`, and `StoreFull` with nothing made. A draft that is already a job is returned as it stands;
+        where clients choose ids, its `owner` and `digest` tell whether it is the same. With it comes whether this call
+        made it, which one that was cut off and repeated does not know.
         """
         answer = self._create(
             draft.id, draft.modality, draft.model, to_json(draft.parameters), draft.priority, level(draft.priority),
             "" if draft.deadline_s is None else _milliseconds(draft.deadline_s), int(draft.work_ms), self._max_queued,
+            draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
         )  # fmt: skip
         if answer == 0:
             raise QueueFull(draft.modality, self._max_queued)
-        return Job.of(draft.id, _pairs(answer))
+        made, fields = answer
+        return Job.of(draft.id, _pairs(fields)), made == 1
 
     @translated()
     def get(self, id: str) -> Job | None:
@@ -114,10 +131,46 @@ class JobStore:
         fields: Any = self._client.hgetall(keys.job(id))
         return Job.of(id, fields) if fields else None
 
+    @translated()
+    def preview(self, id: str, image: int) -> bytes | None:
+        """The newest look at a picture in the making, as PNG. None: there is none, or no longer."""
+        look: Any = self._client.hget(keys.preview(id), str(image))
+        return base64.b64decode(look) if look else None
+
     def cancel(self, id: str) -> Job | None:
         """End a queued or running job at once; its worker is told. One that has ended stays as it is. None: unknown."""
         fields = _pairs(self._cancel(id, self._retention_ms))
         return Job.of(id, fields) if fields else None
+
+    def erase(self, id: str) -> bool:
+        """Forget a job, which ends it first if it lives. What it made goes too, unless others name it. False: unknown.
+
+        Its attempts are remembered for a day: a worker that is still at it cannot write to another job of this id.
+        """
+        return bool(self._erase(id, self._retention_ms, self._retention_ms + _MARGIN_MS))
+
+    def standing(self, id: str) -> Standing | None:
+        """Where a queued job waits. None: it does not wait."""
+        answer = self._standing(id, *PRIORITY_STEPS)
+        return None if not answer else Standing(int(answer[0]), Backlog(*map(int, answer[1:])))
+
+    def page(
+        self, owner: str | None, *, state: JobState | None = None, model: str = "", after: str = "", limit: int = 20
+    ) -> Page | None:
+        """Jobs of an owner (None: everybody's), newest first, after the one named. None: that one is not there.
+
+        Where few of very many jobs are of this state and model, a page may be short, or empty, and there may be more.
+        """
+        answer = self._list("*" if owner is None else owner, state or "", model, limit, after, _LOOKS)
+        if answer == 0:
+            return None
+        last, more, *ids = answer
+        with translated(), self._client.pipeline(transaction=False) as pipe:
+            for id in ids:
+                pipe.hgetall(keys.job(id))
+            found: Any = pipe.execute()
+        # One may have gone, or moved on, since the list was read.
+        return Page([Job.of(id, fields) for id, fields in zip(ids, found, strict=True) if fields], last, more == "1")
 
     @translated()
     def backlog(self, queue: str) -> Backlog:
@@ -159,11 +212,26 @@ class JobStore:
         """Tell progress, in one round trip; returns the ids whose attempt is no longer the running one."""
         if not items:
             return set()
-        return set(self._report(*(v for item in items for v in (item.id, item.attempt, to_json(item.data)))))
+        flat: list[str | int] = []
+        for item in items:
+            looks = [value for look in item.previews.items() for value in look]
+            flat += (item.id, item.attempt, to_json(item.data), len(looks), *looks)
+        return set(self._report(*flat))
 
-    def succeed(self, id: str, attempt: int, result: dict[str, Any]) -> bool:
-        """End a running job. False: refused, because this attempt no longer runs."""
-        return self._end(id, attempt, JobState.SUCCEEDED, "result", to_json(result))
+    def succeed(self, id: str, attempt: int, result: dict[str, Any], artifacts: Sequence[str] = ()) -> bool:
+        """End a running job. False: refused, because this attempt no longer runs.
+
+        `artifacts` are the keys of what its result names; they are kept as long as its record, and an hour.
+        """
+        return self._end(id, attempt, JobState.SUCCEEDED, "result", to_json(result), " ".join(dict.fromkeys(artifacts)))
+
+    def keep(self, artifact: str, for_s: float | None = None) -> bool:
+        """Say that an artifact is about to be made, so that nobody deletes it. False: that is happening; ask again.
+
+        It stays for as long as a record that ends now, and an hour; or for `for_s`.
+        """
+        keep_ms = self._retention_ms + _MARGIN_MS if for_s is None else _milliseconds(for_s)
+        return bool(self._keep(keep_ms, artifact))
 
     def fail(self, id: str, attempt: int, code: str, message: str) -> bool:
         """End a running job with an error that may be shown. False: refused, as above."""
@@ -183,6 +251,15 @@ class JobStore:
         """
         queue = self._hand_back(id, attempt)
         return Envelope(id, queue, 0) if queue else None
+
+    def due(self, limit: int = 100) -> list[str]:
+        """Artifacts that nobody names any more. Who asks deletes them, and says `gone`; else they are told again."""
+        return list(self._due(limit))
+
+    def gone(self, artifacts: Sequence[str]) -> None:
+        """These are deleted."""
+        if artifacts:
+            self._gone(*artifacts)
 
     # -- for everybody, now and then -------------------------------------------------------------------------
 

@@ -1,11 +1,16 @@
-"""An API on a real Redis and a real port, for each test or each module; workers are played by world.Worker."""
+"""An API on a real Redis and a real port, for each test or each module; workers are played by world.Worker.
+
+And a real browser: Chromium from the PATH, or Playwright's own. Tests that need it are skipped where there is neither.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, Error, sync_playwright
 
 from deployment.redis import RedisServer
 from tests.api.world import Api, Worker, settings_of
@@ -27,3 +32,16 @@ def shared(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with sync_playwright() as playwright:
+        try:
+            # No sandbox of its own: it needs rights that a container's root does not have.
+            browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except Error:
+            pytest.skip("there is no Chromium (apt install chromium, or playwright install chromium)")
+        yield browser
+        browser.close()

@@ -134,7 +134,7 @@ class Caller:
         raw = json.dumps({"prompt": "a cat", "seed": seed}).encode()
         self._socket = socket.create_connection(("127.0.0.1", api.port), timeout=PATIENCE_S)
         self._socket.sendall(
-            b"POST /v1/images/generations HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+            b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(raw), raw)
         )
 

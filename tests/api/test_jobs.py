@@ -25,7 +25,8 @@ def test_a_job_is_made_and_sent(shared: Api, worker: Worker) -> None:
     assert job == {
         "id": id, "object": "job", "status": "queued", "model": "emoji-xl", "created_at": job["created_at"],
         "started_at": None, "completed_at": None, "expires_at": pytest.approx(job["created_at"] + 3600, abs=0.01),
-        "attempt": 0, "progress": None, "error": None, "images": None,
+        "attempt": 0, "progress": None, "error": None, "images": None, "position": job["position"], "priority": 4,
+        "estimated_start_s": job["estimated_start_s"], "estimated_end_s": job["estimated_end_s"],
     }  # fmt: skip
     assert (id, 3) in worker.messages(), "Celery's list for priorities 3 to 5 holds the message"
     record = worker.job(id)

@@ -233,6 +233,10 @@ class Worker:
                 found.append((str(args[0]), step))
         return found
 
+    def messages_left(self) -> list[tuple[str, int]]:
+        """Those whose job still waits."""
+        return [(id, step) for id, step in self.messages() if self.is_(id, JobState.QUEUED)]
+
     def take(self, id: str) -> Claim:
         claim = self.store.claim(id, self.name)
         assert claim is not None

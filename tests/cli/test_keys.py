@@ -41,6 +41,8 @@ def test_a_key_is_told_once_and_works_until_it_is_revoked(capsys: pytest.Capture
     assert keyring.all() == []
     code, _, err = run(capsys, "revoke", key.id)
     assert code == 1 and err == "diptych: ID: there is no such key; see `diptych keys list`\n"
+    assert run(capsys, "webhook", key.id)[0] == 1
+    assert run(capsys, "webhook")[:2] == (0, keyring.webhook_secret("") + "\n")
     keyring.close()
 
 

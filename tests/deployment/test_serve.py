@@ -134,7 +134,7 @@ def test_an_artifacts_url_of_no_use_ends_it(serve: Callable[..., Served]) -> Non
 def test_who_can_be_reached_from_elsewhere_is_warned(serve: Callable[..., Served]) -> None:
     service = serve("--host", "0.0.0.0", model="/nowhere")
     assert service.ended(120) == 2
-    assert "the API can be reached from other machines, and there are no keys yet" in service.err
+    assert "other machines can reach the API; they are served once there is a key" in service.err
 
 
 def test_a_machine_without_redis_is_told_so(serve: Callable[..., Served], tmp_path: Path) -> None:

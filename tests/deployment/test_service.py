@@ -58,7 +58,7 @@ def test_the_readmes_request_gets_the_readmes_answer(service: Served) -> None:
 
 
 def test_what_it_says_is_where_it_is_and_what_it_loads(service: Served) -> None:
-    assert f"Diptych serves at {service.url} (random:tiny, fp32 on cpu)" in service.out
+    assert f"Diptych serves at {service.url} (random:tiny, fp32 on cpu; emoji-lm, fp32 on cpu)" in service.out
     said = service.err.splitlines()
     assert said[0] == "diptych: starting"
     assert "diptych: worker: loading random:tiny" in said
@@ -141,4 +141,6 @@ def test_the_models_command_lists_what_it_offers(service: Served) -> None:
         [sys.executable, "-m", "cli", "models", "--url", service.url], capture_output=True, text=True, timeout=60,
         env=environment(),
     )  # fmt: skip
-    assert done.stdout == "random:tiny  image, fp32 on cpu, 32x32\n" and done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("emoji-lm  text, fp32 on cpu, ") and done.stderr == ""
+    assert lines[1:] == ["random:tiny  image, fp32 on cpu, 32x32"]

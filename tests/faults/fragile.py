@@ -21,15 +21,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     options = parser.parse_args()
-    create = JobStore.create
+    make = JobStore.make
 
-    def create_and_die(store: JobStore, draft: Draft) -> Job:
-        job = create(store, draft)
+    def make_and_die(store: JobStore, draft: Draft) -> tuple[Job, bool]:
+        made = make(store, draft)
         if DIES in draft.parameters.get("prompt", ""):
             os.kill(os.getpid(), signal.SIGKILL)
-        return job
+        return made
 
-    JobStore.create = create_and_die  # type: ignore
+    JobStore.make = make_and_die  # type: ignore
     serve(read(), fd=options.fd)
 
 

@@ -22,6 +22,7 @@ from pipeline.tiny import TINY
 from workers.build import Works, build
 from workers.cards import image_card
 from workers.panels import MAX_IMAGES, PictureTally, pictures
+from workers.shelf import Shelf
 
 JOB: dict[str, Any] = {
     "prompt": "a pizza", "negative_prompt": None, "n": 2, "seed": 5, "steps": 4, "guidance_scale": 5.0,
@@ -92,9 +93,10 @@ def works() -> Iterator[Works]:
 
 def test_pictures_are_kept_and_told(works: Works) -> None:
     panel, artifacts = works.panels["image"], Artifacts("memory://")
+    shelf = Shelf(artifacts)
     wanted = panel.requests({**JOB, "prompt": "pizza " * 100})
     made = [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
-    images = panel.result(made, artifacts)["images"]
+    images = panel.result(made, shelf)["images"]
     json.loads(to_json(images))
     for image, picture in zip(images, made, strict=True):
         assert artifacts.get(image["key"]) == picture.png()

@@ -973,7 +973,8 @@ def test_newcomers_are_held_for_one_shallow_iteration_and_then_ride_along() -> N
     driven, runner = two_cohorts(4, 1, CACHED, deadline=500.0)
     driven.run()
     assert [(launch.phase, len(launch.ids)) for launch in runner.log] == [
-        ("step", 4), ("shallow", 4), ("step", 5), ("shallow", 5), ("step", 5), ("shallow", 5), ("step", 1), ("shallow", 1),
+        ("step", 4), ("shallow", 4), ("step", 5), ("shallow", 5), ("step", 5), ("shallow", 5),
+        ("step", 1), ("shallow", 1),
     ]  # fmt: skip
     driven.verify_idle()
 

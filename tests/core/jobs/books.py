@@ -28,6 +28,8 @@ class Books:
     deadlines: dict[str, float]
     sent: dict[tuple[str, int], dict[str, float]]
     backlog: dict[str, dict[str, int]]
+    listed: set[str]
+    over: set[str]
 
     @classmethod
     def of(cls, client: redis.Redis) -> Books:
@@ -44,6 +46,8 @@ class Books:
                     pipe.zrange(f"diptych:sent:{queue}:{level}", 0, -1, withscores=True)
             pipe.zrange("diptych:leases", 0, -1, withscores=True)
             pipe.zrange("diptych:deadlines", 0, -1, withscores=True)
+            pipe.zrange("diptych:jobs", 0, -1)
+            pipe.zrange("diptych:ended", 0, -1)
             answers = iter(pipe.execute())
         records, streams, kept = {}, {}, {}
         for id in ids:
@@ -55,7 +59,9 @@ class Books:
             backlog[queue] = {k: int(v) for k, v in next(answers).items()}
             for level in LEVELS:
                 sent[queue, level] = dict(next(answers))
-        return cls(records, streams, kept, dict(next(answers)), dict(next(answers)), sent, backlog)
+        leases, deadlines = dict(next(answers)), dict(next(answers))
+        listed, over = ({entry.partition("|")[2] for entry in next(answers)} for _ in range(2))
+        return cls(records, streams, kept, leases, deadlines, sent, backlog, listed, over)
 
     def check(self) -> None:
         """Every rule that holds at every moment, whatever happened."""
@@ -81,6 +87,7 @@ class Books:
                     str(level),
                     str(int(sequence)),
                 )
+        assert self.listed == set(self.records) and self.over == set(self.records) - those(*LIVE)
         assert set(self.leases) == those("running")
         assert set(self.deadlines) == {id for id in those(*LIVE) if "deadline" in self.records[id]}
         for id, record in self.records.items():

@@ -66,7 +66,7 @@ class Life:
     # How often a walk takes which.
     OPERATIONS: ClassVar = {
         "create": 8, "send": 8, "lose_unsent": 1, "lose_message": 1, "deliver": 6, "claim_one": 2, "renew": 6,
-        "report": 3, "end_one": 4, "hand_back": 2, "cancel": 1, "let_pass": 6, "sweep": 6,
+        "report": 3, "end_one": 4, "hand_back": 2, "cancel": 1, "erase": 1, "let_pass": 6, "sweep": 6,
     }  # fmt: skip
 
     def __init__(self, client: redis.Redis, url: str) -> None:
@@ -84,6 +84,7 @@ class Life:
         self.swept: float | None = None
         self.sequence = 0
         self.models: dict[str, Model] = {}
+        self.made = 0
         self.unsent: list[Envelope] = []
         self.highest: dict[tuple[str, int], int] = {}
         self.seen: Counter[str] = Counter()  # what came about, so that a test can tell whether it tested anything
@@ -93,7 +94,8 @@ class Life:
     def create(self, dice: Random) -> None:
         queue, priority, timed = dice.choice(books.QUEUES), dice.choice([0, 2, 5, 5, 5, 9]), dice.random() < 0.25
         work_ms = dice.choice([0, 1, 2500])
-        id = f"job_{len(self.models)}"
+        id = f"job_{self.made}"
+        self.made += 1
         draft = Draft(id, queue, "model", {"prompt": "a fox"}, priority, DEADLINE_S if timed else None, work_ms)
         if sum(m.queue == queue and m.state == "queued" for m in self.models.values()) >= MAX_QUEUED:
             try:
@@ -248,6 +250,16 @@ class Life:
             due = running and worker == model.worker
             assert self.client.xlen(f"diptych:control:{worker}") == told[worker] + due
 
+    def erase(self, dice: Random) -> None:
+        """Whatever was under way with it, a message that waits included, comes to nothing."""
+        id = self._pick(dice, "running")
+        model = self.models.pop(id, None)
+        assert self.store.erase(id) is (model is not None)
+        assert self.store.get(id) is None and self.store.standing(id) is None
+        if model is not None:
+            self.seen[f"erase of {model.state}"] += 1
+            assert not self.store.succeed(id, model.attempt, {})
+
     def let_pass(self, dice: Random) -> None:
         self.pass_time(dice.choice(LEAPS))
 
@@ -338,7 +350,8 @@ class Life:
             for queue in books.QUEUES:
                 while (id := books.pop(self.client, queue)) is not None:
                     self.claim(id, "zoe")
-                    if self.models[id].state == "running" and self.models[id].worker == "zoe":
+                    model = self.models.get(id)  # none: it was erased, and its message came all the same
+                    if model is not None and model.state == "running" and model.worker == "zoe":
                         self.end(id, 0, "succeed", False)
             self.agrees()
         assert all(model.state in FINAL for model in self.models.values())

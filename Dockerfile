@@ -1,0 +1,62 @@
+# Two images from one file: `api` answers HTTP and holds no torch, `worker` draws. Layers go from what changes rarely
+# to what changes daily. Nothing here needs BuildKit; a builder without it stops at the stage that is asked for, so
+# `api` comes first.
+
+# -- what both lean on: an interpreter of our own, a user who owns nothing but two folders ----------------------------
+FROM python:3.11-slim-bookworm AS base
+ENV PATH=/opt/diptych/bin:$PATH \
+    HOME=/home/diptych \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONUNBUFFERED=1 \
+    DIPTYCH_DATA_DIR=/var/lib/diptych \
+    DIPTYCH_CACHE_DIR=/var/cache/diptych
+RUN python3 -m venv /opt/diptych \
+ && groupadd --system --gid 10001 diptych \
+ && useradd --system --uid 10001 --gid 10001 --home-dir "$HOME" --create-home diptych \
+ && mkdir -p "$DIPTYCH_DATA_DIR/artifacts" "$DIPTYCH_CACHE_DIR" \
+ && chown -R diptych:diptych "$DIPTYCH_DATA_DIR" "$DIPTYCH_CACHE_DIR"
+WORKDIR /app
+COPY constraints.txt ./
+# What `api` imports; tests/deployment/test_image.py holds this line to the source.
+RUN pip install -c constraints.txt setuptools \
+    celery fastapi limits obstore prometheus-client pydantic-settings python-multipart redis uvicorn
+
+# -- the source, and the models apart from it; readable by everybody, whatever the umask of who cloned it --------------
+FROM base AS source
+COPY . .
+RUN chmod -R a+rX . && mv models /models && python -m compileall -q .
+
+# -- api --------------------------------------------------------------------------------------------------------------
+FROM base AS api
+COPY --from=source /app /app
+RUN pip install --no-deps --no-build-isolation -e .
+USER diptych
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=5s --timeout=10s --start-period=30s --retries=3 CMD ["python", "-m", "deployment.probe", "api"]
+CMD ["diptych", "api", "--host", "0.0.0.0"]
+
+# -- what a worker needs beside it: a compiler for our kernels, and torch ---------------------------------------------
+FROM base AS engine
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY install.py ./
+# GPU=1: the build of torch with CUDA. The index is where CPU builds are looked for, as by `make`.
+ARG GPU=
+ARG DIPTYCH_TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN DIPTYCH_TORCH_INDEX=$DIPTYCH_TORCH_INDEX python -c "import install, pathlib, sys; \
+    install.install_torch(pathlib.Path(sys.executable), install.pinned('torch'), gpu=bool('$GPU'))"
+COPY pyproject.toml ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > /tmp/requirements.txt && pip install -c constraints.txt -r /tmp/requirements.txt
+
+# -- worker -----------------------------------------------------------------------------------------------------------
+FROM engine AS worker
+ENV HF_HOME=/var/cache/diptych/huggingface
+COPY --from=source /models models
+COPY --from=source /app /app
+RUN pip install --no-deps --no-build-isolation -e .
+USER diptych
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=5s --timeout=10s --start-period=300s --retries=3 CMD ["python", "-m", "deployment.probe", "worker"]
+CMD ["diptych", "worker"]

@@ -1,0 +1,105 @@
+"""Who calls, and what that allows: by the API key they bring, or as this machine where there are no keys.
+
+Knows keys, scopes and how often a key may ask; knows nothing of what is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from api.errors import NO_RETRY, ApiError
+from api.service import Given, Service
+from core.jobs.connection import StoreDown
+from core.jobs.keyring import SCOPES, Key, matching
+from core.jobs.record import Job
+
+BEARER = HTTPBearer(auto_error=False, description="An API key, where any were made with `diptych keys add`.")
+_SOON_S = 120  # what comes back later is not worth a client's own retries
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`id` is the key's, or empty where there are no keys; jobs are owned by it."""
+
+    id: str
+    scopes: frozenset[str]
+    rate: str = ""
+    quota: str = ""
+
+    def may(self, scope: str) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+    def sees(self, job: Job) -> bool:
+        """Whether the job is theirs, or all are. What one may not see is answered as if it were not there."""
+        return "admin" in self.scopes or job.owner == self.id
+
+    def check(self, scope: str) -> None:
+        """Raises `ApiError` (403)."""
+        if not self.may(scope):
+            raise ApiError(403, f"This key may not do that: it lacks the scope {scope}.", code="insufficient_scope")
+
+
+HERE = Caller("", frozenset(SCOPES))
+
+
+async def identify(
+    request: Request, service: Given, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]
+) -> Caller:
+    """The caller of this request. Raises `ApiError` (401), and `StoreDown` while nobody knows which keys there are."""
+    if not service.cards.known:
+        raise StoreDown("Redis has never answered")
+    keys = service.cards.now.keys
+    if not keys:
+        return HERE
+    if bearer is None:
+        raise _unknown("A key must be given, as Authorization: Bearer dpt_….")
+    key = matching(bearer.credentials, keys)
+    if key is None:
+        await service.cards.renew_soon()  # it may have been made this very moment
+        key = matching(bearer.credentials, service.cards.now.keys)
+    if key is None:
+        raise _unknown("This key is not known, or was revoked.")
+    return _caller(key, service)
+
+
+By = Annotated[Caller, Depends(identify)]
+
+
+async def count_request(request: Request, service: Service, caller: Caller) -> None:
+    """Count a request that asks for something to be done. Raises `ApiError` (429)."""
+    await _count(request, service, caller, caller.rate, "requests", 1)
+
+
+async def count_pictures(request: Request, service: Service, caller: Caller, n: int) -> None:
+    """Count the pictures of a job that is about to be made. Raises `ApiError` (429)."""
+    await _count(request, service, caller, caller.quota, "pictures", n)
+
+
+async def _count(request: Request, service: Service, caller: Caller, rate: str, what: str, cost: int) -> None:
+    if not caller.id or not rate:
+        return
+    standing = await service.call(service.rates.take, rate, caller.id, what, cost)
+    told = {
+        f"x-ratelimit-limit-{what}": str(standing.limit),
+        f"x-ratelimit-remaining-{what}": str(standing.remaining),
+        f"x-ratelimit-reset-{what}": f"{standing.reset_s:.3f}s",
+    }
+    # The doorway puts them on whatever is answered.
+    request.scope.setdefault("state", {}).setdefault("told", {}).update(told)
+    if not standing.allowed:
+        again = {"Retry-After": str(standing.retry_after_s), **(NO_RETRY if standing.reset_s > _SOON_S else {})}
+        code = "rate_limit_exceeded" if what == "requests" else "quota_exceeded"
+        raise ApiError(429, f"This key may ask for {rate} {what}, and no more now.", code=code, headers=again)
+
+
+def _caller(key: Key, service: Service) -> Caller:
+    settings = service.settings
+    return Caller(key.id, frozenset(key.scopes), key.rate or settings.rate, key.quota or settings.quota)
+
+
+def _unknown(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

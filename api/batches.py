@@ -1,0 +1,161 @@
+"""/v1/batches: up to 10,000 requests in a file, done as the queue has room, in OpenAI's shape.
+
+Knows the form of a batch and of its lines; trickle.py does the work.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from api import body, files, schemas
+from api.access import By, Caller, count_pictures, count_request
+from api.errors import ApiError, refused
+from api.service import Given, Service
+from core.jobs.batches import Batch
+
+router = APIRouter(tags=["batches"])
+
+ENDPOINT = "/v1/images/generations"
+WINDOW_S = 86_400
+MOST_LINES = 10_000
+_MOST_ERRORS = 100  # that are told of one file
+
+_Word = Annotated[str, Field(max_length=512)]
+
+
+class BatchFields(BaseModel):
+    """What a batch is asked for with."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="BatchRequest")
+
+    input_file_id: str = Field(description="of a file with the purpose batch")
+    endpoint: Literal["/v1/images/generations"] = Field(description="that every line asks")
+    completion_window: Literal["24h"] = Field(description="after which what is not done is given up")
+    metadata: dict[_Word, _Word] | None = Field(default=None, max_length=16, description="kept, and told again")
+
+
+@router.post("/v1/batches", summary="Make a batch", openapi_extra=schemas.document(BatchFields))
+async def create(request: Request, service: Given, caller: By) -> Response:
+    """A file of no use makes a batch that has failed, and says which lines are wrong."""
+    caller.check("images")
+    fields = schemas.read(BatchFields, await body.read(request))
+    await count_request(request, service, caller)
+    file = await files.find(service, fields.input_file_id, caller, "input_file_id")
+    lines, errors = parse(await files.read(service, file))
+    if not errors:
+        await count_pictures(request, service, caller, sum(_pictures(line) for line in lines))
+    batch = await service.call(
+        service.batches.add, caller.id, fields.endpoint, file, len(lines), service.links(request).base,
+        fields.metadata, errors,
+    )  # fmt: skip
+    return JSONResponse(_object(batch))
+
+
+@router.get("/v1/batches", summary="List batches")
+async def batches(service: Given, caller: By) -> Response:
+    found = await service.call(service.batches.batches, caller.id)
+    data = [_object(batch) for batch in found]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return JSONResponse({"object": "list", "data": data, **ends, "has_more": False})
+
+
+@router.get("/v1/batches/{id}", summary="Look at a batch")
+async def look(id: str, service: Given, caller: By) -> Response:
+    return JSONResponse(_object(await _find(service, id, caller)))
+
+
+@router.post("/v1/batches/{id}/cancel", summary="Cancel a batch")
+async def cancel(id: str, service: Given, caller: By) -> Response:
+    """Its jobs are cancelled within seconds; what was done stays. A batch that has ended stays as it is."""
+    batch = await _find(service, id, caller)
+    if batch.status == "in_progress":
+        await service.call(service.batches.turn, batch, "cancelling")
+    return JSONResponse(_object(await _find(service, id, caller)))
+
+
+def parse(data: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The lines of a file, and what is wrong with it: then nothing of it is done."""
+    raws = [raw for raw in data.split(b"\n") if raw.strip()]
+    errors: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
+    if not raws or len(raws) > MOST_LINES:
+        return [], [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {len(raws)}")]
+    seen: set[str] = set()
+    for number, raw in enumerate(raws, 1):
+        try:
+            line = _line(body.parse(raw), seen)
+        except ApiError as error:
+            errors.append(_wrong(number, error.param, str(error), error.code))
+            if len(errors) >= _MOST_ERRORS:
+                break
+        else:
+            seen.add(line["custom_id"])
+            lines.append(line)
+    return lines, errors
+
+
+def _line(line: dict[str, Any], seen: set[str]) -> dict[str, Any]:
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
+        raise refused("custom_id", "must be text of 1 to 512 characters")
+    if custom_id in seen:
+        raise refused("custom_id", "must be another on every line", "duplicate_custom_id")
+    if line.get("method") != "POST":
+        raise refused("method", "must be POST")
+    if line.get("url") != ENDPOINT:
+        raise refused("url", "must be the batch's endpoint", "mismatched_endpoint")
+    if not isinstance(line.get("body"), dict):
+        raise refused("body", "must be an object", "invalid_type")
+    return {"custom_id": custom_id, "body": line["body"]}
+
+
+def _pictures(line: dict[str, Any]) -> int:
+    n = line["body"].get("n")
+    return n if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 10 else 1
+
+
+def _wrong(line: int | None, param: str | None, message: str, code: str | None = "invalid_file") -> dict[str, Any]:
+    return {"code": code, "line": line, "message": message, "param": param}
+
+
+async def _find(service: Service, id: str, caller: Caller) -> Batch:
+    known = id.isascii() and len(id) < 64 and id.startswith("batch_") and id.removeprefix("batch_").isalnum()
+    batch = await service.call(service.batches.batch, id) if known else None
+    if batch is None or not (batch.owner == caller.id or "admin" in caller.scopes):
+        raise ApiError(404, "There is no such batch, or no longer.", param="id", code="batch_not_found")
+    return batch
+
+
+def _object(batch: Batch) -> dict[str, Any]:
+    at = {f"{status}_at": None for status in ("finalizing", "completed", "failed", "cancelled", "expired")}
+    if batch.ended is not None:
+        at[f"{batch.status}_at"] = batch.ended  # type: ignore[assignment]
+    errors = None if batch.errors is None else {"object": "list", "data": batch.errors}
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": errors,
+        "input_file_id": batch.input_file,
+        "completion_window": "24h",
+        "status": batch.status,
+        "output_file_id": batch.output_file,
+        "error_file_id": batch.error_file,
+        "created_at": batch.created,
+        "in_progress_at": None if batch.errors else batch.created,
+        "expires_at": batch.created + WINDOW_S,
+        **at,
+        "cancelling_at": None,
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "metadata": batch.metadata,
+    }
+
+
+def as_lines(results: list[dict[str, Any]]) -> bytes:
+    """A file of them."""
+    return b"".join(json.dumps(result, separators=(",", ":")).encode() + b"\n" for result in results)

@@ -1,0 +1,115 @@
+"""How a request becomes a job: admitted, counted, made once, and sent. Who repeats a request gets the job that it made.
+
+Knows the order of these and how ids are chosen; what a model offers is checked in admission.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import replace
+
+from fastapi import Request
+
+from api import admission, webhooks
+from api.access import Caller, count_pictures, count_request
+from api.errors import ApiError, refused
+from api.schemas import ImageFields
+from api.service import Service
+from core.jobs.broker import Envelope
+from core.jobs.connection import StoreDown
+from core.jobs.record import Draft, Job, new_id
+from core.jobs.store import QueueFull
+
+_KEY = re.compile(r"[!-~]{1,255}")
+
+
+def idempotent(request: Request, caller: Caller) -> str | None:
+    """The id that this caller's `Idempotency-Key` stands for; None without one. Raises `ApiError` (400)."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if _KEY.fullmatch(key) is None:
+        raise refused("idempotency-key", "must be 1 to 255 printable characters")
+    return "job_" + hashlib.sha256(f"{caller.id}\0{key}".encode()).hexdigest()[:24]
+
+
+async def accept(service: Service, request: Request, caller: Caller, fields: ImageFields, id: str | None = None) -> Job:
+    """Make a job of these fields and send it. Raises `ApiError` and `StoreError`, and then there is no job.
+
+    With an `id` of the client's choice the job may be there already: it is returned as it stands.
+    """
+    await count_request(request, service, caller)
+    digest = ""
+    if id is not None:
+        digest = _digest(fields)
+        there = await service.call(service.store.get, id)
+        if there is not None:
+            return _same(there, caller, digest)
+    card = await service.cards.find(fields.model, "image")
+    if card is None:
+        if service.cards.now.model(None, "image") is not None:
+            raise admission.unknown_model()
+        raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+    draft = replace(
+        admission.image_draft(fields, card), id=id or new_id(), owner=caller.id, digest=digest,
+        webhook=_webhook(service, request, fields),
+    )  # fmt: skip
+    if draft.deadline_s is not None:
+        # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
+        backlog = await service.call(service.store.backlog, draft.modality)
+        admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
+    await count_pictures(request, service, caller, draft.parameters["n"])
+    return _same(await make(service, draft), caller, digest)
+
+
+async def repeat(service: Service, request: Request, caller: Caller, job: Job) -> Job:
+    """A new job that asks for what an ended one did. Raises as `accept`."""
+    await count_request(request, service, caller)
+    if job.modality == "image":
+        await count_pictures(request, service, caller, job.parameters["n"])
+    return await make(
+        service,
+        Draft(
+            new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
+        ),
+    )  # fmt: skip
+
+
+async def make(service: Service, draft: Draft) -> Job:
+    """Make the record and send its message. Raises `ApiError` (429) where the queue is full."""
+    try:
+        job, made = await service.call(service.store.make, draft)
+    except QueueFull as error:
+        after_s = admission.retry_after_s(service.cards.now.wait_s(error.queue))
+        message = f"The {error.queue} queue is full; try again later."
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(after_s)}) from None
+    if made or not draft.digest:  # who repeats a request sends nothing; what was not sent a sweep finds
+        await service.call(service.queue.post, Envelope(job.id, job.modality, job.priority))
+    return job
+
+
+def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:
+    """Who is told of the end. Raises `ApiError` (400) for an address that is never called."""
+    url = getattr(fields, "webhook_url", None)
+    if url is None:
+        return None
+    webhooks.check(url, private=service.settings.webhook_private)
+    return {"url": url, "base": service.links(request).base}
+
+
+def _digest(fields: ImageFields) -> str:
+    """Tells apart what was asked for, before anything is filled in: a seed may be drawn by lot."""
+    given = fields.model_dump(mode="json", exclude_none=True)
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _same(job: Job, caller: Caller, digest: str) -> Job:
+    """The job, if this caller asked for just that. Raises `ApiError`: 409 for another's, 422 for another one."""
+    if job.owner != caller.id:
+        raise ApiError(409, "This id is taken.", param="id", code="id_taken")
+    if job.digest != digest:
+        message = "There is a job of this id, or of this Idempotency-Key, and it asks for something else."
+        raise ApiError(422, message, code="idempotency_conflict")
+    return job

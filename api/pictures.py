@@ -1,0 +1,106 @@
+"""/v1/jobs/{id}/images/{k} and /v1/jobs/{id}/preview: a job's pictures, finished and in the making.
+
+Knows addresses, ETags and signed links; knows nothing of how a picture is made.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.security import HTTPAuthorizationCredentials
+
+from api.access import BEARER, By, identify
+from api.errors import ApiError, refused
+from api.jobs import check_id, find, no_job
+from api.links import signed
+from api.presentation import results
+from api.service import Given
+from core.artifacts import NoArtifact
+from core.jobs.record import Job, JobState
+
+router = APIRouter(tags=["jobs"])
+
+_NUMBER = re.compile(r"[0-9]{1,2}")
+_FOR_EVER = "private, max-age=31536000, immutable"
+_ENDINGS = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg"}
+
+
+async def _seen(
+    id: str, k: str, request: Request, service: Given,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
+) -> Job:  # fmt: skip
+    """The job, for who brings its owner's key or a link that is signed for this picture of it. Raises `ApiError`."""
+    signature = request.query_params.get("signature")
+    if signature is None or not service.cards.now.keys:
+        return await find(service, id, await identify(request, service, bearer))
+    check_id(id)
+    expires = request.query_params.get("expires", "")
+    if not _NUMBER.fullmatch(k) or not signed(service.cards.now.secret, id, int(k), expires, signature):
+        message = "This link is not signed by this service, or its time is over; ask for the job again."
+        raise ApiError(403, message, param="signature", code="invalid_signature")
+    job = await service.call(service.store.get, id)
+    if job is None:
+        raise no_job()
+    return job
+
+
+@router.get(
+    "/v1/jobs/{id}/images/{k}",
+    summary="Fetch a picture",
+    response_class=Response,
+    responses={
+        200: {"content": {media_type: {} for media_type in _ENDINGS}},
+        304: {"description": "The client has it."},
+    },
+)
+async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, service: Given) -> Response:
+    """The k-th picture, from 0. 409 while the job is not done; 404 if it ended without pictures, or has fewer."""
+    if not job.state.final:
+        raise ApiError(409, "The job is not done yet.", code="job_not_done", headers={"Retry-After": "1"})
+    pictures = results(job) if job.state is JobState.SUCCEEDED else []
+    if _NUMBER.fullmatch(k) is None or int(k) >= len(pictures):
+        raise _no_image()
+    picture = pictures[int(k)]
+    ending = _ENDINGS.get(picture["media_type"], "png")
+    headers = {
+        "Cache-Control": _FOR_EVER,
+        "ETag": f'"{picture["key"]}"',  # the key is made of the content
+        "X-Content-Type-Options": "nosniff",
+        "Content-Disposition": f'inline; filename="{job.id}-{int(k)}.{ending}"',
+    }
+    if _has(request, headers["ETag"]):
+        return Response(status_code=304, headers={name: headers[name] for name in ("Cache-Control", "ETag")})
+    try:
+        data = await service.call(service.artifacts.get, picture["key"])
+    except NoArtifact:
+        raise _no_image() from None
+    return Response(data, media_type=picture["media_type"], headers=headers)
+
+
+@router.get(
+    "/v1/jobs/{id}/preview",
+    summary="Look at a picture in the making",
+    response_class=Response,
+    responses={200: {"content": {"image/png": {}}}, 204: {"description": "There is none, or no longer."}},
+)
+async def preview(id: str, request: Request, service: Given, caller: By) -> Response:
+    """The newest preview of the job's picture `?image=` (0), a small PNG. 204 where there is none, or no longer."""
+    job = await find(service, id, caller)
+    k = request.query_params.get("image", "0")
+    if _NUMBER.fullmatch(k) is None:
+        raise refused("image", "must be the number of a picture")
+    look = await service.call(service.store.preview, job.id, int(k))
+    if look is None:
+        return Response(status_code=204, headers={"Cache-Control": "no-store"})
+    return Response(look, media_type="image/png", headers={"Cache-Control": "no-store"})
+
+
+def _no_image() -> ApiError:
+    return ApiError(404, "The job has no such picture, or no longer.", param="k", code="image_not_found")
+
+
+def _has(request: Request, tag: str) -> bool:
+    known = [part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")]
+    return tag in known or "*" in known

@@ -1,0 +1,56 @@
+"""The playground at /: a static page with its scripts and styles, and nothing from elsewhere.
+
+Knows the files beside it and their headers; what the page does is theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+
+from api.errors import ApiError
+
+router = APIRouter(include_in_schema=False)
+
+_FOLDER = Path(__file__).resolve().parent / "web"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Read once: no path of a request ever reaches the disk.
+_FILES = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+_TAGS = {name: f'"{hashlib.sha256(data).hexdigest()[:32]}"' for name, data in _FILES.items()}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+@router.get("/")
+async def page(request: Request) -> Response:
+    return _file("index.html", request)
+
+
+@router.get("/web/{name}")
+async def part(name: str, request: Request) -> Response:
+    return _file(name, request)
+
+
+def _file(name: str, request: Request) -> Response:
+    data = _FILES.get(name)
+    if data is None:
+        raise ApiError(404, "There is nothing at this address.", code="not_found")
+    headers = {
+        "Cache-Control": "no-cache",  # asked for each time, and answered 304: a page and its scripts are of one version
+        "ETag": _TAGS[name],
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+    if _TAGS[name] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(data, media_type=_TYPES[Path(name).suffix], headers=headers)

@@ -1,0 +1,62 @@
+"""/v1/queues: what the queues hold, and pausing them. For keys with the scope admin.
+
+Knows queues' names and counters; that workers take nothing from a paused one is theirs to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from api import schemas
+from api.access import By, Caller
+from api.errors import ApiError
+from api.service import Given, Service
+from core.jobs.broker import QUEUES
+
+router = APIRouter(tags=["queues"])
+
+
+@router.get("/v1/queues", summary="Look at the queues", response_model=schemas.QueueList)
+async def queues(service: Given, caller: By) -> Response:
+    caller.check("admin")
+    await service.cards.renew_soon()
+    data = [_object(service, name) for name in QUEUES]
+    return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
+
+
+@router.post("/v1/queues/{name}/pause", summary="Pause a queue", response_model=schemas.QueueObject)
+async def pause(name: str, service: Given, caller: By) -> Response:
+    """Workers take nothing more from it, some seconds from now; what they have begun goes on. Jobs are accepted."""
+    return await _switch(service, caller, name, True)
+
+
+@router.post("/v1/queues/{name}/resume", summary="Resume a queue", response_model=schemas.QueueObject)
+async def resume(name: str, service: Given, caller: By) -> Response:
+    return await _switch(service, caller, name, False)
+
+
+async def _switch(service: Service, caller: Caller, name: str, on: bool) -> Response:
+    caller.check("admin")
+    if name not in QUEUES:
+        raise ApiError(404, f"There are the queues {', '.join(QUEUES)}.", param="name", code="queue_not_found")
+    await service.call(service.registry.pause, name, on)
+    await service.cards.renew()
+    return JSONResponse(_object(service, name))
+
+
+def _object(service: Service, name: str) -> dict[str, Any]:
+    now = service.cards.now
+    backlog = now.backlogs.get(name)
+    return {
+        "name": name,
+        "object": "queue",
+        "paused": name in now.paused,
+        "queued": backlog.queued if backlog else 0,
+        "queued_work_s": backlog.queued_ms / 1000 if backlog else 0.0,
+        "running": backlog.running if backlog else 0,
+        "running_work_s": backlog.running_ms / 1000 if backlog else 0.0,
+        "workers": now.ready(name),
+    }

@@ -1,0 +1,107 @@
+"""What `stream: true` answers: previews and pictures as OpenAI's server-sent events.
+
+Knows the shape of these events, which carry no id and are not resumed; jobs are followed in service.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+from fastapi.sse import format_sse_event
+
+from api.errors import ApiError, unsuccessful
+from api.links import Links
+from api.presentation import results
+from api.service import Service
+from core.artifacts import ArtifactError
+from core.jobs.connection import StoreError
+from core.jobs.record import Job, JobState
+
+_SILENCE_S = 15.0  # after which the record is looked at, as everywhere
+# Pictures are not counted in tokens; clients expect the numbers all the same.
+_USAGE = {
+    "total_tokens": 0, "input_tokens": 0, "output_tokens": 0,
+    "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},
+}  # fmt: skip
+
+
+async def tell(
+    service: Service, job: Job, links: Links | None, partial_images: int, *, stays: bool
+) -> AsyncGenerator[bytes]:
+    """At most so many previews of each picture while it is drawn, then the pictures, as links if there are `links`.
+
+    Left early the job is cancelled, unless it `stays`.
+    """
+    ended: Job | None = None
+    told: Counter[int] = Counter()
+    try:
+        async with aclosing(service.follow(job.id, "0", _SILENCE_S)) as events:
+            async for event in events:
+                for image in [] if event is None else event.data.get("previews", []):
+                    look = await _look(service, job.id, image) if told[image] < partial_images else None
+                    if look is not None:
+                        told[image] += 1
+                        data = {"partial_image_index": told[image] - 1, "image_index": image, "b64_json": look}
+                        yield _event("partial_image", job, data)
+                if event is None:
+                    found = await service.record(job.id)
+                    if found is None or not found.state.final:
+                        continue
+                if event is None or event.final:
+                    ended = await service.record(job.id)
+                    break
+        if ended is None:
+            gone = "The server is stopping." if service.closing.is_set() else "The job's record is gone."
+            yield _error(ApiError(503, gone, code="stopping"))
+        elif ended.state is not JobState.SUCCEEDED:
+            yield _error(unsuccessful(ended))
+        else:
+            for k, _ in enumerate(results(ended)):
+                made = await service.call(content, service, ended, k, links)
+                yield _event("completed", ended, {**made, "image_index": k, "usage": _USAGE})
+    except ArtifactError:
+        yield _error(ApiError(500, "The picture was drawn and cannot be read now.", code="artifact_unreadable"))
+    finally:
+        if ended is None and not stays:
+            with anyio.CancelScope(shield=True):
+                await service.cancel(job.id)
+
+
+def content(service: Service, job: Job, k: int, links: Links | None) -> dict[str, Any]:
+    """A finished picture: itself, or where it is. Raises `core.artifacts.ArtifactError`."""
+    if links is not None:
+        return {"url": links.image(job.id, k)}
+    return {"b64_json": base64.b64encode(service.artifacts.get(results(job)[k]["key"])).decode("ascii")}
+
+
+async def _look(service: Service, id: str, image: int) -> str | None:
+    try:
+        look = await service.call(service.store.preview, id, image)
+    except StoreError:
+        return None
+    return None if look is None else base64.b64encode(look).decode("ascii")
+
+
+def _event(what: str, job: Job, data: dict[str, Any]) -> bytes:
+    kind = f"image_generation.{what}"
+    told = {
+        "type": kind,
+        **data,
+        "created_at": int(job.created if what == "completed" else time.time()),
+        "size": f"{job.parameters['width']}x{job.parameters['height']}",
+        "quality": "auto",
+        "background": "opaque",
+        "output_format": "png" if what == "partial_image" else job.parameters.get("output_format", "png"),
+    }
+    return format_sse_event(event=kind, data_str=json.dumps(told, separators=(",", ":"), allow_nan=False))
+
+
+def _error(error: ApiError) -> bytes:
+    return format_sse_event(event="error", data_str=json.dumps(error.content, separators=(",", ":")))

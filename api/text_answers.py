@@ -1,0 +1,130 @@
+"""Answers of text as OpenAI's clients read them: whole, and in chunks.
+
+Knows these shapes; knows nothing of jobs' lives or of streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from core.jobs.record import Job
+
+
+class Answers:
+    """What chats and completions share. A `choice` is one answer of a job's result."""
+
+    kind = chunk_kind = prefix = ""
+
+    def __init__(self, job: Job) -> None:
+        self._head: dict[str, Any] = {
+            "id": self.prefix + job.id.removeprefix("job_"),
+            "created": int(job.created),
+            "model": job.model,
+            "system_fingerprint": None,
+        }
+        self._n = int(job.parameters.get("n", 1))
+
+    def whole(self, result: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        choices = [self._choice(index, choice) for index, choice in enumerate(result["choices"])]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage(result)}
+
+    def usage(self, result: dict[str, Any]) -> dict[str, Any]:
+        """A prompt is counted once, however many answers it has."""
+        prompt = sum(result["prompt_tokens"][:: self._n])
+        completion = sum(choice["tokens"] for choice in result["choices"])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": result.get("cached_tokens", 0)},
+        }
+
+    def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        told = {**self._head, "object": self.chunk_kind, "choices": list(choices)}
+        return told if usage is None else {**told, "usage": usage}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """What is told of a choice before its text; None: nothing."""
+        raise NotImplementedError
+
+    def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+        """A further piece of a choice's text."""
+        raise NotImplementedError
+
+    def last(self, index: int, finish: str) -> dict[str, Any]:
+        """Why a choice ended."""
+        raise NotImplementedError
+
+    def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatAnswers(Answers):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice["text"], "refusal": None, "annotations": []},
+            "logprobs": self._logprobs(choice["logprobs"] or None),
+            "finish_reason": choice["finish_reason"],
+        }
+
+    def first(self, index: int) -> dict[str, Any]:
+        return self._delta(index, {"role": "assistant", "content": "", "refusal": None})
+
+    def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+        return {**self._delta(index, {"content": text}), "logprobs": self._logprobs(logprobs)}
+
+    def last(self, index: int, finish: str) -> dict[str, Any]:
+        return {**self._delta(index, {}), "finish_reason": finish}
+
+    @staticmethod
+    def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    @staticmethod
+    def _logprobs(logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        content = [{**_token(one), "top_logprobs": [_token(other) for other in one["top"]]} for one in logprobs]
+        return {"content": content, "refusal": None}
+
+
+class CompletionAnswers(Answers):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+
+    def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        told = self.piece(index, choice["text"], choice["logprobs"] or None)
+        return {**told, "finish_reason": choice["finish_reason"]}
+
+    def first(self, index: int) -> None:
+        return None
+
+    def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": None}
+
+    def last(self, index: int, finish: str) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": finish}
+
+    @staticmethod
+    def _logprobs(logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        offsets, at = [], 0
+        for one in logprobs:
+            offsets.append(at)
+            at += len(one["token"])
+        return {
+            "tokens": [one["token"] for one in logprobs],
+            "token_logprobs": [one["logprob"] for one in logprobs],
+            "top_logprobs": [{other["token"]: other["logprob"] for other in one["top"]} for one in logprobs],
+            "text_offset": offsets,
+        }
+
+
+def _token(one: dict[str, Any]) -> dict[str, Any]:
+    return {"token": one["token"], "logprob": one["logprob"], "bytes": list(one["token"].encode("utf-8"))}

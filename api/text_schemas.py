@@ -1,0 +1,201 @@
+"""The fields of chat and completion requests: OpenAI's, and below them our own. null means not given.
+
+Knows types and the limits that hold for every model; what a model has room for its worker knows.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from api.schemas import MAX_DEADLINE_S, MAX_SEED
+
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+_WORD, _LIST, _OBJECT = "word", "list", "object"  # kinds of value that a field may have; no part of its name
+_IGNORED = "accepted and ignored"
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def _kind(value: Any) -> str:
+    return _WORD if isinstance(value, str) else _LIST
+
+
+Stop = Annotated[
+    Annotated[str, Tag(_WORD)] | Annotated[list[str], Field(max_length=4), Tag(_LIST)], Discriminator(_kind)
+]
+
+
+class StreamOptions(BaseModel):
+    model_config = _STRICT
+
+    include_usage: bool | None = Field(default=None, description="true: a last chunk tells the usage")
+    include_obfuscation: bool | None = Field(default=None, description=_IGNORED)
+
+
+class TextFields(BaseModel):
+    """What both kinds of request share."""
+
+    model_config = _STRICT
+
+    model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
+    max_tokens: int | None = Field(default=None, ge=1, description="of the answer, at most")
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="how many answers, 1 by default")
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, allow_inf_nan=False, description="1 by default; 0: always the likeliest token"
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False, description="1 by default")
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False, description="0 by default")
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False, description="0 by default")
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="equal seeds give equal answers")
+    stop: Stop | None = Field(default=None, description="up to four texts that end the answer and are left out")
+    stream: bool | None = Field(default=None, description="true: server-sent events")
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=0, description="not offered; may be empty")
+    user: str | None = Field(default=None, description=_IGNORED)
+
+    top_k: int | None = Field(default=None, ge=0, le=1_000_000, description="0, the default: all tokens")
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False, description="0 by default")
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False, description="1 by default")
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
+    )
+    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def usage_wanted(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> TextFields:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "only with stream")
+        return self
+
+
+class TextPart(BaseModel):
+    model_config = _STRICT
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = _STRICT
+
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is taken for system")
+    content: Annotated[
+        Annotated[str, Tag(_WORD)] | Annotated[list[TextPart], Field(min_length=1), Tag(_LIST)], Discriminator(_kind)
+    ]
+    name: str | None = Field(default=None, description=_IGNORED)
+    refusal: str | None = Field(default=None, description=_IGNORED)
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class JsonSchema(BaseModel):
+    model_config = _STRICT
+
+    name: str = Field(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    description: str | None = Field(default=None, description=_IGNORED)
+    strict: bool | None = Field(default=None, description="accepted and ignored: answers always fit the schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = _STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatFields(TextFields):
+    """`POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(title="ChatRequest")
+
+    messages: list[Message] = Field(min_length=1, max_length=1000)
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="the newer name of max_tokens")
+    logprobs: bool | None = Field(default=None, description="true: log probabilities of the answer's tokens")
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="and of so many of the likeliest")
+    response_format: ResponseFormat | None = None
+    metadata: dict[str, str] | None = Field(default=None, description=_IGNORED)
+    store: bool | None = Field(default=None, description=_IGNORED)
+    service_tier: str | None = Field(default=None, description=_IGNORED)
+    reasoning_effort: str | None = Field(default=None, description=_IGNORED)
+    verbosity: str | None = Field(default=None, description=_IGNORED)
+    safety_identifier: str | None = Field(default=None, description=_IGNORED)
+    prompt_cache_key: str | None = Field(default=None, description="accepted and ignored: equal beginnings are found")
+
+    @model_validator(mode="after")
+    def _together(self) -> ChatFields:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "only with logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError("max_completion_tokens", "two names of one limit")
+        wanted = self.response_format
+        if wanted is not None and (wanted.type == "json_schema") != (wanted.json_schema is not None):
+            raise PydanticCustomError("response_format", "a schema with json_schema, and only there")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def schema_text(self) -> str | None:
+        """The schema that answers must fit, as JSON; None for any text."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.json_schema is None:
+            return '{"type":"object"}'
+        return json.dumps(wanted.json_schema.json_schema or {}, separators=(",", ":"))
+
+
+class CompletionFields(TextFields):
+    """`POST /v1/completions`."""
+
+    model_config = ConfigDict(title="CompletionRequest")
+
+    prompt: Annotated[
+        Annotated[str, Tag(_WORD)] | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(_LIST)],
+        Discriminator(_kind),
+    ] = Field(description="a text, texts, a list of token ids, or several of them")
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="must be n: all are returned")
+    echo: Literal[False] | None = Field(default=None, description="not offered")
+    suffix: Literal[""] | None = Field(default=None, description="not offered")
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompts_of_one_kind(cls, value: str | list[Any]) -> str | list[Any]:
+        if isinstance(value, str):
+            return value
+        one = _tokens(value)
+        if not one and not all(isinstance(item, str) for item in value) and not all(map(_tokens, value)):
+            raise PydanticCustomError("prompt", "texts or token ids")
+        return value
+
+    @model_validator(mode="after")
+    def _all_of_them(self) -> CompletionFields:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise PydanticCustomError("best_of", "must be n")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return [self.prompt] if isinstance(self.prompt, str) or _tokens(self.prompt) else self.prompt
+
+
+def _tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

@@ -1,0 +1,123 @@
+// The REST API as the page uses it: requests with a key, events that are resumed, errors in the server's words.
+// Knows addresses and fields; knows nothing of the page.
+
+const KEY = "diptych.key";
+
+export class ServiceError extends Error {
+  constructor(message, { status = 0, param = null, code = null, after = 0 } = {}) {
+    super(message);
+    Object.assign(this, { status, param, code, after });
+  }
+}
+
+export const key = {
+  get: () => localStorage.getItem(KEY) ?? "",
+  set: (value) => (value ? localStorage.setItem(KEY, value) : localStorage.removeItem(KEY)),
+};
+
+async function send(path, { method = "GET", body, headers = {}, signal } = {}) {
+  const sent = { ...headers };
+  if (key.get()) sent.Authorization = `Bearer ${key.get()}`;
+  if (body !== undefined) sent["Content-Type"] = "application/json";
+  let answer;
+  try {
+    answer = await fetch(path, { method, headers: sent, signal, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServiceError("The service does not answer. It is tried again.", { code: "away" });
+  }
+  if (answer.ok) return answer;
+  const told = await answer.json().then((found) => found.error, () => null);
+  throw new ServiceError(told?.message ?? `The service answered ${answer.status}.`, {
+    status: answer.status, param: told?.param, code: told?.code, after: Number(answer.headers.get("retry-after") ?? 0),
+  });
+}
+
+const json = (path, options) => send(path, options).then((answer) => answer.json());
+
+export const models = () => json("v1/models").then((found) => found.data);
+export const job = (id) => json(`v1/jobs/${id}`);
+export const cancel = (id) => json(`v1/jobs/${id}/cancel`, { method: "POST" });
+export const picture = (id, k) => send(`v1/jobs/${id}/images/${k}`).then((answer) => answer.blob());
+/** A look at a picture in the making; null where there is none, or no longer. */
+export const preview = (id, k) => send(`v1/jobs/${id}/preview?image=${k}`).then((answer) => (answer.status === 204 ? null : answer.blob()));
+
+export async function ready() {
+  try {
+    const answer = await fetch("readyz", { cache: "no-store" });
+    return await answer.json();
+  } catch {
+    return null;
+  }
+}
+
+/** Make a job. A request whose answer got lost is sent again, and makes no second one. */
+export async function submit(fields) {
+  const headers = { "Idempotency-Key": name() };
+  for (let tries = 0; ; tries++) {
+    try {
+      return await json("v1/jobs", { method: "POST", body: { type: "image", ...fields }, headers });
+    } catch (error) {
+      if (error.code !== "away" || tries >= 4) throw error;
+      await pause(500 * 2 ** tries);
+    }
+  }
+}
+
+/** Tell what happens to a job until it ends, over as many connections as that takes. Returns the job as it ended. */
+export async function follow(id, tell, signal) {
+  let last = "";
+  for (let tries = 0; ; tries++) {
+    try {
+      const answer = await send(`v1/jobs/${id}/events`, { signal, headers: last ? { "Last-Event-ID": last } : {} });
+      if (answer.status === 204) return await job(id);
+      for await (const event of events(answer.body)) {
+        tries = 0;
+        if (event.id) last = event.id;
+        if (event.data.object === "job") return event.data;
+        tell(event.type, event.data);
+      }
+    } catch (error) {
+      if (error.name === "AbortError" || [400, 401, 403, 404].includes(error.status)) throw error;
+    }
+    await pause(Math.min(5000, 300 * 2 ** Math.min(tries, 5)));
+  }
+}
+
+/** Tell the words of an answer as they come. */
+export async function chat(model, messages, tell, signal) {
+  const answer = await send("v1/chat/completions", { method: "POST", body: { model, messages, stream: true }, signal });
+  for await (const event of events(answer.body)) {
+    const words = event.data.choices?.[0]?.delta?.content;
+    if (words) tell(words);
+  }
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split(/\r?\n\r?\n/);
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = { id: "", type: "message", data: "" };
+        for (const line of block.split(/\r?\n/)) {
+          const [, name, words] = /^(\w+): ?(.*)$/.exec(line) ?? [];
+          if (name === "event") event.type = words;
+          else if (name) event[name] = words;
+        }
+        if (event.data && event.data !== "[DONE]") yield { ...event, data: JSON.parse(event.data) };
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+export const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+
+// Not crypto.randomUUID: that is only there where the page came over TLS or from this machine.
+const name = () => Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");

@@ -1,0 +1,137 @@
+"""The Lua of whose a job is, where it stands among others, and how long what it made is kept.
+
+As scripts.py, whose transitions it leans on: one prefix, one clock. Knows keys and times; knows nothing of files.
+
+    jobs, jobs:{owner}     zset: owner|job → when it was made
+    ended                  zset: owner|job → when its record goes
+    erased:{id}            the attempts of a job that was erased, for as long as one may be under way
+    kept                   zset: artifact → when it may go
+    naming                 hash: artifact → how many records name it
+    going                  zset: artifact that is being deleted → since when
+"""
+
+from __future__ import annotations
+
+from core.jobs.scripts import PRELUDE
+
+_GOING_MS = 60_000  # after so long who was deleting it has died
+_NAMED_MS = 600_000  # between an artifact's making and its job's end: so long nobody takes it away
+
+# id → {jobs that are called before it, jobs queued, their ms, jobs running, their ms}; or nothing: it does not wait.
+STANDING = (
+    PRELUDE
+    + """
+local job = read(ARGV[2])
+if not job or job.state ~= 'queued' then return false end
+local ahead = redis.call('ZRANK', P .. 'sent:' .. job.queue .. ':' .. job.level, job.id) or 0
+for i = 3, #ARGV do
+  if tonumber(ARGV[i]) < tonumber(job.level) then
+    ahead = ahead + redis.call('ZCARD', P .. 'sent:' .. job.queue .. ':' .. ARGV[i])
+  end
+end
+local b = redis.call('HMGET', P .. 'backlog:' .. job.queue, 'queued', 'queued_ms', 'running', 'running_ms')
+return {ahead, b[1] or '0', b[2] or '0', b[3] or '0', b[4] or '0'}
+"""
+)
+
+# owner ('*': everybody's), state or '', model or '', limit, id to go on after or '', entries to look at
+# → {the last id that was looked at or '', whether there may be more, id, …}, newest first; or 0: nothing to go on after
+LIST = (
+    PRELUDE
+    + """
+local index = ARGV[2] == '*' and P .. 'jobs' or P .. 'jobs:' .. ARGV[2]
+local state, model, limit, looks = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[7])
+local from = 0
+if ARGV[6] ~= '' then
+  local owner = redis.call('HGET', P .. 'job:' .. ARGV[6], 'owner')
+  local rank = owner and redis.call('ZREVRANK', index, owner .. '|' .. ARGV[6])
+  if not rank then return 0 end
+  from = rank + 1
+end
+local found, last, looked = {}, '', 0
+while looked < looks do
+  local entries = redis.call('ZREVRANGE', index, from + looked, from + looked + 99)
+  for _, entry in ipairs(entries) do
+    local id = string.match(entry, '|(.*)$')
+    local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'model')
+    if v[1] and (state == '' or v[1] == state) and (model == '' or v[2] == model) then
+      if #found >= limit then return {last, '1', unpack(found)} end
+      found[#found + 1] = id
+    end
+    if v[1] then last = id end
+    looked = looked + 1
+  end
+  if #entries < 100 then return {last, '0', unpack(found)} end
+end
+return {last, '1', unpack(found)}
+"""
+)
+
+# id, retention_ms, keep_ms → 1, or 0: unknown
+ERASE = (
+    PRELUDE
+    + f"local named_ms, keep_ms = {_NAMED_MS}, tonumber(ARGV[4])"
+    + """
+let_through()
+local job, at = read(ARGV[2]), now()
+if not job then return 0 end
+if job.state == 'queued' or job.state == 'running' then
+  finish(job, 'cancelled', 'cancel', at, ARGV[3])
+  if job.state == 'running' then tell_to_cancel(job.worker, job.id) end
+  redis.call('PEXPIRE', P .. 'events:' .. job.id, 60000)  -- who follows it is told
+else
+  redis.call('DEL', P .. 'events:' .. job.id)
+end
+for artifact in string.gmatch(redis.call('HGET', job.key, 'artifacts') or '', '%S+') do
+  if redis.call('HINCRBY', P .. 'naming', artifact, -1) <= 0 then
+    redis.call('HDEL', P .. 'naming', artifact)
+    local score = redis.call('ZSCORE', P .. 'kept', artifact)
+    -- Somebody may have made the same just now, and name it in a moment.
+    if score then redis.call('ZADD', P .. 'kept', math.max(at, score - keep_ms + named_ms), artifact) end
+  end
+end
+redis.call('DEL', job.key)
+for _, list in ipairs({'ended', 'jobs', 'jobs:' .. job.owner}) do
+  redis.call('ZREM', P .. list, job.owner .. '|' .. job.id)
+end
+redis.call('SET', P .. 'erased:' .. job.id, job.attempt, 'PX', 86400000)
+return 1
+"""
+)
+
+# keep_ms, artifact → 1: it may be made, and stays so long at least; 0: it is being deleted at this moment
+KEEP = (
+    PRELUDE
+    + """
+let_through()
+if redis.call('ZSCORE', P .. 'going', ARGV[3]) then return 0 end
+redis.call('ZADD', P .. 'kept', 'GT', now() + ARGV[2], ARGV[3])
+return 1
+"""
+)
+
+# limit → artifacts to delete
+DUE = (
+    PRELUDE
+    + f"local going_ms = {_GOING_MS}"
+    + """
+let_through()
+local at = now()
+local due = redis.call('ZRANGEBYSCORE', P .. 'going', '-inf', at - going_ms, 'LIMIT', 0, ARGV[2])
+for _, artifact in ipairs(redis.call('ZRANGEBYSCORE', P .. 'kept', '-inf', at, 'LIMIT', 0, ARGV[2] - #due)) do
+  redis.call('ZREM', P .. 'kept', artifact)
+  redis.call('HDEL', P .. 'naming', artifact)
+  due[#due + 1] = artifact
+end
+for _, artifact in ipairs(due) do redis.call('ZADD', P .. 'going', at, artifact) end
+return due
+"""
+)
+
+# artifact, … that are deleted
+GONE = (
+    PRELUDE
+    + """
+redis.call('ZREM', P .. 'going', unpack(ARGV, 2))
+"""
+)

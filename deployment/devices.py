@@ -1,0 +1,132 @@
+"""One worker for each GPU of this machine, as children of one process, until it is told to stop.
+
+Knows how many GPUs there are and when a worker is started again; knows nothing of what a worker does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from core.config import Settings
+from deployment.children import Backoff, Child, reason
+from deployment.screen import Screen
+from deployment.signals import Stop
+
+_LOOK_S = 0.1
+_HAND_BACK_S = 15.0  # beyond drain_s, as in serve.py
+_UNUSABLE = 2
+
+
+class NoDevices(ValueError):
+    """There is no GPU to start a worker for."""
+
+
+def visible(environment: Mapping[str, str], probe: Callable[[], str] | None = None) -> list[str]:
+    """The GPUs that a process here may use, as CUDA_VISIBLE_DEVICES names them. Raises `NoDevices`.
+
+    `probe` is what `nvidia-smi -L` prints, one line a GPU.
+    """
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        found = [name.strip() for name in given.split(",") if name.strip()]
+        found = found[: found.index("-1")] if "-1" in found else found  # as CUDA reads it: what follows is not seen
+    else:
+        said = (probe or _listed)()
+        found = [str(k) for k, _ in enumerate(line for line in said.splitlines() if line.startswith("GPU "))]
+    if not found:
+        raise NoDevices("no GPU is visible here (nvidia-smi -L lists none, or CUDA_VISIBLE_DEVICES is empty)")
+    return found
+
+
+def _listed() -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    try:
+        return subprocess.run([command, "-L"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def serve_each(
+    settings: Settings, *, devices: Sequence[str] | None = None, command: Sequence[str] | None = None
+) -> int:
+    """Run a worker for each device until a signal comes; returns the exit code. Raises `NoDevices`.
+
+    A worker that ends is started again, as by `diptych serve`; one whose input can never work (exit code 2) ends all.
+    `command` is what one worker is; it is told its device in CUDA_VISIBLE_DEVICES.
+    """
+    devices = visible(os.environ) if devices is None else devices
+    command = command or [sys.executable, "-P", "-m", "cli", "worker"]
+    logs = Path(tempfile.gettempdir()) / f"diptych-workers-{os.getpid()}"
+    with Stop() as stop, Screen() as screen:
+        parts = [
+            (Child(f"worker {k}", command, _environment(settings, k, device), logs / f"{k}.log"), Backoff())
+            for k, device in enumerate(devices)
+        ]
+        code = 0
+        try:
+            for child, _ in parts:
+                child.start()
+            while not stop.asked and code == 0:
+                for child, backoff in parts:
+                    code = code or _look(child, backoff, screen)
+                time.sleep(_LOOK_S)
+            return code or stop.exit_code
+        finally:
+            _end([child for child, _ in parts], stop, screen, settings.drain_s + _HAND_BACK_S)
+
+
+def _environment(settings: Settings, k: int, device: str) -> dict[str, str]:
+    """The k-th worker's: its device, and a port of its own for its figures, counted up from the one that is set."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
+    if settings.metrics:
+        host, _, port = settings.metrics.rpartition(":")
+        environment["DIPTYCH_METRICS"] = f"{host}:{int(port) + k}"
+    return environment
+
+
+def _look(child: Child, backoff: Backoff, screen: Screen) -> int:
+    """Pass on what it says, and start it again when its time has come; `_UNUSABLE` if it can never work."""
+    _hear(child, screen)
+    now = time.monotonic()
+    if backoff.due is not None:
+        if now >= backoff.due:
+            child.start()
+            backoff.begun(now)
+    elif child.code is not None:
+        if child.code == _UNUSABLE:
+            return _UNUSABLE
+        words = f"{child.name} ended ({reason(child.code)})"
+        screen.line(f"diptych: {words}; starting it again in {backoff.ended(now):g} s", "yellow")
+    return 0
+
+
+def _hear(child: Child, screen: Screen) -> None:
+    for line in child.lines() if child.process is not None else ():
+        screen.line(f"{child.name}: {line}")
+
+
+def _end(children: Sequence[Child], stop: Stop, screen: Screen, patience_s: float) -> None:
+    """SIGTERM to all at once; each further wish to stop is passed on; what is left after `patience_s` is killed."""
+    until, passed_on = time.monotonic() + patience_s, stop.urged
+    for child in children:
+        child.terminate()
+    while any(child.code is None for child in children) and time.monotonic() < until:
+        if stop.urged > passed_on:
+            passed_on = stop.urged
+            for child in children:
+                child.terminate()
+        for child in children:
+            _hear(child, screen)
+        time.sleep(_LOOK_S)
+    for child in children:
+        child.kill()
+        _hear(child, screen)

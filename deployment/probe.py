@@ -1,0 +1,73 @@
+"""Whether one part of a service is well, for whoever waits for it: `python -m deployment.probe api | worker`.
+
+Says in one line what it found; exit code 0 if that is well, 1 if not. The API is well when it answers; a worker when
+its card says that it is ready, or that it finishes what it has begun. Knows /healthz and the registry; changes nothing.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import sys
+from collections.abc import Sequence
+
+from core.config import Settings, SettingsError, read
+
+_ANSWER_S = 5.0
+
+
+def main(words: Sequence[str]) -> int:
+    parts = {"api": api, "worker": worker}
+    if len(words) != 1 or words[0] not in parts:
+        print("usage: python -m deployment.probe api | worker")
+        return 2
+    try:
+        well, said = parts[words[0]](read())
+    except SettingsError as error:
+        well, said = False, str(error)
+    print(said)
+    return 0 if well else 1
+
+
+def api(settings: Settings) -> tuple[bool, str]:
+    """Asks the API of this machine. Any other answer than its own is as bad as none."""
+    connection = http.client.HTTPConnection("127.0.0.1", settings.port, timeout=_ANSWER_S)
+    try:
+        connection.request("GET", "/healthz")
+        answer = connection.getresponse()
+        said = answer.read(4096)
+    except (OSError, http.client.HTTPException) as error:
+        return False, f"the API does not answer ({type(error).__name__})"
+    finally:
+        connection.close()
+    try:
+        well = answer.status == 200 and json.loads(said) == {"status": "ok"}
+    except ValueError:
+        well = False
+    return well, "ok" if well else f"something else than the API answers on port {settings.port}"
+
+
+def worker(settings: Settings) -> tuple[bool, str]:
+    """Looks for the cards of this machine's workers: one that is ready is enough, as with one for each device."""
+    from core.jobs.connection import StoreError
+    from core.jobs.registry import Registry
+
+    try:
+        registry = Registry.of(settings)
+    except ValueError:
+        return False, "DIPTYCH_REDIS_URL: is no address of a Redis"
+    try:
+        cards = [card for card in registry.workers() if card.host == socket.gethostname()]
+    except StoreError as error:
+        return False, str(error)
+    finally:
+        registry.close()
+    states = {card.state for card in cards}
+    if states & {"ready", "draining"}:
+        return True, ", ".join(sorted(states))
+    return False, next((f"{card.state}: {card.message}" for card in cards), "no worker has announced itself")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""From a forward's logits to each request's next tokens: penalties, grammars, greedy and drawn rows, in one pass.
+
+Knows logits and answers in the making; knows nothing of how logits are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm import sample
+from llm.parameters import Logprob
+from llm.speculate import Guess, accepted, agreed
+from llm.work import Work
+
+NO_GUESS = Guess([])
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A request whose next tokens are wanted: its logits begin at row `first`, one row more than it has guesses."""
+
+    work: Work
+    first: int
+    guess: Guess = NO_GUESS
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + len(self.guess.tokens) + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The tokens that follow, and their log probabilities where they were asked for."""
+
+    tokens: list[int]
+    logprobs: list[Logprob]
+
+
+def choose(logits: Tensor, asked: Sequence[Asked]) -> list[Chosen]:
+    """What follows for each request, all of whose logits must be `sound`. logits [L, V] may be overwritten."""
+    if not asked:
+        return []
+    told = _told(logits, asked)
+    _adjust_(logits, asked)
+    made: list[list[int]] = [[] for _ in asked]
+    greedy = [i for i, ask in enumerate(asked) if ask.work.settings is None]
+    if greedy:
+        best = logits.argmax(-1).tolist()
+        for i in greedy:
+            ask = asked[i]
+            made[i] = agreed(ask.guess.tokens, best[ask.first : ask.first + len(ask.guess.tokens) + 1])
+    drawn = [i for i, ask in enumerate(asked) if ask.work.settings is not None]
+    if drawn:
+        for i, tokens in zip(drawn, _drawn(logits, [asked[i] for i in drawn]), strict=True):
+            made[i] = tokens
+    return [Chosen(t, _logprobs(told[i], asked[i], t) if i in told else []) for i, t in enumerate(made)]
+
+
+def sound(logits: Tensor, asked: Sequence[Asked]) -> list[bool]:
+    """Whether all logits of each request are finite."""
+    finite = logits.sum(-1).isfinite()
+    return [True] * len(asked) if bool(finite.all()) else [bool(finite[list(ask.rows)].all()) for ask in asked]
+
+
+def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
+    rows = [row for ask in asked for row in ask.rows]
+    owners = [i for i, ask in enumerate(asked) for _ in ask.rows]
+    settings = sample.gathered([s for ask in asked if (s := ask.work.settings) is not None])
+    p = sample.probabilities(logits[rows], settings.at(torch.tensor(owners)))
+    p /= p.sum(-1, keepdim=True)
+    counts = [len(ask.rows) for ask in asked]
+    firsts = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(int).tolist()
+    index = np.array([len(ask.work.tokens) for ask in asked], np.int64)
+    if len(rows) == len(asked):
+        return [[token] for token in sample.draw(p, sample.uniform(settings.seeds, index, sample.TOKEN)).tolist()]
+    return accepted(p, firsts, [ask.guess for ask in asked], settings, index)
+
+
+def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> None:
+    """Penalties and grammars, which only requests without guesses have."""
+    with_seen = [(ask, seen, said) for ask in asked
+                 if (seen := ask.work.seen) is not None and (said := ask.work.said) is not None]  # fmt: skip
+    if with_seen:
+        rows = [ask.first for ask, _, _ in with_seen]
+        numbers = torch.tensor([ask.work.penalties() for ask, _, _ in with_seen], device=logits.device)
+        seen = torch.stack([seen for _, seen, _ in with_seen]).to(logits.device)
+        said = torch.stack([said for _, _, said in with_seen]).to(logits.device)
+        logits[rows] = sample.penalize(
+            logits[rows], sample.Penalties(numbers[:, 0], numbers[:, 1], numbers[:, 2], seen, said)
+        )
+    for ask in asked:
+        if ask.work.matcher is not None:
+            logits[ask.first].masked_fill_(~ask.work.matcher.allowed().to(logits.device), -torch.inf)
+
+
+def _told(logits: Tensor, asked: Sequence[Asked]) -> dict[int, Tensor]:
+    """The logits as the model gave them, of requests that want their log probabilities."""
+    return {i: logits[list(ask.rows)] for i, ask in enumerate(asked) if ask.work.parameters.logprobs is not None}
+
+
+def _logprobs(logits: Tensor, ask: Asked, tokens: list[int]) -> list[Logprob]:
+    most = ask.work.parameters.logprobs or 0
+    logs, top, ids = sample.logprobs(logits[: len(tokens)], torch.tensor(tokens, device=logits.device), most)
+    ranked = [tuple(zip(i, t, strict=True)) for i, t in zip(ids.tolist(), top.tolist(), strict=True)]
+    return [Logprob(t, log, best) for t, log, best in zip(tokens, logs.tolist(), ranked, strict=True)]

@@ -1,0 +1,87 @@
+"""Holds an answer to a JSON schema, token by token, with llguidance.
+
+Knows grammars and token masks; knows nothing of requests. llguidance is an optional extra, "text".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.batching.runner import Refused
+
+_SPACE = r"[ \n]{0,2}"  # between two marks; without a bound a model may go on with it for ever
+
+
+class Constraints:
+    """Makes matchers for one tokenizer, whose form llguidance reads once, when it is first needed."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = list(ends)
+        self._known: Any = None
+
+    def check(self, schema: str) -> None:
+        """Raise `Refused` for what is no JSON schema, or one that llguidance does not know."""
+        try:
+            parsed = json.loads(schema)
+        except ValueError:
+            raise Refused("json_schema: is not JSON") from None
+        except RecursionError:
+            raise Refused("json_schema: is nested too deeply") from None
+        if not isinstance(parsed, dict):
+            raise Refused("json_schema: must be an object")
+        self.matcher(schema)
+
+    def matcher(self, schema: str) -> Matcher:
+        """Raises `Refused` for a schema that cannot be held to."""
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError:
+            raise Refused("json_schema: llguidance is not installed here (pip install diptych[text])") from None
+        if self._known is None:
+            self._known = llguidance.hf.from_tokenizer(
+                self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None
+            )
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _SPACE})
+            found = llguidance.LLMatcher(self._known, grammar)
+        except ValueError as error:
+            raise Refused(f"json_schema: {_first_line(str(error))}") from None
+        if found.is_error():
+            raise Refused(f"json_schema: {_first_line(found.get_error())}")
+        return Matcher(found, self._vocabulary)
+
+
+class Matcher:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, inner: Any, vocabulary: int) -> None:
+        self._inner = inner
+        self._vocabulary = vocabulary
+
+    def allowed(self) -> Tensor:
+        """Which tokens may come next, bool [V]."""
+        words = torch.frombuffer(bytearray(self._inner.compute_bitmask()), dtype=torch.int32)
+        bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
+        return bits.bool().flatten()[: self._vocabulary]
+
+    def take(self, token: int) -> None:
+        """The next token. Raises RuntimeError for one that was not allowed."""
+        if not self._inner.consume_token(token):
+            raise RuntimeError(f"token {token} does not fit the grammar: {self._inner.get_error()}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._inner.is_stopped())
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "it cannot be held to")[:200]

@@ -1,0 +1,256 @@
+"""Loads any decoder-only model of the Llama family in transformers' format, and refuses what cannot be served.
+
+Modelling and weights are transformers' own; attention is ours (llm.attention). Knows files, devices and configs; knows
+nothing of how a model is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm import tiny
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = (*_DTYPES, "int8")
+QUANTIZED = "model-int8"  # the folder of a model's quantized variant, in its own
+_SAMPLE_BYTES, _WHOLE_BYTES, _BLOCK_BYTES = 4096, 256 << 20, 1 << 20
+
+
+class TextModelError(ValueError):
+    """A language model that cannot be loaded. The message names it and says what is wrong."""
+
+
+@dataclass(eq=False)
+class TextModel:
+    """A network in evaluation mode on one device, and its tokenizer. `digest` tells its weights from any others."""
+
+    name: str
+    digest: str
+    precision: str
+    device: torch.device
+    dtype: torch.dtype
+    network: Any
+    tokenizer: Any
+    ends: frozenset[int]  # tokens that end an answer
+
+    @property
+    def config(self) -> Any:
+        return self.network.config
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer that the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.config.num_key_value_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+
+
+def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextModel:
+    """Load a model.
+
+    Args:
+        name: a folder as `save_pretrained` lays it out, a hub id, or a seeded model of `llm.tiny.SHAPES`.
+        precision: fp32, bf16, fp16, or int8 for a model whose folder holds `model-int8` (`diptych quantize`).
+
+    Raises:
+        TextModelError: if it is missing, damaged, no decoder-only language model, or the device is not there.
+    """
+    import torch
+
+    from llm.attention import NAME, register
+
+    if precision not in PRECISIONS:
+        raise TextModelError(f"precision: must be one of {', '.join(PRECISIONS)}, not {precision!r}")
+    where = _device(device)
+    dtype = getattr(torch, _DTYPES.get(precision, "float32" if where.type == "cpu" else "bfloat16"))
+    register()
+    with _quiet():
+        if name in tiny.SHAPES:
+            network, tokenizer = tiny.make(tiny.SHAPES[name])
+            network.set_attn_implementation(NAME)
+            folder, short, digest = None, name, f"{name}-seed0-torch{torch.__version__}"
+        else:
+            folder = _find(name)
+            network, tokenizer = _read(folder, torch.float32 if precision == "int8" else dtype)
+            short, digest = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name, _digest(folder)
+        _check(name, network, tokenizer)
+        if precision == "int8":
+            digest = _quantized(name, folder, network, digest)
+        network = network.to(device=where, dtype=dtype).eval().requires_grad_(False)
+    return TextModel(short, digest, precision, where, dtype, network, tokenizer, _ends(network, tokenizer))
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise TextModelError(f"cannot be put on {name!r}: no device that torch knows") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise TextModelError(
+            f"cannot be put on {name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def _find(name: str) -> Path:
+    """The folder of a model, downloaded first if `name` is a hub id and no folder."""
+    short = name if len(name) <= 200 else f"{name[:200]}…"
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            if not (folder / "config.json").is_file():
+                raise TextModelError(
+                    f"{short}: holds no config.json; a language model is a folder in transformers' format"
+                )
+            return folder
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TextModelError(f"{short}: no such folder ({reason})") from error
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
+        raise TextModelError(f"{short}: no such folder, and not a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["original/*"]))
+    except Exception as error:  # of many libraries: all say that it cannot be had
+        raise TextModelError(f"{short}: cannot be downloaded ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+    from llm.attention import NAME
+
+    try:
+        network, info = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, attn_implementation=NAME, local_files_only=True, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # many libraries, many exceptions: all say that it does not load
+        raise TextModelError(f"{folder}: does not load ({type(error).__name__}: {_first_line(error)})") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(what) or ())
+        if keys:
+            raise TextModelError(
+                f"{folder}: does not fit its config.json: {len(keys)} {what.replace('_', ' ')}, the first is {keys[0]}"
+            )
+    return network, tokenizer
+
+
+def _check(name: str, network: Any, tokenizer: Any) -> None:
+    config = network.config
+    for field in ("vocab_size", "max_position_embeddings", "num_hidden_layers", "num_key_value_heads"):
+        if not isinstance(getattr(config, field, None), int):
+            raise TextModelError(
+                f"{name}: {config.model_type} is of no family that is served: its config has no {field}"
+            )
+    if getattr(config, "is_encoder_decoder", False) or not hasattr(network, "lm_head"):
+        raise TextModelError(f"{name}: {config.model_type} is not a decoder-only language model")
+    windows = {*(getattr(config, "layer_types", None) or ["full_attention"])} - {"full_attention"}
+    if windows or (config.model_type == "mistral" and config.sliding_window is not None):
+        raise TextModelError(f"{name}: has layers with sliding windows, which the cache does not know")
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise TextModelError(f"{name}: its tokenizer has no tokenizer.json")
+    if len(tokenizer) > config.vocab_size:
+        raise TextModelError(
+            f"{name}: its tokenizer has {len(tokenizer)} words, and the model has room for {config.vocab_size}"
+        )
+
+
+def _quantized(name: str, folder: Path | None, network: Any, digest: str) -> str:
+    from core.quant import store
+
+    where = (folder or Path(name)) / QUANTIZED
+    if folder is None or not (where / store.MANIFEST).is_file():
+        raise TextModelError(f"precision int8: there is no quantized model in {where}")
+    try:
+        manifest = store.load_(network, where, source=digest)
+    except store.StoreError as error:
+        raise TextModelError(str(error)) from error
+    return hashlib.sha256(f"{digest}:{manifest.recipe}:{manifest.sha256}".encode()).hexdigest()[:16]
+
+
+def _ends(network: Any, tokenizer: Any) -> frozenset[int]:
+    """What the generation config, the config and the tokenizer say: models name a turn's end in any of them."""
+    found: set[int] = set()
+    generation = getattr(network, "generation_config", None)
+    for value in (getattr(generation, "eos_token_id", None), network.config.eos_token_id, tokenizer.eos_token_id):
+        found |= set(value) if isinstance(value, (list, tuple)) else set() if value is None else {int(value)}
+    return frozenset(found)
+
+
+def _digest(folder: Path) -> str:
+    """SHA-256 (16 hex digits) over all that makes the model what it is, wherever its folder lies.
+
+    Of a weight file over 256 MB it reads the header and 4 KiB from the middle of each tensor.
+    """
+    made = hashlib.sha256()
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        size = path.stat().st_size
+        made.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as stream:
+            if size <= _WHOLE_BYTES or path.suffix != ".safetensors":
+                while block := stream.read(_BLOCK_BYTES):
+                    made.update(block)
+                continue
+            header = stream.read(int.from_bytes(stream.read(8), "little"))
+            made.update(header)
+            start, tensors = stream.tell(), json.loads(header)
+            for name in sorted(set(tensors) - {"__metadata__"}):
+                first, end = tensors[name]["data_offsets"]
+                sample = min(_SAMPLE_BYTES, end - first)
+                stream.seek(start + first + (end - first - sample) // 2)
+                made.update(stream.read(sample))
+    return made.hexdigest()[:16]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no reason given")[:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading is shown by our own progress; transformers' bars and advice would talk over it."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,136 @@
+"""Who holds which page of keys and values: pages over slots, shared by equal beginnings, and room for newcomers.
+
+Pure bookkeeping: knows tokens and page numbers; what a page's memory looks like is `llm.kv_cache`'s business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.batching.slots import IntegrityError, Slots
+
+PAGE = 16  # tokens
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """The pages of one sequence, in order. The first `shared` were found, not made: nobody may write to them."""
+
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    published: int = 0  # of these pages others may find the first so many
+    key: int = 0  # of the last one that was found or published, which the next one's key begins with
+
+    @property
+    def room(self) -> int:
+        """Tokens for which there are pages."""
+        return len(self.pages) * PAGE
+
+
+class Pages:
+    """`capacity` pages. A full page whose tokens are known may be found by whoever begins with the same tokens.
+
+    A page that nobody holds any longer keeps its contents until its place is needed, the longest unused one first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._slots = Slots(capacity)
+        self._holders: dict[int, int] = {}
+        self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (key before, tokens) → page, key
+        self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # page → what it is found by
+        self._idle: OrderedDict[int, None] = OrderedDict()  # found by name, held by nobody
+        self._keys = 0
+        self.hits = 0  # tokens that were found instead of computed
+
+    @property
+    def capacity(self) -> int:
+        return self._slots.capacity
+
+    @property
+    def free(self) -> int:
+        """Pages that can be had: empty ones, and those that nobody holds."""
+        return self._slots.free + len(self._idle)
+
+    @property
+    def held(self) -> int:
+        return len(self._holders)
+
+    def find(self, holding: Holding, tokens: Sequence[int]) -> None:
+        """Begin an empty holding with the pages that hold the first of these tokens, if others made them.
+
+        The last token is never among them: somebody has to compute what follows it.
+        """
+        if holding.pages:
+            raise IntegrityError("a holding that has pages cannot begin with others")
+        for start in range(0, (len(tokens) - 1) // PAGE * PAGE, PAGE):
+            known = self._found.get((holding.key, tuple(tokens[start : start + PAGE])))
+            if known is None:
+                break
+            page, holding.key = known
+            self._idle.pop(page, None)
+            self._holders[page] = self._holders.get(page, 0) + 1
+            holding.pages.append(page)
+        holding.shared = holding.published = len(holding.pages)
+        self.hits += holding.room
+
+    def extend(self, holding: Holding, tokens: int) -> bool:
+        """Make room for so many tokens in all. False where there are too few pages: then nothing is taken."""
+        count = -(-tokens // PAGE) - len(holding.pages)
+        if count <= 0:
+            return True
+        if count > self.free:
+            return False
+        while self._slots.free < count:
+            page, _ = self._idle.popitem(last=False)
+            del self._found[self._names.pop(page)]
+            self._slots.give([page])
+        taken = self._slots.take(count)
+        assert taken is not None
+        for page in taken:
+            self._holders[page] = 1
+        holding.pages += taken
+        return True
+
+    def publish(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
+        """Let others find the full pages among the first `computed` of these tokens.
+
+        Two that computed the same at the same time keep a page each; the first one is found.
+        """
+        while (holding.published + 1) * PAGE <= computed:
+            start = holding.published * PAGE
+            name = (holding.key, tuple(tokens[start : start + PAGE]))
+            page = holding.pages[holding.published]
+            holding.published += 1
+            known = self._found.get(name)
+            if known is None:
+                self._keys += 1
+                known = self._found[name] = (page, self._keys)
+                self._names[page] = name
+            holding.key = known[1]
+
+    def release(self, holding: Holding) -> None:
+        """Give all pages back. Raises `IntegrityError` for one that is not held."""
+        for page in reversed(holding.pages):  # the end of a sequence is forgotten before its beginning
+            count = self._holders.get(page, 0)
+            if count < 1:
+                raise IntegrityError(f"page {page} is given back but not held")
+            if count > 1:
+                self._holders[page] = count - 1
+                continue
+            del self._holders[page]
+            if page in self._names:
+                self._idle[page] = None
+            else:
+                self._slots.give([page])
+        holding.pages, holding.shared, holding.published, holding.key = [], 0, 0, 0
+
+    def check(self) -> None:
+        """Raise `IntegrityError` unless every page is free, idle or held, once."""
+        self._slots.check()
+        if self._slots.taken != len(self._holders) + len(self._idle) or self._holders.keys() & self._idle.keys():
+            taken, held, idle = self._slots.taken, len(self._holders), len(self._idle)
+            raise IntegrityError(f"{taken} pages are taken, but {held} held and {idle} idle")
+        if {page for page, _ in self._found.values()} != self._names.keys() or self._idle.keys() - self._names.keys():
+            raise IntegrityError("a page is found by a name that it does not have")

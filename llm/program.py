@@ -1,0 +1,152 @@
+"""A Llama as programs of CPU kernels, one for each number of tokens: embeddings to logits in two calls.
+
+A row's bits depend neither on the rows beside it, nor on their number, nor on where its pages lie. Knows the layout of
+transformers' Llama and of what shares it (Mistral, Qwen2); knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.quant.kernels.cpu.layers import Layers
+from core.quant.kernels.cpu.program import Blocks
+from core.quant.kernels.cpu.token_program import PagedLayer, Places, TokenProgram
+from llm.kv_cache import KVCache, Step
+
+MODEL_TYPES = ("llama", "mistral", "qwen2")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
+
+
+def check(network: Any) -> None:
+    """Refuse, by name, what these programs would compute differently from transformers. Raises ValueError."""
+    config = network.config
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"the CPU kernels know {', '.join(MODEL_TYPES)}, not {config.model_type}")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _ROPE_TYPES:
+        raise ValueError(f"the CPU kernels know no rotary positions of type {rope}")
+    if config.hidden_act != "silu":
+        raise ValueError(f"the CPU kernels know SwiGLU only, not {config.hidden_act}")
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    if set(kinds) != {"full_attention"} or (
+        config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
+    ):
+        raise ValueError("the CPU kernels know no sliding windows")
+    width = network.model.layers[0].self_attn.head_dim
+    if width % 16 or config.intermediate_size % 16:
+        raise ValueError(f"heads of width {width} and {config.intermediate_size} channels are no multiples of 16")
+
+
+class _Trunk(NamedTuple):
+    """Token embeddings to hidden states, in `x`."""
+
+    program: TokenProgram
+    x: Tensor  # [T, C]
+    positions: Tensor  # int32 [T]
+    sequences: Tensor  # int32 [T]
+
+
+class _Head(NamedTuple):
+    """Hidden states to logits."""
+
+    program: TokenProgram
+    x: Tensor  # [L, C]
+    logits: Tensor  # [L, V]
+
+
+class LlamaPrograms:
+    """Runs a Llama on a cache, for any number of tokens, by one thread at a time.
+
+    Weights are packed at once; programs are written when first needed, in milliseconds, and kept.
+    """
+
+    def __init__(self, library: ctypes.CDLL, network: Any, cache: KVCache, *, half: bool = False) -> None:
+        """Raises ValueError for a model that `check` refuses. `half` keeps what is not in INT8 in bf16."""
+        check(network)
+        self._library = library
+        self._network = network
+        self._cache = cache
+        self._layers = Layers(library, network, half=half)
+        self._embeddings = network.model.embed_tokens.weight.detach()
+        context = cache.table.shape[1] * cache.keys.shape[-1]
+        cosine, sine = network.model.rotary_emb(self._embeddings[:1].float(), torch.arange(context)[None])
+        half_width = cosine.shape[-1] // 2
+        self._angles = torch.cat([cosine[0, :, :half_width], sine[0, :, :half_width]], dim=-1).float().contiguous()
+        self._blocks = Blocks(), Blocks()  # a head reads what a trunk wrote
+        self._trunks: dict[int, _Trunk] = {}
+        self._heads: dict[int, _Head] = {}
+        self._trunk(1)  # packs all layers, and finds any that do not fit
+        self._head(1)
+
+    @torch.inference_mode()
+    def __call__(self, step: Step) -> Tensor:
+        """Logits [L, V] of the step's picked rows, in fp32. They are overwritten by the next call."""
+        trunk = self._trunks.get(len(step.tokens)) or self._trunk(len(step.tokens))
+        trunk.x.copy_(torch.index_select(self._embeddings, 0, step.tokens))
+        trunk.positions.copy_(step.positions)
+        trunk.sequences.copy_(step.sequences)
+        trunk.program.run()
+        count = len(step.picked)
+        if not count:
+            return torch.empty(0, int(self._network.config.vocab_size))
+        head = self._heads.get(count) or self._head(count)
+        torch.index_select(trunk.x, 0, step.picked, out=head.x)
+        head.program.run()
+        return head.logits
+
+    def release(self) -> None:
+        """Let go of the weights that were packed: from then on the model's own forward is no use."""
+        self._layers.release()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of packed weights."""
+        return self._layers.size_bytes
+
+    def _trunk(self, rows: int) -> _Trunk:
+        network, cache, layers = self._network, self._cache, self._layers
+        p = TokenProgram(self._library, self._blocks[0])
+        x = p.buffer(rows, network.config.hidden_size)
+        places = Places(p.buffer(rows, dtype=torch.int32), p.buffer(rows, dtype=torch.int32), cache.table)
+        grid = (1, 1, rows)
+        for index, layer in enumerate(network.model.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            pages = PagedLayer(
+                cache.keys[index],
+                cache.values[index],
+                None if cache.key_scales is None else cache.key_scales[index],
+                None if cache.value_scales is None else cache.value_scales[index],
+            )
+            heads = network.config.num_attention_heads
+            qkv, out = layers(attention.q_proj, attention.k_proj, attention.v_proj), layers(attention.o_proj)
+            a = _norm(p, x, layer.input_layernorm, qkv.inverse)
+            made = p.product(a, qkv.weights, grid=grid)
+            q = p.rotate(made, self._angles, places, pages, heads=heads)
+            b = p.paged_attention(q, places, pages, heads=heads, scale=attention.scaling, inverse=out.inverse)
+            p.product(b, out.weights, grid=grid, residual=x, out=x)
+            p.give_back(a, made, b)
+            # In the order in which the kernels read a gated layer: what is gated, then the gate.
+            wide, down = layers(mlp.up_proj, mlp.gate_proj, geglu=True), layers(mlp.down_proj)
+            a = _norm(p, x, layer.post_attention_layernorm, wide.inverse)
+            b = p.product(a, wide.weights, grid=grid, inverse=down.inverse, silu=True)
+            p.product(b, down.weights, grid=grid, residual=x, out=x)
+            p.give_back(a, b)
+        made_trunk = self._trunks[rows] = _Trunk(p, x, places.positions, places.sequences)
+        return made_trunk
+
+    def _head(self, rows: int) -> _Head:
+        network = self._network
+        p = TokenProgram(self._library, self._blocks[1])
+        x = p.buffer(rows, network.config.hidden_size)
+        last = self._layers(network.lm_head)
+        logits = p.product(_norm(p, x, network.model.norm, last.inverse), last.weights, grid=(1, 1, rows))
+        made = self._heads[rows] = _Head(p, x, logits)
+        return made
+
+
+def _norm(p: TokenProgram, x: Tensor, norm: Any, inverse: Tensor | None) -> Tensor:
+    return p.rms_norm(x, norm.weight, norm.variance_epsilon, inverse)

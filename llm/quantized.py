@@ -1,0 +1,68 @@
+"""Makes a language model's INT8 variant: watches it read texts, then quantizes by the recipe.
+
+Knows texts, recipes and the store; leaves arithmetic to `core.quant`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from core.quant import store
+from core.quant.convert import Recipe, Report, quantize_
+from core.quant.statistics import Statistics, StatisticsError
+from llm.attention import NAME
+from llm.load import QUANTIZED, TextModel
+from llm.recipe import llama
+
+
+def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe) -> Statistics:
+    """Statistics of the recipe's layers over texts of token ids. `model` must be in floats; it is left as it is.
+
+    Raises `StatisticsError` without texts.
+    """
+    if not texts:
+        raise StatisticsError("calibration needs texts, and there are none")
+    statistics = Statistics(model.digest)
+    targets = recipe.targets(model.network)
+    model.network.set_attn_implementation("sdpa")  # a whole text at once needs no cache
+    try:
+        for text in texts:
+            ids = torch.tensor([list(text)], device=model.device)
+            with statistics.observe(model.network, targets, 0), torch.inference_mode():
+                model.network(ids, use_cache=False)
+    finally:
+        model.network.set_attn_implementation(NAME)
+    return statistics
+
+
+def quantize(model: TextModel, texts: Sequence[Sequence[int]], *, recipe: Recipe | None = None) -> TextModel:
+    """A copy of the model in INT8. Raises what `calibrate` and `quantize_` raise."""
+    recipe = recipe or llama()
+    statistics = calibrate(model, texts, recipe)
+    network = copy.deepcopy(model.network)
+    quantize_(network, recipe, statistics, digest=model.digest)
+    store.round_(network)
+    return replace(model, digest=f"{model.digest}-{recipe.name}", precision="int8", network=network)
+
+
+def make(model: TextModel, texts: Sequence[Sequence[int]], out: Path, *, recipe: Recipe | None = None) -> Report:
+    """Calibrate and write `model-int8` under `out`. Raises what calibration, recipe and store raise."""
+    recipe = recipe or llama()
+    statistics = calibrate(model, texts, recipe)
+    network = copy.deepcopy(model.network)
+    report = quantize_(network, recipe, statistics, digest=model.digest)
+    manifest = store.Manifest(
+        scheme="int8",
+        recipe=recipe.name,
+        source=model.digest,
+        layers={name: type(network.get_submodule(name)).__name__ for name in report.changed},
+        skipped=report.skipped,
+        calibration={"texts": len(texts), "tokens": sum(map(len, texts))},
+    )
+    store.save(network, out / QUANTIZED, manifest)
+    return report

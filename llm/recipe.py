@@ -1,0 +1,34 @@
+"""Which layers of a Llama are quantized, how, and why each other layer is not.
+
+SmoothQuant (Xiao et al., 2023) on every linear layer of the blocks. Knows names of layers; knows nothing of ranges and
+kernels.
+"""
+
+from __future__ import annotations
+
+import re
+
+from core.quant.convert import Recipe, Rule
+
+ALPHA = 0.5
+
+
+def llama(alpha: float | None = ALPHA) -> Recipe:
+    """The recipe for models of the Llama family. `alpha` None is plain INT8.
+
+    Queries, keys and values read one input and get equal scales, and so do gate and up: each is one product.
+    """
+    return Recipe(
+        name="llama-plain" if alpha is None else f"llama-alpha{alpha:g}",
+        rules=(
+            Rule(r"lm_head", reason="its errors are the answer's, and often it is the embeddings too"),
+            Rule(r"model\.layers\.\d+\.self_attn\.[qkvo]_proj", alpha=alpha),
+            Rule(r"model\.layers\.\d+\.mlp\.(gate|up|down)_proj", alpha=alpha),
+        ),
+        shares=_shares,
+    )
+
+
+def _shares(name: str) -> str:
+    name = re.sub(r"\.[qkv]_proj$", ".qkv", name)
+    return re.sub(r"\.(gate|up)_proj$", ".gate_up", name)

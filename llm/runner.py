@@ -1,0 +1,392 @@
+"""Text for the engine: the Runner of the text modality.
+
+Prompts are read in chunks and answers written token by token, all in one forward whose rows are tokens: a long prompt
+never holds up answers. Knows what a request holds and what an iteration costs; leaves order and width to the scheduler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from core.batching.cost import CostTable
+from core.batching.request import Outcome, Request
+from core.batching.runner import Lane, LaneTicket, Refused
+from core.batching.slots import Slots
+from llm import parameters
+from llm.choose import NO_GUESS, Asked, Chosen, choose, sound
+from llm.constrain import Constraints
+from llm.execution import Execution, translated
+from llm.kv_cache import Kind, Step
+from llm.load import TextModel, TextModelError
+from llm.pages import PAGE, Pages
+from llm.speculate import MOST, NOMINAL, Ask, Draft, Guess, Lengths, Line
+from llm.work import Work
+
+PREFILL, DECODE = "prefill", "decode"
+GROUP = "text"
+_GUESS_S = 0.005  # of an iteration, before anything was measured
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A request's share of an iteration: `count` of its tokens from `start` on, then guesses."""
+
+    work: Work
+    start: int
+    count: int
+    last: bool  # whether what follows is wanted
+
+
+class TextRunner:
+    """Writes text with one model on one lane."""
+
+    modality = "text"
+
+    def __init__(
+        self,
+        model: TextModel,
+        *,
+        lane: Lane | None = None,
+        max_requests: int = 64,
+        max_rows: int = 192,
+        chunk: int = 64,
+        pages: int | None = None,
+        context: int | None = None,
+        kv: Kind = "float",
+        kernels: ctypes.CDLL | None = None,
+        draft: TextModel | Literal["lookup"] | None = None,
+        patience_s: float = 2.0,
+        pace_s: float = 0.1,
+    ) -> None:
+        """`max_rows` bounds the tokens of one forward, `chunk` what it reads of one prompt, `pages` the cache.
+
+        `context` is the most tokens that one request may come to; default: the model's own. `draft` makes guesses:
+        a smaller model of the same vocabulary, or "lookup" for what was said before. Objectives: the first token within
+        `patience_s`, the others every `pace_s`. Raises `TextModelError`.
+        """
+        self.model = model
+        self.context = min(context or model.context, model.context)
+        self.patience_s, self.pace_s = patience_s, pace_s
+        self.lanes = frozenset({"text"})
+        self.pages = Pages(pages or max_requests * -(-self.context // PAGE) // 2 + 1)
+        self._lane = lane or Lane("text")
+        self._own_lane = lane is None
+        self._slots = Slots(max_requests)
+        self._max_rows, self._chunk = max(max_rows, chunk, MOST + 1), chunk
+
+        def execution(of: TextModel, table: Tensor | None = None) -> Execution:
+            return Execution(
+                of, pages=self.pages.capacity, sequences=max_requests, context=self.context, kv=kv, kernels=kernels,
+                table=table,
+            )  # fmt: skip
+
+        self.execution = execution(model)
+        self._draft: Draft | None = None
+        if draft is not None and not isinstance(draft, str):
+            self._check_draft(draft)
+            self._draft = Draft(execution(draft, self.execution.cache.table))
+        self._lookup = draft == "lookup"
+        self._constraints = Constraints(model.tokenizer, model.vocabulary, sorted(model.ends))
+        self._costs = CostTable(guess_s=_GUESS_S)
+        self._line = Line()
+        self._guess_s = 0.0  # of one turn of the draft's
+        self._decoding = 0  # requests in the last iteration that brought tokens
+        self._chunk_now = chunk
+        self.guessed = self.accepted = 0  # tokens, since the start
+
+    def _check_draft(self, draft: TextModel) -> None:
+        if draft.vocabulary != self.model.vocabulary or draft.context < self.context:
+            raise TextModelError(
+                f"draft {draft.name}: has {draft.vocabulary} words and a context of {draft.context}, where "
+                f"{self.model.name} has {self.model.vocabulary} and {self.context}"
+            )
+
+    # -- what the scheduler asks -----------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        wanted = request.parameters
+        if not isinstance(wanted, parameters.TextParameters):
+            raise Refused(f"parameters: must be TextParameters, not {type(wanted).__name__}")
+        most = min(self.context, self.pages.capacity * PAGE)
+        parameters.check(wanted, vocabulary=self.model.vocabulary, context=most)
+        if wanted.json_schema is not None:
+            self._constraints.check(wanted.json_schema)
+
+    def admit(self, request: Request) -> bool:
+        row = self._slots.take()
+        if row is None:
+            return False
+        work: Work = request.work or self._work(request.parameters, row)
+        self.pages.find(work.holding, work.tokens)
+        others = self._slots.taken - 1
+        # A page for each of the others to grow into, or whoever comes last would be sent away again at once.
+        if not self.pages.extend(work.holding, len(work.tokens) + 1) or self.pages.free < others:
+            self.pages.release(work.holding)
+            self._slots.give(row)
+            return False
+        request.work, work.row = work, row[0]
+        work.computed = work.drafted = work.holding.shared * PAGE
+        if not work.answered:
+            work.cached = work.computed
+        self.execution.cache.place(work.row, work.holding.pages)
+        self._plan(request)
+        return True
+
+    def release(self, request: Request) -> None:
+        self.preempt(request)
+        request.work = None
+
+    def preempt(self, request: Request) -> None:
+        work: Work = request.work
+        self.pages.release(work.holding)
+        self._slots.give([work.row])
+        work.row, work.computed, work.drafted = -1, 0, 0
+
+    def reserve(self, requests: Sequence[Request]) -> bool:
+        for request in requests:
+            work: Work = request.work
+            wanted, had = work.computed + self.rows(request), len(work.holding.pages)
+            if wanted <= work.holding.room:
+                continue
+            if not self.pages.extend(work.holding, wanted):
+                return False
+            self.execution.cache.place(work.row, work.holding.pages[had:], had)
+        return True
+
+    def held(self) -> int:
+        return self._slots.taken + self.pages.held
+
+    def group(self, request: Request) -> str:
+        return GROUP
+
+    def rows(self, request: Request) -> int:
+        work: Work = request.work
+        if request.phase == DECODE:
+            return 1 + work.guess_count
+        return min(self._chunk_now, work.unread)
+
+    def iterations(self, request: Request) -> int:
+        work: Work = request.work
+        chunks = -(-work.unread // self._chunk_now) if request.phase == PREFILL else 0
+        return chunks + work.parameters.max_tokens - work.answered
+
+    def left_s(self, request: Request, rows: int) -> float:
+        return self.iterations(request) * self.cost(GROUP, rows)
+
+    def then(self, request: Request) -> None:
+        """Nobody can know when an answer ends."""
+
+    def limit(self, group: Hashable) -> int:
+        return self._max_rows
+
+    def lane(self, group: Hashable) -> str:
+        return "text"
+
+    def cost(self, group: Hashable, rows: int) -> float:
+        return self._costs[GROUP](rows)
+
+    # -- one iteration ---------------------------------------------------------------------------------------------
+
+    def launch(self, requests: Sequence[Request]) -> LaneTicket:
+        requests = list(requests)
+        parts = [self._part(request) for request in requests]
+
+        def compute() -> tuple[list[Chosen | BaseException | None], list[Guess], int, float]:
+            with torch.inference_mode():
+                guesses = self._guesses(parts)
+                started = time.perf_counter()  # making guesses has a price of its own
+                made, rows = self._forward(parts, guesses)
+            return made, guesses, rows, time.perf_counter() - started
+
+        def commit(made: tuple[list[Chosen | BaseException | None], list[Guess], int, float]) -> dict[str, Outcome]:
+            chosen, guesses, rows, seconds = made
+            started = time.perf_counter()
+            self._line.observe(rows, seconds)
+            self._decoding = sum(part.last for part in parts)
+            outcomes = {
+                request.id: self._committed(request, part, c, guess)
+                for request, part, c, guess in zip(requests, parts, chosen, guesses, strict=True)
+            }
+            self._plan_all([r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None])
+            self._costs[GROUP].observe(rows, seconds + time.perf_counter() - started)
+            return outcomes
+
+        return self._lane.start(lambda: translated(compute), commit)
+
+    def _part(self, request: Request) -> _Part:
+        work: Work = request.work
+        if request.phase == DECODE:
+            return _Part(work, work.computed, 1, True)
+        count = self.rows(request)
+        return _Part(work, work.computed, count, work.computed + count == len(work.tokens))
+
+    def _guesses(self, parts: Sequence[_Part]) -> list[Guess]:
+        made = [Guess(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
+        asking = [i for i, part in enumerate(parts) if part.work.guesses and made[i] is NO_GUESS]
+        if self._draft is not None and asking:
+            works = [parts[i].work for i in asking]
+            started = time.perf_counter()
+            asks = [Ask(w.row, w.tokens, w.drafted, w.guess_count, w.settings) for w in works]
+            for i, guess in zip(asking, self._draft.guess(asks), strict=True):
+                made[i] = guess
+            turn_s = (time.perf_counter() - started) / max(ask.count for ask in asks)
+            self._guess_s += 0.2 * (turn_s - self._guess_s) if self._guess_s else turn_s
+        return made
+
+    def _forward(
+        self, parts: Sequence[_Part], guesses: Sequence[Guess]
+    ) -> tuple[list[Chosen | BaseException | None], int]:
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        picked: list[int] = []
+        asked: dict[int, Asked] = {}
+        for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
+            work, rows = part.work, part.count + len(guess.tokens)
+            tokens += work.tokens[part.start : part.start + part.count]
+            tokens += guess.tokens
+            positions += range(part.start, part.start + rows)
+            sequences += [work.row] * rows
+            if part.last:
+                asked[i] = Asked(work, len(picked), guess)
+                picked += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
+        step = Step.of(tokens, positions, sequences, picked)
+        logits = self.execution(step)
+        if self._draft is not None:
+            self._read_along(parts)
+        made: list[Chosen | BaseException | None] = [None] * len(parts)
+        fine = dict(zip(asked, sound(logits, list(asked.values())), strict=True))
+        for i in asked:
+            if not fine[i]:
+                made[i] = FloatingPointError(f"{self.model.name} in {self.model.precision} returned NaN")
+        good = [i for i in asked if fine[i]]
+        for i, chosen in zip(good, choose(logits, [asked[i] for i in good]), strict=True):
+            made[i] = chosen
+        return made, len(tokens)
+
+    def _read_along(self, parts: Sequence[_Part]) -> None:
+        """The draft reads prompts in the same chunks."""
+        assert self._draft is not None
+        reading = [part for part in parts if part.count > 1 and part.work.drafted == part.start]
+        if reading:
+            tokens = [t for part in reading for t in part.work.tokens[part.start : part.start + part.count]]
+            positions = [n for part in reading for n in range(part.start, part.start + part.count)]
+            sequences = [part.work.row for part in reading for _ in range(part.count)]
+            self._draft.read(Step.of(tokens, positions, sequences, []))
+
+    def _committed(self, request: Request, part: _Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
+        """What goes wrong with one request's text must not have the others written twice."""
+        try:
+            return self._commit(request, part, made, guess)
+        except Exception as error:
+            return Outcome(error=error)
+
+    def _commit(self, request: Request, part: _Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
+        work = part.work
+        total = work.parameters.max_tokens
+        if isinstance(made, BaseException):
+            return Outcome(error=made)
+        if part.count > 1 and work.drafted == part.start:
+            work.drafted = part.start + part.count
+        work.computed = part.start + part.count
+        if made is None:
+            self._publish(work)
+            return Outcome(progress=(0, total))
+        count, kept = len(guess.tokens), len(made.tokens) - 1
+        if count:
+            work.pace.learn(count, kept)
+            self.guessed += count
+            self.accepted += kept
+            if self._draft is not None:
+                work.drafted = part.start + 1 + min(kept, count - 1)
+        work.computed += kept
+        news, whole = work.take(made.tokens, made.logprobs, self.model.ends)
+        self._publish(work)
+        return Outcome(progress=(work.answered, total), token=news, result=whole, finished=whole is not None)
+
+    def _publish(self, work: Work) -> None:
+        """What is complete may be found by others: the draft's part of it, too."""
+        computed = min(work.computed, len(work.tokens) - 1)
+        if self._draft is not None:
+            computed = min(computed, work.drafted)
+        if computed >= (work.holding.published + 1) * PAGE:
+            self.pages.publish(work.holding, work.tokens, computed)
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _work(self, wanted: parameters.TextParameters, row: list[int]) -> Work:
+        try:
+            matcher = None if wanted.json_schema is None else self._constraints.matcher(wanted.json_schema)
+            return Work(wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self._lookup)
+        except BaseException:
+            self._slots.give(row)
+            raise
+
+    def _plan_all(self, requests: Sequence[Request]) -> None:
+        self._chunk_now = self._chunk
+        cost = self._costs[GROUP]
+        while self._chunk_now > PAGE and cost(1) <= self.pace_s < cost(self._decoding + self._chunk_now):
+            self._chunk_now //= 2
+        lengths = None
+        if (self._draft is not None or self._lookup) and requests:
+            # What a guess costs all that are decoding now: its turn of the draft, and their rows in the forward.
+            n = max(1, self._decoding)
+            forward_s, row_s = self._line(n)
+            lengths = Lengths(forward_s, self._guess_s + n * row_s)
+        for request in requests:
+            self._plan(request, lengths)
+
+    def _plan(self, request: Request, lengths: Lengths | None = None) -> None:
+        """Set the phase and the guesses of the next iteration."""
+        work: Work = request.work
+        request.phase = DECODE if work.decoding else PREFILL
+        work.guesses = 0
+        if request.phase == PREFILL or not work.guessable or (self._draft is None and not self._lookup):
+            return
+        nominal = NOMINAL["lookup" if self._lookup else "draft"]
+        # Whoever gave a seed is to get the same text whatever the load: it then must not decide how far is guessed.
+        bound = work.settings is not None and work.parameters.seed is not None
+        pays = nominal if bound or lengths is None else lengths
+        most = work.most_guesses(pays(work.pace.acceptance))
+        if most > 0:
+            work.guesses = work.lookup.guess(most) if work.lookup is not None else most
+
+    def prepare(self, *, measure_s: float = 0.0) -> None:
+        """Time forwards of likely widths for so many seconds, on the lane's thread. Not while the engine runs."""
+        self._lane.call(lambda: self._measure(measure_s))
+
+    def _measure(self, measure_s: float) -> None:
+        until = time.monotonic() + measure_s
+        room = min(self._slots.capacity, self.pages.capacity)
+        widths = sorted({1, 2, 4, 8, 16, 32, 64, self._max_rows} & {*range(1, self._max_rows + 1)})
+        for width in widths:
+            sequences = [i % room for i in range(width)]
+            step = Step.of([0] * width, [0] * width, sequences, list(range(min(width, room))))
+            for run in range(3):
+                if time.monotonic() >= until:
+                    return
+                started = time.perf_counter()
+                self.execution(step)
+                if run:  # the first one warms up and does not count
+                    self._costs[GROUP].observe(width, time.perf_counter() - started)
+
+    def release_weights(self) -> None:
+        """Hold weights once, where our kernels have packed them. The models cannot be run otherwise then."""
+        for execution in (self.execution, *(() if self._draft is None else (self._draft.execution,))):
+            execution.release()
+
+    def costs(self) -> dict[Any, Mapping[int, float]]:
+        """What was measured: seconds by rows."""
+        return self._costs.measured()
+
+    def close(self) -> None:
+        """Stop the lane if it is the runner's own."""
+        if self._own_lane:
+            self._lane.close()

@@ -1,0 +1,126 @@
+"""Drawing tokens: all rows in one pass, each by its own settings and its own seed, as if it were alone.
+
+What is drawn for a row is a function of its logits, its settings, its seed and the number of the token, and of nothing
+else: no generator has a state that others could move, and an iteration that is tried again draws the same. Knows
+logits; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+TOKEN, DRAFT, ACCEPT = range(3)  # what a number is drawn for
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+Seeds = npt.NDArray[np.uint64]
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """Of n rows that are not greedy, each field [n]."""
+
+    temperature: Tensor
+    top_k: Tensor  # int64; 0: all
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Seeds
+
+    def at(self, rows: Tensor) -> Settings:
+        return Settings(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.seeds[rows.numpy()]
+        )
+
+    def on(self, device: torch.device) -> Settings:
+        """Where they are used; seeds stay where numbers are drawn."""
+        return Settings(
+            self.temperature.to(device), self.top_k.to(device), self.top_p.to(device), self.min_p.to(device), self.seeds
+        )
+
+
+def gathered(settings: Sequence[Settings]) -> Settings:
+    """Those of many rows, one after the other."""
+    return Settings(
+        temperature=torch.cat([s.temperature for s in settings]),
+        top_k=torch.cat([s.top_k for s in settings]),
+        top_p=torch.cat([s.top_p for s in settings]),
+        min_p=torch.cat([s.min_p for s in settings]),
+        seeds=np.concatenate([s.seeds for s in settings]),
+    )
+
+
+def uniform(seeds: Seeds, index: Counts, purpose: int) -> Tensor:
+    """Numbers in [0, 1), [n] fp64: for the token of this index under this seed (SplitMix64; Steele et al., 2014)."""
+    with np.errstate(over="ignore"):
+        state = _mixed(seeds + _GOLDEN) + (index.astype(np.uint64) * np.uint64(3) + np.uint64(purpose + 1)) * _GOLDEN
+        return torch.from_numpy((_mixed(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _mixed(z: Seeds) -> Seeds:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def probabilities(logits: Tensor, settings: Settings) -> Tensor:
+    """What each row's token is drawn from, [n, V] fp32, not normalized: zero for all that is left out.
+
+    In the order of transformers' warpers: temperature, then the top k, then the fewest of these that reach `top_p`
+    (Holtzman et al., 2020), then those of at least `min_p` times the likeliest (Nguyen et al., 2024).
+    """
+    settings = settings.on(logits.device)
+    p = torch.softmax(logits.float() / settings.temperature[:, None], dim=-1)
+    narrow = (settings.top_k > 0) | (settings.top_p < 1)
+    if bool(narrow.any()):
+        rows = narrow.nonzero()[:, 0]
+        ranked, order = p[rows].sort(dim=-1, descending=True, stable=True)
+        most = settings.top_k[rows].where(settings.top_k[rows] > 0, p.shape[1])
+        ranked.masked_fill_(torch.arange(p.shape[1], device=p.device) >= most[:, None], 0)
+        before = ranked.cumsum(-1, dtype=torch.float64) - ranked
+        reached = settings.top_p[rows, None] * ranked.sum(-1, keepdim=True, dtype=torch.float64)
+        # Where all are wanted, rounding must not cost the last of them.
+        ranked.masked_fill_((before >= reached) & (settings.top_p[rows, None] < 1), 0)
+        p[rows] = torch.zeros_like(ranked).scatter_(1, order, ranked)
+    if bool((settings.min_p > 0).any()):
+        p.masked_fill_(p < settings.min_p[:, None] * p.amax(-1, keepdim=True), 0)
+    return p
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """A token of each row of p [n, V], which need not be normalized, by u [n] in [0, 1): int64 [n]."""
+    sums = p.cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(sums, (u.to(p.device) * sums[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp_(max=p.shape[1] - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Penalties:
+    """Of n rows, [n]; `seen` bool [n, V] is what prompt and answer hold, `counts` [n, V] how often the answer does."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    seen: Tensor
+    counts: Tensor
+
+
+def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Logits [n, V], less for what was said before: repetition as in Keskar et al. (2019), then OpenAI's penalties."""
+    repetition = penalties.repetition[:, None]
+    weaker = torch.where(logits > 0, logits / repetition, logits * repetition)
+    counts = penalties.counts.float()
+    said = penalties.presence[:, None] * (counts > 0) + penalties.frequency[:, None] * counts
+    return torch.where(penalties.seen, weaker, logits) - said
+
+
+def logprobs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of tokens [n] under logits [n, V], and the `most` likeliest: [n], [n, most], ids [n, most]."""
+    logs = logits.float().log_softmax(-1)
+    top, ids = logs.topk(most, dim=-1) if most else (logs[:, :0], logs[:, :0].long())
+    return logs.gather(1, tokens[:, None])[:, 0], top, ids

@@ -1,0 +1,240 @@
+"""Guesses of what comes next, by a smaller model or by what was said before, and how many of them are worth checking.
+
+What is guessed is checked in one forward of the model itself (Leviathan et al., 2023; Chen et al., 2023): answers are
+distributed as without guesses, and greedy ones equal. Knows tokens and distributions; knows nothing of requests' lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm import sample
+from llm.execution import Execution
+from llm.kv_cache import Step
+
+MOST = 8  # guesses at a time
+_NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)
+_LEVELS = 32  # of acceptance, for the table of lengths
+_RATE = 0.08  # of learning how often guesses are right
+_NOMINAL = (0.05, 0.12)  # what a guess costs against a forward, looked up or drafted, where load may not decide
+
+
+class Lookup:
+    """Where in one sequence its last tokens stood before."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            for n in _NGRAMS:  # what ends here is found only by those who come later
+                if len(self._tokens) >= n:
+                    self._after[tuple(self._tokens[-n:])] = len(self._tokens)
+            self._tokens.append(token)
+
+    def guess(self, most: int) -> list[int]:
+        """What followed the last tokens when they stood there before; fewer than `most`, or none, where unknown."""
+        for n in _NGRAMS:
+            at = self._after.get(tuple(self._tokens[-n:])) if len(self._tokens) >= n else None
+            if at is not None:
+                return self._tokens[at : at + most]
+        return []
+
+
+class Pace:
+    """How often one request's guesses are right."""
+
+    def __init__(self) -> None:
+        self.acceptance = 0.7
+
+    def learn(self, guessed: int, accepted: int) -> None:
+        """Of so many guesses the first `accepted` were right; of those after a wrong one nothing is known."""
+        for _ in range(accepted):
+            self.acceptance += _RATE * (1 - self.acceptance)
+        if accepted < guessed:
+            self.acceptance -= _RATE * self.acceptance
+
+
+class Line:
+    """Seconds of a forward as a line over its rows, by what was seen lately: its slope is what one more row costs.
+
+    Least squares with forgetting. The cost curve's own points lie too close together, and are too old, for a slope.
+    """
+
+    _KEPT, _FIXED_ROWS, _PRIOR = 0.98, 6, 16.0
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        sums = (self._weight, self._x, self._y, self._xx, self._xy)
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            self._KEPT * old + one for old, one in zip(sums, new, strict=True)
+        )
+
+    def __call__(self, rows: int) -> tuple[float, float]:
+        """Seconds of so many rows, and of one more. Zeros where nothing was seen."""
+        if not self._weight:
+            return 0.0, 0.0
+        x, y = self._x / self._weight, self._y / self._weight
+        variance, covariance = self._xx / self._weight - x * x, self._xy / self._weight - x * y
+        usual = y / (x + self._FIXED_ROWS)  # where rows hardly differ they tell nothing of a slope
+        slope = max(0.0, (covariance + self._PRIOR * usual) / (variance + self._PRIOR))
+        return max(y + slope * (rows - x), y * 0.1), slope
+
+
+class Lengths:
+    """How many guesses pay, by acceptance: the number that brings the most tokens a second.
+
+    With acceptance a, k guesses bring (1 − a^(k+1)) / (1 − a) tokens (Leviathan et al., 2023, equation 1), in one
+    forward and the time of k guesses.
+    """
+
+    def __init__(self, forward_s: float, guess_s: float) -> None:
+        """`forward_s` without guesses, `guess_s` for each more of everybody's: made and checked."""
+        a = np.linspace(0, 0.99, _LEVELS)[:, None]
+        k = np.arange(MOST + 1)
+        rate = (1 - a ** (k + 1)) / (1 - a) / (forward_s + k * guess_s)
+        self._best = rate.argmax(1)
+
+    def __call__(self, acceptance: float) -> int:
+        return int(self._best[round(min(acceptance, 0.99) / 0.99 * (_LEVELS - 1))])
+
+
+NOMINAL = {"lookup": Lengths(1, _NOMINAL[0]), "draft": Lengths(1, _NOMINAL[1])}
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """A sequence to guess on: its tokens, how many of them the draft has read, and how many guesses are wanted."""
+
+    row: int  # of the cache's table
+    tokens: Sequence[int]
+    read: int
+    count: int
+    settings: sample.Settings | None  # of one row; None is greedy
+
+
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """`tokens` k, and what they were drawn from: [k, V], or None where they were certain."""
+
+    tokens: list[int]
+    q: Tensor | None = None
+
+
+class Draft:
+    """A smaller model of the same vocabulary, whose keys and values lie in pages of the same numbers."""
+
+    def __init__(self, execution: Execution) -> None:
+        self.execution = execution
+
+    def read(self, step: Step) -> None:
+        """Read what the model itself reads."""
+        self.execution(Step(step.tokens, step.positions, step.sequences, step.picked[:0]))
+
+    def guess(self, asks: Sequence[Ask]) -> list[Guess]:
+        """Guesses for all at once: as many forwards as the longest has guesses."""
+        made: list[list[int]] = [[] for _ in asks]
+        drawn: list[list[Tensor]] = [[] for _ in asks]
+        for turn in range(max((ask.count for ask in asks), default=0)):
+            live = [i for i, ask in enumerate(asks) if ask.count > turn]
+            logits = self.execution(self._step([asks[i] for i in live], [made[i] for i in live]))
+            best = logits.argmax(-1).tolist()
+            for place, i in enumerate(live):
+                if asks[i].settings is None:
+                    made[i].append(best[place])
+            sampled = [(place, i, s) for place, i in enumerate(live) if (s := asks[i].settings) is not None]
+            if sampled:
+                settings = sample.gathered([s for _, _, s in sampled])
+                p = sample.probabilities(logits[[place for place, _, _ in sampled]], settings)
+                p /= p.sum(-1, keepdim=True)
+                index = np.array([len(asks[i].tokens) + turn for _, i, _ in sampled], np.int64)
+                tokens = sample.draw(p, sample.uniform(settings.seeds, index, sample.DRAFT)).tolist()
+                for (_, i, _), token, q in zip(sampled, tokens, p, strict=True):
+                    made[i].append(token)
+                    drawn[i].append(q)
+        return [Guess(tokens, torch.stack(q) if q else None) for tokens, q in zip(made, drawn, strict=True)]
+
+    @staticmethod
+    def _step(asks: Sequence[Ask], made: Sequence[list[int]]) -> Step:
+        """What the draft has not read yet, of each; the first time that is at least a sequence's last token."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        picked: list[int] = []
+        for ask, guessed in zip(asks, made, strict=True):
+            new = [guessed[-1]] if guessed else list(ask.tokens[ask.read :])
+            start = len(ask.tokens) + len(guessed) - len(new)
+            tokens += new
+            positions += range(start, start + len(new))
+            sequences += [ask.row] * len(new)
+            picked.append(len(tokens) - 1)
+        return Step.of(tokens, positions, sequences, picked)
+
+
+def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:
+    """What a greedy answer goes on with: the guesses up to the first that is not the best token, then that one.
+
+    `best` [k + 1] are the likeliest tokens at the places of the k guesses and behind them.
+    """
+    count = next((j for j, guess in enumerate(guesses) if best[j] != guess), len(guesses))
+    return [*guesses[:count], best[count]]
+
+
+def accepted(
+    p: Tensor, firsts: Sequence[int], guesses: Sequence[Guess], settings: sample.Settings, index: sample.Counts
+) -> list[list[int]]:
+    """What each sampled answer goes on with, by rejection sampling (Chen et al., 2023, algorithm 2). All rows at once.
+
+    p [rows, V] are normalized distributions: those of request r at rows firsts[r] … firsts[r] + k_r, for its k_r
+    guesses and what follows them. `settings` and `index` [R] are of requests and of their first token to come.
+    """
+    counts = [len(guess.tokens) for guess in guesses]
+    rows = [first + j for first, count in zip(firsts, counts, strict=True) for j in range(count)]
+    kept = np.zeros(0, bool)
+    if rows:
+        tokens = [token for guess in guesses for token in guess.tokens]
+        owner = np.repeat(np.arange(len(guesses)), counts)
+        offset = np.concatenate([np.arange(count) for count in counts])
+        u = sample.uniform(settings.seeds[owner], index[owner] + offset, sample.ACCEPT)
+        likely = p[rows, tokens].double().cpu()
+        proposed = torch.cat([_proposed(guess) for guess in guesses]).double().cpu()
+        kept = (u * proposed < likely).numpy()
+    ends, finals, start = [], [], 0
+    for first, count, guess in zip(firsts, counts, guesses, strict=True):
+        wrong = np.flatnonzero(~kept[start : start + count])
+        count_kept = int(wrong[0]) if len(wrong) else count
+        finals.append(_left(p[first + count_kept], guess, count_kept))
+        ends.append(count_kept)
+        start += count
+    u = sample.uniform(settings.seeds, index + np.array(ends, np.int64), sample.TOKEN)
+    last = sample.draw(torch.stack(finals), u).tolist()
+    return [[*guess.tokens[:end], token] for guess, end, token in zip(guesses, ends, last, strict=True)]
+
+
+def _proposed(guess: Guess) -> Tensor:
+    """The likelihood of each guess where it was drawn, [k]."""
+    if guess.q is None:
+        return torch.ones(len(guess.tokens))
+    return guess.q.gather(1, torch.tensor(guess.tokens, device=guess.q.device)[:, None])[:, 0]
+
+
+def _left(p: Tensor, guess: Guess, place: int) -> Tensor:
+    """What the token after the last accepted guess is drawn from, [V]: p, less what the rejected guess stood for."""
+    if place == len(guess.tokens):
+        return p
+    if guess.q is None:
+        left = p.clone()
+        left[guess.tokens[place]] = 0
+    else:
+        left = (p - guess.q[place]).clamp_min(0)
+    return left if bool(left.sum() > 0) else p  # equal but for rounding: nothing is ever rejected there

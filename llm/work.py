@@ -1,0 +1,137 @@
+"""What is held for one request on its way: its tokens, where it stands in the cache, and the text so far.
+
+Knows one answer; knows nothing of batches, lanes or the scheduler.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm import sample
+from llm.constrain import Matcher
+from llm.pages import Holding
+from llm.parameters import Delta, Finish, Logprob, Text, TextParameters
+from llm.speculate import Lookup, Pace
+from llm.writer import Writer
+
+
+class Work:
+    """One answer in the making. `row` is its sequence's in the cache's table; -1 while it holds none."""
+
+    __slots__ = (
+        "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup", "matcher",
+        "pace", "parameters", "prompt", "row", "said", "seen", "settings", "tokens", "writer",
+    )  # fmt: skip
+
+    def __init__(
+        self, parameters: TextParameters, tokenizer: Any, vocabulary: int, matcher: Matcher | None, *, lookup: bool
+    ) -> None:
+        self.parameters = parameters
+        self.tokens = list(parameters.prompt)
+        self.prompt = len(self.tokens)
+        self.holding = Holding()
+        self.row = -1
+        self.computed = 0  # tokens whose keys and values are in the cache
+        self.drafted = 0  # and in the draft's
+        self.cached = 0
+        self.guesses: list[int] | int = 0  # for the next iteration: as many, or these
+        self.matcher = matcher
+        self.writer = Writer(tokenizer, parameters.stop)
+        self.logprobs: list[Logprob] = []
+        self.finish: Finish | None = None
+        self.pace = Pace()
+        self.lookup = Lookup(self.tokens) if lookup else None
+        self.settings = None if parameters.greedy else _settings(parameters)
+        self.seen: Tensor | None = None  # bool [V]: in prompt or answer
+        self.said: Tensor | None = None  # int32 [V]: how often in the answer
+        if parameters.penalized:
+            self.seen = torch.zeros(vocabulary, dtype=torch.bool)
+            self.seen[self.tokens] = True
+            self.said = torch.zeros(vocabulary, dtype=torch.int32)
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the last token is to be read."""
+        return self.answered > 0 and self.computed >= len(self.tokens) - 1
+
+    @property
+    def unread(self) -> int:
+        """Tokens to read before the next one can be asked for: all of a prompt, and all but the last of an answer.
+
+        So an answer that was sent away goes on exactly where it was, with the guesses that it would have had.
+        """
+        return len(self.tokens) - self.computed - (self.answered > 0)
+
+    @property
+    def guessable(self) -> bool:
+        """What may come next must not depend on what comes: penalties and grammars look at every token in turn."""
+        return self.seen is None and self.matcher is None
+
+    @property
+    def guess_count(self) -> int:
+        return self.guesses if isinstance(self.guesses, int) else len(self.guesses)
+
+    def most_guesses(self, most: int) -> int:
+        """The last token is never worth a guess."""
+        return min(most, self.parameters.max_tokens - self.answered - 1)
+
+    def penalties(self) -> tuple[float, float, float]:
+        wanted = self.parameters
+        return wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty
+
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[Logprob], ends: Collection[int]
+    ) -> tuple[Delta, Text | None]:
+        """Take what an iteration brought, up to the end of the answer; returns the news, and all where it ended."""
+        text, taken = "", 0
+        for token in tokens:
+            taken += 1
+            self.tokens.append(token)
+            if self.seen is not None and self.said is not None:
+                self.seen[token] = True
+                self.said[token] += 1
+            if token in ends and not self.parameters.ignore_end:
+                self.finish = "stop"
+                break
+            if self.matcher is not None:
+                self.matcher.take(token)
+            text += self.writer.add(token)
+            if self.writer.ended or (self.matcher is not None and self.matcher.ended):
+                self.finish = "stop"
+                break
+            if self.answered >= self.parameters.max_tokens:
+                self.finish = "length"
+                break
+        self.logprobs += logprobs[:taken]
+        if self.lookup is not None:
+            self.lookup.extend(tokens[:taken])
+        if self.finish is not None:
+            text += self.writer.finish()
+        news = Delta(text, tuple(tokens[:taken]), tuple(logprobs[:taken]))
+        return news, None if self.finish is None else self._whole(self.finish)
+
+    def _whole(self, finish: Finish) -> Text:
+        tokens = tuple(self.tokens[self.prompt :])
+        return Text(self.writer.text, tokens, finish, self.prompt, self.cached, tuple(self.logprobs))
+
+
+def _settings(wanted: TextParameters) -> sample.Settings:
+    seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
+    return sample.Settings(
+        temperature=torch.tensor([wanted.temperature]).clamp_min(1e-4),
+        top_k=torch.tensor([wanted.top_k]),
+        top_p=torch.tensor([wanted.top_p], dtype=torch.float64),
+        min_p=torch.tensor([wanted.min_p]),
+        seeds=np.array([seed], np.uint64),
+    )

@@ -1,0 +1,86 @@
+"""A worker that draws at once what is queued: plain coloured pictures, with previews on the way, into the real store.
+
+For tests of what people see. It can be told to go slowly, to wait, or to fail.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from types import TracebackType
+from typing import Self
+
+from PIL import Image
+
+from core.jobs.record import Claim, Report
+from tests.api.world import Worker
+
+
+class Easel:
+    """Draws while the context is open."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.step_s = 0.0
+        self.go = threading.Event()
+        self.go.set()
+        self.failing = False
+        self.seen: list[Claim] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="easel")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self.go.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        taken: set[str] = set()
+        while not self._over.wait(0.02):
+            if not self.go.is_set():
+                continue
+            for id, _ in self.worker.messages():
+                if id not in taken:
+                    taken.add(id)
+                    claim = self.worker.store.claim(id, self.worker.name)
+                    if claim is not None:
+                        self._draw(claim)
+
+    def _draw(self, claim: Claim) -> None:
+        self.seen.append(claim)
+        p = claim.parameters
+        for step in range(1, p["steps"] + 1):
+            if self.step_s and self._over.wait(self.step_s):
+                return
+            data = {"steps_done": step * p["n"], "steps": p["steps"] * p["n"], "image": 0, "images_done": 0}
+            looks = {}
+            if p.get("preview_every") and step % p["preview_every"] == 0 and step < p["steps"]:
+                looks = {k: base64.b64encode(self._picture(claim, k, 8)).decode() for k in range(p["n"])}
+                data["previews"] = list(looks)
+            if self.worker.store.report([Report(claim.id, claim.attempt, data, looks)]):
+                return  # cancelled
+        if self.failing:
+            self.worker.store.fail(claim.id, claim.attempt, "engine_error", "the engine failed at this job")
+            return
+        images = []
+        for k in range(p["n"]):
+            data_k = self._picture(claim, k, p["width"])
+            images.append({
+                "key": self.worker.artifacts.put(data_k, "image/png"), "seed": p["seed"] + k, "width": p["width"],
+                "height": p["height"], "media_type": "image/png", "size_bytes": len(data_k), "warnings": [],
+            })  # fmt: skip
+        self.worker.store.succeed(claim.id, claim.attempt, {"images": images})
+
+    @staticmethod
+    def _picture(claim: Claim, k: int, side: int) -> bytes:
+        seed = claim.parameters["seed"] + k
+        stream = io.BytesIO()
+        Image.new("RGB", (side, side), (seed % 200, seed // 7 % 200, 120)).save(stream, "PNG")
+        return stream.getvalue()

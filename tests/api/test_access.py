@@ -1,0 +1,189 @@
+"""Who may do what where there are keys: scopes, owners, links, limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import httpx2
+import pytest
+
+from api.links import Links, sign, signed
+from core.config import Settings, SettingsError, read
+from core.jobs.keyring import Keyring
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+
+
+class Guarded:
+    """An API with keys, and clients that bring them."""
+
+    def __init__(self, api: Api, keyring: Keyring) -> None:
+        self.api, self.keyring = api, keyring
+        self.clients: list[httpx2.Client] = []
+
+    def key(self, *scopes: str, **limits: str) -> httpx2.Client:
+        key, token = self.keyring.add("someone", scopes or ("images",), **limits)
+        client = self.client(token)
+        client.key_id = key.id  # type: ignore[attr-defined]
+        return client
+
+    def client(self, token: str) -> httpx2.Client:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.clients.append(httpx2.Client(base_url=self.api.url, timeout=PATIENCE_S, headers=headers))
+        return self.clients[-1]
+
+
+@pytest.fixture
+def settings(redis_url: str, folder: Path) -> Settings:
+    return settings_of(redis_url, folder, public_url="https://pictures.example/base/")
+
+
+@pytest.fixture
+def guarded(settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
+    keyring = Keyring.of(settings)
+    keyring.add("the first")
+    with Worker(settings) as worker:
+        worker.announce()
+        with Api(settings) as api:
+            doors = Guarded(api, keyring)
+            yield doors, worker
+            for client in doors.clients:
+                client.close()
+    keyring.close()
+
+
+JOB = {"type": "image", "prompt": "a cat"}
+
+
+def test_a_key_opens_and_nothing_else_does(guarded: tuple[Guarded, Worker]) -> None:
+    doors, _ = guarded
+    for token in ("", "unused", "dpt_000000000000_" + "a" * 43):
+        refused = doors.client(token).post("/v1/jobs", json=JOB)
+        check_error(refused, 401, code="invalid_api_key")
+        assert refused.headers["www-authenticate"] == "Bearer"
+    client = doors.key()
+    assert client.post("/v1/jobs", json=JOB).status_code == 202
+    assert client.get("/v1/models").status_code == 200
+    for path in ("/v1/models", "/v1/jobs", "/v1/queues", "/v1/jobs/job_000000000000000000000000/events"):
+        check_error(doors.client("").get(path), 401, code="invalid_api_key")
+    for path in ("/healthz", "/readyz", "/openapi.json"):
+        assert doors.client("").get(path).status_code == 200
+    assert doors.keyring.revoke(client.key_id)  # type: ignore[attr-defined]
+    eventually(lambda: client.get("/v1/models").status_code == 401)
+
+
+def test_only_hashes_are_kept(redis_url: str, settings: Settings) -> None:
+    import redis
+
+    keyring = Keyring.of(settings)
+    _, token = keyring.add("me")
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        kept = str(client.hgetall("diptych:keys"))
+    assert token not in kept and token[-43:] not in kept
+    for wrong in ({"name": ""}, {"name": "a\n"}, {"name": "a", "scopes": ["root"]}, {"name": "a", "rate": "often"}):
+        with pytest.raises(ValueError, match=r"^(name|scopes|rate): "):
+            keyring.add(**wrong)  # type: ignore[arg-type]
+    keyring.close()
+
+
+def test_scopes(guarded: tuple[Guarded, Worker]) -> None:
+    doors, _ = guarded
+    text, images, admin = doors.key("text"), doors.key("images"), doors.key("admin")
+    check_error(text.post("/v1/jobs", json=JOB), 403, code="insufficient_scope")
+    check_error(text.post("/v1/images/generations", json={"prompt": "a cat"}), 403, code="insufficient_scope")
+    check_error(images.get("/v1/queues"), 403, code="insufficient_scope")
+    check_error(images.post("/v1/queues/image/pause"), 403, code="insufficient_scope")
+    assert admin.get("/v1/queues").status_code == 200
+
+
+def test_a_job_is_seen_by_its_owner_and_by_who_sees_all(guarded: tuple[Guarded, Worker]) -> None:
+    doors, worker = guarded
+    owner, other, admin = doors.key(), doors.key(), doors.key("admin")
+    id = owner.post("/v1/jobs", json=JOB).json()["id"]
+    picture = worker.work(id)[0]
+    for client in (owner, admin):
+        assert client.get(f"/v1/jobs/{id}").json()["status"] == "succeeded"
+        assert client.get(f"/v1/jobs/{id}/images/0").content == picture
+        assert [job["id"] for job in client.get("/v1/jobs").json()["data"]] == [id]
+    for method, path in (
+        ("GET", ""), ("GET", "/events"), ("GET", "/images/0"), ("GET", "/preview"), ("POST", "/cancel"),
+        ("POST", "/requeue"), ("DELETE", ""),
+    ):  # fmt: skip
+        check_error(other.request(method, f"/v1/jobs/{id}{path}"), 404, code="job_not_found")
+    assert other.get("/v1/jobs").json()["data"] == []
+    check_error(other.put(f"/v1/jobs/{id}", json=JOB), 409, code="id_taken")
+    assert owner.get(f"/v1/jobs/{id}").status_code == 200, "nobody has erased it"
+
+
+def test_a_link_is_signed_for_one_picture_and_some_time(guarded: tuple[Guarded, Worker], settings: Settings) -> None:
+    doors, worker = guarded
+    owner, stranger = doors.key(), doors.client("")
+    ids = [owner.post("/v1/jobs", json={**JOB, "n": 2}).json()["id"] for _ in range(2)]
+    pictures = [worker.work(id) for id in ids]
+    url = owner.get(f"/v1/jobs/{ids[0]}").json()["images"][1]["url"]
+    assert url.startswith("https://pictures.example/base/v1/jobs/"), "what the public calls it"
+    parts = urlsplit(url.removeprefix("https://pictures.example/base"))
+    assert stranger.get(f"{parts.path}?{parts.query}").content == pictures[0][1]
+    query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+    assert 3000 < int(query["expires"]) - time.time() <= settings.link_s
+    elsewhere = [parts.path[:-1] + "0", parts.path.replace(ids[0], ids[1])]
+    later = {**query, "expires": str(int(query["expires"]) + 1)}
+    for path, given in [*((path, query) for path in elsewhere), (parts.path, later)]:
+        check_error(stranger.get(path, params=given), 403, "signature", "invalid_signature")
+    check_error(stranger.get(parts.path), 401, code="invalid_api_key")
+
+
+def test_links_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = b"s" * 32
+    past = str(int(time.time()) - 1)
+    assert not signed(secret, "job_1", 0, past, sign(secret, "job_1", 0, past))
+    soon = str(int(time.time()) + 100)
+    assert signed(secret, "job_1", 0, soon, sign(secret, "job_1", 0, soon))
+    assert not signed(b"t" * 32, "job_1", 0, soon, sign(secret, "job_1", 0, soon))
+    assert Links("http://x/").image("job_1", 2) == "http://x/v1/jobs/job_1/images/2"
+
+
+def test_requests_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
+    doors, _ = guarded
+    few, many = doors.key(rate="2/hour"), doors.key(rate="")
+    for left in (1, 0):
+        answer = few.post("/v1/jobs", json=JOB)
+        assert answer.status_code == 202
+        assert answer.headers["x-ratelimit-limit-requests"] == "2"
+        assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+    refused = few.post("/v1/jobs", json=JOB)
+    check_error(refused, 429, code="rate_limit_exceeded")
+    assert 1 <= int(refused.headers["retry-after"]) <= 120
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.headers["x-should-retry"] == "false", "an hour is longer than a client waits"
+    assert few.get("/v1/jobs").status_code == 200, "looking is not counted"
+    answer = many.post("/v1/jobs", json=JOB)
+    assert answer.status_code == 202 and answer.headers["x-ratelimit-limit-requests"] == "600", "the service's own"
+
+
+def test_pictures_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
+    doors, worker = guarded
+    client = doors.key(quota="5/day")
+    assert client.put("/v1/jobs/mine", json={**JOB, "n": 4}).status_code == 202
+    again = client.put("/v1/jobs/mine", json={**JOB, "n": 4})
+    assert again.status_code == 202 and "x-ratelimit-remaining-pictures" not in again.headers, (
+        "drawn once, counted once"
+    )
+    before = worker.ids()
+    refused = client.post("/v1/jobs", json={**JOB, "n": 2})
+    check_error(refused, 429, code="quota_exceeded")
+    assert worker.ids() == before
+    assert client.post("/v1/jobs", json=JOB).headers["x-ratelimit-remaining-pictures"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("public_url", "pictures.example"), ("public_url", "https://a@b"), ("rate", "often"), ("rate", "0/second"),
+     ("quota", "5/week"), ("link_s", "0")],
+)  # fmt: skip
+def test_settings_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"DIPTYCH_{name.upper()}", value)
+    with pytest.raises(SettingsError, match=f"^DIPTYCH_{name.upper()}: "):
+        read()

@@ -1,0 +1,260 @@
+"""Files and batches by OpenAI's own client: they trickle in, end once, and are their owner's."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from api import batches, files
+from api.service import Service
+from api.trickle import Trickle
+from core.jobs.batches import BatchStore
+from core.jobs.keyring import Keyring
+from core.jobs.record import JobState
+from tests.api.easel import Easel
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+
+URL = "/v1/images/generations"
+
+
+def lines(*bodies: dict[str, Any]) -> bytes:
+    asked = [{"custom_id": f"c{k}", "method": "POST", "url": URL, "body": body} for k, body in enumerate(bodies)]
+    return b"\n".join(json.dumps(line).encode() for line in asked)
+
+
+@pytest.fixture
+def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker, openai.OpenAI]]:
+    settings = settings_of(redis_url, folder, batch_jobs=3)
+    with Worker(settings) as worker:
+        worker.announce()
+        with Api(settings) as api, openai.OpenAI(
+            base_url=f"{api.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S
+        ) as client:  # fmt: skip
+            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            yield api, worker, client
+
+
+def begin(client: openai.OpenAI, data: bytes, **more: Any) -> Any:
+    file = client.files.create(file=("asked.jsonl", data), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint=URL, completion_window="24h", **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def ended(client: openai.OpenAI, id: str) -> Any:
+    return eventually(
+        lambda: (found := client.batches.retrieve(id)).status not in ("in_progress", "cancelling") and found
+    )
+
+
+def told(client: openai.OpenAI, file: str | None) -> list[dict[str, Any]]:
+    assert file is not None
+    return [json.loads(line) for line in client.files.content(file).text.splitlines()]
+
+
+def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
+    api, worker, client = world
+    asked = [{"prompt": f"cat {k}", "seed": k, "size": "64x64", "steps": 2} for k in range(8)]
+    asked[2]["prompt"] = ""
+    asked[5]["response_format"] = "b64_json"
+    asked[6]["n"] = 2
+    batch = begin(client, lines(*asked), metadata={"for": "me"})
+    client.files.delete(batch.input_file_id)  # which is no harm
+    assert (batch.status, batch.request_counts.total, batch.metadata) == ("in_progress", 8, {"for": "me"})
+    eventually(lambda: worker.store.backlog("image").queued == 3)
+    assert {level for _, level in worker.messages()} == {9}, "who waits for one goes first"
+    with Easel(worker) as easel:
+        done = ended(client, batch.id)
+    assert done.status == "completed" and done.completed_at and not done.failed_at
+    assert (done.request_counts.completed, done.request_counts.failed) == (7, 1)
+    well = told(client, done.output_file_id)
+    assert [line["custom_id"] for line in well] == [f"c{k}" for k in (0, 1, 3, 4, 5, 6, 7)]
+    assert len(easel.seen) == 7 and [claim.parameters["seed"] for claim in easel.seen] == [0, 1, 3, 4, 5, 6, 7]
+    for line in well:
+        response = line["response"]
+        assert response["status_code"] == 200 and line["error"] is None
+        assert response["body"]["data"][0]["seed"] == int(line["custom_id"][1:])
+    bodies = {line["custom_id"]: line["response"]["body"] for line in well}
+    assert len(bodies["c6"]["data"]) == 2
+    link = api.client.get(bodies["c0"]["data"][0]["url"])
+    assert link.status_code == 200
+    inside = base64.b64decode(bodies["c5"]["data"][0]["b64_json"])
+    assert inside.startswith(b"\x89PNG") and "url" not in bodies["c5"]["data"][0]
+    (ill,) = told(client, done.error_file_id)
+    assert ill["custom_id"] == "c2" and ill["response"]["status_code"] == 400
+    assert ill["response"]["body"]["error"]["param"] == "prompt"
+    assert [found.id for found in client.batches.list().data] == [batch.id]
+    names = {file.filename for file in client.files.list().data}
+    assert names == {f"{batch.id}_output.jsonl", f"{batch.id}_error.jsonl"}
+    client.files.delete(done.output_file_id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(done.output_file_id)
+
+
+def test_they_trickle(world: tuple[Api, Worker, openai.OpenAI]) -> None:
+    """However many lines there are, so many of a key's are in the queue, over all of its batches."""
+    _, worker, client = world
+    body = {"prompt": "a cat", "steps": 2}
+    ids = [begin(client, lines(*[body] * 6)).id for _ in range(2)]
+    most = 0
+    for _ in range(12):
+        (id, _), *_ = eventually(worker.messages_left)
+        most = max(most, worker.store.backlog("image").queued)
+        worker.work(id)
+    assert most == 3
+    for id in ids:
+        assert ended(client, id).request_counts.completed == 6
+
+
+def test_cancelling_reaches_its_jobs_and_no_others(world: tuple[Api, Worker, openai.OpenAI]) -> None:
+    api, worker, client = world
+    other = api.order()
+    batch = begin(client, lines(*[{"prompt": "a cat", "steps": 2}] * 5))
+    mine = eventually(lambda: len(found := worker.ids() - {other}) == 3 and found)
+    first = next(id for id, level in worker.messages() if level == 9)
+    worker.work(first)
+    client.batches.cancel(batch.id)
+    done = ended(client, batch.id)
+    assert done.status == "cancelled" and done.cancelled_at
+    assert worker.is_(other, JobState.QUEUED)
+    states = sorted(worker.job(id).state.value for id in mine)
+    assert states.count("succeeded") == 1 and set(states) == {"succeeded", "cancelled"}
+    assert done.request_counts.completed == 1
+    codes = {line["response"]["body"]["error"]["code"] for line in told(client, done.error_file_id)}
+    assert codes == {"batch_cancelled"}
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> None:
+    """Another takes over in mid-work, and the first does not know: jobs, counts and files are those of one."""
+    settings = settings_of(redis_url, folder, batch_jobs=4)
+    with Worker(settings) as worker:
+        worker.announce()
+        service = Service(settings)
+        try:
+            card = worker.registry.models()
+            service.cards.now = dataclasses.replace(service.cards.now, models=tuple(card))
+            file = files.keep(service, "", "x.jsonl", "batch", lines(*[{"prompt": "a cat", "steps": 2}] * 6))
+            batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
+            one, other = Trickle(service), Trickle(service)
+            for _ in range(3):
+                stale = service.batches.active()
+                one.work()
+                other._store = _Stale(redis_url, stale)  # it acts on what it read before
+                other.work()
+                other._store.close()
+                for id, _ in worker.messages_left():
+                    worker.work(id)
+            one.work()
+            one.work()
+            found = service.batches.batch(batch.id)
+            assert found is not None and (found.status, found.completed, found.failed) == ("completed", 6, 0)
+            assert len(worker.ids()) == 6
+            outputs = [made for made in service.batches.files("") if made.purpose == "batch_output"]
+            assert found.output_file in {made.id for made in outputs}
+            assert len(service.artifacts.get(outputs[0].key).splitlines()) == 6
+        finally:
+            for part in (service.batches, service.rates, service.keyring, service.registry, service.store):
+                part.close()
+            service.queue.close()
+
+
+class _Stale(BatchStore):
+    """Reads the batches as they were."""
+
+    def __init__(self, url: str, was: list[Any]) -> None:
+        super().__init__(url)
+        self._was = was
+
+    def active(self) -> list[Any]:
+        return self._was
+
+
+@pytest.mark.parametrize(
+    ("data", "param", "line"),
+    [
+        (b"{}", "custom_id", 1),
+        (lines({}) + b"\n" + lines({}), "custom_id", 2),
+        (lines({}).replace(b"POST", b"GET"), "method", 1),
+        (lines({}).replace(b"generations", b"edits"), "url", 1),
+        (lines({}) + b"\nno json", None, 2),
+        (lines({}).replace(b"{}", b"[]"), "body", 1),
+        (lines(*[{}] * 3) + b"\n" + b'{"custom_id": NaN}', "custom_id", 4),
+        (b" \n \n", None, None),
+    ],
+)
+def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int | None) -> None:
+    found, errors = batches.parse(data)
+    assert errors and (errors[0]["param"], errors[0]["line"]) == (param, line)
+    assert not line or len(found) == line - 1
+
+
+def test_as_many_lines_as_are_allowed() -> None:
+    made = lines(*[{"prompt": "a"}] * batches.MOST_LINES)
+    found, errors = batches.parse(made + b"\n")
+    assert len(found) == 10_000 and not errors
+    assert batches.parse(made + b"\n" + made)[1][0]["line"] is None
+
+
+def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+    api, _, client = world
+    failed = begin(client, b"no json")
+    assert failed.status == "failed" and failed.errors.data[0].line == 1 and failed.failed_at
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id="file-" + "0" * 24, endpoint=URL, completion_window="24h")  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError):
+        client.batches.create(input_file_id="x", endpoint="/v1/embeddings", completion_window="24h")
+    with pytest.raises(openai.BadRequestError):
+        client.files.create(file=("a", b"x"), purpose="fine-tune")
+    post = api.client.post
+    check_error(post("/v1/files", files={"file": ("a", b"")}, data={"purpose": "batch"}), 400, "file")
+    check_error(post("/v1/files", data={"purpose": "batch"}), 415, code="unsupported_media_type")
+    multipart = {"content-type": "multipart/form-data; boundary=x"}
+    check_error(post("/v1/files", content=b"--y", headers=multipart), 400)
+    check_error(post("/v1/files", content=iter([b"--x"]), headers=multipart), 411, code="length_required")
+    monkeypatch.setattr(files, "MAX_BYTES", -files._ENVELOPE)
+    check_error(post("/v1/files", content=b"--x", headers=multipart), 413, code="body_too_large")
+    for path in ("/v1/files/x", "/v1/files/x/content", "/v1/batches/x", "/v1/batches/batch_é"):
+        check_error(api.client.get(path), 404)
+
+
+def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    keyring = Keyring.of(settings)
+    tokens = [keyring.add(name, ["images"], quota="5/day")[1] for name in ("ann", "bob")]
+    keyring.close()
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        ann, bob = (
+            openai.OpenAI(base_url=f"{api.url}/v1", api_key=token, max_retries=0, timeout=PATIENCE_S)
+            for token in tokens
+        )
+        with ann, bob:
+            batch = begin(ann, lines({"prompt": "a cat", "n": 4, "steps": 2}))
+            for call in (
+                lambda: bob.batches.retrieve(batch.id), lambda: bob.batches.cancel(batch.id),
+                lambda: bob.files.content(batch.input_file_id), lambda: bob.files.delete(batch.input_file_id),
+                lambda: bob.batches.create(input_file_id=batch.input_file_id, endpoint=URL, completion_window="24h"),  # type: ignore[arg-type]
+            ):  # fmt: skip
+                with pytest.raises(openai.NotFoundError):
+                    call()
+            assert not bob.batches.list().data and not bob.files.list().data
+            with pytest.raises(openai.RateLimitError):
+                begin(ann, lines({"prompt": "a cat", "n": 2}))
+            with Easel(worker) as easel:
+                done = ended(ann, batch.id)
+            (line,) = told(ann, done.output_file_id)
+            url = line["response"]["body"]["data"][3]["url"]
+            assert "signature=" in url and api.client.get(url).status_code == 200, "links outlive the hour"
+            (job,) = (claim.id for claim in easel.seen)
+            assert ann.get(f"/jobs/{job}", cast_to=dict)["status"] == "succeeded"  # type: ignore[index]
+            with pytest.raises(openai.NotFoundError):
+                bob.get(f"/jobs/{job}", cast_to=dict)

@@ -1,0 +1,221 @@
+"""Chat and completions: the unmodified OpenAI client against a real engine, and every refusal in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from core.jobs.record import JobState
+from deployment.redis import RedisServer
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.writing import TextWorker
+from tests.llm import stage
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "a cat"}], "max_tokens": 12, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def writing(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, TextWorker]]:
+    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
+    with TextWorker(settings, stage.small(), kernels=stage.kernels()) as worker, Api(settings) as api:
+        yield api, worker
+
+
+@pytest.fixture
+def api(writing: tuple[Api, TextWorker]) -> Api:
+    return writing[0]
+
+
+@pytest.fixture
+def client(api: Api) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openais_client_chats(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        model=stage.small().name, messages=[{"role": "system", "content": "Be brief."},
+                                            {"role": "user", "content": [{"type": "text", "text": "a cat"}]}],
+        max_completion_tokens=10, n=3, seed=5, logprobs=True, top_logprobs=2, user="somebody",
+    )  # fmt: skip
+    assert made.object == "chat.completion" and made.id.startswith("chatcmpl-") and made.model == stage.small().name
+    assert [choice.index for choice in made.choices] == [0, 1, 2]
+    assert made.usage is not None and made.usage.completion_tokens <= 30
+    prompt = stage.small().tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a cat"}],
+        add_generation_prompt=True, return_dict=False,
+    )  # fmt: skip
+    assert made.usage.prompt_tokens == len(prompt)
+    for choice in made.choices:
+        assert choice.finish_reason in ("stop", "length") and choice.message.role == "assistant"
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in choice.logprobs.content)
+    again = client.chat.completions.create(**{**ASK, "model": stage.small().name, "n": 2})
+    assert [c.message.content for c in again.choices] == [
+        client.chat.completions.create(**{**ASK, "model": stage.small().name, "seed": 1 + k}).choices[0].message.content
+        for k in range(2)
+    ]
+
+
+def test_openais_client_streams(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=stage.small().name, **ASK, n=2)
+    chunks = list(
+        client.chat.completions.create(
+            model=stage.small().name, **ASK, n=2, stream=True, stream_options={"include_usage": True}, logprobs=True
+        )
+    )
+    texts, finishes, counts = ["", ""], ["", ""], [0, 0]
+    for chunk in chunks[:-1]:
+        assert chunk.object == "chat.completion.chunk" and chunk.usage is None
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        finishes[choice.index] = choice.finish_reason or finishes[choice.index]
+        if choice.logprobs is not None:
+            counts[choice.index] += len(choice.logprobs.content or [])
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert finishes == [choice.finish_reason for choice in whole.choices]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert sum(counts) == whole.usage.completion_tokens
+
+
+def test_openais_client_completes(client: openai.OpenAI) -> None:
+    made = client.completions.create(
+        model=stage.small().name, prompt=["one", "two"], n=2, max_tokens=6, seed=3, logprobs=1, stop="\n"
+    )
+    assert made.object == "text_completion" and [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    assert made.usage is not None and made.usage.prompt_tokens == 2 * 4
+    assert made.choices[0].logprobs is not None and made.choices[0].logprobs.tokens is not None
+    ids = [int(token) for token in stage.plain(stage.small(), "one")]
+    same = client.completions.create(model=stage.small().name, prompt=ids, max_tokens=6, seed=3, stop="\n")
+    assert same.choices[0].text == made.choices[0].text
+    streamed = client.completions.create(
+        model=stage.small().name, prompt=ids, max_tokens=6, seed=3, stop="\n", stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed) == same.choices[0].text
+
+
+class Animal(BaseModel):
+    legs: int
+    tame: bool
+
+
+def test_openais_client_parses_what_must_fit_a_schema(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    made = client.chat.completions.parse(
+        model=stage.small().name, messages=[{"role": "user", "content": "a cat"}], response_format=Animal, seed=2,
+        max_tokens=60,
+    )  # fmt: skip
+    assert isinstance(made.choices[0].message.parsed, Animal)
+
+
+def test_a_stream_is_by_the_letter(api: Api) -> None:
+    """No ids, no retry, no comments, no event names; [DONE] ends it."""
+    with api.client.stream("POST", CHAT, json={**ASK, "stream": True}) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    assert [json.loads(line[6:])["object"] for line in lines[:-1]] == ["chat.completion.chunk"] * (len(lines) - 1)
+
+
+def test_a_client_that_vanishes_frees_its_pages(writing: tuple[Api, TextWorker]) -> None:
+    api, worker = writing
+    body = json.dumps({**ASK, "max_tokens": 480, "stream": True, "n": 8}).encode()
+    with Worker(api.settings) as books:
+        known = books.ids()
+        with socket.create_connection(("127.0.0.1", api.port)) as connection:
+            lines = (f"POST {CHAT} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json",
+                     f"Content-Length: {len(body)}", "", "")  # fmt: skip
+            connection.sendall("\r\n".join(lines).encode() + body)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        (id,) = eventually(lambda: books.ids() - known)
+        eventually(lambda: books.job(id).state.final)
+        assert books.is_(id, JobState.CANCELLED) or books.is_(id, JobState.SUCCEEDED)
+    eventually(lambda: worker.runner.held() == 0, "its pages were never given back")
+
+
+BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
+    (CHAT, {}, "messages", "missing_required_parameter"),
+    (CHAT, {"messages": []}, "messages", None),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages.role", None),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.content", None),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, None),
+    (CHAT, {"messages": [{"role": "user", "content": "a\x00b"}]}, None, None),
+    (CHAT, {"messages": [{"role": "user", "content": "<|end|>"}]}, "messages", None),
+    (CHAT, {**ASK, "temperature": -0.5}, "temperature", None),
+    (CHAT, {**ASK, "temperature": "1"}, "temperature", "invalid_type"),
+    (CHAT, {**ASK, "top_p": 0}, "top_p", None),
+    (CHAT, {**ASK, "n": 17}, "n", None),
+    (CHAT, {**ASK, "max_tokens": 0}, "max_tokens", None),
+    (CHAT, {**ASK, "max_tokens": 5000}, "max_tokens", None),
+    (CHAT, {**ASK, "max_completion_tokens": 5}, "max_completion_tokens", None),
+    (CHAT, {**ASK, "top_logprobs": 2}, "top_logprobs", None),
+    (CHAT, {**ASK, "stream_options": {"include_usage": True}}, "stream_options", None),
+    (CHAT, {**ASK, "stop": ["a"] * 5}, "stop", None),
+    (CHAT, {**ASK, "stop": ""}, "stop", None),
+    (CHAT, {**ASK, "seed": 2**63}, "seed", None),
+    (CHAT, {**ASK, "logit_bias": {"5": 1.0}}, "logit_bias", None),
+    (CHAT, {**ASK, "tools": []}, "tools", "unknown_parameter"),
+    (CHAT, {**ASK, "response_format": {"type": "json_schema"}}, "response_format", None),
+    (CHAT, {**ASK, "response_format": {"type": "xml"}}, "response_format.type", None),
+    (COMPLETE, {"prompt": ["a", 5]}, "prompt", None),
+    (COMPLETE, {"prompt": []}, "prompt", None),
+    (COMPLETE, {"prompt": [[1, 2], ["a"]]}, "prompt", None),
+    (COMPLETE, {"prompt": [9999]}, "prompt", None),
+    (COMPLETE, {"prompt": "a", "echo": True}, "echo", None),
+    (COMPLETE, {"prompt": "a", "best_of": 3}, "best_of", None),
+    (COMPLETE, {"prompt": ["a"] * 20}, "n", None),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 200}]}, "messages", "context_length_exceeded"),
+    (COMPLETE, {"prompt": "word " * 200}, None, "context_length_exceeded"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_input_is_a_400_that_names_the_field(api: Api, number: int, stream: bool) -> None:
+    path, fields, param, code = BAD[number]
+    if "stream_options" not in fields:
+        fields = {**fields, "stream": stream}
+    error = check_error(api.post(path, **fields), 400, param, code)
+    assert "word word" not in error["message"] and "wizard" not in error["message"]
+
+
+def test_a_schema_that_cannot_be_held_to_is_refused(api: Api) -> None:
+    pytest.importorskip("llguidance")
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    check_error(api.post(CHAT, **ASK, response_format=wanted), 400, "json_schema")
+
+
+def test_bodies_that_are_too_large_or_no_json(api: Api) -> None:
+    large = json.dumps({**ASK, "user": "x" * 10_000_000})
+    headers = {"content-type": "application/json"}
+    assert check_error(api.client.post(CHAT, content=large, headers=headers), 413)
+    assert check_error(api.client.post(CHAT, content=b"{", headers=headers), 400)
+    check_error(api.post(CHAT, **{**ASK, "model": "gpt-none"}), 404, "model", "model_not_found")
+
+
+def test_the_first_token_comes_soon(api: Api) -> None:
+    """Not a measurement: it only comes long before the answer ends."""
+    started = time.monotonic()
+    with api.client.stream("POST", CHAT, json={**ASK, "max_tokens": 400, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        first = next(line for line in lines if line)
+        soon = time.monotonic() - started
+        assert json.loads(first[6:])["choices"][0]["delta"]["role"] == "assistant"
+        assert sum(bool(line) for line in lines) > 2
+    print(f"first token after {1000 * soon:.0f} ms, the last one after {1000 * (time.monotonic() - started):.0f} ms")
+
+
+def test_models_are_shown(api: Api) -> None:
+    found = {model["id"]: model["diptych"] for model in api.client.get("/v1/models").json()["data"]}
+    card = found[stage.small().name]
+    assert card["modality"] == "text" and card["limits"]["context"] == 512 and "sizes" not in card

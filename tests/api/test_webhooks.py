@@ -1,0 +1,197 @@
+"""Webhooks against real receivers: signed, tried again, told once it went well; and what is never called."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api import webhooks
+from api.errors import ApiError
+from api.webhooks import Teller, Unreachable, call, check
+from core.jobs.keyring import Keyring, webhook_secret
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
+
+
+class Receiver:
+    """A server that answers what it is told to, and remembers what it was told."""
+
+    def __init__(self, *answers: int) -> None:
+        self.answers = list(answers)
+        self.heard: list[tuple[str, dict[str, str], bytes]] = []
+        receiver = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                status = receiver.answers.pop(0) if receiver.answers else 204
+                receiver.heard.append((self.path, headers, body))
+                self.send_response(status)
+                if status in (301, 307):
+                    self.send_header("Location", f"{receiver.url}/elsewhere")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+
+    def __enter__(self) -> Receiver:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def world(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Api, Worker]]:
+    monkeypatch.setattr(Teller.__init__, "__defaults__", ((0.1, 0.2),))
+    settings = settings_of(redis_url, folder, webhook_private=True)
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        yield api, worker
+
+
+def left(worker: Worker) -> int:
+    return int(worker.redis.zcard("diptych:webhooks") + worker.redis.hlen("diptych:webhook_tries"))
+
+
+def test_a_receiver_that_fails_twice_is_told(world: tuple[Api, Worker], redis_url: str) -> None:
+    api, worker = world
+    with Receiver(500, 429) as receiver:
+        id = api.order(webhook_url=f"{receiver.url}/hook?a=b")
+        worker.work(id)
+        eventually(lambda: len(receiver.heard) == 3 and not left(worker))
+    paths, headers, bodies = zip(*receiver.heard, strict=True)
+    assert set(paths) == {"/hook?a=b"} and len(set(bodies)) == 1
+    assert {h["webhook-id"] for h in headers} == {f"msg_{id}_1"}, "by which who hears it twice knows it"
+    told = json.loads(bodies[0])
+    assert told["type"] == "job.succeeded" and told["data"] == api.job(id)
+    keyring = Keyring(redis_url)
+    secret = base64.b64decode(keyring.webhook_secret("").removeprefix("whsec_"))
+    keyring.close()
+    signed = f"{headers[2]['webhook-id']}.{headers[2]['webhook-timestamp']}.".encode() + bodies[2]
+    wanted = base64.b64encode(hmac.new(secret, signed, hashlib.sha256).digest()).decode()
+    assert headers[2]["webhook-signature"] == f"v1,{wanted}"
+
+
+@pytest.mark.parametrize("end", ["fail", "cancel", "expire"])
+def test_every_end_is_told_once(world: tuple[Api, Worker], end: str) -> None:
+    api, worker = world
+    with Receiver() as receiver:
+        id = api.order(webhook_url=receiver.url)
+        if end == "cancel":
+            api.client.post(f"/v1/jobs/{id}/cancel")
+        else:
+            claim = worker.take(id)
+            worker.store.fail(id, claim.attempt, "a", "b") if end == "fail" else worker.store.expire(id, claim.attempt)
+        eventually(lambda: receiver.heard and not left(worker))
+    expected = {"fail": "job.failed", "cancel": "job.cancelled", "expire": "job.expired"}[end]
+    assert [json.loads(body)["type"] for _, _, body in receiver.heard] == [expected]
+
+
+def test_it_is_given_up_in_the_end(world: tuple[Api, Worker]) -> None:
+    api, worker = world
+    with Receiver(*[500] * 9) as receiver:
+        worker.work(api.order(webhook_url=receiver.url))
+        eventually(lambda: not left(worker))
+    assert len(receiver.heard) == 3
+
+
+def test_a_job_that_was_erased_is_not_told(world: tuple[Api, Worker]) -> None:
+    api, worker = world
+    with Receiver(500, 500) as receiver:
+        id = api.order(webhook_url=receiver.url)
+        worker.work(id)
+        eventually(lambda: receiver.heard)
+        api.client.delete(f"/v1/jobs/{id}")
+        eventually(lambda: not left(worker))
+    assert len(receiver.heard) < 3
+
+
+def test_no_redirect_is_followed() -> None:
+    with Receiver(307, 301) as receiver:
+        for _ in range(2):
+            with pytest.raises(Unreachable, match="it answered 30"):
+                call(receiver.url + "/here", {}, b"{}", private=True)
+    assert [path for path, _, _ in receiver.heard] == ["/here"] * 2
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "ftp://a.example", "http://", "https://user@a.example/", "http://a b", "http://a.example:0", "http://é.example",
+     "http://a.example/" + "x" * 2048, "http://[", "javascript:1", "//a.example"],
+)  # fmt: skip
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check(url, private=True)
+    assert caught.value.param == "webhook_url" and (len(url) < 8 or url not in str(caught.value))
+
+
+PRIVATE = ["127.0.0.1", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "[::1]", "[fd00::1]", "[fe80::1]",
+           "[::ffff:127.0.0.1]", "[::ffff:10.0.0.1]", "224.0.0.1", "100.64.0.1", "[2002:7f00:1::]"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", [*PRIVATE, "localhost", "a.localhost"])
+def test_private_addresses_are_refused_at_once(shared: Api, host: str) -> None:
+    answer = shared.post("/v1/jobs", type="image", prompt="a cat", webhook_url=f"http://{host}/hook")
+    check_error(answer, 400, "webhook_url", "webhook_private")
+
+
+@pytest.mark.parametrize("host", [*PRIVATE, "127.1", "2130706433", "0x7f.1"])
+def test_and_when_a_name_leads_there(host: str) -> None:
+    """Also in the spellings that only the resolver understands."""
+    with pytest.raises(Unreachable, match=r"private address|leads nowhere"):
+        call(f"http://{host}:1/", {}, b"", private=False)
+
+
+def test_the_address_that_was_looked_at_is_the_one_that_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that means something else the second time it is asked for."""
+    asked: list[str] = []
+
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(host)
+        address = "127.0.0.1" if len(asked) == 1 else "10.255.255.1"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
+
+    with Receiver() as receiver:
+        port = int(receiver.url.rpartition(":")[2])
+        monkeypatch.setattr(webhooks.socket, "getaddrinfo", _only(resolve, "changing.example"))
+        call(f"http://changing.example:{port}/", {}, b"{}", private=True)
+    assert asked == ["changing.example"]
+    assert receiver.heard[0][1]["host"] == f"changing.example:{port}"
+
+
+def _only(resolve: Any, name: str) -> Any:
+    real = socket.getaddrinfo
+    return lambda host, *more, **options: (
+        resolve(host, more[0] if more else None) if host == name else real(host, *more, **options)
+    )
+
+
+def test_mixed_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 80)) for ip in ("93.184.216.34", "127.0.0.1")]
+    monkeypatch.setattr(webhooks.socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(Unreachable, match="private address"):
+        call("http://mixed.example/", {}, b"", private=False)
+
+
+def test_each_owner_has_a_secret() -> None:
+    assert webhook_secret(b"s" * 32, "a") != webhook_secret(b"s" * 32, "b") != webhook_secret(b"t" * 32, "b")

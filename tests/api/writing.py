@@ -1,0 +1,79 @@
+"""A worker of texts for the tests of the API: all its real parts, with messages taken from Celery's lists by hand."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import redis
+
+from core.artifacts import Artifacts
+from core.batching.engine import Engine
+from core.config import Settings
+from core.jobs.broker import PRIORITY_STEPS, list_key
+from core.jobs.registry import Registry, WorkerCard
+from core.jobs.store import JobStore
+from llm.load import TextModel
+from llm.runner import TextRunner
+from workers.control import Control
+from workers.gate import Gate
+from workers.hand import Hand
+from workers.outage import Outage
+from workers.publisher import Publisher
+from workers.tasks import Tasks
+from workers.texts import TextPanel
+
+NAME = "worker-of-texts"
+
+
+class TextWorker:
+    """Serves the text queue with one model until it is left."""
+
+    def __init__(self, settings: Settings, model: TextModel, **options: Any) -> None:
+        self.runner = TextRunner(model, **options)
+        self.engine = Engine([self.runner])
+        self.panel = TextPanel(self.runner)
+        self._store, self._registry = JobStore.of(settings), Registry.of(settings)
+        self._redis: redis.Redis = redis.Redis.from_url(settings.redis_url, decode_responses=True)
+        outage, hand = Outage(), Hand()
+        self._publisher = Publisher(self._store, outage, lambda: self.engine.ticks, hand.drop)
+        self._control = Control(self._registry, outage, NAME, hand.drop)
+        self._tasks = Tasks(
+            NAME, self._store, outage, Gate(on_change=lambda: None), hand, self._publisher,
+            Artifacts(settings.artifacts), self.engine, {"text": self.panel}, lambda envelope: None,
+        )  # fmt: skip
+        self._pool = ThreadPoolExecutor(32)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._publisher.start()
+        self._control.start()
+        self._registry.announce(WorkerCard(NAME, "here", 1, "ready", "", 1.5, [self.panel.card()]), 600)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._tasks.stop()
+        self._pool.shutdown()
+        self._control.stop()
+        self._publisher.stop()
+        self.engine.close()
+        self.runner.close()
+        for part in (self._store, self._registry, self._redis):
+            part.close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            taken: Any = self._redis.brpop([list_key("text", step) for step in PRIORITY_STEPS], timeout=0.05)
+            if taken is not None:
+                args = json.loads(base64.b64decode(json.loads(taken[1])["body"]))[0]
+                self._pool.submit(self._tasks.run, "text", args[0], 5)

@@ -1,0 +1,208 @@
+"""Whose a job is, where it stands, what erasing it takes along, and how long what it made is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from core.artifacts import Artifacts, NoArtifact
+from core.jobs.reaper import Reaper
+from core.jobs.record import Draft, JobState, Report, new_id
+from core.jobs.store import JobStore
+from tests.core.jobs.books import Books
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[JobStore]:
+    store = JobStore(redis_url)
+    yield store
+    store.close()
+
+
+def draft(owner: str = "", **more: object) -> Draft:
+    return Draft(**{"id": new_id(), "modality": "image", "model": "m", "parameters": {}, "owner": owner, **more})  # type: ignore[arg-type]
+
+
+def end(store: JobStore, id: str, *artifacts: str) -> None:
+    claim = store.claim(id, "ada")
+    assert claim is not None
+    for artifact in artifacts:
+        assert store.keep(artifact)
+    assert store.succeed(id, claim.attempt, {"images": []}, artifacts)
+
+
+def test_a_place_in_the_queue(store: JobStore) -> None:
+    jobs = [draft(priority=priority, work_ms=1000) for priority in (5, 9, 0, 5, 2, 9)]
+    for job in jobs:
+        store.create(job)
+    standings = {job.id: store.standing(job.id) for job in jobs}
+    assert [standing.ahead for job in jobs if (standing := standings[job.id])] == [2, 4, 0, 3, 1, 5]
+    first = standings[jobs[0].id]
+    assert first is not None and (first.backlog.queued, first.backlog.queued_ms) == (6, 6000)
+    store.claim(jobs[2].id, "ada")
+    assert store.standing(jobs[2].id) is None and store.standing("nobody") is None
+    after = store.standing(jobs[5].id)
+    assert after is not None and after.ahead == 4 and after.backlog.running_ms == 1000
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(["ann", "bob", ""]), st.booleans()), max_size=25), st.integers(1, 7))
+def test_pages_hold_every_job_once(redis_url: str, made: list[tuple[str, bool]], limit: int) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    store = JobStore(redis_url)
+    ids = []
+    for owner, cancelled in made:
+        ids.append((store.create(draft(owner)).id, owner, cancelled))
+        if cancelled:
+            store.cancel(ids[-1][0])
+    for owner in (None, "ann", "bob", "", "eve"):
+        for state in (None, JobState.QUEUED, JobState.CANCELLED, JobState.FAILED):
+            found: list[str] = []
+            after, more = "", True
+            while more:
+                page = store.page(owner, state=state, after=after, limit=limit)
+                assert page is not None and len(page.jobs) <= limit
+                found += [job.id for job in page.jobs]
+                after, more = page.after, page.more
+            wanted = {
+                id for id, whose, cancelled in ids
+                if owner in (None, whose) and state in (None, JobState.CANCELLED if cancelled else JobState.QUEUED)
+            }  # fmt: skip
+            assert len(found) == len(set(found)) and set(found) == wanted
+    store.close()
+
+
+def test_what_a_page_goes_on_after_must_be_there(store: JobStore) -> None:
+    mine, other = store.create(draft("ann")), store.create(draft("bob"))
+    assert store.page("ann", after="nothing") is None
+    assert store.page("ann", after=other.id) is None, "it is in another's list"
+    page = store.page("ann", after=mine.id)
+    assert page is not None and page.jobs == [] and not page.more
+    elsewhere = store.page("ann", model="other")
+    assert elsewhere is not None and elsewhere.jobs == []
+
+
+def test_erasing_ends_and_forgets(store: JobStore, redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        waits, runs, done = (store.create(draft("ann")).id for _ in range(3))
+        claim = store.claim(runs, "ada")
+        assert claim is not None
+        end(store, done, "a")
+        for id in (waits, runs, done):
+            assert store.erase(id) and not store.erase(id)
+            assert store.get(id) is None
+        books = Books.of(client)
+        books.check()
+        assert books.records == {} and not store.succeed(runs, claim.attempt, {})
+        assert store.report([Report(runs, claim.attempt, {})]) == {runs}
+        assert client.xrange("diptych:control:ada")[0][1] == {"cancel": runs}
+        assert [type for type, _ in _events(client, runs)][-1] == "cancelled", "who follows it is told"
+        assert not client.exists(f"diptych:events:{done}")
+        assert not client.exists("diptych:jobs", "diptych:jobs:ann", "diptych:ended")
+
+
+def _events(client: redis.Redis, id: str) -> list[tuple[str, str]]:
+    return [(entry["type"], entry["data"]) for _, entry in client.xrange(f"diptych:events:{id}")]
+
+
+def test_a_worker_cannot_write_to_another_job_of_an_erased_id(store: JobStore) -> None:
+    store.create(draft(id="mine"))
+    old = store.claim("mine", "ada")
+    assert old is not None
+    store.erase("mine")
+    store.create(draft(id="mine"))
+    new = store.claim("mine", "bob")
+    assert new is not None and new.attempt != old.attempt
+    assert not store.succeed("mine", old.attempt, {"images": ["of the old one"]})
+    assert store.succeed("mine", new.attempt, {"images": ["of the new one"]})
+
+
+def test_artifacts_live_as_long_as_who_names_them(store: JobStore, redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        one, two = (store.create(draft()).id for _ in range(2))
+        end(store, one, "a", "b")
+        end(store, two, "b")
+        pass_time(client)
+        store.erase(one)
+        assert store.due() == ["a"], "b is named by the other"
+        assert store.due() == [], "it is being deleted"
+        assert not store.keep("a"), "and cannot be made at this moment"
+        store.gone(["a"])
+        assert store.keep("a")
+        store.erase(two)
+        assert store.due() == ["b"]
+
+
+def test_one_who_dies_while_deleting_is_replaced(store: JobStore, redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        client.zadd("diptych:kept", {"a": 1})
+        assert store.due() == ["a"] and store.due() == []
+        client.zincrby("diptych:going", -61_000, "a")
+        assert store.due() == ["a"]
+
+
+def test_what_was_made_this_moment_is_not_taken_away(store: JobStore) -> None:
+    """A job that makes the same picture as an erased one names it a moment later."""
+    one, two = (store.create(draft()).id for _ in range(2))
+    end(store, one, "same")
+    assert store.claim(two, "bob") is not None and store.keep("same")
+    store.erase(one)
+    assert store.due() == []
+    assert store.succeed(two, 1, {}, ["same"])
+
+
+def pass_time(client: redis.Redis, minutes: int = 11) -> None:
+    for artifact, score in client.zrange("diptych:kept", 0, -1, withscores=True):
+        client.zadd("diptych:kept", {artifact: score - minutes * 60_000})
+
+
+def test_lists_forget_what_has_gone(redis_url: str) -> None:
+    store = JobStore(redis_url, retention_s=0.05)
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        id, lives = store.create(draft("ann")).id, store.create(draft("ann")).id
+        end(store, id)
+        while client.exists(f"diptych:job:{id}"):
+            pass
+        while client.zcard("diptych:jobs") > 1:  # by Redis's clock a moment later
+            store.sweep()
+        assert client.zrange("diptych:jobs:ann", 0, -1) == [f"ann|{lives}"] and not client.exists("diptych:ended")
+    store.close()
+
+
+def test_the_reaper_deletes_what_is_due(redis_url: str, tmp_path: Path) -> None:
+    store, artifacts = JobStore(redis_url), Artifacts(tmp_path.as_uri())
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        keys = [artifacts.put(f"picture {k}".encode(), "image/png") for k in range(3)]
+        client.zadd("diptych:kept", {keys[0]: 1, keys[1]: 1, keys[2]: 9e15})
+        artifacts.delete(keys[1])  # by hand, which is nobody's business
+        reaper = Reaper(store, lambda envelope: None, every_s=0.01, delete=artifacts.delete)
+        reaper.start()
+        while client.exists("diptych:going") or client.zcard("diptych:kept") > 1:
+            pass
+        reaper.stop()
+    for key in keys[:2]:
+        with pytest.raises(NoArtifact):
+            artifacts.get(key)
+    assert artifacts.get(keys[2]) == b"picture 2"
+    store.close()
+
+
+def test_previews_are_for_a_while(store: JobStore, redis_url: str) -> None:
+    id = store.create(draft()).id
+    claim = store.claim(id, "ada")
+    assert claim is not None and store.preview(id, 0) is None
+    assert store.report([Report(id, 1, {"previews": [1, 2]}, previews={1: "UE5H", 2: "Mg=="})]) == set()
+    assert store.preview(id, 1) == b"PNG" and store.preview(id, 2) == b"2" and store.preview(id, 0) is None
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        assert 0 < client.pttl(f"diptych:preview:{id}") <= 60_000
+        assert "UE5H" not in str(_events(client, id)), "the stream stays small"
+    assert store.report([Report(id, 0, {"previews": [0]}, previews={0: "UE5H"})]) == {id}, "of an attempt that is over"
+    assert store.preview(id, 0) is None
+    store.succeed(id, 1, {})
+    assert store.preview(id, 1) is None

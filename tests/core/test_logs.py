@@ -1,0 +1,35 @@
+"""Log lines as JSON: one object a line, with the job that they are about."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+
+from core.logs import JsonLines, about
+
+
+def test_lines() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    log = logging.Logger("workers.tasks")
+    log.addHandler(handler)
+    log.warning("it is\nlate, %s", "ä")
+    log.info("job_%s failed", "0" * 24)
+    with about("mine"):
+        log.error("here")
+        other = threading.Thread(target=lambda: log.error("elsewhere"))
+        other.start()
+        other.join()
+        try:
+            raise ValueError("why")
+        except ValueError:
+            log.exception("it broke")
+    log.info("after")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line.get("job") for line in lines] == [None, "job_" + "0" * 24, "mine", None, "mine", None]
+    assert lines[0]["message"] == "it is\nlate, ä" and lines[0]["level"] == "WARNING"
+    assert lines[0]["logger"] == "workers.tasks" and lines[0]["time"].endswith("Z")
+    assert lines[4]["error"].endswith("ValueError: why")

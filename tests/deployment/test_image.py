@@ -1,0 +1,153 @@
+"""The images and the compose file, as far as they can be read: what is installed is what is imported.
+
+Whether they run is tests/compose's business, where there is a Docker engine.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deployment.devices import NoDevices, visible
+from tests.deployment.served import ROOT, environment
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
+# What the API's process loads, by the name that it is installed under.
+NAMES = {
+    "prometheus_client": "prometheus-client",
+    "pydantic_settings": "pydantic-settings",
+    "multipart": "python-multipart",
+}
+
+
+def test_the_api_image_installs_what_the_api_imports() -> None:
+    """Loads the API and asks which distributions were touched directly by our own code."""
+    line = re.search(r"pip install -c constraints.txt setuptools \\\n +(.*)", DOCKERFILE)
+    assert line is not None
+    installed = set(line[1].split())
+    code = "import sys, api.app, cli.serve, deployment.probe; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    ours = {name for name in loaded.stdout.split() if (ROOT / (name.replace(".", "/") + ".py")).is_file()}
+    ours |= {name for name in loaded.stdout.split() if (ROOT / name.replace(".", "/") / "__init__.py").is_file()}
+    needed = set()
+    for name in ours:
+        path = ROOT / (name.replace(".", "/") + ".py")
+        path = path if path.is_file() else ROOT / name.replace(".", "/") / "__init__.py"
+        nodes = ast.parse(path.read_text("utf-8")).body  # what is imported at once: the rest, others' commands need
+        imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        for found in (name.partition(".")[0] for name in imported):
+            if found not in sys.stdlib_module_names and not (ROOT / found).is_dir():
+                needed.add(NAMES.get(found, found))
+    needed -= {"pydantic", "pydantic_core", "starlette", "anyio", "kombu"}  # come with fastapi and celery
+    assert needed <= installed, needed - installed
+    assert "torch" not in loaded.stdout.split()
+    pinned = (ROOT / "constraints.txt").read_text("utf-8")
+    for name in installed:
+        assert re.search(rf"^{re.escape(name)}==", pinned, re.MULTILINE), f"{name} is not pinned"
+
+
+def test_the_compose_file_is_for_old_and_new() -> None:
+    assert not {"version", "name"} & COMPOSE.keys()
+    text = (ROOT / "docker-compose.yml").read_text("utf-8")
+    assert not re.search(r"^\s*(gpus|start_interval|required):", text, re.MULTILINE)
+    assert "--mount" not in DOCKERFILE and "COPY --chmod" not in DOCKERFILE and "<<" not in DOCKERFILE
+    assert DOCKERFILE.index(" AS api") < DOCKERFILE.index(" AS engine") < DOCKERFILE.index(" AS worker")
+    services = COMPOSE["services"]
+    for name, service in services.items():
+        assert service["read_only"] and service["cap_drop"] == ["ALL"], name
+    for port in services["api"]["ports"]:
+        assert port.startswith("127.0.0.1:")
+    drain_s = 20
+    for name in ("worker", "worker-gpu"):
+        assert int(services[name]["stop_grace_period"].removesuffix("s")) > drain_s + 10
+    (device,) = services["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+@pytest.mark.parametrize(
+    ("variables", "listed", "found"),
+    [
+        ({}, "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n", ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "3, 5"}, "", ["3", "5"]),
+        ({"CUDA_VISIBLE_DEVICES": "2,-1,4"}, "", ["2"]),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, "GPU 0: x", ["MIG-1"]),
+        ({}, "", None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "GPU 0: x", None),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "GPU 0: x", None),
+    ],
+)
+def test_the_gpus_that_may_be_used(variables: dict[str, str], listed: str, found: list[str] | None) -> None:
+    if found is None:
+        with pytest.raises(NoDevices):
+            visible(variables, lambda: listed)
+    else:
+        assert visible(variables, lambda: listed) == found
+
+
+WORKERS = """
+import os, pathlib, sys
+from core.config import Settings
+from deployment.devices import serve_each
+
+folder, code = pathlib.Path(sys.argv[1]), sys.argv[2]
+sys.exit(serve_each(Settings(drain_s=0), devices=["0", "7"], command=[sys.executable, "-c", code, str(folder)]))
+"""
+# Notes its start; ends the first time, as a worker that crashes, and stays the second time.
+CRASHES = """
+import os, pathlib, sys, time
+noted = pathlib.Path(sys.argv[1]) / os.environ["CUDA_VISIBLE_DEVICES"]
+first = not noted.exists()
+with noted.open("a") as lines:
+    lines.write("began\\n")
+if first:
+    sys.exit(70)
+time.sleep(60)
+"""
+
+
+def begin(folder: Path, code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKERS, str(folder), code], cwd=ROOT, env=environment(), stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+def test_one_worker_for_each_is_kept_alive_and_stopped(tmp_path: Path) -> None:
+    from tests.deployment.served import wait_until
+
+    process = begin(tmp_path, CRASHES)
+    try:
+        begun = lambda: [p.read_text() for p in sorted(tmp_path.iterdir())] == ["began\nbegan\n"] * 2  # noqa: E731
+        wait_until(begun, "a second start of both")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "7"]
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0 and "worker 1 ended (exit code 70); starting it again" in said
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_input_that_can_never_work_ends_all(tmp_path: Path) -> None:
+    process = begin(tmp_path, "import sys; sys.exit(2)")
+    process.communicate(timeout=60)
+    assert process.returncode == 2
+
+
+def test_a_probe_tells_what_is_well() -> None:
+    """Of the API: nobody, and somebody else. A worker is looked at in tests/compose."""
+    probe = [sys.executable, "-m", "deployment.probe"]
+    away = subprocess.run([*probe, "api"], cwd=ROOT, env=environment(DIPTYCH_PORT="1"), capture_output=True, text=True)
+    assert away.returncode == 1 and away.stdout == "the API does not answer (ConnectionRefusedError)\n"
+    nobody = environment(DIPTYCH_REDIS_URL="redis://127.0.0.1:1/0")
+    worker = subprocess.run([*probe, "worker"], cwd=ROOT, env=nobody, capture_output=True, text=True)
+    assert worker.returncode == 1 and worker.stdout == "Redis cannot be reached\n"
+    assert subprocess.run([*probe, "redis"], cwd=ROOT, env=environment(), capture_output=True).returncode == 2

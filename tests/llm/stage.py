@@ -1,0 +1,151 @@
+"""What the tests of text share: models, the kernels, prompts, and an engine that answers a list of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from core.batching.engine import Engine
+from core.batching.request import Request
+from llm import tiny
+from llm.load import TextModel, load
+from llm.parameters import Text, TextParameters
+from llm.runner import TextRunner
+from tests.core.quant.stage import ROOT
+from tests.core.quant.stage import kernels as kernels
+
+LM, DRAFT = ROOT / "models" / "emoji-lm", ROOT / "models" / "emoji-lm-draft"
+WORDS = [
+    "cat",
+    "dog",
+    "house",
+    "tree",
+    "red",
+    "blue",
+    "happy",
+    "sad",
+    "flag",
+    "moon",
+    "star",
+    "car",
+    "train",
+    "fish",
+    "bird",
+    "flower",
+    "rain",
+    "sun",
+    "pizza",
+    "heart",
+    "ball",
+    "robot",
+    "wizard",
+    "crown",
+    "ghost",
+    "bread",
+    "guitar",
+    "rocket",
+    "turtle",
+    "key",
+]
+BEGINNINGS = (
+    "A man riding a", "Two dogs play with", "A plate of food", "A woman holding an umbrella", "A large white airplane",
+    "Several boats are tied", "A train is pulling into the", "Three zebras graze", "The kitchen has", "A vase filled",
+)  # fmt: skip
+
+
+@functools.cache
+def emoji() -> TextModel:
+    if not (LM / "model.safetensors").is_file():
+        pytest.skip("models/emoji-lm is not here")
+    return load(str(LM))
+
+
+@functools.cache
+def emoji_draft() -> TextModel:
+    if not (DRAFT / "model.safetensors").is_file():
+        pytest.skip("models/emoji-lm-draft is not here")
+    return load(str(DRAFT))
+
+
+@functools.cache
+def small() -> TextModel:
+    return load(tiny.TINY)
+
+
+@functools.cache
+def other() -> TextModel:
+    """Of the same vocabulary, and of another opinion."""
+    network, _ = tiny.make(tiny.SHAPES[tiny.TINY], seed=1)
+    network.set_attn_implementation("diptych")
+    return replace(small(), name="other", network=network.eval().requires_grad_(False))
+
+
+def chat(model: TextModel, text: str) -> tuple[int, ...]:
+    messages = [{"role": "user", "content": text}]
+    return tuple(model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def plain(model: TextModel, text: str) -> tuple[int, ...]:
+    return (model.tokenizer.bos_token_id, *model.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def prompts(model: TextModel, count: int) -> list[tuple[int, ...]]:
+    """Chats and beginnings of captions, many of which begin alike."""
+    made = []
+    for i in range(count):
+        one, two = WORDS[i % len(WORDS)], WORDS[(7 * i + i // len(WORDS)) % len(WORDS)]
+        if i % 3 == 2:
+            made.append(plain(model, f"{BEGINNINGS[i % len(BEGINNINGS)]} {two}"))
+        else:
+            made.append(chat(model, f"{one} and a {two}" if i % 2 else f"draw a {two} {one} please"))
+    return made
+
+
+@torch.inference_mode()
+def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
+    """What transformers' `generate` answers greedily, up to and with the end token."""
+    answers: dict[int, tuple[int, ...]] = {}
+    model.network.set_attn_implementation("sdpa")
+    try:
+        for length in {len(prompt) for prompt in given}:  # of one length each time: nothing has to be padded
+            group = [i for i, prompt in enumerate(given) if len(prompt) == length]
+            ids = torch.tensor([given[i] for i in group])
+            made = model.network.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
+                eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id,
+            )  # fmt: skip
+            for i, row in zip(group, made[:, length:].tolist(), strict=True):
+                end = next((n for n, token in enumerate(row, 1) if token in model.ends), len(row))
+                answers[i] = tuple(row[:end])
+    finally:
+        model.network.set_attn_implementation("diptych")
+    return [answers[i] for i in range(len(given))]
+
+
+@contextmanager
+def serving(model: TextModel, **options: Any) -> Iterator[tuple[Engine, TextRunner]]:
+    """An engine on this model. When it ends nothing may be held, and the pages' books must balance."""
+    runner = TextRunner(model, **options)
+    try:
+        with Engine([runner]) as engine:
+            yield engine, runner
+        assert runner.held() == 0
+        runner.pages.check()
+        assert runner.pages.free == runner.pages.capacity
+    finally:
+        runner.close()
+
+
+def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[Text]:
+    futures = [engine.submit(Request(f"{i}", "text", one)) for i, one in enumerate(wanted)]
+    return [future.result(timeout=300) for future in futures]
+
+
+def greedy(prompt: tuple[int, ...], most: int = 32, **options: Any) -> TextParameters:
+    return TextParameters(prompt, most, temperature=0, **options)

@@ -1,0 +1,207 @@
+"""Any model of the family runs, by our kernels where they know it, with transformers' logits; others are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.olmo.configuration_olmo import OlmoConfig
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.t5.configuration_t5 import T5Config
+
+from llm import tiny
+from llm.execution import KERNELS, TORCH, Execution
+from llm.kv_cache import Step
+from llm.load import TextModelError, load
+from tests.llm import stage
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILY: dict[str, tuple[Any, str]] = {
+    "llama": (LlamaConfig(**SIZE, head_dim=32), KERNELS),
+    "llama-with-biases": (LlamaConfig(**SIZE, attention_bias=True, mlp_bias=True), KERNELS),
+    "llama-3.1-positions": (
+        LlamaConfig(**SIZE, rope_parameters={
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}), KERNELS),
+    "llama-tied-one-kv-head": (LlamaConfig(**{**SIZE, "num_key_value_heads": 1}, tie_word_embeddings=True), KERNELS),
+    "llama-narrow-heads": (LlamaConfig(**SIZE, head_dim=24), TORCH),
+    "mistral": (MistralConfig(**SIZE, sliding_window=None), KERNELS),
+    "qwen2": (Qwen2Config(**SIZE), KERNELS),
+    "qwen3": (Qwen3Config(**SIZE, head_dim=16), TORCH),
+    "olmo": (OlmoConfig(**SIZE), TORCH),
+}  # fmt: skip
+
+
+def saved(folder: Path, config: Any) -> Path:
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config)
+    for name, weight in network.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    network.save_pretrained(folder)
+    tiny.tokenizer(256).save_pretrained(folder)
+    return folder
+
+
+def logits(execution: Execution, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+    """Of all tokens [S, T, V]: read in chunks, all sequences in each forward, in pages that lie in no order."""
+    count, length = ids.shape
+    order = torch.randperm(execution.cache.keys.shape[1], generator=torch.Generator().manual_seed(1)).tolist()
+    each = -(-length // 16)
+    for s in range(count):
+        execution.cache.place(s, order[s * each : (s + 1) * each])
+    made, start = [], 0
+    for size in chunks:
+        rows = [(s, t) for s in range(count) for t in range(start, start + size)]
+        step = Step.of([int(ids[s, t]) for s, t in rows], [t for _, t in rows], [s for s, _ in rows],
+                       list(range(len(rows))))  # fmt: skip
+        made.append(execution(step).clone().view(count, size, -1))
+        start += size
+    assert start == length
+    return torch.cat(made, dim=1)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_are_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, kind = FAMILY[name]
+    model = load(str(saved(tmp_path / name, config)))
+    ids = torch.randint(6, 300, (3, 43), generator=torch.Generator().manual_seed(2))
+    model.network.set_attn_implementation("eager")
+    with torch.inference_mode():
+        wanted = model.network(ids, use_cache=False).logits
+    model.network.set_attn_implementation("diptych")
+    size: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256}
+    for kernels, expected in ((None, TORCH), (stage.kernels(), kind)):
+        with caplog.at_level(logging.WARNING):
+            execution = Execution(model, kernels=kernels, **size)
+        assert execution.kind == expected
+        found = logits(execution, ids, [20, 1, 1, 5, 16])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    assert ("is run by torch's own kernels" in caplog.text) == (kind == TORCH)
+
+
+def test_int8_pages_on_torch_and_on_kernels_agree() -> None:
+    model = stage.emoji()
+    ids = torch.randint(6, 4096, (2, 40), generator=torch.Generator().manual_seed(3))
+    size: dict[str, Any] = {"pages": 8, "sequences": 2, "context": 256}
+    exact, plain, ours = (
+        logits(Execution(model, kv=kv, kernels=kernels, **size), ids, [30, 1, 9])  # type: ignore[arg-type]
+        for kv, kernels in (("float", None), ("int8", None), ("int8", stage.kernels()))
+    )
+    assert 1e-4 < (plain - exact).abs().max() < 0.05 * exact.abs().max()
+    # A rounding that falls otherwise here and there is all that differs.
+    assert (ours - plain).abs().mean() < 0.25 * (plain - exact).abs().mean()
+
+
+def test_rows_keep_their_bits_in_any_step() -> None:
+    """On our kernels, whatever the chunks and the companions."""
+    model = stage.emoji()
+    ids = torch.randint(6, 4096, (3, 40), generator=torch.Generator().manual_seed(4))
+    size: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256, "kernels": stage.kernels()}
+    whole = logits(Execution(model, **size), ids, [40])
+    assert torch.equal(logits(Execution(model, **size), ids, [1] * 40), whole)
+    assert torch.equal(logits(Execution(model, **size), ids[1:2], [7, 33])[0], whole[1])
+
+
+def test_weights_are_held_once_if_wished() -> None:
+    """Packed weights do without the model's own, also in programs that are written later, and where ends are tied."""
+    model = load(str(stage.LM))
+    ids = torch.randint(6, 4096, (2, 30), generator=torch.Generator().manual_seed(5))
+    execution = Execution(model, pages=8, sequences=2, context=256, kernels=stage.kernels())
+    wanted = logits(execution, ids, [30])
+    before = sum(weight.numel() for weight in model.network.parameters())
+    execution.release()
+    assert sum(weight.numel() for weight in model.network.parameters()) < 0.01 * before
+    assert torch.equal(logits(execution, ids, [7, 23]), wanted)
+
+
+def config_with(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda f: shutil.rmtree(f), "no such folder"),
+        (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "does not load"),
+        (lambda f: (f / "model.safetensors").unlink(), "does not load"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"12345678901234"), "does not load"),
+        (lambda f: (f / "tokenizer.json").unlink(), ""),
+        (lambda f: config_with(f, num_hidden_layers=3), "9 missing keys, the first is model.layers.2."),
+        (lambda f: config_with(f, num_hidden_layers=1), "9 unexpected keys"),
+        (lambda f: config_with(f, vocab_size=200), ""),
+    ],
+)  # fmt: skip
+def test_damaged_models_are_refused(spoil: Any, said: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", LlamaConfig(**SIZE))
+    spoil(folder)
+    with pytest.raises(TextModelError) as caught:
+        load(str(folder))
+    assert said in str(caught.value) and "model" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "t5", "words"])
+def test_models_of_other_kinds_are_refused(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / kind
+    if kind == "gemma2":
+        saved(folder, Gemma2Config(**SIZE, head_dim=16, sliding_window=32))
+        said = "sliding windows"
+    elif kind == "t5":
+        T5Config(vocab_size=300, d_model=32, num_layers=1).save_pretrained(folder)
+        said = "does not load"
+    else:
+        saved(folder, LlamaConfig(**{**SIZE, "vocab_size": 100}))
+        said = "262 words, and the model has room for 100"
+    with pytest.raises(TextModelError, match=said):
+        load(str(folder))
+
+
+def test_names_devices_and_precisions_that_are_none(tmp_path: Path) -> None:
+    for name, options, said in (
+        ("no/where/at all", {}, "no such folder, and not a hub id"),
+        (str(tmp_path / "none"), {}, "no such folder"),
+        (tiny.TINY, {"precision": "fp8"}, "precision: must be one of fp32, bf16, fp16, int8, not 'fp8'"),
+        (tiny.TINY, {"device": "toaster"}, "no device that torch knows"),
+        (tiny.TINY, {"precision": "int8"}, "there is no quantized model"),
+    ):
+        with pytest.raises(TextModelError, match=said):
+            load(name, **options)
+
+
+def test_seeded_models_are_equal_and_leave_torchs_seed_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, two = load(tiny.TINY), load(tiny.TINY)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert one.digest == two.digest and one.ends == {2}
+    for a, b in zip(one.network.parameters(), two.network.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bf16_weights_on_kernels() -> None:
+    """Weights in half the room: what is computed is fp32 on the rounded weights."""
+    model = stage.emoji()
+    folder = load(str(stage.LM), precision="bf16")
+    ids = torch.randint(6, 4096, (2, 20), generator=torch.Generator().manual_seed(3))
+    size: dict[str, Any] = {"pages": 8, "sequences": 2, "context": 256, "kernels": stage.kernels()}
+    half = logits(Execution(folder, **size), ids, [20])
+    rounded = replace(model, network=load(str(stage.LM), precision="bf16").network.float())
+    torch.testing.assert_close(half, logits(Execution(rounded, **size), ids, [20]), rtol=1e-4, atol=1e-3)

@@ -1,0 +1,129 @@
+"""Pages: nothing leaks, nothing is held twice by strangers, equal beginnings share, and what is idle is found again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from core.batching.slots import IntegrityError
+from llm.pages import PAGE, Holding, Pages
+
+
+def test_10_000_operations_leave_every_page_free() -> None:
+    """Begin, grow, publish and release in any order; whoever finds a page finds what was written for these tokens."""
+    draw = random.Random(0)
+    pages = Pages(24)
+    live: list[tuple[Holding, list[int]]] = []
+    written: dict[tuple[int, int], tuple[int, ...]] = {}  # page → the tokens up to its end, as of the last write
+    shared = refused = 0
+    for _ in range(10_000):
+        what = draw.random()
+        if what < 0.3:
+            # Few different beginnings, so that many are shared.
+            tokens = [draw.randint(0, 1) for _ in range(3)] * draw.randint(1, 30)
+            holding = Holding()
+            pages.find(holding, tokens)
+            shared += holding.shared
+            for number in range(holding.shared):
+                assert written[holding.pages[number], number] == tuple(tokens[: (number + 1) * PAGE])
+            if not pages.extend(holding, len(tokens)):
+                refused += 1
+                pages.release(holding)
+                continue
+            live.append((holding, tokens))
+            for number in range(holding.shared, len(holding.pages)):
+                written[holding.pages[number], number] = tuple(tokens[: (number + 1) * PAGE])
+            pages.publish(holding, tokens, len(tokens))
+        elif what < 0.6 and live:
+            holding, tokens = draw.choice(live)
+            tokens += [draw.randint(0, 1) for _ in range(draw.randint(1, 20))]
+            if not pages.extend(holding, len(tokens)):
+                del tokens[holding.room :]
+            for number in range(holding.published, len(holding.pages)):
+                written[holding.pages[number], number] = tuple(tokens[: (number + 1) * PAGE])
+            pages.publish(holding, tokens, len(tokens))
+        elif live:
+            pages.release(live.pop(draw.randrange(len(live)))[0])
+        if draw.random() < 0.02:
+            pages.check()
+        mine = [holding.pages[holding.published :] for holding, _ in live]
+        assert len({p for own in mine for p in own}) == sum(map(len, mine)), "an unpublished page has two holders"
+    for holding, _ in live:
+        pages.release(holding)
+    pages.check()
+    assert pages.free == pages.capacity and pages.held == 0
+    assert shared > 1000 and refused > 100
+
+
+def test_the_last_token_is_never_found() -> None:
+    pages, tokens = Pages(4), list(range(PAGE))
+    first = Holding()
+    assert pages.extend(first, PAGE)
+    pages.publish(first, tokens, PAGE)
+    second, third = Holding(), Holding()
+    pages.find(second, tokens)
+    pages.find(third, [*tokens, 99])
+    assert second.pages == [] and third.pages == first.pages and pages.hits == PAGE
+
+
+def test_equal_tokens_behind_other_beginnings_are_not_found() -> None:
+    pages = Pages(8)
+    first = Holding()
+    tokens = [1] * PAGE + [2] * PAGE
+    assert pages.extend(first, 2 * PAGE)
+    pages.publish(first, tokens, 2 * PAGE)
+    other = Holding()
+    pages.find(other, [3] * PAGE + [2] * PAGE + [0])
+    assert other.pages == []
+
+
+def test_two_that_computed_the_same_keep_a_page_each() -> None:
+    pages, tokens = Pages(8), [5] * (2 * PAGE)
+    both = [Holding(), Holding()]
+    for holding in both:
+        assert pages.extend(holding, 2 * PAGE)
+        pages.publish(holding, tokens, 2 * PAGE)
+    third = Holding()
+    pages.find(third, [*tokens, 0])
+    assert third.pages == both[0].pages != both[1].pages
+    for holding in (*both, third):
+        pages.release(holding)
+    pages.check()
+    assert pages.free == 8
+
+
+def test_idle_pages_are_found_until_their_place_is_needed() -> None:
+    """The longest unused go first, and of one sequence the end before the beginning."""
+    pages = Pages(4)
+    old, new = [1] * (2 * PAGE), [2] * (2 * PAGE)
+    for tokens in (old, new):
+        holding = Holding()
+        assert pages.extend(holding, len(tokens))
+        pages.publish(holding, tokens, len(tokens))
+        pages.release(holding)
+    assert pages.free == 4 and pages.held == 0
+    taker = Holding()
+    assert pages.extend(taker, PAGE)
+    found = {name: Holding() for name in ("old", "new")}
+    pages.find(found["old"], [*old, 0])
+    pages.find(found["new"], [*new, 0])
+    assert len(found["old"].pages) == 1 and len(found["new"].pages) == 2
+
+
+def test_too_few_pages_take_nothing() -> None:
+    pages, holding = Pages(2), Holding()
+    assert not pages.extend(holding, 3 * PAGE)
+    assert holding.pages == [] and pages.free == 2
+
+
+def test_books_that_do_not_balance_are_told() -> None:
+    pages, holding = Pages(2), Holding()
+    assert pages.extend(holding, PAGE)
+    stolen = Holding(list(holding.pages))
+    pages.release(holding)
+    with pytest.raises(IntegrityError, match="not held"):
+        pages.release(stolen)
+    assert pages.extend(holding, PAGE)
+    with pytest.raises(IntegrityError, match="cannot begin"):
+        pages.find(holding, [1] * 40)

@@ -1,0 +1,356 @@
+"""The text runner in a real engine: seeds, stops, ends, limits, shared pages, failures, and books that balance."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from core.batching.engine import Aborted
+from core.batching.request import Outcome, Request, State
+from core.batching.runner import Lane, Refused
+from core.batching.scheduler import Scheduler
+from llm.load import TextModelError
+from llm.pages import PAGE
+from llm.parameters import Delta, TextParameters
+from llm.runner import TextRunner
+from tests.llm import stage
+
+
+def sampled(model: stage.TextModel, count: int, **options: Any) -> list[TextParameters]:
+    return [
+        TextParameters(prompt, 20, temperature=0.5 + i / 20, seed=i, top_p=1 - i % 3 / 10, top_k=i % 2 * 40, **options)
+        for i, prompt in enumerate(stage.prompts(model, count))
+    ]
+
+
+@pytest.mark.parametrize("draft", [None, "model", "lookup"])
+def test_a_seed_means_one_text_whatever_the_companions(draft: str | None) -> None:
+    """Alone, in a crowd, and sent away: also with guesses, whose number must then not depend on the load."""
+    model, options = stage.emoji(), {"kernels": stage.kernels(), "draft": draft}
+    if draft == "model":
+        options["draft"] = stage.emoji_draft()
+    wanted = sampled(model, 24, ignore_end=True)
+    with stage.serving(model, max_requests=24, **options) as (engine, _):
+        crowd = stage.answers(engine, wanted)
+    with stage.serving(model, max_requests=1, **options) as (engine, _):
+        alone = stage.answers(engine, wanted[:8])
+    with stage.serving(model, max_requests=16, pages=28, chunk=5, **options) as (engine, _):
+        tight = stage.answers(engine, wanted)
+    assert [text.tokens for text in alone] == [text.tokens for text in crowd[:8]]
+    assert [text.tokens for text in tight] == [text.tokens for text in crowd]
+    assert len({text.tokens for text in crowd}) == len(crowd)
+
+
+def test_other_seeds_give_other_texts_and_no_seed_any() -> None:
+    model = stage.small()
+    prompt = stage.plain(model, "x")
+    wanted = [TextParameters(prompt, 12, seed=s, ignore_end=True) for s in (1, 1, 2, None, None)]
+    with stage.serving(model) as (engine, _):
+        one, same, two, *free = (text.tokens for text in stage.answers(engine, wanted))
+    assert one == same and len({one, two, *free}) == 4
+
+
+def test_events_add_up_to_the_result() -> None:
+    """Text and tokens as they came, one iteration after another; progress counts up."""
+    model, told = stage.emoji(), []
+    wanted = TextParameters(stage.chat(model, "cat"), 30, temperature=0, logprobs=3)
+    with stage.serving(model, kernels=stage.kernels(), draft="lookup") as (engine, _):
+        request = Request("a", "text", wanted, listener=lambda _, outcome: told.append(outcome))
+        text = engine.submit(request).result()
+    deltas = [outcome.token for outcome in told if outcome.token is not None]
+    assert all(isinstance(delta, Delta) for delta in deltas) and len(deltas) > 3
+    assert "".join(delta.text for delta in deltas) == text.text
+    assert tuple(t for delta in deltas for t in delta.tokens) == text.tokens
+    assert tuple(p for delta in deltas for p in delta.logprobs) == text.logprobs
+    assert [outcome.progress[0] for outcome in told] == sorted(outcome.progress[0] for outcome in told)
+    assert text.finish == "stop" and text.tokens[-1] in model.ends
+    assert text.text == model.tokenizer.decode(text.tokens, skip_special_tokens=True)
+
+
+def test_logprobs_are_the_models() -> None:
+    model = stage.emoji()
+    prompt = stage.plain(model, "A man riding a")
+    wanted = [TextParameters(prompt, 10, temperature=t, seed=3, logprobs=2, repetition_penalty=r)
+              for t, r in ((0, 1.0), (1.0, 1.0), (0.7, 1.3))]  # fmt: skip
+    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+        made = stage.answers(engine, wanted)
+    model.network.set_attn_implementation("sdpa")
+    for text in made:
+        with torch.inference_mode():
+            logits = model.network(torch.tensor([prompt + text.tokens]), use_cache=False).logits[0]
+        logs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        assert [p.token for p in text.logprobs] == list(text.tokens)
+        for row, known in zip(logs, text.logprobs, strict=True):
+            assert known.logprob == pytest.approx(float(row[known.token]), abs=1e-4)
+            best = row.topk(2)
+            assert [t for t, _ in known.top] == best.indices.tolist()
+            assert [p for _, p in known.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    model.network.set_attn_implementation("diptych")
+
+
+def test_stop_strings_end_the_text_and_are_left_out() -> None:
+    model = stage.emoji()
+    prompt = stage.plain(model, "Two dogs play with")
+    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+        whole = stage.answers(engine, [stage.greedy(prompt, 24)])[0]
+        stop = whole.text[len(whole.text) // 2 :][:3]
+        assert len(stop) == 3
+        told: list[str] = []
+        request = Request("s", "text", stage.greedy(prompt, 24, stop=("never", stop)),
+                          listener=lambda _, outcome: told.append(outcome.token.text))  # fmt: skip
+        cut = engine.submit(request).result()
+    at = whole.text.index(stop)
+    assert cut.text == whole.text[:at] == "".join(told) and cut.finish == "stop"
+    assert len(cut.tokens) < len(whole.tokens)
+
+
+def test_max_tokens_end_the_text() -> None:
+    model = stage.emoji()
+    with stage.serving(model, kernels=stage.kernels(), draft=stage.emoji_draft()) as (engine, _):
+        for most in (1, 2, 5):
+            text = stage.answers(engine, [stage.greedy(stage.chat(model, "cat"), most)])[0]
+            assert len(text.tokens) == most and text.finish == "length"
+
+
+def test_penalties_change_what_is_said() -> None:
+    """A strong presence penalty says nothing twice; a strong reward for repetition says one thing."""
+    model = stage.small()
+    prompt = stage.plain(model, "hello")
+    heavy = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 5.0}
+    changes: list[dict[str, float]] = [{}, heavy, {"repetition_penalty": 0.05}]
+    wanted = [stage.greedy(prompt, 40, ignore_end=True, **options) for options in changes]
+    with stage.serving(model, kernels=stage.kernels(), draft="lookup") as (engine, _):
+        free, varied, same = (Counter(text.tokens) for text in stage.answers(engine, wanted))
+    assert max(varied.values()) <= max(free.values()) and len(varied) > 30
+    assert len(same) < len(free)
+
+
+def test_answers_that_must_be_json() -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 8}},
+        "required": ["name", "legs"],
+        "additionalProperties": False,
+    }
+    model = stage.small()
+    wanted = [
+        TextParameters(stage.plain(model, "x" * i), 60, temperature=1.0, seed=i, json_schema=json.dumps(schema))
+        for i in range(1, 9)
+    ]
+    with stage.serving(model, kernels=stage.kernels(), draft="lookup") as (engine, _):
+        made = stage.answers(engine, [*wanted, replace(wanted[0], json_schema=None)])
+    found = [json.loads(text.text) for text in made[:8]]
+    for one in found:
+        assert one["name"] in ("cat", "dog") and 0 <= one["legs"] <= 8 and len(one) == 2
+    assert {text.finish for text in made[:8]} == {"stop"}
+    with pytest.raises(ValueError):
+        json.loads(made[8].text)
+
+
+@pytest.mark.parametrize("schema", ["{", "[]", '{"type": "nothing"}', '{"$ref": "#/none"}'])
+def test_schemas_that_are_none_are_refused_at_once(schema: str) -> None:
+    pytest.importorskip("llguidance")
+    model = stage.small()
+    with stage.serving(model) as (engine, _), pytest.raises(Refused, match="json_schema: "):
+        engine.submit(Request("a", "text", TextParameters((1, 7), 5, json_schema=schema)))
+
+
+def test_equal_beginnings_are_computed_once() -> None:
+    model = stage.emoji()
+    system = "You expand a short prompt into a caption for an emoji. " * 4
+    given = [stage.plain(model, system + word) for word in stage.WORDS[:6]]
+    with stage.serving(model, kernels=stage.kernels(), max_requests=2) as (engine, _):
+        made = stage.answers(engine, [stage.greedy(prompt, 8) for prompt in given])
+    fresh = []
+    for prompt in given:
+        with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+            fresh += stage.answers(engine, [stage.greedy(prompt, 8)])
+    assert [text.tokens for text in made] == [text.tokens for text in fresh]
+    beginning = len(stage.plain(model, system)) // PAGE * PAGE
+    assert made[0].cached == 0 and all(text.cached >= beginning - PAGE for text in made[2:])
+
+
+def test_int8_keys_and_values_stay_close() -> None:
+    model = stage.emoji()
+    given = stage.prompts(model, 30)
+    made = []
+    for kv in ("float", "int8"):
+        with stage.serving(model, kernels=stage.kernels(), kv=kv) as (engine, runner):
+            made.append([text.tokens for text in stage.answers(engine, [stage.greedy(p, 20) for p in given])])
+            size = runner.execution.cache.size_bytes / runner.pages.capacity
+        made.append(size)  # type: ignore[arg-type]
+    assert sum(a == b for a, b in zip(made[0], made[2], strict=True)) >= 22
+    assert made[3] < 0.3 * made[1]  # type: ignore[operator]
+
+
+def test_a_model_that_makes_nan_fails_the_request_alone() -> None:
+    model = stage.small()
+    network, _ = stage.tiny.make(stage.tiny.SHAPES[stage.tiny.TINY])
+    network.set_attn_implementation("diptych")
+    with torch.no_grad():
+        network.model.embed_tokens.weight[77] = torch.nan
+        network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight.clone())
+        network.lm_head.weight[77] = 0
+    broken = replace(model, network=network.eval().requires_grad_(False))
+    with stage.serving(broken) as (engine, _):
+        good = engine.submit(Request("good", "text", stage.greedy((1, 9, 8), 6)))
+        bad = engine.submit(Request("bad", "text", stage.greedy((1, 77, 8), 6)))
+        with pytest.raises(FloatingPointError, match="returned NaN"):
+            bad.result()
+        assert len(good.result().tokens) <= 6
+
+
+def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
+    """A tokenizer that breaks in the middle: the others of the batch lose and repeat nothing."""
+    model = stage.small()
+    with stage.serving(model, kernels=stage.kernels()) as (engine, runner):
+        admit = runner.admit
+
+        def spoilt(request: Request) -> bool:
+            admitted: bool = admit(request)
+            if admitted and request.id == "bad":
+                request.work.writer = None
+            return admitted
+
+        runner.admit = spoilt
+        told: list[int] = []
+        good = engine.submit(Request("good", "text", stage.greedy((1, 9), 30, ignore_end=True),
+                                     listener=lambda _, outcome: told.extend(outcome.token.tokens)))  # fmt: skip
+        bad = engine.submit(Request("bad", "text", stage.greedy((1, 9), 30, ignore_end=True)))
+        with pytest.raises(AttributeError):
+            bad.result()
+        assert good.result().tokens == tuple(told) and len(told) == 30
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt": ()}, "prompt: must not be empty"),
+        ({"prompt": (1, 262)}, "prompt: token ids must be between 0 and 261"),
+        ({"prompt": [1]}, "prompt: must be a tuple"),
+        ({"prompt": (1,) * 500}, "max_tokens: 500 tokens of prompt and 20 to come are more than the model's context"),
+        ({"max_tokens": 0}, "max_tokens: must be between"),
+        ({"max_tokens": True}, "max_tokens: must be a whole number"),
+        ({"temperature": -0.1}, "temperature: must be between 0 and 2, not -0.1"),
+        ({"temperature": float("nan")}, "temperature: must be a finite number"),
+        ({"top_p": 0.0}, "top_p: must be more than 0"),
+        ({"top_p": 1.1}, "top_p: must be between"),
+        ({"top_k": -1}, "top_k: must be between"),
+        ({"min_p": 2}, "min_p: must be between"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be more than 0"),
+        ({"presence_penalty": 3}, "presence_penalty: must be between"),
+        ({"frequency_penalty": "1"}, "frequency_penalty: must be a number"),
+        ({"seed": -1}, "seed: must be between"),
+        ({"seed": 10**400}, "seed: must be between 0 and 9223372036854775807, not that"),
+        ({"logprobs": 21}, "logprobs: must be between"),
+        ({"stop": ("",)}, "stop: must be text that is not empty"),
+        ({"stop": tuple("abcde")}, "stop: must be at most 4 texts"),
+        ({"stop": ("a\x00",)}, "stop: character 2"),
+        ({"json_schema": 5}, "json_schema: must be text"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(change: dict[str, Any], said: str) -> None:
+    wanted = replace(TextParameters((1, 9), 20), **change)
+    with stage.serving(stage.small()) as (engine, _), pytest.raises(Refused) as caught:
+        engine.submit(Request("a", "text", wanted))
+    assert str(caught.value).startswith(said)
+
+
+def test_drafts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(TextModelError, match="262 words and a context of 512, where emoji-lm has 4096 and 256"):
+        TextRunner(stage.emoji(), draft=stage.small())
+
+
+def test_an_abort_frees_pages_within_an_iteration() -> None:
+    model = stage.small()
+    with stage.serving(model, pages=32) as (engine, runner):
+        seen: list[int] = []
+        future = engine.submit(Request("a", "text", stage.greedy((1, 9), 400, ignore_end=True),
+                                       listener=lambda _, outcome: seen.append(outcome.progress[0])))  # fmt: skip
+        while len(seen) < 3:
+            pass
+        engine.abort("a")
+        with pytest.raises(Aborted):
+            future.result()
+        assert runner.held() == 0 and len(seen) < 400
+
+
+def test_10_000_admissions_aborts_and_preemptions_leave_every_page_free() -> None:
+    """The runner under the scheduler, without an engine: what is done between iterations is drawn at random."""
+    model, draw, lane = stage.small(), random.Random(5), Lane("text")
+    runner = TextRunner(model, lane=lane, max_requests=12, pages=22, chunk=6, kernels=stage.kernels(), draft="lookup")
+    scheduler = Scheduler([runner], starvation_s=0.5)
+    away: list[str] = []
+    preempt, release = runner.preempt, runner.release
+    runner.preempt = lambda request: (away.append(request.id), preempt(request))[1]  # type: ignore[method-assign, func-returns-value]
+    runner.release = lambda request: (release(request), away.pop())[0]  # type: ignore[method-assign, func-returns-value]
+    operations, number, now, ends = 0, 0, 0.0, Counter[State]()
+    while operations < 10_000 or not scheduler.idle:
+        now += 0.01
+        for _ in range(draw.randint(0, 4) if operations < 10_000 else 0):
+            operations += 1
+            if draw.random() < 0.75 and len(scheduler.live) < 40:
+                prompt = (1, *([draw.choice((7, 9))] * draw.randint(1, 30)))
+                wanted = TextParameters(prompt, draw.randint(1, 120), temperature=draw.choice((0, 1)), seed=number)
+                number += 1
+                scheduler.add(Request(f"{number}", "text", wanted, priority=draw.choice((0, 5))), now)
+            elif scheduler.live:
+                scheduler.abort(draw.choice(list(scheduler.live)), now)
+        for batch in scheduler.schedule(now):
+            outcomes = runner.launch(batch.requests).outcome()
+            scheduler.finish(batch, outcomes, now)
+        ends.update(request.state for request in scheduler.take_ended())
+        runner.pages.check()
+    scheduler.check_idle()
+    assert runner.held() == 0 and runner.pages.free == runner.pages.capacity
+    assert (
+        len(away) > 50
+        and ends[State.DONE] > 500
+        and ends[State.ABORTED] > 500
+        and set(ends) == {State.DONE, State.ABORTED}
+    )
+    lane.close()
+
+
+def test_a_retried_iteration_draws_the_same() -> None:
+    """Nothing changes before an outcome is asked for: an iteration that is thrown away leaves no trace."""
+    model, lane = stage.emoji(), Lane("text")
+    runner = TextRunner(model, lane=lane, kernels=stage.kernels(), draft=stage.emoji_draft())
+    request = Request("a", "text", TextParameters(stage.chat(model, "cat"), 12, temperature=1.2, seed=4))
+    assert runner.admit(request)
+    made: list[Any] = []
+    while not made or not made[-1].finished:
+        assert runner.reserve([request])
+        for _ in range(2):
+            runner.launch([request]).wait()
+        made.append(runner.launch([request]).outcome()["a"])
+    runner.release(request)
+    with stage.serving(model, kernels=stage.kernels(), draft=stage.emoji_draft()) as (engine, _):
+        assert stage.answers(engine, [request.parameters])[0] == made[-1].result
+    lane.close()
+
+
+def test_a_long_prompt_does_not_hold_up_answers() -> None:
+    """While it is read in chunks, a token is written in every iteration."""
+    model, order = stage.small(), []
+    with stage.serving(model, chunk=16, kernels=stage.kernels()) as (engine, _):
+
+        def tell(request: Request, outcome: Outcome) -> None:
+            order.append((request.id, outcome.progress[0]))
+
+        first = engine.submit(Request("writes", "text", stage.greedy((1, 9), 450, ignore_end=True), listener=tell))
+        while len(order) < 3:
+            pass
+        long = engine.submit(Request("reads", "text", stage.greedy((1, *[7] * 300), 2), listener=tell))
+        long.result(), first.result()
+    reading = [i for i, (name, done) in enumerate(order) if name == "reads" and done == 0]
+    assert len(reading) == 301 // 16
+    between = order[reading[0] : reading[-1]]
+    assert sum(name == "writes" for name, _ in between) >= len(reading) - 1

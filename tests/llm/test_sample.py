@@ -1,0 +1,137 @@
+"""Drawing: transformers' own warpers as the reference, chi-square for the draws, and each row as if it were alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from llm import sample
+from tests.core.quant.stage import normal
+
+
+def settings(
+    rows: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> sample.Settings:
+    return sample.Settings(
+        torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64),
+        torch.full((rows,), min_p), np.arange(rows, dtype=np.uint64),
+    )  # fmt: skip
+
+
+def normalized(p: Tensor) -> Tensor:
+    return p / p.sum(-1, keepdim=True)
+
+
+@examples(max_examples=80)
+@given(
+    rows=st.integers(1, 4), words=st.integers(2, 60), temperature=st.floats(0.1, 2), top_k=st.integers(0, 70),
+    top_p=st.floats(0.05, 1), min_p=st.floats(0, 0.9), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_the_same_tokens_are_left_in_as_by_transformers(
+    rows: int, words: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    logits = normal(seed, rows, words, scale=3)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
+    wanted = warpers(torch.zeros(rows, 1, dtype=torch.long), logits.clone()).softmax(-1)
+    given_ = settings(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    found = normalized(sample.probabilities(logits, given_))
+    # Rounding may decide about one token at the edge of top_p or min_p, and about no other.
+    edge = ((found > 0) != (wanted > 0)).sum(-1)
+    assert (edge <= 1).all() and ((edge == 0) | torch.tensor(top_p < 1 or min_p > 0)).all()
+    same = edge == 0
+    torch.testing.assert_close(found[same], wanted[same], rtol=1e-4, atol=1e-6)
+
+
+def test_a_row_is_drawn_as_if_it_were_alone() -> None:
+    logits = normal(1, 40, 500, scale=2)
+    many = sample.Settings(
+        torch.linspace(0.2, 2, 40), torch.arange(40) % 7 * 9, torch.linspace(0.3, 1, 40, dtype=torch.float64),
+        torch.linspace(0, 0.2, 40), np.arange(40, dtype=np.uint64),
+    )  # fmt: skip
+    index = np.arange(40, dtype=np.int64)
+    u = sample.uniform(many.seeds, index, sample.TOKEN)
+    together = sample.draw(sample.probabilities(logits, many), u)
+    for row in range(40):
+        one = torch.tensor([row])
+        alone = sample.draw(sample.probabilities(logits[one], many.at(one)), u[one])
+        assert alone[0] == together[row]
+        assert sample.uniform(many.seeds[[row]], index[[row]], sample.TOKEN)[0] == u[row]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+def test_draws_follow_the_distribution(seed: int) -> None:
+    """Chi-square over the tokens of one seed."""
+    n, p = 40_000, torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.05])
+    u = sample.uniform(np.full(n, seed, np.uint64), np.arange(n), sample.TOKEN)
+    counts = torch.bincount(sample.draw((7 * p).expand(n, -1), u), minlength=6)
+    assert counts[2] == 0
+    kept = p > 0
+    assert stats.chisquare(counts[kept], (n * p[kept] / p.sum()).double()).pvalue > 1e-3
+
+
+def test_numbers_are_uniform_and_of_one_another_independent() -> None:
+    seeds, index = np.repeat(np.arange(200, dtype=np.uint64), 200), np.tile(np.arange(200), 200)
+    drawn = [sample.uniform(seeds, index, purpose).numpy() for purpose in (sample.TOKEN, sample.DRAFT, sample.ACCEPT)]
+    for u in drawn:
+        assert u.min() >= 0 and u.max() < 1
+        assert stats.kstest(u, "uniform").pvalue > 1e-3
+        grid = u.reshape(200, 200)
+        assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
+        assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(drawn)[np.triu_indices(3, 1)]).max() < 0.02
+    assert len(np.unique(np.concatenate(drawn))) == 3 * len(seeds)
+
+
+def test_certain_and_nearly_certain_rows() -> None:
+    p = torch.zeros(3, 5)
+    p[0, 4], p[1, 0], p[2, 2:4] = 1, 1e-30, torch.tensor([1.0, 1e-8])
+    assert sample.draw(p, torch.tensor([0.999999999, 0.5, 0.0], dtype=torch.float64)).tolist() == [4, 0, 2]
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.7])
+def test_repetition_is_transformers(penalty: float) -> None:
+    logits, ids = normal(2, 3, 30), torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(1))
+    seen = torch.zeros(3, 30, dtype=torch.bool).scatter_(1, ids, True)
+    zeros = torch.zeros(3)
+    given_ = sample.Penalties(torch.full((3,), penalty), zeros, zeros, seen, torch.zeros(3, 30, dtype=torch.int32))
+    wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    torch.testing.assert_close(sample.penalize(logits, given_), wanted)
+
+
+def test_presence_and_frequency_are_openais() -> None:
+    """μ − count · frequency − (count > 0) · presence, as in OpenAI's reference."""
+    logits, counts = normal(3, 2, 6), torch.tensor([[0, 1, 2, 0, 5, 0], [3, 0, 0, 0, 0, 1]], dtype=torch.int32)
+    presence, frequency = torch.tensor([0.5, -1.0]), torch.tensor([0.25, 2.0])
+    given_ = sample.Penalties(torch.ones(2), presence, frequency, counts > 0, counts)
+    wanted = logits - counts * frequency[:, None] - (counts > 0) * presence[:, None]
+    torch.testing.assert_close(sample.penalize(logits, given_), wanted)
+
+
+def test_logprobs() -> None:
+    logits, tokens = normal(4, 3, 12), torch.tensor([5, 0, 11])
+    own, top, ids = sample.logprobs(logits, tokens, 4)
+    logs = logits.log_softmax(-1)
+    torch.testing.assert_close(own, logs[torch.arange(3), tokens])
+    torch.testing.assert_close(top, logs.sort(descending=True).values[:, :4])
+    assert torch.equal(logs.gather(1, ids), top)
+    assert sample.logprobs(logits, tokens, 0)[1].shape == (3, 0)

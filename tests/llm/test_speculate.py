@@ -1,0 +1,187 @@
+"""Guesses change no distribution: chi-square against the target's own, for good, bad and certain guesses."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from llm import sample
+from llm.speculate import MOST, NOMINAL, Guess, Lengths, Line, Lookup, Pace, accepted, agreed
+from tests.core.quant.stage import normal
+from tests.llm import stage
+
+WORDS, N = 5, 20_000
+
+
+def settings(n: int) -> sample.Settings:
+    return sample.Settings(
+        torch.ones(n), torch.zeros(n, dtype=torch.long), torch.ones(n, dtype=torch.float64), torch.zeros(n),
+        np.arange(n, dtype=np.uint64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bad", "good", "certain", "disjoint"])
+def test_rejection_sampling_follows_the_target(kind: str) -> None:
+    """Two guesses and what follows: the first three tokens' joint distribution, over many seeds."""
+    target = normal(1, 3, WORDS).softmax(-1)
+    target[0, 3] = 0  # what cannot be said must not be
+    target /= target.sum(-1, keepdim=True)
+    q = {"bad": normal(2, 2, WORDS).softmax(-1), "good": (0.9 * target[:2] + 0.1 / WORDS),
+         "certain": torch.eye(WORDS)[[1, 4]], "disjoint": torch.eye(WORDS)[[3, 0]]}[kind]  # fmt: skip
+    q = q / q.sum(-1, keepdim=True)
+    index = np.full(N, 17, np.int64)
+    seeds = settings(N)
+    first = sample.draw(q[:1].expand(N, -1), sample.uniform(seeds.seeds, index, sample.DRAFT)).tolist()
+    second = sample.draw(q[1:].expand(N, -1), sample.uniform(seeds.seeds, index + 1, sample.DRAFT)).tolist()
+    known = None if kind in ("certain", "disjoint") else q
+    guesses = [Guess([a, b], known) for a, b in zip(first, second, strict=True)]
+    made = accepted(target.repeat(N, 1), range(0, 3 * N, 3), guesses, seeds, index)
+    # Where a guess was rejected the answer ends early: its other tokens come from later forwards.
+    heads = torch.bincount(torch.tensor([tokens[0] for tokens in made]), minlength=WORDS)
+    assert heads[3] == 0
+    fits(heads[[0, 1, 2, 4]], target[0, [0, 1, 2, 4]] * N)
+    pairs = Counter(tuple(tokens[:2]) for tokens in made if len(tokens) > 1)
+    for head in {pair[0] for pair in pairs}:
+        count = torch.tensor([pairs[head, b] for b in range(WORDS)])
+        if count.sum() > 500:
+            fits(count, target[1] * int(count.sum()))
+    thirds = torch.bincount(torch.tensor([t[2] for t in made if len(t) > 2] or [0]), minlength=WORDS)
+    if thirds.sum() > 500:
+        fits(thirds, target[2] * int(thirds.sum()))
+    if kind == "good":
+        assert sum(map(len, made)) > 2.6 * N, "good guesses are mostly taken"
+    if kind == "disjoint":
+        assert all(len(tokens) == 1 for tokens in made)
+
+
+def fits(counts: torch.Tensor, expected: torch.Tensor) -> None:
+    expected = expected.double() * (counts.sum() / expected.double().sum())
+    assert stats.chisquare(counts.double(), expected).pvalue > 1e-4, (counts.tolist(), expected.tolist())
+
+
+def test_mixed_numbers_of_guesses_in_one_pass() -> None:
+    """None, one and three guesses side by side are what each is alone."""
+    target = normal(3, 9, WORDS).softmax(-1)
+    q = normal(4, 3, WORDS).softmax(-1)
+    guesses = [Guess([]), Guess([2], q[:1]), Guess([0, 4, 1], q), Guess([1])]
+    firsts, index, whole = [0, 1, 3, 7], np.array([5, 6, 7, 8]), settings(4)
+    together = accepted(target, firsts, guesses, whole, index)
+    for i in range(4):
+        one = torch.tensor([i])
+        count = len(guesses[i].tokens) + 1
+        rows = target[firsts[i] : firsts[i] + count]
+        assert accepted(rows, [0], [guesses[i]], whole.at(one), index[[i]]) == [together[i]]
+
+
+def test_greedy_goes_on_up_to_the_first_difference() -> None:
+    assert agreed([], [7]) == [7]
+    assert agreed([1, 2, 3], [1, 2, 3, 4]) == [1, 2, 3, 4]
+    assert agreed([1, 9, 3], [1, 2, 3, 4]) == [1, 2]
+    assert agreed([9, 2], [1, 2, 3]) == [1]
+
+
+def test_the_engine_draws_from_the_model() -> None:
+    """Two tokens after one prompt, under many seeds, against their exact likelihoods."""
+    model, count = stage.small(), 2000
+    prompt = stage.plain(model, "ababab")
+    wanted = [stage.TextParameters(prompt, 3, temperature=1.5, top_k=4, seed=s, ignore_end=True) for s in range(count)]
+    with stage.serving(model, draft=stage.other(), kernels=stage.kernels()) as (engine, runner):
+        made = stage.answers(engine, wanted)
+        assert runner.guessed > 100
+    probabilities = joint(model, prompt, temperature=1.5, top_k=4)
+    found = Counter(text.tokens[:2] for text in made)
+    assert set(found) <= set(probabilities)
+    fits(torch.tensor([found[pair] for pair in probabilities]), torch.tensor(list(probabilities.values())) * count)
+
+
+@torch.inference_mode()
+def joint(
+    model: stage.TextModel, prompt: tuple[int, ...], *, temperature: float, top_k: int
+) -> dict[tuple[int, ...], float]:
+    """Of the next two tokens, by transformers."""
+    model.network.set_attn_implementation("sdpa")
+
+    def after(tokens: tuple[int, ...]) -> dict[int, float]:
+        logits = model.network(torch.tensor([tokens]), use_cache=False).logits[0, -1] / temperature
+        top = logits.topk(top_k)
+        return dict(zip(top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True))
+
+    try:
+        return {(a, b): p * q for a, p in after(prompt).items() for b, q in after((*prompt, a)).items()}
+    finally:
+        model.network.set_attn_implementation("diptych")
+
+
+def test_lookup_finds_what_followed() -> None:
+    known = Lookup([1, 2, 3, 4, 5, 9, 2, 3, 4])
+    assert known.guess(3) == [5, 9, 2]
+    known.extend([8])
+    assert known.guess(3) == []
+    known.extend([4, 5])  # two tokens are known where three are not
+    assert known.guess(2) == [9, 2]
+    assert Lookup([7]).guess(3) == []
+
+
+def test_lookup_is_what_a_search_from_the_end_finds() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        tokens = torch.randint(0, 4, (30,), generator=draw).tolist()
+        known = Lookup(tokens[:10])
+        known.extend(tokens[10:])
+        wanted: list[int] = []
+        for n in (3, 2):
+            ends = [i for i in range(n, 30) if tokens[i - n : i] == tokens[-n:]]
+            if ends:
+                wanted = tokens[ends[-1] : ends[-1] + 4]
+                break
+        assert known.guess(4) == wanted
+
+
+def test_pace_comes_to_the_true_rate() -> None:
+    draw = np.random.default_rng(0)
+    for rate in (0.1, 0.5, 0.9):
+        pace, seen = Pace(), []
+        for _ in range(2000):
+            run = next((j for j in range(3) if draw.random() > rate), 3)
+            pace.learn(3, run)
+            seen.append(pace.acceptance)
+        assert np.mean(seen[200:]) == pytest.approx(rate, abs=0.06)
+
+
+def test_a_line_is_found_and_follows_what_changes() -> None:
+    line, draw = Line(), np.random.default_rng(1)
+    assert line(5) == (0.0, 0.0)
+    for fixed, each in ((0.002, 0.0003), (0.001, 0.0)):
+        for _ in range(400):
+            rows = int(draw.integers(1, 60))
+            line.observe(rows, (fixed + each * rows) * (1 + 0.05 * draw.standard_normal()))
+        seconds, slope = line(30)
+        assert seconds == pytest.approx(fixed + 30 * each, rel=0.1)
+        assert slope == pytest.approx(each, rel=0.1, abs=2e-6)
+
+
+def test_a_line_of_one_width_has_a_usual_slope() -> None:
+    line = Line()
+    for _ in range(50):
+        line.observe(64, 0.007)
+    assert line(64) == (pytest.approx(0.007), pytest.approx(0.0001))
+
+
+def test_lengths_bring_the_most_tokens_a_second() -> None:
+    for forward_s, guess_s in ((1, 0.01), (1, 0.2), (0.3, 1)):
+        lengths = Lengths(forward_s, guess_s)
+        for acceptance in (0.0, 0.3, 0.6, 0.9, 0.99):
+            level = round(acceptance / 0.99 * 31) / 31 * 0.99
+
+            def rate(k: int, a: float = level, f: float = forward_s, g: float = guess_s) -> float:
+                return sum(a**j for j in range(k + 1)) / (f + k * g)
+
+            assert rate(lengths(acceptance)) == pytest.approx(max(rate(k) for k in range(MOST + 1)))
+    for one, two in itertools.pairwise(Lengths(1, 0.1)(a / 100) for a in range(100)):
+        assert one <= two
+    assert Lengths(1, 5)(0.9) == 0 and NOMINAL["lookup"](0.9) > NOMINAL["draft"](0.5) > 0

@@ -1,0 +1,96 @@
+"""Pictures as files of each form, with what they were made of inside; and the shelf that they are put on."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from core.artifacts import Artifacts, key_of
+from core.batching.runner import Refused
+from pipeline.parameters import ImageParameters
+from pipeline.picture import Picture
+from workers.formats import MEDIA_TYPES, Format, encode, preview
+from workers.shelf import Shelf
+
+PIXELS = np.random.default_rng(7).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+SMOOTH = np.tile(np.linspace(0, 255, 64, dtype=np.uint8)[None, :, None], (48, 1, 3))
+
+
+def picture(pixels: np.ndarray[Any, Any] = PIXELS, **more: Any) -> Picture:
+    parameters = ImageParameters('ein Fuchs 🦊\n"', 2**63 - 1, 64, 48, **more)
+    return Picture(Image.fromarray(pixels), parameters, {"model": "m", "bucket": None})
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def told(image: Image.Image) -> dict[str, Any]:
+    """What EXIF's UserComment holds."""
+    comment = image.getexif().get_ifd(0x8769)[0x9286]
+    assert comment[:8] == b"UNICODE\0"
+    return dict(json.loads(comment[8:].decode("utf-16-be")))
+
+
+def test_what_is_shown_on_the_way_changes_no_bit() -> None:
+    for name in MEDIA_TYPES:
+        assert encode(picture(preview_every=3), Format(name)) == encode(picture(), Format(name))
+    assert encode(picture(preview_every=3), Format()) == picture().png()
+
+
+def test_webp_loses_nothing_at_its_best() -> None:
+    data = encode(picture(), Format("webp"))
+    image = opened(data)
+    assert image.format == "WEBP" and np.array_equal(np.asarray(image), PIXELS)
+    assert told(image)["parameters"] == json.loads(json.dumps(dataclasses.asdict(picture().parameters)))
+    assert told(image)["fingerprint"] == {"model": "m", "bucket": None}
+    assert len(encode(picture(), Format("webp", 50))) < len(data) / 2
+
+
+def test_jpeg_is_near_and_smaller_as_asked() -> None:
+    sizes = [len(encode(picture(), Format("jpeg", quality))) for quality in (0, 50, 100)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[2] / 4
+    image = opened(encode(picture(SMOOTH), Format("jpeg")))
+    assert image.format == "JPEG" and told(image)["parameters"]["seed"] == 2**63 - 1
+    assert np.abs(np.asarray(image).astype(int) - SMOOTH.astype(int)).max() <= 2
+
+
+def test_what_jobs_ask_for() -> None:
+    assert Format.of({}) == Format.of({"output_format": None, "output_compression": None}) == Format("png", 100)
+    assert Format.of({"output_format": "jpeg", "output_compression": 7}) == Format("jpeg", 7)
+    assert Format("jpeg").media_type == "image/jpeg"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("output_format", "gif"), ("output_format", 3), ("output_compression", 101), ("output_compression", -1),
+     ("output_compression", True), ("output_compression", 5.0)],
+)  # fmt: skip
+def test_what_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(Refused, match=f"^{field}: "):
+        Format.of({field: value})
+
+
+def test_a_preview_is_a_small_png() -> None:
+    image = opened(base64.b64decode(preview(PIXELS)))
+    assert image.format == "PNG" and np.array_equal(np.asarray(image), PIXELS)
+
+
+def test_the_shelf_waits_until_a_deletion_is_over() -> None:
+    artifacts, asked = Artifacts("memory://"), []
+
+    def keep(key: str) -> bool:
+        asked.append(key)
+        return len(asked) > 2
+
+    shelf = Shelf(artifacts, keep, {"output_format": "webp"})
+    key = shelf.put(b"data", "image/webp")
+    assert asked == [key] * 3 and shelf.keys == [key] == [key_of(b"data", "image/webp")]
+    assert artifacts.get(key) == b"data" and key.endswith(".webp")

@@ -1,0 +1,93 @@
+"""A worker's figures for Prometheus: batches by phase, jobs by how they ended, what is in hand, the device's memory.
+
+One set for the process, which is one worker. Knows ticks and outcomes; knows nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from core.batching.engine import Tick
+
+log = logging.getLogger(__name__)
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+class Meter:
+    """Thread-safe. Everything is nought until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels = ("modality", "phase")
+        self._seconds = Histogram(
+            "diptych_batch_seconds", "One iteration of the engine.", labels, buckets=_SECONDS, registry=self.registry
+        )
+        self._rows = Histogram(
+            "diptych_batch_rows", "Rows that shared one.", labels, buckets=_ROWS, registry=self.registry
+        )
+        self._failures = Counter(
+            "diptych_batch_failures", "Iterations that failed; their requests are retried alone.", labels,
+            registry=self.registry,
+        )  # fmt: skip
+        self._jobs = Counter(
+            "diptych_jobs", "Jobs by how this worker ended them.", ("modality", "outcome"), registry=self.registry
+        )
+        self._job_seconds = Histogram(
+            "diptych_job_seconds", "A job in the engine, from its claim to its result.", ("modality",), buckets=_LONG,
+            registry=self.registry,
+        )  # fmt: skip
+
+    def tick(self, tick: Tick) -> None:
+        """Note an iteration. On the engine's thread."""
+        phase = str(getattr(tick.group, "phase", tick.modality))
+        if tick.error is not None:
+            self._failures.labels(tick.modality, phase).inc()
+            return
+        self._seconds.labels(tick.modality, phase).observe(tick.seconds)
+        self._rows.labels(tick.modality, phase).observe(tick.rows)
+
+    def ended(self, modality: str, outcome: str, seconds: float) -> None:
+        """Note a job that this worker is done with: succeeded, failed, expired, handed_back, dropped or lost."""
+        self._jobs.labels(modality, outcome).inc()
+        if outcome == "succeeded":
+            self._job_seconds.labels(modality).observe(seconds)
+
+    def serve(self, address: str, in_hand: Callable[[], dict[str, int]]) -> None:
+        """Answer on `host:port`, from a thread of its own, until the process ends. Raises OSError."""
+        self.registry.register(_Now(in_hand))
+        host, _, port = address.rpartition(":")
+        start_http_server(int(port), addr=host.strip("[]"), registry=self.registry)
+        log.info("metrics are at http://%s/metrics", address)
+
+
+class _Now(Collector):
+    """What is read when somebody asks."""
+
+    def __init__(self, in_hand: Callable[[], dict[str, int]]) -> None:
+        self._in_hand = in_hand
+
+    def collect(self) -> Iterable[Any]:
+        held = GaugeMetricFamily("diptych_jobs_in_hand", "Messages that this worker has taken.", labels=("queue",))
+        for queue, count in self._in_hand().items():
+            held.add_metric((queue,), count)
+        yield held
+        torch = sys.modules.get("torch")  # not imported for this
+        if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+            used = GaugeMetricFamily("diptych_device_memory_bytes", "Of the GPU.", labels=("what",))
+            free, total = torch.cuda.mem_get_info()
+            for what, size in (("allocated", torch.cuda.memory_allocated()), ("free", free), ("total", total)):
+                used.add_metric((what,), size)
+            yield used
+
+
+METER = Meter()
