@@ -42,8 +42,9 @@ def library(cache_dir: Path) -> ctypes.CDLL:
     """The kernels, compiled into `cache_dir` if they are not there yet, which takes seconds. Raises `Unavailable`."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise Unavailable(f"INT8 kernels are for x86 processors under Linux, not {platform.machine()}, {sys.platform}")
-    if "avx512_vnni" not in _processor_flags():
-        raise Unavailable("INT8 kernels need a processor with AVX-512 VNNI")
+    flags = _processor_flags()
+    if "avx512_vnni" not in flags and not {"avx2", "fma"} <= flags:
+        raise Unavailable("INT8 kernels need a processor with AVX-512 VNNI or AVX2")
     compiler = _compiler()
     path = cache_dir / f"int8-{_key(compiler)}.so"
     if path.is_file():

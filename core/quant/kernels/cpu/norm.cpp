@@ -10,8 +10,8 @@ void quantize(const Quantize& q) {
 #pragma omp parallel for schedule(static)
   for (int64_t m = 0; m < q.rows; ++m)
     for (int64_t c = 0; c < q.channels; c += LANES) {
-      const __mmask16 mask = lanes(q.channels - c);
-      const __m512 v = _mm512_maskz_loadu_ps(mask, q.x + m * q.channels + c);
+      const Mask mask = lanes(q.channels - c);
+      const Vec v = load(q.x + m * q.channels + c, mask);
       store(v, q.inverse, q.bytes, nullptr, m * q.channels + c, c, mask);
     }
 }
@@ -20,20 +20,20 @@ void layer_norm(const LayerNorm& l) {
 #pragma omp parallel for schedule(static)
   for (int64_t m = 0; m < l.rows; ++m) {
     const float* row = l.x + m * l.channels;
-    __m512 sum = _mm512_setzero_ps(), square = _mm512_setzero_ps();
+    Vec sum = zero(), square = zero();
     for (int64_t c = 0; c < l.channels; c += LANES)
-      sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes(l.channels - c), row + c));
-    const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / l.channels);
+      sum = sum + load(row + c, lanes(l.channels - c));
+    const Vec mean = all(total(sum) / l.channels);
     for (int64_t c = 0; c < l.channels; c += LANES) {
-      const __mmask16 mask = lanes(l.channels - c);
-      const __m512 d = _mm512_maskz_sub_ps(mask, _mm512_maskz_loadu_ps(mask, row + c), mean);
-      square = _mm512_fmadd_ps(d, d, square);
+      const Mask mask = lanes(l.channels - c);
+      const Vec d = masked(load(row + c, mask) - mean, mask);
+      square = fma(d, d, square);
     }
-    const __m512 rstd = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(square) / l.channels + l.eps));
+    const Vec rstd = all(1.0f / std::sqrt(total(square) / l.channels + l.eps));
     for (int64_t c = 0; c < l.channels; c += LANES) {
-      const __mmask16 mask = lanes(l.channels - c);
-      const __m512 v = _mm512_mul_ps(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, row + c), mean), rstd);
-      store(_mm512_fmadd_ps(v, _mm512_maskz_loadu_ps(mask, l.weight + c), _mm512_maskz_loadu_ps(mask, l.bias + c)),
+      const Mask mask = lanes(l.channels - c);
+      const Vec v = (load(row + c, mask) - mean) * rstd;
+      store(fma(v, load(l.weight + c, mask), load(l.bias + c, mask)),
             l.inverse, l.bytes, l.floats, m * l.channels + c, c, mask);
     }
   }
@@ -48,28 +48,28 @@ constexpr int64_t RUN = 32;  // pixels
 // mean is large, and sums around one pixel of all would where that one is an outlier.
 void channel_sums(const float* x, int64_t pixels, int64_t width, float* means, float* squares) {
   for (int64_t c = 0; c < width; c += LANES) {
-    const __mmask16 mask = lanes(width - c);
+    const Mask mask = lanes(width - c);
     const float* p = x + c;
-    const __m512 origin = _mm512_maskz_loadu_ps(mask, p);
-    __m512 mean = _mm512_setzero_ps(), square = _mm512_setzero_ps();
+    const Vec origin = load(p, mask);
+    Vec mean = zero(), square = zero();
     for (int64_t first = 0; first < pixels; first += RUN) {
       const int64_t count = std::min(RUN, pixels - first);
-      const __m512 around = _mm512_maskz_loadu_ps(mask, p);
-      __m512 s = _mm512_setzero_ps(), q = _mm512_setzero_ps();
+      const Vec around = load(p, mask);
+      Vec s = zero(), q = zero();
       for (int64_t i = 0; i < count; ++i, p += width) {
-        const __m512 d = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, p), around);
-        s = _mm512_add_ps(s, d);
-        q = _mm512_fmadd_ps(d, d, q);
+        const Vec d = load(p, mask) - around;
+        s = s + d;
+        q = fma(d, d, q);
       }
-      const __m512 shift = _mm512_mul_ps(s, _mm512_set1_ps(1.0f / count));
-      const __m512 apart = _mm512_sub_ps(_mm512_add_ps(_mm512_sub_ps(around, origin), shift), mean);
+      const Vec shift = s * all(1.0f / count);
+      const Vec apart = around - origin + shift - mean;
       const float share = static_cast<float>(count) / (first + count);
-      mean = _mm512_fmadd_ps(apart, _mm512_set1_ps(share), mean);
-      square = _mm512_add_ps(square, _mm512_fnmadd_ps(shift, s, q));
-      square = _mm512_fmadd_ps(_mm512_mul_ps(apart, apart), _mm512_set1_ps(share * first), square);
+      mean = fma(apart, all(share), mean);
+      square = square + fnma(shift, s, q);
+      square = fma(apart * apart, all(share * first), square);
     }
-    _mm512_mask_storeu_ps(means + c, mask, mean);
-    _mm512_mask_storeu_ps(squares + c, mask, square);
+    save(means + c, mean, mask);
+    save(squares + c, square, mask);
   }
 }
 
@@ -106,10 +106,10 @@ struct Affine {
       const int64_t width = half ? g.c2 : g.c1, at = half ? g.c1 : 0;
       const float* x = (half ? g.y : g.x) + pixel * width;
       for (int64_t c = 0; c < width; c += LANES) {
-        const __mmask16 mask = lanes(width - c);
-        const __m512 d = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, x + c), _mm512_maskz_loadu_ps(mask, &around[at + c]));
-        __m512 v = _mm512_fmadd_ps(d, _mm512_maskz_loadu_ps(mask, &a[at + c]), _mm512_maskz_loadu_ps(mask, &b[at + c]));
-        if (g.silu) v = silu_ps(v);
+        const Mask mask = lanes(width - c);
+        const Vec d = load(x + c, mask) - load(&around[at + c], mask);
+        Vec v = fma(d, load(&a[at + c], mask), load(&b[at + c], mask));
+        if (g.silu) v = silu(v);
         store(v, g.inverse, g.bytes, g.floats, pixel * (g.c1 + g.c2) + at + c, at + c, mask);
       }
     }

@@ -26,41 +26,6 @@ struct Geometry {
   }
 };
 
-// The three kinds of operand: how sixteen columns of a weight are read, and how a row's next input is spread.
-struct Int8 {
-  using Element = uint8_t;
-  using Sum = __m512i;
-  static constexpr int DEPTH = 4, BYTES = 64;  // inputs of one step; bytes of sixteen columns of them
-  static Sum start(const int32_t* offset, int64_t n) { return _mm512_loadu_si512(offset + n); }
-  static __m512i weight(const void* b) { return _mm512_loadu_si512(b); }
-  static __m512i input(const uint8_t* a) {
-    int32_t word;
-    std::memcpy(&word, a, 4);
-    return _mm512_set1_epi32(word);
-  }
-  static Sum add(Sum s, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(s, a, b); }
-  static __m512 value(Sum s) { return _mm512_cvtepi32_ps(s); }
-};
-
-struct Fp32 {
-  using Element = float;
-  using Sum = __m512;
-  static constexpr int DEPTH = 1, BYTES = 64;
-  static Sum start(const int32_t*, int64_t) { return _mm512_setzero_ps(); }
-  static __m512 weight(const void* b) { return _mm512_loadu_ps(b); }
-  static __m512 input(const float* a) { return _mm512_set1_ps(*a); }
-  static Sum add(Sum s, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, s); }
-  static __m512 value(Sum s) { return s; }
-};
-
-struct Bf16 : Fp32 {  // weights only
-  static constexpr int BYTES = 32;
-  static __m512 weight(const void* b) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(b)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-  }
-};
-
 template <class Kind, int MR, int NV>
 inline __attribute__((always_inline)) void multiply(const typename Kind::Element* const* a, int taps, int64_t steps,
                                                     const char* b, const int32_t* offset, int64_t n,
@@ -79,38 +44,46 @@ inline __attribute__((always_inline)) void multiply(const typename Kind::Element
 }
 
 // Scale, bias, what else is added, and the way out, for sixteen columns of one row.
-inline void finish(const Product& p, const Geometry& g, __m512 v, int64_t m, int64_t n) {
-  const __mmask16 mask = lanes(p.n - n);
-  if (p.row_bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, p.row_bias + (m / g.pixels) * p.row_stride + n));
-  if (p.residual) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, p.residual + m * p.n + n));
-  if (p.silu) v = silu_ps(v);
+inline void finish(const Product& p, const Geometry& g, Vec v, int64_t m, int64_t n) {
+  const Mask mask = lanes(p.n - n);
+  if (p.row_bias) v = v + load(p.row_bias + (m / g.pixels) * p.row_stride + n, mask);
+  if (p.residual) v = v + load(p.residual + m * p.n + n, mask);
+  if (p.silu) v = silu(v);
   store(v, p.inverse, p.bytes, p.floats, m * p.n + n, n, mask);
 }
 
+template <class Kind>
+inline Vec scaled(const Product& p, typename Kind::Sum sum, int64_t n) {
+  const Vec raw = Kind::value(sum), bias = load(p.bias + n);
+  return p.scale ? fma(raw, load(p.scale + n), bias) : raw + bias;
+}
+
+// Where a tile has one vector of columns, hidden and gate alternate from block to block; else within the tile.
+template <int NV>
+constexpr bool APART = NV == 1 && WIDEST == 1;
+
 template <class Kind, int MR, int NV>
 void tile(const Product& p, const Geometry& g, const typename Kind::Element* const* a, int64_t first, int count,
-          int64_t n0, const char* b) {
-  typename Kind::Sum sums[MR][NV];
-  multiply<Kind, MR, NV>(a, p.taps, p.channels / Kind::DEPTH, b, p.offset, n0, sums);
+          int64_t n0, const char* b, int64_t depth) {
+  const int64_t steps = p.channels / Kind::DEPTH;
+  typename Kind::Sum sums[MR][NV], gates[APART<NV> ? MR : 1][1];
+  multiply<Kind, MR, NV>(a, p.taps, steps, b, p.offset, n0, sums);
+  if constexpr (APART<NV>)
+    if (p.geglu) multiply<Kind, MR, NV>(a, p.taps, steps, b + depth, p.offset, n0 + LANES, gates);
   for (int i = 0; i < count; ++i) {
     const int64_t m = first + i;
-    __m512 value[NV];
-    for (int j = 0; j < NV; ++j) {
-      const int64_t n = n0 + j * LANES;
-      const __m512 raw = Kind::value(sums[i][j]), bias = _mm512_loadu_ps(p.bias + n);
-      value[j] = p.scale ? _mm512_fmadd_ps(raw, _mm512_loadu_ps(p.scale + n), bias) : _mm512_add_ps(raw, bias);
-    }
-    if (p.geglu) {  // the vectors of hidden and gate alternate
-      if constexpr (NV % 2 == 0)
+    if (p.geglu) {
+      if constexpr (APART<NV> || NV % 2 == 0)
         for (int j = 0; j < NV; j += 2) {
-          const int64_t n = (n0 + j * LANES) / 2;
-          const __m512 gate = p.silu ? silu_ps(value[j + 1]) : gelu_ps(value[j + 1]);
-          const __m512 made = _mm512_mul_ps(value[j], gate);
-          store(made, p.inverse, p.bytes, p.floats, m * (p.n / 2) + n, n, lanes(p.n / 2 - n));
+          const int64_t n = n0 + j * LANES, at = n / 2;
+          const Vec gate = scaled<Kind>(p, APART<NV> ? gates[APART<NV> ? i : 0][0] : sums[i][(j + 1) % NV], n + LANES);
+          const Vec made = scaled<Kind>(p, sums[i][j], n) * (p.silu ? silu(gate) : gelu(gate));
+          store(made, p.inverse, p.bytes, p.floats, m * (p.n / 2) + at, at, lanes(p.n / 2 - at));
         }
       continue;
     }
-    for (int j = 0; j < NV && n0 + j * LANES < p.n; ++j) finish(p, g, value[j], m, n0 + j * LANES);
+    for (int j = 0; j < NV && n0 + j * LANES < p.n; ++j)
+      finish(p, g, scaled<Kind>(p, sums[i][j], n0 + j * LANES), m, n0 + j * LANES);
   }
 }
 
@@ -147,28 +120,46 @@ void gather(const Product& p, const Geometry& g, int64_t first, const Element* z
 
 // How many vectors of columns stand side by side: equal numbers where they divide evenly.
 int side_by_side(int64_t n16, bool geglu) {
+  if (WIDEST == 1) return 1;
   if (n16 % 4 == 0) return 4;
   if (!geglu && n16 % 3 == 0) return 3;
   return n16 % 2 == 0 ? 2 : 1;
 }
 
-template <class Kind, int MR, int NV>
+template <class Kind, int NV>
 void run(const Product& p, int64_t n16) {
+  using Stored = typename Kind::Stored;
   using Element = typename Kind::Element;
+  constexpr int MR = tile_rows(NV);
+  constexpr bool WIDENED = sizeof(Stored) < sizeof(Element);
   const Geometry g(p);
-  const int64_t tiles = (g.rows + MR - 1) / MR, blocks = n16 / NV;
+  const int together = APART<NV> && p.geglu ? 2 : 1;  // blocks that one tile is made of
+  const int64_t tiles = (g.rows + MR - 1) / MR, blocks = n16 / (NV * together);
   const int64_t depth = p.taps * (p.channels / Kind::DEPTH) * NV * Kind::BYTES;
-  const std::vector<Element> zero(p.channels, static_cast<Element>(Kind::DEPTH == 4 ? 128 : 0));
+  const std::vector<Stored> zero(p.channels, static_cast<Stored>(sizeof(Stored) == 1 ? 128 : 0));
 #pragma omp parallel
   {
+    const Stored* from[9 * MR];
     const Element* a[9 * MR];
+    std::vector<Element> wide(WIDENED ? p.taps * MR * p.channels : 0);
     int64_t gathered = -1;
 #pragma omp for schedule(static)
     for (int64_t job = 0; job < tiles * blocks; ++job) {
-      const int64_t t = job / blocks, block = job % blocks, first = t * MR;
-      if (t != gathered) gather<Element, MR>(p, g, first, zero.data(), a), gathered = t;
+      const int64_t t = job / blocks, block = job % blocks * together, first = t * MR;
+      if (t != gathered) {
+        gather<Stored, MR>(p, g, first, zero.data(), from), gathered = t;
+        for (int i = 0; i < p.taps * MR; ++i) {
+          if constexpr (WIDENED) {
+            std::copy_n(from[i], p.channels, wide.data() + i * p.channels);
+            a[i] = wide.data() + i * p.channels;
+          } else {
+            a[i] = from[i];
+          }
+        }
+      }
       const int count = static_cast<int>(std::min<int64_t>(MR, g.rows - first));
-      tile<Kind, MR, NV>(p, g, a, first, count, block * NV * LANES, static_cast<const char*>(p.w) + block * depth);
+      const char* w = static_cast<const char*>(p.w) + block * depth;
+      tile<Kind, MR, NV>(p, g, a, first, count, block * NV * LANES, w, depth);
     }
   }
 }
@@ -176,12 +167,12 @@ void run(const Product& p, int64_t n16) {
 template <class Kind>
 void choose(const Product& p) {
   const int64_t n16 = (p.n + LANES - 1) / LANES;
-  switch (side_by_side(n16, p.geglu)) {
-    case 4: return run<Kind, 6, 4>(p, n16);
-    case 3: return run<Kind, 8, 3>(p, n16);
-    case 2: return run<Kind, 12, 2>(p, n16);
-    default: return run<Kind, 14, 1>(p, n16);
-  }
+  if constexpr (WIDEST == 4) switch (side_by_side(n16, p.geglu)) {
+      case 4: return run<Kind, 4>(p, n16);
+      case 3: return run<Kind, 3>(p, n16);
+      case 2: return run<Kind, 2>(p, n16);
+    }
+  run<Kind, 1>(p, n16);
 }
 
 // Weights [n, taps, channels] in the order in which `run` reads them; columns beyond n are zero.
@@ -215,7 +206,7 @@ extern "C" void diptych_pack(const void* w, void* packed, int64_t n, int64_t tap
                              int32_t geglu) {
   using namespace diptych;
   switch (kind) {
-    case 0: return arrange<int8_t, 4>(static_cast<const int8_t*>(w), static_cast<int8_t*>(packed), n, taps, channels, geglu);
+    case 0: return arrange<int8_t, Int8::DEPTH>(static_cast<const int8_t*>(w), static_cast<int8_t*>(packed), n, taps, channels, geglu);
     case 1: return arrange<float, 1>(static_cast<const float*>(w), static_cast<float*>(packed), n, taps, channels, geglu);
     default:
       return arrange<uint16_t, 1>(static_cast<const uint16_t*>(w), static_cast<uint16_t*>(packed), n, taps, channels, geglu);

@@ -13,14 +13,12 @@ constexpr int64_t PAGE = LANES;  // tokens: a vector holds one channel of a page
 // How a page's numbers are read and written, sixteen at a time.
 struct Floats {
   using Element = float;
-  static __m512 read(const float* from) { return _mm512_loadu_ps(from); }
+  static Vec read(const float* from) { return load(from); }
 };
 
 struct Bytes {
   using Element = int8_t;
-  static __m512 read(const int8_t* from) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-  }
+  static Vec read(const int8_t* from) { return load(from); }
 };
 
 // One head of one token into its place of a page, `apart` elements from channel to channel.
@@ -67,43 +65,42 @@ template <class Kind, int HEADS>
 void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_t kv_head, int64_t count, float* scores,
            int64_t padded, float* largest) {
   const Paged& p = a.at;
-  const __m512 scale = _mm512_set1_ps(a.scale);
-  __m512 top[HEADS];
-  for (int h = 0; h < HEADS; ++h) top[h] = _mm512_set1_ps(-INFINITY);
+  const Vec scale = all(a.scale);
+  Vec top[HEADS];
+  for (int h = 0; h < HEADS; ++h) top[h] = all(-INFINITY);
   for (int64_t first = 0; first < count; first += PAGE) {
     const int64_t head = pages[first / PAGE] * p.kv_heads + kv_head;
     const auto* keys = static_cast<const typename Kind::Element*>(p.keys) + head * p.d * PAGE;
-    __m512 even[HEADS], odd[HEADS];  // two sums each, or every addition would wait for the one before
-    for (int h = 0; h < HEADS; ++h) even[h] = odd[h] = _mm512_setzero_ps();
+    Vec even[HEADS], odd[HEADS];  // two sums each, or every addition would wait for the one before
+    for (int h = 0; h < HEADS; ++h) even[h] = odd[h] = zero();
     for (int64_t c = 0; c < p.d; c += 2) {
-      const __m512 k0 = Kind::read(keys + c * PAGE), k1 = Kind::read(keys + (c + 1) * PAGE);
+      const Vec k0 = Kind::read(keys + c * PAGE), k1 = Kind::read(keys + (c + 1) * PAGE);
       for (int h = 0; h < HEADS; ++h) {
-        even[h] = _mm512_fmadd_ps(_mm512_set1_ps(q[h * p.d + c]), k0, even[h]);
-        odd[h] = _mm512_fmadd_ps(_mm512_set1_ps(q[h * p.d + c + 1]), k1, odd[h]);
+        even[h] = fma(all(q[h * p.d + c]), k0, even[h]);
+        odd[h] = fma(all(q[h * p.d + c + 1]), k1, odd[h]);
       }
     }
-    const __mmask16 mask = lanes(count - first);
-    const __m512 factor = p.key_scales ? _mm512_mul_ps(scale, _mm512_loadu_ps(p.key_scales + head * PAGE)) : scale;
+    const Mask mask = lanes(count - first);
+    const Vec factor = p.key_scales ? scale * load(p.key_scales + head * PAGE) : scale;
     for (int h = 0; h < HEADS; ++h) {
-      const __m512 s = _mm512_mul_ps(_mm512_add_ps(even[h], odd[h]), factor);
-      _mm512_storeu_ps(scores + h * padded + first, s);
-      top[h] = _mm512_mask_max_ps(top[h], mask, top[h], s);
+      const Vec s = (even[h] + odd[h]) * factor;
+      save(scores + h * padded + first, s);
+      top[h] = max(top[h], s, mask);
     }
   }
-  for (int h = 0; h < HEADS; ++h) largest[h] = _mm512_reduce_max_ps(top[h]);
+  for (int h = 0; h < HEADS; ++h) largest[h] = greatest(top[h]);
 }
 
 // exp(score − largest) in place; returns 1 / sum.
 float soften(float* scores, float largest, int64_t count) {
-  const __m512 most = _mm512_set1_ps(largest);
-  __m512 sum = _mm512_setzero_ps();
+  const Vec most = all(largest);
+  Vec sum = zero();
   for (int64_t s = 0; s < count; s += LANES) {
-    const __m512 x = _mm512_sub_ps(_mm512_loadu_ps(scores + s), most);
-    const __m512 e = _mm512_maskz_mov_ps(lanes(count - s), exp_ps(x));
-    _mm512_storeu_ps(scores + s, e);
-    sum = _mm512_add_ps(sum, e);
+    const Vec e = masked(exp(load(scores + s) - most), lanes(count - s));
+    save(scores + s, e);
+    sum = sum + e;
   }
-  return 1.0f / _mm512_reduce_add_ps(sum);
+  return 1.0f / total(sum);
 }
 
 template <class Kind, int HEADS>
@@ -120,28 +117,28 @@ void attend(const PagedAttention& a, int64_t m, int64_t first_head, std::vector<
   if (p.value_scales)  // a token's scale is taken into its weight
     for (int64_t first = 0; first < count; first += PAGE) {
       const int64_t head = pages[first / PAGE] * p.kv_heads + kv_head;
-      const __m512 factor = _mm512_loadu_ps(p.value_scales + head * PAGE);
+      const Vec factor = load(p.value_scales + head * PAGE);
       for (int h = 0; h < HEADS; ++h) {
         float* s = scores.data() + h * padded + first;
-        _mm512_storeu_ps(s, _mm512_mul_ps(_mm512_loadu_ps(s), factor));
+        save(s, load(s) * factor);
       }
     }
   for (int64_t c = 0; c < p.d; c += LANES) {
-    __m512 sums[HEADS];
-    for (int h = 0; h < HEADS; ++h) sums[h] = _mm512_setzero_ps();
+    Vec sums[HEADS];
+    for (int h = 0; h < HEADS; ++h) sums[h] = zero();
     for (int64_t first = 0; first < count; first += PAGE) {
       const int64_t head = pages[first / PAGE] * p.kv_heads + kv_head, left = std::min(PAGE, count - first);
       const auto* v = static_cast<const typename Kind::Element*>(p.values) + head * PAGE * p.d + c;
       for (int64_t s = 0; s < left; ++s, v += p.d) {
-        const __m512 value = Kind::read(v);
+        const Vec value = Kind::read(v);
         for (int h = 0; h < HEADS; ++h)
-          sums[h] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * padded + first + s]), value, sums[h]);
+          sums[h] = fma(all(scores[h * padded + first + s]), value, sums[h]);
       }
     }
     for (int h = 0; h < HEADS; ++h) {
       const int64_t channel = (first_head + h) * p.d + c;
-      store(_mm512_mul_ps(sums[h], _mm512_set1_ps(share[h])), a.inverse, a.bytes, a.floats,
-            m * p.heads * p.d + channel, channel, 0xffff);
+      store(sums[h] * all(share[h]), a.inverse, a.bytes, a.floats,
+            m * p.heads * p.d + channel, channel, ALL);
     }
   }
 }
@@ -158,7 +155,8 @@ void attend_all(const PagedAttention& a) {
     for (int64_t job = 0; job < p.rows * p.kv_heads; ++job) {
       const int64_t m = job / p.kv_heads, start = job % p.kv_heads * group;
       int64_t h = 0;
-      for (; h + 4 <= group; h += 4) attend<Kind, 4>(a, m, start + h, scores);
+      if constexpr (HEADS_AT_ONCE == 4)
+        for (; h + 4 <= group; h += 4) attend<Kind, 4>(a, m, start + h, scores);
       for (; h + 2 <= group; h += 2) attend<Kind, 2>(a, m, start + h, scores);
       for (; h < group; ++h) attend<Kind, 1>(a, m, start + h, scores);
     }
@@ -171,16 +169,16 @@ void rms_norm(const RmsNorm& r) {
 #pragma omp parallel for schedule(static)
   for (int64_t m = 0; m < r.rows; ++m) {
     const float* row = r.x + m * r.channels;
-    __m512 square = _mm512_setzero_ps();
+    Vec square = zero();
     for (int64_t c = 0; c < r.channels; c += LANES) {
-      const __m512 x = _mm512_maskz_loadu_ps(lanes(r.channels - c), row + c);
-      square = _mm512_fmadd_ps(x, x, square);
+      const Vec x = load(row + c, lanes(r.channels - c));
+      square = fma(x, x, square);
     }
-    const __m512 rms = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(square) / r.channels + r.eps));
+    const Vec rms = all(1.0f / std::sqrt(total(square) / r.channels + r.eps));
     for (int64_t c = 0; c < r.channels; c += LANES) {
-      const __mmask16 mask = lanes(r.channels - c);
-      const __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, row + c), rms);
-      store(_mm512_mul_ps(x, _mm512_maskz_loadu_ps(mask, r.weight + c)), r.inverse, r.bytes, r.floats,
+      const Mask mask = lanes(r.channels - c);
+      const Vec x = load(row + c, mask) * rms;
+      store(x * load(r.weight + c, mask), r.inverse, r.bytes, r.floats,
             m * r.channels + c, c, mask);
     }
   }
