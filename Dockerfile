@@ -20,7 +20,11 @@ WORKDIR /app
 COPY constraints.txt ./
 # What `api` imports; tests/deployment/test_image.py holds this line to the source.
 RUN pip install -c constraints.txt setuptools \
-    celery fastapi limits obstore prometheus-client pydantic-settings python-multipart redis uvicorn
+    celery fastapi limits obstore pillow prometheus-client pydantic-settings python-multipart redis uvicorn
+
+# OTEL=1: what DIPTYCH_TRACES needs.
+ARG OTEL=
+RUN test -z "$OTEL" || pip install -c constraints.txt opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 
 # -- the source, and the models apart from it; readable by everybody, whatever the umask of who cloned it --------------
 FROM base AS source

@@ -11,7 +11,8 @@ import secrets
 from typing import Any
 
 from api.errors import ApiError, refused
-from api.schemas import MAX_SEED, CacheFields, ImageFields
+from api.schemas import MAX_SEED, CacheFields, EditFields, ImageFields
+from api.uploads import Upload
 from core.jobs.broker import level
 from core.jobs.record import Backlog, Draft, new_id
 from core.jobs.registry import ModelCard
@@ -19,11 +20,12 @@ from core.text import complaint
 
 # A picture's own defaults: SDXL's, at 20 steps.
 _STEPS, _GUIDANCE, _PRIORITY = 20, 5.0, 5
+_STRENGTH = 0.8  # of an edit without a mask
 _CHARACTERS = 10_000  # of a text, where the model's card does not say
 
 
-def image_draft(fields: ImageFields, card: ModelCard) -> Draft:
-    """The job that these fields ask of this model, still nobody's.
+def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = None) -> Draft:
+    """The job that these fields ask of this model, still nobody's. What is edited (`upload`) is not in it yet.
 
     Raises `ApiError` (400) naming the field that it does not offer.
     """
@@ -33,11 +35,13 @@ def image_draft(fields: ImageFields, card: ModelCard) -> Draft:
         raise refused("prompt", "must not be empty")
     if fields.negative_prompt is not None:
         _check_text("negative_prompt", fields.negative_prompt, limits)
-    width, height = _size(fields.size, card)
+    width, height = _size(fields.size, card, upload)
     if fields.scheduler is not None and fields.scheduler not in card.schedulers:
         raise refused("scheduler", f"must be one of {', '.join(card.schedulers)}")
     n = _at_most("n", fields.n, 1, limits.get("max_images"))
     steps = _at_most("steps", fields.steps, _STEPS, limits.get("max_steps"))
+    edit = {} if upload is None else {"edit": {"strength": _strength(fields, upload, int(steps))}}
+    made = int(steps * edit["edit"]["strength"]) if edit else int(steps)  # as diffusers counts them
     guidance = _at_most("guidance_scale", fields.guidance_scale, _GUIDANCE, limits.get("max_guidance"))
     max_seed = int(min(MAX_SEED, limits.get("max_seed", MAX_SEED)))
     seed = _at_most("seed", fields.seed, secrets.randbelow(max_seed + 1), max_seed)
@@ -56,12 +60,14 @@ def image_draft(fields: ImageFields, card: ModelCard) -> Draft:
             "height": height,
             "scheduler": fields.scheduler,
             "deterministic": bool(fields.deterministic),
-            **_cached(fields, int(steps)),
-            **_form(fields, int(steps)),
+            **({"expand_prompt": True} if fields.expand_prompt else {}),
+            **edit,
+            **_cached(fields, made),
+            **_form(fields, made),
         },
         priority=_PRIORITY if fields.priority is None else fields.priority,
         deadline_s=fields.deadline_s,
-        work_ms=round(1000 * work_s(card, int(n), int(steps), float(guidance), width, height)),
+        work_ms=round(1000 * work_s(card, int(n), made, float(guidance), width, height)),
     )
 
 
@@ -87,12 +93,19 @@ def check_deadline(draft: Draft, card: ModelCard, backlog: Backlog, ready: int) 
     if draft.deadline_s is None or ready < 1:
         return
     p = draft.parameters
-    best_s = solo_s(card, p["n"], p["steps"], p["guidance_scale"], p["width"], p["height"])
+    made = int(p["steps"] * p["edit"]["strength"]) if "edit" in p else p["steps"]
+    best_s = solo_s(card, p["n"], made, p["guidance_scale"], p["width"], p["height"])
     if level(draft.priority) > 0:  # the most urgent pass by what is queued
         best_s += backlog.queued_ms / 1000 / ready
     if draft.deadline_s < best_s:
         message = f"cannot be met: with what is queued it takes {_rounded(best_s)} s at best"
         raise refused("deadline_s", message, "deadline_hopeless")
+
+
+def check_expansion(fields: ImageFields, expands: bool) -> None:
+    """Refuse a prompt to expand where `expands` says that nobody would. Raises `ApiError` (400)."""
+    if fields.expand_prompt and not expands:
+        raise refused("expand_prompt", "no text model is served beside this model", "no_text_model")
 
 
 def retry_after_s(wait_s: float) -> int:
@@ -152,9 +165,17 @@ def _at_most(field: str, given: float | None, default: float, limit: float | Non
     return given
 
 
-def _size(given: str | None, card: ModelCard) -> tuple[int, int]:
+def _strength(fields: ImageFields, upload: Upload, steps: int) -> float:
+    given = fields.strength if isinstance(fields, EditFields) else None
+    strength = given if given is not None else _STRENGTH if upload.mask is None else 1.0
+    if int(steps * strength) < 1:
+        raise refused("strength", f"{strength:g} of {steps} steps is less than one step")
+    return float(strength)
+
+
+def _size(given: str | None, card: ModelCard, upload: Upload | None) -> tuple[int, int]:
     if given is None or given == "auto":
-        return card.native, card.native
+        return (card.native, card.native) if upload is None else _nearest(upload.size, card)
     match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", given)
     size = (int(match[1]), int(match[2])) if match else None
     if size is None or list(size) not in card.sizes:
@@ -162,6 +183,17 @@ def _size(given: str | None, card: ModelCard) -> tuple[int, int]:
         what = "must look like 1024x1024, or be auto" if size is None else "is not offered"
         raise refused("size", f"{what}; offered: {offered}")
     return size
+
+
+def _nearest(size: tuple[int, int], card: ModelCard) -> tuple[int, int]:
+    """Of the model's sizes the one whose shape is most like this, and of those the one nearest in area."""
+
+    def apart(offered: list[int]) -> tuple[float, float]:
+        (width, height), (w, h) = size, offered
+        return round(abs(math.log(width * h / height / w)), 6), abs(math.log(width * height / w / h))
+
+    width, height = min(card.sizes, key=apart)
+    return width, height
 
 
 def _rows(guidance: float) -> int:

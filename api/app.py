@@ -17,6 +17,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from api import (
     batches,
+    edits,
     errors,
     events,
     files,
@@ -33,8 +34,10 @@ from api import (
 )
 from api.doorway import Doorway
 from api.service import Service
+from api.tracing import Traced
 from api.trickle import Trickle
 from api.webhooks import Teller
+from core import traces
 from core.config import Settings
 
 _GRACE_S = 5  # for what is being answered when the server stops
@@ -63,6 +66,7 @@ def create_app(settings: Settings) -> FastAPI:
             await anyio.to_thread.run_sync(trickle.stop)
             await anyio.to_thread.run_sync(teller.stop)
             await service.close()
+            await anyio.to_thread.run_sync(traces.end)
 
     app = FastAPI(
         title="Diptych",
@@ -75,6 +79,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.service = service
     app.add_middleware(Doorway, service=service)
     app.add_middleware(metrics.Metered, registry=service.figures)
+    if settings.traces:
+        app.add_middleware(Traced)
     service.figures.register(metrics.Overview(service))
     origins = [origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()]
     if origins:
@@ -83,7 +89,21 @@ def create_app(settings: Settings) -> FastAPI:
             expose_headers=["Retry-After", "Location", "x-should-retry", *_RATES],
         )  # fmt: skip
     errors.install(app)
-    for part in (images, text, jobs, pictures, events, files, batches, models, queues, health, metrics, playground):
+    for part in (
+        images,
+        edits,
+        text,
+        jobs,
+        pictures,
+        events,
+        files,
+        batches,
+        models,
+        queues,
+        health,
+        metrics,
+        playground,
+    ):
         app.include_router(part.router)
     return app
 

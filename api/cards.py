@@ -51,6 +51,13 @@ class Snapshot:
         known = [model for model in self.models if model.modality == modality and name in (None, model.name)]
         return min(known, key=lambda model: not model.live, default=None)
 
+    def expands(self, name: str) -> bool:
+        """Whether every worker that draws with this model writes text too; with none there, whether any ever did."""
+        drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
+        if not drawing:
+            return self.model(None, "text") is not None
+        return all(any(model.modality == "text" for model in worker.models) for worker in drawing)
+
     def wait_s(self, queue: str) -> float:
         """How long the ready workers have to do with what is queued; with none ready, how long one would."""
         backlog = self.backlogs.get(queue)

@@ -6,6 +6,7 @@ Knows statuses and headers. No answer repeats what was sent, except names of fie
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 # The unmodified OpenAI client tries 408, 409, 429 and 5xx again by itself, unless it is told not to.
 NO_RETRY = {"x-should-retry": "false"}
 
+_FIELD = re.compile(r"([a-z_]{1,40}): (.+)", re.DOTALL)  # as workers name what they refuse
 _DOWN_S, _FULL_S = 2, 30  # when to come back: a Redis that starts again, one that is full
 
 
@@ -67,6 +69,13 @@ def unsuccessful(job: Job) -> ApiError:
         return ApiError(409, "The job was cancelled.", code="cancelled", headers=NO_RETRY)
     if job.state is JobState.EXPIRED:
         return ApiError(504, "The deadline passed before the job was done.", code="expired", headers=NO_RETRY)
+    if error.get("code") == "invalid_request":  # what only a worker can tell, and the client can mend
+        told = _FIELD.fullmatch(str(error.get("message", "")))
+        if told is None:
+            return refused(None, "The request cannot be served.")
+        return refused(told[1], told[2], "context_length_exceeded" if "context of" in told[2] else "invalid_value")
+    if error.get("code") == "content_filter":  # asked for again it would be refused again
+        return ApiError(400, "A picture was refused by this service's checker.", code="content_filter")
     message = str(error.get("message") or "The job failed.")
     return ApiError(500, message, code=str(error.get("code") or "failed"), headers=NO_RETRY)
 

@@ -5,25 +5,21 @@ Knows uploads and records; what the lines of a file ask for, batches.py knows.
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from api.access import By, Caller, count_request
 from api.errors import ApiError, refused
+from api.forms import form
 from api.service import Given, Service
 from core.artifacts import NoArtifact, key_of
 from core.jobs.batches import KEPT_S, File
 
 router = APIRouter(tags=["batches"])
-
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it speaks of forms that are refused
 
 MAX_BYTES = 32 * 2**20
 _ENVELOPE = 64 * 1024  # of a form around its file
@@ -110,21 +106,10 @@ def keep(service: Service, owner: str, name: str, purpose: str, data: bytes) -> 
 
 async def _upload(request: Request) -> tuple[str, bytes]:
     """The name and the bytes of a file for batches. Raises `ApiError`."""
-    declared = request.headers.get("content-length", "")
-    if not re.fullmatch(r"[0-9]{1,12}", declared):
-        raise ApiError(411, "content-length: must be given.", param="content-length", code="length_required")
-    if int(declared) > MAX_BYTES + _ENVELOPE:
-        raise ApiError(413, f"The file is larger than {MAX_BYTES} bytes.", code="body_too_large")
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        message = "content-type: must be multipart/form-data."
-        raise ApiError(415, message, param="content-type", code="unsupported_media_type")
-    try:
-        async with request.form(max_files=1, max_fields=10) as form:
-            purpose, upload = form.get("purpose"), form.get("file")
-            data = await upload.read() if isinstance(upload, UploadFile) else None
-            name = (upload.filename or "") if isinstance(upload, UploadFile) else ""
-    except (HTTPException, ValueError, KeyError, ClientDisconnect):
-        raise ApiError(400, "The body is no form.", code="invalid_body") from None
+    async with form(request, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
+        purpose, upload = parts.get("purpose"), parts.get("file")
+        data = await upload.read() if isinstance(upload, UploadFile) else None
+        name = (upload.filename or "") if isinstance(upload, UploadFile) else ""
     if purpose != "batch":
         raise refused("purpose", "must be batch")
     if data is None:

@@ -41,10 +41,15 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     fields = schemas.read(schemas.ImageFields, await body.read(request))
     id = intake.idempotent(request, caller)
     job = await intake.accept(service, request, caller, fields, id)
+    return await answer(service, request, job, fields, stays=id is not None)
+
+
+async def answer(service: Service, request: Request, job: Job, fields: schemas.ImageFields, *, stays: bool) -> Response:
+    """The job's pictures when they are drawn, or with `stream` all that comes. Raises `ApiError`."""
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:
-        return EventStream(streaming.tell(service, job, links, fields.partial_images or 0, stays=id is not None))
-    ended = await wait(service, job.id, request, stays=id is not None)
+        return EventStream(streaming.tell(service, job, links, fields.partial_images or 0, stays=stays))
+    ended = await wait(service, job.id, request, stays=stays)
     if ended is None:
         raise ApiError(_CLOSED, "The client went away.", code="client_closed_request")
     if ended.state is not JobState.SUCCEEDED:

@@ -17,12 +17,15 @@ from api.access import Caller, count_pictures, count_request
 from api.errors import ApiError, refused
 from api.schemas import ImageFields
 from api.service import Service
+from api.uploads import Upload
+from core import traces
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown
 from core.jobs.record import Draft, Job, new_id
 from core.jobs.store import QueueFull
 
 _KEY = re.compile(r"[!-~]{1,255}")
+_INPUT_S = 3600.0  # until the record of the job that it is for says how long it is kept
 
 
 def idempotent(request: Request, caller: Caller) -> str | None:
@@ -35,15 +38,23 @@ def idempotent(request: Request, caller: Caller) -> str | None:
     return "job_" + hashlib.sha256(f"{caller.id}\0{key}".encode()).hexdigest()[:24]
 
 
-async def accept(service: Service, request: Request, caller: Caller, fields: ImageFields, id: str | None = None) -> Job:
+async def accept(
+    service: Service,
+    request: Request,
+    caller: Caller,
+    fields: ImageFields,
+    id: str | None = None,
+    upload: Upload | None = None,
+) -> Job:
     """Make a job of these fields and send it. Raises `ApiError` and `StoreError`, and then there is no job.
 
-    With an `id` of the client's choice the job may be there already: it is returned as it stands.
+    With an `id` of the client's choice the job may be there already: it is returned as it stands. `upload` is what is
+    edited: it may raise `ArtifactError` too.
     """
     await count_request(request, service, caller)
     digest = ""
     if id is not None:
-        digest = _digest(fields)
+        digest = _digest(fields, upload)
         there = await service.call(service.store.get, id)
         if there is not None:
             return _same(there, caller, digest)
@@ -52,15 +63,20 @@ async def accept(service: Service, request: Request, caller: Caller, fields: Ima
         if service.cards.now.model(None, "image") is not None:
             raise admission.unknown_model()
         raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+    admission.check_expansion(fields, service.cards.now.expands(card.name))
     draft = replace(
-        admission.image_draft(fields, card), id=id or new_id(), owner=caller.id, digest=digest,
+        admission.image_draft(fields, card, upload), id=id or new_id(), owner=caller.id, digest=digest,
         webhook=_webhook(service, request, fields),
     )  # fmt: skip
     if draft.deadline_s is not None:
         # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
         backlog = await service.call(service.store.backlog, draft.modality)
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
+    size = draft.parameters["width"], draft.parameters["height"]
+    pictures = () if upload is None else await service.decode(upload.fitted, size)
     await count_pictures(request, service, caller, draft.parameters["n"])
+    if upload is not None:
+        draft = await service.call(_handed_in, service, draft, *pictures)
     return _same(await make(service, draft), caller, digest)
 
 
@@ -73,6 +89,7 @@ async def repeat(service: Service, request: Request, caller: Caller, job: Job) -
         service,
         Draft(
             new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
+            inputs=job.inputs,
         ),
     )  # fmt: skip
 
@@ -80,7 +97,7 @@ async def repeat(service: Service, request: Request, caller: Caller, job: Job) -
 async def make(service: Service, draft: Draft) -> Job:
     """Make the record and send its message. Raises `ApiError` (429) where the queue is full."""
     try:
-        job, made = await service.call(service.store.make, draft)
+        job, made = await service.call(service.store.make, replace(draft, trace=traces.current()))
     except QueueFull as error:
         after_s = admission.retry_after_s(service.cards.now.wait_s(error.queue))
         message = f"The {error.queue} queue is full; try again later."
@@ -88,6 +105,17 @@ async def make(service: Service, draft: Draft) -> Job:
     if made or not draft.digest:  # who repeats a request sends nothing; what was not sent a sweep finds
         await service.call(service.queue.post, Envelope(job.id, job.modality, job.priority))
     return job
+
+
+def _handed_in(service: Service, draft: Draft, image: bytes, mask: bytes | None) -> Draft:
+    """The draft with what is edited, which is kept for it until its record says so. Raises `ArtifactError`."""
+
+    def put(data: bytes) -> str:
+        return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S))
+
+    keys = {name: put(data) for name, data in (("image", image), ("mask", mask)) if data is not None}
+    edit = {**draft.parameters["edit"], **keys}
+    return replace(draft, parameters={**draft.parameters, "edit": edit}, inputs=tuple(keys.values()))
 
 
 def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:
@@ -99,9 +127,11 @@ def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[st
     return {"url": url, "base": service.links(request).base}
 
 
-def _digest(fields: ImageFields) -> str:
+def _digest(fields: ImageFields, upload: Upload | None) -> str:
     """Tells apart what was asked for, before anything is filled in: a seed may be drawn by lot."""
     given = fields.model_dump(mode="json", exclude_none=True)
+    if upload is not None:
+        given["upload"] = upload.digest
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -42,6 +42,7 @@ def job_object(job: Job, links: Links, forecast: Forecast | None = None) -> dict
                 "url": links.image(job.id, k),
                 **{name: image.get(name) for name in ("seed", "width", "height", "media_type", "size_bytes")},
                 "warnings": image.get("warnings", []),
+                **revised(image),
             }
             for k, image in enumerate(results(job))
         ],
@@ -52,6 +53,11 @@ def results(job: Job) -> list[dict[str, Any]]:
     """What a job that succeeded made: of each picture its key and what is told of it."""
     images: list[dict[str, Any]] = (job.result or {}).get("images", [])
     return images
+
+
+def revised(image: dict[str, Any]) -> dict[str, str]:
+    """OpenAI's name for the prompt that a picture was drawn from, where that is not the one that was given."""
+    return {"revised_prompt": image["revised_prompt"]} if "revised_prompt" in image else {}
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -84,6 +84,9 @@ class ImageFields(BaseModel):
     preview_every: int | None = Field(
         default=None, ge=0, description="steps from one preview to the next; 0, the default: none"
     )
+    expand_prompt: bool | None = Field(
+        default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"
+    )
 
 
 class JobFields(ImageFields):
@@ -100,6 +103,17 @@ class JobFields(ImageFields):
         if value:
             raise PydanticCustomError("not_offered", "not offered")
         return value
+
+
+class EditFields(ImageFields):
+    """What a picture is edited with. In a form all of them are text."""
+
+    model_config = ConfigDict(title="EditRequest")
+
+    strength: float | None = Field(
+        default=None, ge=0, le=1, allow_inf_nan=False,
+        description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
+    )  # fmt: skip
 
 
 IDEMPOTENCY_KEY = {
@@ -144,11 +158,13 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
     raise _complaint(first["type"], field, first.get("ctx", {}))
 
 
-def document(kind: type[BaseModel]) -> dict[str, Any]:
-    """What OpenAPI shows for a body that this kind checks, given as `openapi_extra`."""
+def document(kind: type[BaseModel], media_type: str = "application/json", **files: dict[str, Any]) -> dict[str, Any]:
+    """What OpenAPI shows for a body that this kind checks, given as `openapi_extra`; with files, of a form."""
     schema = kind.model_json_schema()
     schema = _inline(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    schema["properties"] |= files
+    schema["required"] = [*schema.get("required", []), *list(files)[:1]]
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
 def _inline(schema: Any, parts: dict[str, Any]) -> Any:
@@ -210,6 +226,7 @@ class JobImage(BaseModel):
     media_type: str
     size_bytes: int
     warnings: list[str]
+    revised_prompt: str | None = Field(default=None, description="with expand_prompt: what it was drawn from")
 
 
 class JobObject(BaseModel):
@@ -236,6 +253,7 @@ class GeneratedImage(BaseModel):
     url: str | None = None
     seed: int
     warnings: list[str]
+    revised_prompt: str | None = Field(default=None, description="with expand_prompt: what it was drawn from")
 
 
 class Generated(BaseModel):
@@ -271,6 +289,10 @@ class QueueObject(BaseModel):
     running: int
     running_work_s: float
     workers: int = Field(description="ready ones that serve it")
+
+
+class Emptied(QueueObject):
+    cancelled: int = Field(description="jobs that waited, and were ended")
 
 
 class QueueList(BaseModel):

@@ -41,6 +41,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _THREADS = 24  # that wait for Redis; the store has a few more connections, for the reaper and the cards
+_DECODERS = 2  # of pictures that were handed in: each may need some 200 MiB
 _LOOK_S = 30.0  # of silence, after which a waiting request looks at the record
 _AGAIN_S = 1.0  # between tries while Redis is away
 
@@ -72,6 +73,7 @@ class Service:
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)
+        self._decoders = anyio.CapacityLimiter(_DECODERS)
 
     async def start(self) -> None:
         await self.reader.start()
@@ -96,6 +98,10 @@ class Service:
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run what blocks on a thread. It is not abandoned: a cancelled caller still waits for its end."""
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
+
+    async def decode(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `call`, for what takes much memory: a few at once."""
+        return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._decoders)
 
     def links(self, request: Request) -> Links:
         """Addresses as this request's client reaches them, signed where keys are asked for."""

@@ -18,7 +18,7 @@ from fastapi.sse import format_sse_event
 
 from api.errors import ApiError, unsuccessful
 from api.links import Links
-from api.presentation import results
+from api.presentation import results, revised
 from api.service import Service
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
@@ -75,10 +75,14 @@ async def tell(
 
 
 def content(service: Service, job: Job, k: int, links: Links | None) -> dict[str, Any]:
-    """A finished picture: itself, or where it is. Raises `core.artifacts.ArtifactError`."""
+    """A finished picture: itself, or where it is; and its prompt, where that was expanded.
+
+    Raises `core.artifacts.ArtifactError`.
+    """
+    image = results(job)[k]
     if links is not None:
-        return {"url": links.image(job.id, k)}
-    return {"b64_json": base64.b64encode(service.artifacts.get(results(job)[k]["key"])).decode("ascii")}
+        return {"url": links.image(job.id, k), **revised(image)}
+    return {"b64_json": base64.b64encode(service.artifacts.get(image["key"])).decode("ascii"), **revised(image)}
 
 
 async def _look(service: Service, id: str, image: int) -> str | None:
@@ -90,7 +94,7 @@ async def _look(service: Service, id: str, image: int) -> str | None:
 
 
 def _event(what: str, job: Job, data: dict[str, Any]) -> bytes:
-    kind = f"image_generation.{what}"
+    kind = f"{'image_edit' if job.inputs else 'image_generation'}.{what}"
     told = {
         "type": kind,
         **data,

@@ -7,7 +7,6 @@ as how many tokens a prompt has, comes back as a job that failed, and is answere
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,6 @@ _COMPLETION_TOKENS = 16  # OpenAI's default, of completions alone
 _USUAL_TOKENS = 256  # of an answer without a limit, for the queue's estimate
 _CHARACTERS = 4  # of a token, for the same
 _MOST_CHARACTERS = 1_000_000
-_FIELD = re.compile(r"([a-z_]{1,40}): (.+)", re.DOTALL)
 
 
 @router.post(
@@ -117,13 +115,13 @@ async def _answer(
         # Only now it is known whether the worker takes it: what it refuses is a 400 and no stream.
         begun = await _begun(service, job)
         if begun is not None:
-            raise _failed(begun)
+            raise unsuccessful(begun)
         return EventStream(tell(service, job, answers, usage=ask.fields.usage_wanted))
     ended = await wait(service, job.id, request, stays=False)
     if ended is None:
         raise ApiError(_CLOSED, "The client went away.", code="client_closed_request")
     if ended.state is not JobState.SUCCEEDED:
-        raise _failed(ended)
+        raise unsuccessful(ended)
     return JSONResponse(answers.whole(ended.result or {}))
 
 
@@ -208,15 +206,3 @@ _RULES = {
 def _read(kind: type[schemas.F], fields: dict[str, Any]) -> schemas.F:
     """As `schemas.read`, with words for what only these requests can be wrong in. Raises `ApiError` (400)."""
     return schemas.read(kind, fields, rules=_RULES)
-
-
-def _failed(job: Job) -> ApiError:
-    """What a job that did not succeed is answered with. What the worker refused is the client's to mend."""
-    error = job.error or {}
-    if error.get("code") != "invalid_request":
-        return unsuccessful(job)
-    told = _FIELD.fullmatch(str(error.get("message", "")))
-    if told is None:
-        return refused(None, "The request cannot be served.")
-    context = "context of" in told[2]
-    return refused(told[1], told[2], "context_length_exceeded" if context else "invalid_value")

@@ -148,6 +148,7 @@ class Trickle:
         card = now.model(fields.model, "image")
         if card is None:
             raise admission.unknown_model() if now.model(None, "image") is not None else admission.no_model()
+        admission.check_expansion(fields, now.expands(card.name))
         draft = admission.image_draft(fields, card)
         id = "job_" + hashlib.sha256(f"{batch.id}/{number}".encode()).hexdigest()[:24]
         priority = _PRIORITY if fields.priority is None else draft.priority

@@ -14,7 +14,6 @@ import http.client
 import ipaddress
 import json
 import logging
-import re
 import socket
 import ssl
 import threading
@@ -26,6 +25,7 @@ from api.errors import refused
 from api.links import Links
 from api.presentation import job_object
 from api.service import Service
+from core import urls
 from core.jobs.connection import StoreError
 from core.jobs.keyring import webhook_secret
 from core.jobs.webhooks import Webhooks
@@ -37,8 +37,6 @@ _ANSWER_S = 10.0
 _PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)  # between tries; then it is given up
 _AT_ONCE = 8
 _LONGEST = 2048
-# No names or passwords of users, and nothing that HTTP itself would stumble over.
-_ADDRESS = re.compile(r"https?://[!-.0->A-~]+([/?][!-~]*)?")
 
 
 class Unreachable(RuntimeError):
@@ -47,8 +45,15 @@ class Unreachable(RuntimeError):
 
 def check(url: str, *, private: bool) -> None:
     """Refuse what can never be called. Raises `ApiError` (400). A name is looked up when it is called."""
-    if len(url) > _LONGEST or _ADDRESS.fullmatch(url) is None or (host := _host(url)) is None:
-        raise refused("webhook_url", f"must be an http or https address, of {_LONGEST} characters at most")
+    if len(url) > _LONGEST:
+        raise refused("webhook_url", f"must have at most {_LONGEST} characters")
+    try:
+        parts = urls.parse(url)
+    except ValueError as error:
+        raise refused("webhook_url", str(error)) from None
+    if "@" in parts.netloc:
+        raise refused("webhook_url", "must hold no user and no password")
+    host = parts.hostname or ""
     if private:
         return
     if host.rstrip(".").endswith("localhost"):
@@ -56,15 +61,6 @@ def check(url: str, *, private: bool) -> None:
     with contextlib.suppress(ValueError):
         if not _public(ipaddress.ip_address(host)):
             raise refused("webhook_url", "must be a public address", "webhook_private")
-
-
-def _host(url: str) -> str | None:
-    """The host that a URL leads to; None where it leads nowhere."""
-    try:
-        parts = urlsplit(url)
-        return parts.hostname if parts.port != 0 else None
-    except ValueError:
-        return None
 
 
 def sign(secret: str, id: str, timestamp: int, body: bytes) -> str:

@@ -73,6 +73,16 @@ def quality(found: dict[str, Any]) -> list[str]:
     return [*rows, "", f"FID between the two halves of the real pictures: {found['halves_fid']:.5f}."]
 
 
+def sweep(found: dict[str, Any]) -> list[str]:
+    """Of few captions a FID says little, so there is none."""
+    rows = [f"| {found['captions']} captions | score, of fp32's | PSNR |", "|---|---|---|"]
+    for name, one in found["variants"].items():
+        ratio, psnr = one["clip_ratio"], one["psnr_db"]
+        seen = "–" if psnr is None or psnr > 90 else f"{psnr:.1f} dB"
+        rows.append(f"| {name} | {ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%}) | {seen} |")
+    return rows
+
+
 def arrivals(found: dict[str, Any]) -> list[str]:
     names = {
         "engine": "the engine", "window_free": "request-level, what waits", "window_3s": "request-level, 3 s window",
@@ -108,7 +118,8 @@ def _seen(quality: dict[str, Any]) -> str:
     return f"{quality['fid'][0]:.5f} | {quality['clip'][0]:.2f} | {'–' if exact else f'{psnr:.1f} dB'}"
 
 
-TABLES = {"ladder": ladder, "quality": quality, "arrivals": arrivals, "peers": peers}
+TABLES = {"ladder": ladder, "quality": quality, "sweep": sweep, "arrivals": arrivals, "peers": peers}
+SWEEP = QUALITY.with_name("sweep.json")
 
 
 def fill(page: str, results: Path) -> str:
@@ -124,7 +135,7 @@ def fill(page: str, results: Path) -> str:
 
 
 def main() -> None:
-    variants: dict[str, Any] = json.loads(QUALITY.read_text("utf-8"))["variants"]
+    variants: dict[str, Any] = json.loads(SWEEP.read_text("utf-8"))["variants"]
     (_DOCS / "alpha.svg").write_text(alphas(variants), "utf-8")
     (_DOCS / "deepcache.svg").write_text(intervals(variants), "utf-8")
     page = _DOCS / "results.md"

@@ -35,10 +35,10 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "+compile": {"precision": "fp32", "kernels": False, "compile": True},
     "+kernels": {"precision": "fp32", "kernels": True, "compile": False},
     "+int8": {"precision": "int8", "kernels": True, "compile": False},
-    "+deepcache": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "2"},
+    "+deepcache": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "auto"},
 }
 RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
-_DRAWN_AS = {"+int8": "int8", "+deepcache": "int8-block2"}  # variants of evaluation.variants; all else is fp32
+_DRAWN_AS = {"+int8": "int8", "+deepcache": "int8-auto"}  # variants of evaluation.variants; all else is fp32
 QUALITY = Path(__file__).resolve().parent / "results" / "quality.json"
 STATIC_BATCH = 8
 IN_FLIGHT = 16

@@ -13,6 +13,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _EVERY = 25  # of the captions calibrate
+_WHOLE = ("fp32", "fp32-seeds2", "fp32-seeds3", "int8", "int8-auto")  # drawn with all captions
+_SWEPT = 32  # every so many captions are drawn in all ways
 
 
 def main() -> None:
@@ -33,21 +35,24 @@ def main() -> None:
 
 
 def quality(data: Path, work: Path) -> None:
-    """Draw every caption in every way, and score it; resumes."""
+    """Draw every caption in a few ways and some captions in every way, and score them; resumes."""
     from pipeline.load import load
     from pipeline.prompts import read
     from pipeline.quantized import watch
 
     captions = [prompt.text for prompt in read(data / "emoji" / "captions.tsv", columns=("name",), names=())]
-    (work / "captions.json").write_text(json.dumps(captions), "utf-8")
     if not (work / "real").is_dir():
         _run("-m", "training.real", "--data", str(data), "--out", str(work / "real"))
     watch(load(str(_ROOT / "models" / "emoji-xl")), captions[::_EVERY], work / "statistics.safetensors")
-    shared = ("--captions", str(work / "captions.json"), "--out", str(work / "drawn"))
-    more = ("--work", str(work / "pixels"), "--statistics", str(work / "statistics.safetensors"))
-    _run("-m", "evaluation.variants", "draw", *shared, *more)
-    found = _run("-m", "evaluation.variants", "score", *shared, "--real", str(work / "real"))
-    (_ROOT / "benchmarks" / "results" / "quality.json").write_text(found, "utf-8")
+    for name, asked, only in (("quality", captions, ("--only", *_WHOLE)), ("sweep", captions[::_SWEPT], ())):
+        folder = work / name
+        folder.mkdir(exist_ok=True)
+        (folder / "captions.json").write_text(json.dumps(asked), "utf-8")
+        shared = ("--captions", str(folder / "captions.json"), "--out", str(folder / "drawn"))
+        more = ("--work", str(folder / "pixels"), "--statistics", str(work / "statistics.safetensors"))
+        _run("-m", "evaluation.variants", "draw", *shared, *more, *only)
+        found = _run("-m", "evaluation.variants", "score", *shared, "--real", str(work / "real"))
+        (_ROOT / "benchmarks" / "results" / f"{name}.json").write_text(found, "utf-8")
 
 
 def _run(*arguments: str) -> str:

@@ -1,7 +1,8 @@
 """The whole service under load, as its clients see it: `diptych serve` on the embedded model, through HTTP.
 
 First a closed loop finds its capacity, then Poisson arrivals come at 70% of that, while it is asked whether it lives
-and for pictures that it must refuse. Knows HTTP and job records; knows nothing of what is inside the service.
+and for pictures that it must refuse; then flood.py submits far more than it can do. Knows HTTP and job records; knows
+nothing of what is inside the service.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import record
+from benchmarks import flood, record
+from benchmarks.flood import percentile, probe
 from core.config import Settings
 from deployment.children import Child
 from deployment.redis import RedisServer, free_port
@@ -26,6 +28,7 @@ from deployment.redis import RedisServer, free_port
 if TYPE_CHECKING:
     import httpx2
 
+    from core.jobs.keyring import Keyring
     from core.jobs.store import JobStore
 
 LOAD = 0.7  # of the capacity
@@ -65,8 +68,9 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         import httpx2  # noqa: F401
     except ImportError:
         raise record.BenchError("httpx2 is not installed; it comes with the dev extra") from None
-    with record.alone(), _service(settings) as (url, store, serve):
+    with record.alone(), _service(settings) as (url, store, keyring, serve):
         result = asyncio.run(_measure(url, store, serve, steps, pictures))
+        result |= _flooded(url, store, keyring, serve, steps)
     result |= {
         "load": LOAD,
         "arrivals": pictures,
@@ -84,6 +88,13 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
             ("of it outside the engine", _ms(result["overhead_s"]), _ms(result["overhead_p99_s"])),
             ("/healthz", _ms(result["healthz_p50_s"]), _ms(result["healthz_p99_s"])),
             ("a refused request", _ms(result["rejected_p50_s"]), _ms(result["rejected_p99_s"])),
+            (
+                f"a submission, {result['submitted_per_s']:.0f}/s",
+                _ms(result["submit_p50_s"]),
+                _ms(result["submit_p99_s"]),
+            ),
+            ("/healthz meanwhile", "", _ms(result["flood_healthz_p99_s"])),
+            ("/metrics meanwhile", "", _ms(result["flood_metrics_p99_s"])),
         ],
     )
     record.publish("serve", result, results)
@@ -91,14 +102,16 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
 
 
 @contextlib.contextmanager
-def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Child]]:
-    """`diptych serve` on a Redis and a data folder of its own: its URL, the store that its jobs are in, and itself."""
+def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Keyring, Child]]:
+    """`diptych serve` on a Redis and a data folder of its own: its URL, where its jobs and its keys are, and itself."""
+    from core.jobs.keyring import Keyring
     from core.jobs.store import JobStore
 
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as name:
         folder, port = Path(name), free_port()
         redis = RedisServer(folder / "redis", tied=True)
         own = {"redis_url": redis.url, "data_dir": str(folder), "host": "127.0.0.1", "port": str(port)}
+        own["max_queued"] = "1000000"
         given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
         environment |= {f"DIPTYCH_{field.upper()}": str(v) for field, v in given.items() if v is not None}
@@ -112,7 +125,9 @@ def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Child]]:
             try:
                 store = JobStore.of(settings.model_copy(update={"redis_url": redis.url}))
                 _wait_ready(serve, f"http://127.0.0.1:{port}/readyz")
-                yield f"http://127.0.0.1:{port}", store, serve
+                keyring = Keyring(redis.url)
+                yield f"http://127.0.0.1:{port}", store, keyring, serve
+                keyring.close()
                 store.close()
             finally:
                 serve.terminate()
@@ -120,6 +135,23 @@ def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Child]]:
                 serve.kill()
         finally:
             redis.kill()
+
+
+def _flooded(url: str, store: JobStore, keyring: Keyring, serve: Child, steps: int) -> dict[str, Any]:
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{flood.RATE_PER_S:g} submissions a second for {flood.SECONDS:g} s"):
+        return asyncio.run(flood.flood(url, store, keyring, _part(serve, "api"), steps=steps))
+
+
+def _part(serve: Child, name: str) -> int:
+    """The process id of a part of the service."""
+    import psutil
+
+    for process in psutil.Process(serve.pid).children(recursive=True):
+        if "cli" in (words := process.cmdline()) and name in words:
+            return int(process.pid)
+    raise record.BenchError(f"the service has no process {name}")
 
 
 def _wait_ready(serve: Child, url: str) -> None:
@@ -171,8 +203,8 @@ async def _measure(url: str, store: JobStore, serve: Child, steps: int, pictures
             trace = np.random.default_rng(0).exponential(1 / rate, pictures).cumsum().tolist()
             probes = _Probes()
             probing = [
-                asyncio.create_task(_probe(probes.healthz_s, _HEALTH_EVERY_S, lambda: _healthz(client))),
-                asyncio.create_task(_probe(probes.rejected_s, _REFUSED_EVERY_S, lambda: _refused(client, steps))),
+                asyncio.create_task(probe(probes.healthz_s, _HEALTH_EVERY_S, lambda: _healthz(client))),
+                asyncio.create_task(probe(probes.rejected_s, _REFUSED_EVERY_S, lambda: _refused(client, steps))),
             ]
             started = time.monotonic()
             answers = await _play(client, trace, steps)
@@ -185,14 +217,14 @@ async def _measure(url: str, store: JobStore, serve: Child, steps: int, pictures
     latencies = [answer.latency_s for answer in answers]
     return {
         "rate_per_s": round(rate, 4),
-        "p50_s": _percentile(latencies, 50),
-        "p99_s": _percentile(latencies, 99),
+        "p50_s": percentile(latencies, 50),
+        "p99_s": percentile(latencies, 99),
         "images_per_s": round(pictures / whole_s, 4),
         **_overhead(store, answers),
-        "healthz_p50_s": _percentile(probes.healthz_s, 50),
-        "healthz_p99_s": _percentile(probes.healthz_s, 99),
-        "rejected_p50_s": _percentile(probes.rejected_s, 50),
-        "rejected_p99_s": _percentile(probes.rejected_s, 99),
+        "healthz_p50_s": percentile(probes.healthz_s, 50),
+        "healthz_p99_s": percentile(probes.healthz_s, 99),
+        "rejected_p50_s": percentile(probes.rejected_s, 50),
+        "rejected_p99_s": percentile(probes.rejected_s, 99),
         "mean_s": round(statistics.fmean(latencies), 4),
         "capacity_per_s": round(capacity, 4),
         "clients": _CLIENTS,
@@ -252,17 +284,6 @@ async def _refused(client: httpx2.AsyncClient, steps: int) -> None:
         raise record.BenchError(f"a size that is not offered was answered {status}")
 
 
-async def _probe(seconds: list[float], every_s: float, ask: Callable[[], Awaitable[None]]) -> None:
-    """Ask at fixed times until cancelled. One that is late counts from when it was due."""
-    due = time.monotonic()
-    while True:
-        due += every_s
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
-        await ask()
-        seconds.append(time.monotonic() - due)
-        due = max(due, time.monotonic() - every_s)
-
-
 async def _settled(serve: Child) -> None:
     """Wait until the worker, whom nobody asks for anything, is idle: it compiles no more."""
     import psutil
@@ -304,21 +325,15 @@ def _overhead(store: JobStore, answers: Sequence[_Answer]) -> dict[str, Any]:
         end.append(job.ended - job.started - engine_s)
         answer.append(one.answered - job.ended)
     return {
-        "overhead_s": _percentile(whole, 50),
-        "overhead_p99_s": _percentile(whole, 99),
+        "overhead_s": percentile(whole, 50),
+        "overhead_p99_s": percentile(whole, 99),
         "overhead_parts_s": {
-            "to_record": _percentile(accept, 50),
-            "to_claim": _percentile(claim, 50),
-            "around_engine": _percentile(end, 50),
-            "to_client": _percentile(answer, 50),
+            "to_record": percentile(accept, 50),
+            "to_claim": percentile(claim, 50),
+            "around_engine": percentile(end, 50),
+            "to_client": percentile(answer, 50),
         },
     }
-
-
-def _percentile(values: Sequence[float], q: float) -> float:
-    import numpy as np
-
-    return round(float(np.percentile(values, q)), 4) if values else float("nan")
 
 
 def _ms(seconds: float) -> str:

@@ -196,7 +196,11 @@ class _Bench:
             self._lane.call(lambda batch=batch: write(batch))  # type: ignore[misc]
 
     def _generate_batch(self, jobs: Sequence[Job]) -> None:
-        """transformers' own continuous batching, through its manager: `generate_batch` takes one length for all."""
+        """transformers' own continuous batching, by the manager behind `generate_batch`.
+
+        That takes one length for all; the manager takes each request's own, as ours does, so that nothing is written
+        that nobody asked for.
+        """
         from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 
         # Its own choice takes all memory there is, and a mask of the square of that.
@@ -213,12 +217,15 @@ class _Bench:
             with self._stock.continuous_batching_context_manager(**options) as manager:
                 for job in jobs:
                     manager.add_request(list(job.prompt), max_new_tokens=job.tokens)
-                left = len(jobs)
-                while left:
+                written: list[int] = []
+                while len(written) < len(jobs):
                     found = manager.get_result(timeout=1)
                     if found is None and not manager.is_running():
                         raise RuntimeError("its thread ended")
-                    left -= found is not None and found.is_finished()
+                    if found is not None and found.is_finished():
+                        written.append(len(found.generated_tokens))
+                if sum(written) != sum(job.tokens for job in jobs):
+                    raise RuntimeError(f"it wrote {sum(written)} tokens, not all")
 
         implementation = self._stock.config._attn_implementation
         try:
@@ -263,14 +270,7 @@ class _Bench:
             turn += 1
             if not made:
                 made.append(start())
-            futures = [
-                made[0][1].submit(
-                    Request(
-                        f"{turn}-{i}", "text", TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=True)
-                    )
-                )
-                for i, job in enumerate(jobs)
-            ]
+            futures = [made[0][1].submit(Request(f"{turn}-{i}", "text", wanted(job))) for i, job in enumerate(jobs)]
             for future in futures:
                 future.result()
 

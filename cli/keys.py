@@ -49,13 +49,17 @@ def add(commands: Commands) -> None:
 
 
 def _add(options: argparse.Namespace) -> int:
+    from core.jobs.keyring import check
+
+    scopes = [word.strip() for word in options.scopes.split(",") if word.strip()]
+    try:
+        check(options.name, scopes, options.rate, options.quota)
+    except ValueError as error:
+        field, _, words = str(error).partition(": ")
+        raise UsageError(f"{'NAME' if field == 'name' else '--' + field}: {words}") from error
+
     def make(keyring: Keyring) -> None:
-        scopes = [word.strip() for word in options.scopes.split(",") if word.strip()]
-        try:
-            key, token = keyring.add(options.name, scopes, options.rate, options.quota)
-        except ValueError as error:
-            field, _, words = str(error).partition(": ")
-            raise UsageError(f"{'NAME' if field == 'name' else '--' + field}: {words}") from error
+        key, token = keyring.add(options.name, scopes, options.rate, options.quota)
         print(f"{token}\n\n{key.name} ({key.id}) may use it as Authorization: Bearer …, from now on.")
         print("It is not kept and not shown again.")
 

@@ -102,7 +102,7 @@ def _api(options: argparse.Namespace) -> int:
     from core.logs import speak
 
     speak(settings.log_format)
-
+    _begin_traces(settings, "diptych-api")
     try:
         serve(settings, options.fd)
     except ArtifactError as error:
@@ -122,6 +122,7 @@ def _worker(options: argparse.Namespace) -> int:
     from workers.boot import run
 
     speak(settings.log_format)
+    _begin_traces(settings, "diptych-worker")
     with model_errors():
         return int(run(settings) or 0)
 
@@ -139,6 +140,15 @@ def _each_gpu(settings: Settings, options: argparse.Namespace) -> int:
         return serve_each(settings, command=words)
     except NoDevices as error:
         raise UsageError(f"--each-gpu: {error}") from error
+
+
+def _begin_traces(settings: Settings, part: str) -> None:
+    from core import traces
+
+    try:
+        traces.begin(settings.traces, part)
+    except traces.TracesError as error:
+        raise UsageError(f"DIPTYCH_TRACES: {error}") from error
 
 
 def _check_extra() -> None:

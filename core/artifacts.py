@@ -9,7 +9,8 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _SUFFIXES: Final = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg", "application/jsonl": "jsonl"}
 _MEDIA_TYPES: Final = {suffix: media_type for media_type, suffix in _SUFFIXES.items()}
 _KEY: Final = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{62})\.([a-z]+)")
+_PATIENCE_S: Final = 120.0  # longer than a deletion is given
+_AGAIN_S: Final = 0.2
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 
 
@@ -65,7 +68,8 @@ class Artifacts:
                     raise ValueError("file:// needs an absolute path of this machine")
                 self._store = LocalStore(folder, mkdir=True, automatic_cleanup=True)
             else:
-                self._store = from_url(url)
+                # An endpoint that is named with http:// (AWS_ENDPOINT_URL) is meant so.
+                self._store = from_url(url, client_options={"allow_http": True})
 
     def put(self, data: bytes, media_type: str) -> str:
         """Keep `data` whole or not at all, and return its key. What is there already is not written again."""
@@ -78,6 +82,18 @@ class Artifacts:
                 attributes = None if isinstance(self._store, LocalStore) else {"Content-Type": media_type}
                 obstore.put(self._store, key, data, attributes=attributes)
         return key
+
+    def put_kept(self, data: bytes, media_type: str, keep: Callable[[str], bool]) -> str:
+        """As `put`, after `keep` was told the key, so that nobody takes it away; it says whether that may be now.
+
+        Raises what `keep` raises, too.
+        """
+        key, until = key_of(data, media_type), time.monotonic() + _PATIENCE_S
+        while not keep(key):  # the same was made before, and is being deleted at this moment
+            if time.monotonic() > until:
+                raise ArtifactError("it was made before, and its deletion does not end")
+            time.sleep(_AGAIN_S)
+        return self.put(data, media_type)
 
     def get(self, key: str) -> bytes:
         """The artifact's bytes. Raises `NoArtifact` where there is none, and `ArtifactError` where it is damaged."""

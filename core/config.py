@@ -16,6 +16,8 @@ from typing import Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from core import urls
+
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's shape with random weights, where it is not installed
@@ -41,6 +43,10 @@ class Settings(BaseSettings):
         description="auto: int8 where the model has such a variant and the kernels run, else fp32 or bf16",
     )
     unet: str = Field(default="", description="a quantized UNet's folder; empty: the model's own unet-int8 or unet-fp8")
+    lora: str = Field(
+        default="", description="fused into the model as it is loaded: name, name:scale, or several with commas"
+    )
+    lora_dir: str = Field(default="", description="where name.safetensors of these lies")
     deepcache: str = Field(
         default="off", description="of requests that do not say: off, auto, or an interval such as 3 or 3:resnet"
     )
@@ -49,6 +55,11 @@ class Settings(BaseSettings):
     kernels: bool = Field(default=True, description="our own CPU kernels where processor and compiler allow")
     compile: bool = Field(default=True, description="else compile torch's in the background, with a C++ compiler")
     cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code, kept between starts")
+    checker: str = Field(
+        default="",
+        pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_][\w.]*)?$",
+        description="module:callable that gets each finished picture and says whether it is fine; empty: none is asked",
+    )
     max_requests: int = Field(default=32, ge=1, le=4096, description="pictures in the making at once")
     max_rows: int = Field(
         default=32, ge=2, le=1024, description="rows of one UNet forward; guidance brings two a picture"
@@ -116,14 +127,13 @@ class Settings(BaseSettings):
         pattern=r"^([^\s/]*:[0-9]{1,5})?$",
         description="where a worker shows figures, such as 0.0.0.0:9100; empty: nowhere",
     )
+    traces: str = Field(
+        default="", description="an OTLP collector that spans go to, such as http://collector:4318; empty: nowhere"
+    )
     log_format: Literal["text", "json"] = Field(default="text", description="of log lines")
 
     # Who may use it, and how it is called.
-    public_url: str = Field(
-        default="",
-        pattern=r"^(https?://[^\s/?#@]+(/[^\s?#]*)?)?$",
-        description="what links begin with; empty: as called",
-    )
+    public_url: str = Field(default="", description="what links begin with; empty: as called")
     trust_network: bool = Field(
         default=False, description="without keys, serve other machines too: something else keeps strangers out"
     )
@@ -149,6 +159,36 @@ class Settings(BaseSettings):
     def _is_a_schedule(cls, value: str) -> str:
         if not re.fullmatch(r"off|auto|([1-9][0-9]{0,2}|1000)(:(block|resnet))?", value):
             raise ValueError("must be off, auto, or an interval such as 3 or 3:resnet")
+        return value
+
+    @field_validator("public_url")
+    @classmethod
+    def _is_where_links_begin(cls, value: str) -> str:
+        parts = urls.parse(value) if value else None
+        if parts is not None and ("@" in parts.netloc or set("?#") & set(value)):
+            raise ValueError("must have no user, no query and no fragment")
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        for origin in {origin.strip() for origin in value.split(",")} - {"", "*"}:
+            if "@" in origin or urls.parse(origin)[2:] != ("", "", ""):
+                raise ValueError("must be origins, such as https://studio.example, with commas between")
+        return value
+
+    @field_validator("traces")
+    @classmethod
+    def _is_a_collector(cls, value: str) -> str:
+        if value:
+            urls.parse(value)
+        return value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis(cls, value: str) -> str:
+        if value and not value.startswith("unix://"):
+            urls.parse(value, ("redis", "rediss"))
         return value
 
     @field_validator("cache_dir", "data_dir")
@@ -202,6 +242,7 @@ def read(**given: object) -> Settings:
 def _say(field: str, message: str, given: Mapping[str, object]) -> str:
     """One complaint, about what the user wrote: the option, or the variable."""
     name = f"--{field.replace('_', '-')}" if given.get(field) is not None else f"DIPTYCH_{field.upper()}"
+    message = message.removeprefix("Value error, ")
     return f"{name}: {message[:1].lower()}{message[1:]}"
 
 

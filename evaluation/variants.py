@@ -239,8 +239,8 @@ def _work(process: int, of: int, options: argparse.Namespace, captions: list[str
             if time.time() > until:
                 return
             if draw is None:
-                gpu = variant.alpha is None
-                draw = gpu_draw(options.model, variant) if gpu else cpu_draw(
+                stock = variant.published or (variant.alpha is None and torch.cuda.is_available())
+                draw = gpu_draw(options.model, variant) if stock else cpu_draw(
                     options.model, options.statistics, options.cache, variant
                 )  # fmt: skip
             places = left[start : start + batch]

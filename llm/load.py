@@ -179,6 +179,8 @@ def _check(name: str, network: Any, tokenizer: Any) -> None:
     windows = {*(getattr(config, "layer_types", None) or ["full_attention"])} - {"full_attention"}
     if windows or (config.model_type == "mistral" and config.sliding_window is not None):
         raise TextModelError(f"{name}: has layers with sliding windows, which the cache does not know")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise TextModelError(f"{name}: caps the logits of its attention, which ours does not")
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise TextModelError(f"{name}: its tokenizer has no tokenizer.json")
     if len(tokenizer) > config.vocab_size:

@@ -6,7 +6,7 @@ Knows the UNet, cross-attention and guidance; knows nothing of requests, queues 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,23 @@ class Conditioning:
         return self.kv.shape[0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What of a picture is not drawn anew, for a UNet that was not trained to inpaint.
+
+    After every step it is put back at the noise level that comes next (diffusers' inpainting with four channels;
+    Lugmayr et al., 2022, section 4.1).
+    """
+
+    mask: torch.Tensor  # [1, 1, h, w] fp32: 1 where it is drawn anew, else 0
+    latents: torch.Tensor  # [1, C, h, w] fp32: the picture's own
+    noise: torch.Tensor  # [1, C, h, w] fp32: the starting noise
+
+    def put_back(self, x: torch.Tensor, signal: float, noise: float) -> torch.Tensor:
+        """The sample [1, C, h, w] with it put back at this level of signal and noise."""
+        return (1 - self.mask) * (signal * self.latents + noise * self.noise) + self.mask * x
+
+
 @dataclass(slots=True, eq=False)
 class Trajectory:
     """Where a request stands on its way from noise to picture. Replaced, never changed, by a step."""
@@ -106,6 +123,7 @@ class Trajectory:
     x0: torch.Tensor  # [1, C, h, w] fp32: the sampler's previous estimate, zeros before the first
     guidance_scale: float
     conditioning: Conditioning
+    kept: Kept | None = None
 
     @property
     def left(self) -> int:
@@ -211,9 +229,16 @@ def advance(
     coefficients = torch.stack([rider.table.coefficients[rider.step] for rider in riders]).to(x.device)
     x, x0 = sigmas.step(x, m, x0, drawn, coefficients)
     return [
-        Trajectory(r.table, r.step + 1, x[i : i + 1].clone(), x0[i : i + 1].clone(), r.guidance_scale, r.conditioning)
-        for i, r in enumerate(riders)
+        replace(rider, step=rider.step + 1, x=_put_back(rider, x[i : i + 1]), x0=x0[i : i + 1].clone())
+        for i, rider in enumerate(riders)
     ]
+
+
+def _put_back(rider: Trajectory, moved: torch.Tensor) -> torch.Tensor:
+    if rider.kept is None:
+        return moved.clone()
+    signal, noise = rider.table.levels[rider.step + 1].tolist()
+    return rider.kept.put_back(moved, signal, noise)
 
 
 def time_ids(width: int, height: int, rows: int, like: torch.Tensor) -> torch.Tensor:

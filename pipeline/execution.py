@@ -26,6 +26,7 @@ from unet_opt.schedule import AUTO, BLOCK, DEPTHS, RESNET
 
 KERNELS = "kernels"  # of our own, on a CPU
 ENCODE, DEEP, VAE = "encode", "deep", "vae"
+IMAGE = "image"  # what is edited becomes latents
 SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
 STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step further
 VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
@@ -108,7 +109,7 @@ class Execution:
     def cheapest(self, group: Group, rows: int) -> Way:
         """How one iteration of so many rows is run. For a mode, always in the same bucket by the same executable."""
         phase, size, mode = group
-        if phase == ENCODE:
+        if phase in (ENCODE, IMAGE):
             return Way(self._nothing, False, rows, self._curve(group, False)(rows))
         eager = self._executables.eager(phase)
         if self.programs:  # a row's bits depend neither on its companions nor on their number: nothing is padded
@@ -238,7 +239,7 @@ class Execution:
 
     @staticmethod
     def _nothing(*_: Any) -> Any:
-        raise AssertionError("prompts are not encoded through an executable")
+        raise AssertionError("prompts and images are not encoded through an executable")
 
 
 Phases = dict[str, Callable[..., Any]]

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import folder as folders
-from pipeline import tiny
+from pipeline import lora, tiny
 from pipeline.folder import PARTS, WEIGHTS
 from pipeline.folder import ModelError as ModelError
+from pipeline.lora import Lora
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,13 @@ class Model:
 
 
 def load(
-    name: str, *, precision: str = "fp32", device: str = "cpu", variant: str | None = None, unet: Path | None = None
+    name: str,
+    *,
+    precision: str = "fp32",
+    device: str = "cpu",
+    variant: str | None = None,
+    unet: Path | None = None,
+    loras: Sequence[Lora] = (),
 ) -> Model:
     """Load a model.
 
@@ -72,6 +79,7 @@ def load(
             `force_upcast` stays in fp32 where fp16 is asked for.
         variant: of the weight files, such as "fp16" in `diffusion_pytorch_model.fp16.safetensors`.
         unet: folder of the quantized UNet; default: `unet-int8` or `unet-fp8` in the model's own folder.
+        loras: added to the weights, before these are quantized; a variant must then hold scales alone.
 
     Raises:
         ModelError: naming the part, if one is missing, damaged or of another architecture; also for a device that is
@@ -104,10 +112,18 @@ def load(
         short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
         digest = folders.digest(folder, files)
     _check_fit(name, loaded)
+    if loras:
+        with _quiet():
+            lora.fuse_(loaded, loras)
     if precision in _QUANTIZED:
         from pipeline import quantized
 
-        digest = quantized.apply_(loaded, quantized.variant(folder, precision, unet), digest=digest)
+        variants = quantized.variant(folder, precision, unet)
+        if loras:
+            quantized.check_scales_alone(variants["unet"])
+        digest = quantized.apply_(loaded, variants, digest=digest)
+    if loras:
+        digest = lora.digest(digest, loras)
     upcast = dtype is torch.float16 and bool(loaded["vae"].config.force_upcast)  # such decoders overflow in fp16
     with _quiet():
         modules = [

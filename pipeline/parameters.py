@@ -5,9 +5,11 @@ Knows the limits of values; knows nothing of weights, devices or HTTP, and impor
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from core.batching.runner import Refused
 from core.text import complaint
@@ -17,6 +19,19 @@ MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
 MAX_GUIDANCE = 100.0
 MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A picture to begin with instead of noise: image to image, and with a mask inpainting.
+
+    Of so many steps only the last `strength` of them (0 to 1, rounded down to whole steps) are made, as in diffusers.
+    Where there is a `mask`, what it leaves out is kept, pixel by pixel.
+    """
+
+    image: bytes = field(repr=False)  # [height, width, 3]: red, green and blue, at the size of the request
+    mask: bytes | None = field(default=None, repr=False)  # [height, width]: 255 where it is drawn anew, else 0
+    strength: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +55,30 @@ class ImageParameters:
     deterministic: bool = False
     preview_every: int = 0
     deepcache: DeepCache | None = None
+    edit: Edit | None = None
+
+    @property
+    def skipped(self) -> int:
+        """How many of `steps` are left out, from the first on."""
+        return 0 if self.edit is None else max(0, self.steps - int(self.steps * self.edit.strength))
+
+    @property
+    def made(self) -> int:
+        """How many steps are made."""
+        return self.steps - self.skipped
+
+    def told(self) -> dict[str, Any]:
+        """As JSON: what a picture's file says of them. Of the picture that was edited, the SHA-256 of its pixels."""
+        told = asdict(self)
+        if self.edit is None:
+            del told["edit"]
+        else:
+            hashes = {
+                name: None if pixels is None else hashlib.sha256(pixels).hexdigest()
+                for name, pixels in (("image", self.edit.image), ("mask", self.edit.mask))
+            }
+            told["edit"] = {**hashes, "strength": self.edit.strength}
+        return told
 
 
 def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], schedulers: Collection[str]) -> None:
@@ -62,10 +101,12 @@ def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], sched
         raise Refused(f"scheduler: must be one of {', '.join(schedulers)}")
     if not isinstance(parameters.deterministic, bool):
         raise Refused("deterministic: must be true or false")
+    if parameters.edit is not None:
+        _check_strength(parameters.edit.strength, parameters)
     if parameters.deepcache is not None:
         if not isinstance(parameters.deepcache, DeepCache):
             raise Refused("deepcache: must be a schedule or nothing")
-        wrong = parameters.deepcache.complaint(parameters.steps)
+        wrong = parameters.deepcache.complaint(parameters.made)
         if wrong is not None:
             raise Refused(f"deepcache.{wrong}")
     width, height = parameters.width, parameters.height
@@ -75,6 +116,10 @@ def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], sched
         offered = ", ".join(f"{w}x{h}" for w, h in sorted(sizes, key=lambda size: (-size[0] * size[1], size)))
         found = f"{width}x{height}" if max(abs(width), abs(height)) < 10**9 else "that"
         raise Refused(f"size: {found} is not offered; offered: {offered}")
+    if parameters.edit is not None:
+        _check_pixels("image", parameters.edit.image, 3 * width * height)
+        if parameters.edit.mask is not None:
+            _check_pixels("mask", parameters.edit.mask, width * height)
 
 
 def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
@@ -92,6 +137,18 @@ def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
         if width <= 2 * height:
             offered |= {(width, height), (height, width)}
     return tuple(sorted(offered))
+
+
+def _check_strength(strength: float, parameters: ImageParameters) -> None:
+    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength <= 1:
+        raise Refused("strength: must be between 0 and 1")
+    if parameters.made < 1:
+        raise Refused(f"strength: {strength:g} of {parameters.steps} steps is less than one step")
+
+
+def _check_pixels(field: str, pixels: bytes, count: int) -> None:
+    if not isinstance(pixels, bytes) or len(pixels) != count:
+        raise Refused(f"{field}: must be of the picture's size")
 
 
 def _check_text(field: str, text: str) -> None:

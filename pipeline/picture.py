@@ -6,7 +6,6 @@ Knows PNG text chunks; knows nothing of how the picture was drawn. Equal picture
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -42,7 +41,7 @@ class Picture:
         from PIL.PngImagePlugin import PngInfo
 
         chunks = PngInfo()
-        chunks.add_itxt("parameters", _json(dataclasses.asdict(self.parameters)))
+        chunks.add_itxt("parameters", _json(self.parameters.told()))
         chunks.add_itxt("fingerprint", _json(self.fingerprint))
         stream = io.BytesIO()
         self.image.save(stream, format="PNG", pnginfo=chunks)

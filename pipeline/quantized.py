@@ -73,6 +73,15 @@ def apply_(modules: Mapping[str, Any], folders: Mapping[Part, Path], *, digest: 
     return made.hexdigest()
 
 
+def check_scales_alone(where: Path) -> None:
+    """Raise `ModelError` for a quantized UNet that brings weights of its own: changed ones would be lost with it."""
+    try:
+        if store.read_manifest(where).weights:
+            raise ModelError(f"lora: {where} holds weights of its own; `diptych quantize` makes one of scales alone")
+    except store.StoreError as error:
+        raise ModelError(str(error)) from error
+
+
 def make(
     model: Model,
     prompts: Sequence[str],

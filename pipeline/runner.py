@@ -1,7 +1,7 @@
 """Pictures for the engine: the Runner of the image modality.
 
-Knows the phases of a picture (encode, deep or shallow × steps, vae), what each costs and what a request holds; leaves
-order and width to the scheduler.
+Knows the phases of a picture (image for an edit, encode, deep or shallow × steps, vae), what each costs and what a
+request holds; leaves order and width to the scheduler.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from core.batching.request import Outcome, Request
 from core.batching.runner import DeviceLost, Lane, LaneTicket, OutOfMemory, Refused
-from pipeline import denoise, parameters, sigmas, vae
+from pipeline import denoise, edit, parameters, sigmas, vae
 from pipeline.encode import Embedding, Encoder
-from pipeline.execution import DEEP, ENCODE, KERNELS, STEPS, VAE, VAE_ROWS, Execution, Group
+from pipeline.execution import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS, Execution, Group
 from pipeline.load import Model
 from pipeline.picture import Picture, fingerprint
 from pipeline.work import Holdings, Work, gather, keep
@@ -91,7 +91,8 @@ class ImageRunner:
             raise Refused(f"parameters: must be ImageParameters, not {type(wanted).__name__}")
         parameters.check(wanted, self.sizes, self.schedulers)
         try:
-            sigmas.table(self.model.scheduler_config, wanted.scheduler or self.default_scheduler, wanted.steps)
+            name = wanted.scheduler or self.default_scheduler
+            sigmas.table(self.model.scheduler_config, name, wanted.steps, wanted.skipped)
         except ValueError as error:
             raise Refused(f"scheduler: {error}") from error
         self.holdings.check(wanted)
@@ -102,7 +103,7 @@ class ImageRunner:
         if work is None:
             return False
         request.work = work
-        request.phase = ENCODE
+        request.phase = ENCODE if request.parameters.edit is None else IMAGE
         return True
 
     def release(self, request: Request) -> None:
@@ -125,7 +126,7 @@ class ImageRunner:
         return Group(phase, (wanted.width, wanted.height), "" if mode == KERNELS else mode)
 
     def rows(self, request: Request) -> int:
-        return 1 if request.phase == VAE else request.work.rows
+        return 1 if request.phase in (VAE, IMAGE) else request.work.rows
 
     def iterations(self, request: Request) -> int:
         return request.work.trajectory.left if request.phase in STEPS else 1
@@ -141,6 +142,8 @@ class ImageRunner:
         work: Work = request.work
         if request.phase == VAE:
             return None
+        if request.phase == IMAGE:
+            return self._group(request, ENCODE)
         return self._group(request, work.phase(work.step + (request.phase in STEPS)))
 
     def limit(self, group: Hashable) -> int:
@@ -150,6 +153,8 @@ class ImageRunner:
             return self.execution.deterministic_rows if mode else self._max_rows
         if phase == VAE:
             return 1 if mode else VAE_ROWS
+        if phase == IMAGE:
+            return 1  # alone: on torch the last bits of a row depend on how many there are
         return _ENCODE_ROWS
 
     def lane(self, group: Hashable) -> str:
@@ -163,9 +168,26 @@ class ImageRunner:
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         group = self.group(requests[0])
-        run = {ENCODE: self._encode, VAE: self._finish}.get(group.phase, self._step)
+        run = {IMAGE: self._look_at, ENCODE: self._encode, VAE: self._finish}.get(group.phase, self._step)
         compute, commit = run(group, list(requests))
         return self._lane.start(lambda: _translated(compute), commit)
+
+    def _look_at(self, group: Group, requests: list[Request]) -> _Iteration:
+        (request,) = requests
+        wanted, work = request.parameters, request.work
+
+        def compute() -> torch.Tensor:
+            started = time.perf_counter()
+            made = edit.latents(self.model, wanted, work.generator)  # alone, so that it is never tried again
+            self.execution.observe(group, 1, False, time.perf_counter() - started)
+            return made
+
+        def commit(made: torch.Tensor) -> dict[str, Outcome]:
+            work.image = made
+            request.phase = ENCODE
+            return {request.id: Outcome(progress=(0, work.table.steps))}
+
+        return _Iteration(compute, commit)
 
     def _encode(self, group: Group, requests: list[Request]) -> _Iteration:
         wanted = [request.parameters for request in requests]
@@ -178,7 +200,7 @@ class ImageRunner:
             made = [self._condition(w, work.rows, known) for w, work in zip(wanted, works, strict=True)]
             for w, work in zip(wanted, works, strict=True):
                 if work.x is None:  # a retry must not draw again
-                    work.x = self._start(w, work)
+                    work.x, work.kept = self._start(w, work)
             if self._encoder.misses > before:  # remembered prompts say nothing of what encoding costs
                 rows = sum(work.rows for work in works)
                 self.execution.observe(group, rows, False, time.perf_counter() - started)
@@ -190,7 +212,7 @@ class ImageRunner:
                 scale = request.parameters.guidance_scale
                 assert work.x is not None
                 work.trajectory = denoise.Trajectory(
-                    work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning
+                    work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning, work.kept
                 )
                 work.warnings += warnings
                 request.phase = work.phase(0)
@@ -258,7 +280,7 @@ class ImageRunner:
                 printed = fingerprint(self.model, executable=work.mode or self.execution.kinds, bucket=bucket)
                 if self._latent is not None:
                     printed["latent"] = self._latent[1]
-                image = Image.fromarray(pixels[index].numpy())
+                image = Image.fromarray(edit.finish(request.parameters, pixels[index]).numpy())
                 picture = Picture(image, request.parameters, printed, tuple(work.warnings))
                 steps = work.table.steps
                 outcomes[request.id] = Outcome(progress=(steps, steps), result=picture, finished=True)
@@ -299,14 +321,19 @@ class ImageRunner:
         ]
         return conditioning, warnings
 
-    def _start(self, wanted: parameters.ImageParameters, work: Work) -> torch.Tensor:
-        """Starting noise, drawn on the CPU in fp32: a seed means the same noise on every device and precision."""
+    def _start(self, wanted: parameters.ImageParameters, work: Work) -> tuple[torch.Tensor, denoise.Kept | None]:
+        """Starting noise, for an edit on its image, and what is kept of that.
+
+        Drawn on the CPU in fp32: a seed means the same noise on every device and precision.
+        """
         scale = self.model.vae_scale
         shape = (1, self.model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
         noise = torch.randn(shape, generator=work.generator) if self._latent is None else self._latent[0]
         if noise.shape != shape:
             raise ValueError(f"the fixed latent is {list(noise.shape)}, this size needs {list(shape)}")
-        return (noise * work.table.init_noise_sigma).to(self.model.device)
+        if work.image is None:
+            return (noise * work.table.init_noise_sigma).to(self.model.device), None
+        return edit.begin(wanted, work.table, work.image, noise.to(self.model.device), work.generator)
 
     def fix_noise(self, latent: torch.Tensor) -> None:
         """Begin every picture from this latent, fp32 [1, C, h, w] of unit variance, whatever its seed.

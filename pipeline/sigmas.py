@@ -9,9 +9,9 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class Table:
     coefficients: [S, 7] fp32, the columns of `COLUMNS`.
     noisy: per step, whether diffusers draws noise of the sample's shape from the request's generator there:
         then the caller must too. Euler-ancestral draws at its last step as well, with b_n = 0.
+    levels: [S + 1, 2] fp32, signal and noise: `signal · x0 + noise · eps` is a sample before each step, and (1, 0)
+        after the last one.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Table:
     timesteps: torch.Tensor
     coefficients: torch.Tensor
     noisy: tuple[bool, ...]
+    levels: torch.Tensor
 
 
 def default_name(config: Mapping[str, Any]) -> str:
@@ -94,8 +97,10 @@ def default_name(config: Mapping[str, Any]) -> str:
     raise ValueError(f"_class_name={class_name!r} is not a supported scheduler; supported: {known_names}")
 
 
-def table(config: Mapping[str, Any], name: str, steps: int) -> Table:
+def table(config: Mapping[str, Any], name: str, steps: int, begin: int = 0) -> Table:
     """The table of sampler `name` for `steps` steps of the model whose scheduler_config.json is `config`.
+
+    The first `begin` of these steps are left out, as by a pipeline that begins with a picture instead of noise.
 
     `config` may have been saved by another scheduler class: it is read the way `Class.from_config` reads it
     when a pipeline switches schedulers, and timesteps and sigmas are those of the diffusers object.
@@ -109,7 +114,9 @@ def table(config: Mapping[str, Any], name: str, steps: int) -> Table:
         raise ValueError(f"scheduler={name!r} is not known; known: {', '.join(SCHEDULERS)}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r} must be a whole number, 1 or more")
-    return _table(json.dumps(dict(config), sort_keys=True, default=_plain), name, steps)
+    if not 0 <= begin < steps:
+        raise ValueError(f"begin={begin!r} must leave at least one of {steps} steps")
+    return _table(json.dumps(dict(config), sort_keys=True, default=_plain), name, steps, begin)
 
 
 def model_input(x: torch.Tensor, coefficients_rows: torch.Tensor) -> torch.Tensor:
@@ -151,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _table(config_json: str, name: str, steps: int) -> Table:
+def _table(config_json: str, name: str, steps: int, begin: int) -> Table:
     config: dict[str, Any] = json.loads(config_json)
     scheduler = _scheduler(config, name, steps)
     size = len(scheduler.timesteps)
@@ -160,23 +167,28 @@ def _table(config_json: str, name: str, steps: int) -> Table:
         spacing = scheduler.config["timestep_spacing"]
         raise ValueError(f"steps={steps} with timestep_spacing={spacing!r} would give {size} timesteps")
 
-    build = {"euler": _euler, "euler-ancestral": _euler_ancestral, "dpm++2m": _dpm, "lcm": _lcm}[name]
-    columns = {"c_in": torch.ones(steps, dtype=torch.float64), **build(scheduler, steps)}
+    builders: dict[str, Callable[[Any, int], dict[str, torch.Tensor]]] = {
+        "euler": _euler, "euler-ancestral": _euler_ancestral, "dpm++2m": partial(_dpm, begin=begin), "lcm": _lcm,
+    }  # fmt: skip
+    columns = {"c_in": torch.ones(steps, dtype=torch.float64), **builders[name](scheduler, steps)}
     zeros = torch.zeros(steps, dtype=torch.float64)
     coefficients = torch.stack([columns.get(column, zeros) for column in COLUMNS], dim=1).float()  # [S, 7]
     for i, column in (~coefficients.isfinite()).nonzero().tolist():
         raise ValueError(f"{name}, steps={steps}: {COLUMNS[column]} is not finite at step {i} of the schedule")
+    levels = torch.stack([columns["signal"], columns["noise"]], dim=1)
+    levels = torch.cat([levels, torch.tensor([[1.0, 0.0]], dtype=torch.float64)]).float()  # [S + 1, 2]
     init_noise_sigma = float(scheduler.init_noise_sigma)  # after set_timesteps: Euler's depends on it
     if not math.isfinite(init_noise_sigma):
         raise ValueError(f"{name}, steps={steps}: init_noise_sigma is not finite")
 
     return Table(
         name=name,
-        steps=steps,
+        steps=steps - begin,
         init_noise_sigma=init_noise_sigma,
-        timesteps=scheduler.timesteps.float(),
-        coefficients=coefficients,
-        noisy=tuple(name == "euler-ancestral" or (name == "lcm" and i < steps - 1) for i in range(steps)),
+        timesteps=scheduler.timesteps[begin:].float(),
+        coefficients=coefficients[begin:],
+        noisy=tuple(name == "euler-ancestral" or (name == "lcm" and i < steps - 1) for i in range(begin, steps)),
+        levels=levels[begin:],
     )
 
 
@@ -237,7 +249,8 @@ def _euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
     a_x, a_m = _x0(scheduler, alpha, now * alpha)
     kept = following / now
     # Euler's x is x0 + sigma · eps, so 1 / alpha times the variance-preserving one.
-    return {"c_in": alpha, "a_x": a_x * alpha, "a_m": a_m, "b_x": kept, "b_0": 1 - kept}
+    own = {"signal": torch.ones_like(now), "noise": now}
+    return {"c_in": alpha, "a_x": a_x * alpha, "a_m": a_m, "b_x": kept, "b_0": 1 - kept, **own}
 
 
 def _euler_ancestral(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
@@ -248,7 +261,7 @@ def _euler_ancestral(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
     return {**_euler(scheduler, steps), "b_x": ratio**2, "b_0": 1 - ratio**2, "b_n": up}
 
 
-def _dpm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
+def _dpm(scheduler: Any, steps: int, begin: int) -> dict[str, torch.Tensor]:
     alpha, now, following = _sigmas(scheduler, steps)
     a_x, a_m = _x0(scheduler, alpha, now * alpha)
     alpha_next = 1 / (following**2 + 1).sqrt()
@@ -261,9 +274,10 @@ def _dpm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
         or config["final_sigmas_type"] == "zero"  # h is infinite there
     )
     last = steps - 1 if lower_at_end else steps
-    second = slice(1, last if config["solver_order"] == 2 else 1)  # the first step has no history
+    # The first step has no history.
+    second = slice(begin + 1, last if config["solver_order"] == 2 else begin + 1)
     h = (now / following)[second].log()
-    h_previous = (now[:-1] / now[1:]).log()[: len(h)]
+    h_previous = (now[:-1] / now[1:]).log()[begin : begin + len(h)]
     # Written without h in a denominator: it is 0 where Karras sigmas end in final_sigmas_type sigma_min.
     if config["solver_type"] == "heun":
         slope = alpha_next[second] * (ratio[second] - 1 + h) / h_previous
@@ -277,6 +291,8 @@ def _dpm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
         "b_x": alpha_next * following / (alpha * now),
         "b_0": first + correction,
         "b_p": 0 - correction,  # not -correction: no negative zeros
+        "signal": alpha,
+        "noise": now * alpha,
     }
 
 
@@ -295,4 +311,6 @@ def _lcm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
         "b_x": torch.zeros(steps, dtype=torch.float64),
         "b_0": torch.cat([alpha[1:], end]),
         "b_n": torch.cat([sigma[1:], 0 * end]),
+        "signal": alpha,
+        "noise": sigma,
     }

@@ -1,4 +1,4 @@
-"""Latents to pixels, and a quick look at latents that are not finished yet.
+"""Latents to pixels, pixels to latents, and a quick look at latents that are not finished yet.
 
 Knows the VAE; knows nothing of how the latents came about.
 """
@@ -26,6 +26,29 @@ def unscale(latents: torch.Tensor, config: Any) -> torch.Tensor:
         return latents / scale
     mean, std = (torch.tensor(v, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1) for v in (mean, std))
     return latents * std / scale + mean
+
+
+def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
+    """The reverse of `unscale`."""
+    factor = float(config.scaling_factor)
+    mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+    if mean is None or std is None:
+        return latents * factor
+    mean, std = (torch.tensor(v, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1) for v in (mean, std))
+    return (latents - mean) * factor / std
+
+
+@torch.inference_mode()
+def encode(model: Model, pixels: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Latents of pictures: uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this `noise`.
+
+    As diffusers' pipelines encode what they begin with: a sample, not the mean.
+    """
+    values = pixels.permute(0, 3, 1, 2).float() / 255 * 2 - 1
+    posterior = model.vae.encode(values.to(model.device, model.vae.dtype), return_dict=False)[0]
+    drawn = posterior.mean + posterior.std * noise.to(model.device, model.vae.dtype)
+    # In the one order of memory that all latents have: convolutions of others round otherwise.
+    return scale(drawn.float(), model.vae.config).contiguous()
 
 
 @torch.inference_mode()

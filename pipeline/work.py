@@ -35,6 +35,8 @@ class Work:
     depth: str  # of its shallow steps; "" where there are none
     features: list[torch.Tensor]  # [rows, …] each: of the last deep step, for shallow ones
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
+    image: torch.Tensor | None = None  # [1, C, h, w] fp32: the latents of what is edited
+    kept: denoise.Kept | None = None
     trajectory: denoise.Trajectory | None = None
     noise: tuple[int, torch.Tensor] | None = None  # (step, what was drawn for it): a retry must not draw again
     warnings: list[str] = field(default_factory=list)
@@ -92,7 +94,8 @@ class Holdings:
     def size_bytes(self, wanted: ImageParameters) -> int:
         """What it holds: latents, keys and values, and features."""
         scale, channels = self._model.vae_scale, int(self._model.unet.config.in_channels)
-        latents = 3 * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
+        held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
+        latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
         kv = int(self._model.tokenizers[0].model_max_length) * self._kv_width
         features = sum(math.prod(shape) for shape in self._features(wanted))
         return latents + self._rows(wanted) * self._model.dtype.itemsize * (kv + features)
@@ -102,12 +105,12 @@ class Holdings:
 
     def _features(self, wanted: ImageParameters) -> list[tuple[int, int, int]]:
         """The shape of one row of each map."""
-        if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.steps)):
+        if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.made)):
             return []
         return self._execution.feature_shapes(wanted.deepcache.depth, (wanted.width, wanted.height))
 
     def _work(self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int) -> Work:
-        table = sigmas.table(self._model.scheduler_config, scheduler, wanted.steps)
+        table = sigmas.table(self._model.scheduler_config, scheduler, wanted.steps, wanted.skipped)
         cached, rows = wanted.deepcache, self._rows(wanted)
         plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
         depth = "" if cached is None or all(plan) else cached.depth

@@ -38,6 +38,8 @@ FLOORS = {
     "core.config": 0,
     "core.logs": 0,
     "core.text": 0,
+    "core.traces": 0,
+    "core.urls": -1,  # which settings are read with
     "core": 0,  # the package's own __init__ only
 }
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.

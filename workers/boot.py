@@ -20,6 +20,7 @@ from celery.apps.worker import Worker
 from celery.platforms import SecurityWarning
 from celery.worker import state
 
+from core import traces
 from core.config import Settings
 from workers.app import Build, create
 from workers.station import Station
@@ -120,6 +121,7 @@ class Ending:
     def finish(self) -> None:
         """Celery has ended: close everything. Returns unless the interpreter could not end in peace."""
         self._station.close()
+        traces.end()
         if any(thread.name == "compile" for thread in threading.enumerate()):
             self._exit()
 

@@ -14,15 +14,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from core.artifacts import Artifacts
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
 from llm.pages import PAGE
+from pipeline import lora
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
 from pipeline.runner import ImageRunner
 from pipeline.tiny import SHAPES
 from unet_opt import schedule
+from workers.checker import Checker
+from workers.checker import load as load_checker
 from workers.panels import ImagePanel, Panel
 from workers.texts import TextPanel
 
@@ -47,16 +51,23 @@ class Works:
     images: ImageRunner
     lane: Lane
     texts: TextRunner | None = None
+    checker: Checker | None = None
 
     @property
     def panels(self) -> dict[str, Panel]:
         """What a worker serves with it, by queue."""
         panels: dict[str, Panel] = {
-            self.images.modality: ImagePanel(self.images, schedule.parse(self.settings.deepcache))
+            self.images.modality: ImagePanel(
+                self.images, schedule.parse(self.settings.deepcache), self._fetch, self.checker
+            )
         }
         if self.texts is not None:
             panels[self.texts.modality] = TextPanel(self.texts)
         return panels
+
+    def _fetch(self, key: str) -> bytes:
+        """What an edit begins with. Raises `ArtifactError`."""
+        return Artifacts(self.settings.artifacts).get(key)  # opened when it is needed: most engines see no edit
 
     def close(self) -> None:
         self.engine.close()
@@ -89,6 +100,7 @@ def load_model(settings: Settings) -> Model:
         device=device,
         variant=settings.variant,
         unet=Path(settings.unet) if settings.unet else None,
+        loras=lora.find(settings.lora, settings.lora_dir),
     )
 
 
@@ -246,6 +258,7 @@ def build(
     With `text` the settings' text model is served beside it: by the same engine, on the same device. `on_tick` is told
     of every iteration.
     """
+    checker = load_checker(settings.checker)
     lane = lane or Lane("device")
     texts = text_runner(settings, lane, say) if text else None
     say(f"loading {settings.model_name}")
@@ -271,4 +284,4 @@ def build(
         images.prepare(measure_s=measure_s)
     runners: list[Runner] = [images] if texts is None else [images, texts]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
-    return Works(settings, engine, images, lane, texts)
+    return Works(settings, engine, images, lane, texts, checker)

@@ -58,7 +58,7 @@ def encode(picture: Picture, wanted: Format) -> bytes:
     from PIL.Image import Exif
 
     # EXIF's UserComment holds for these what the text chunks of a PNG hold.
-    told = {"parameters": dataclasses.asdict(picture.parameters), "fingerprint": picture.fingerprint}
+    told = {"parameters": picture.parameters.told(), "fingerprint": picture.fingerprint}
     exif = Exif()
     exif.get_ifd(_EXIF)[_USER_COMMENT] = b"UNICODE\0" + json.dumps(
         told, ensure_ascii=False, sort_keys=True, allow_nan=False

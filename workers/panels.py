@@ -6,7 +6,7 @@ import: it is there before torch is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core.batching.engine import Engine
@@ -16,6 +16,8 @@ from core.jobs.registry import ModelCard
 from pipeline.parameters import MAX_SEED, ImageParameters
 from unet_opt import schedule
 from unet_opt.schedule import DeepCache
+from workers import sources
+from workers.checker import Checker, check
 from workers.formats import encode
 from workers.shelf import Shelf
 
@@ -58,7 +60,7 @@ class Panel(Protocol):
     def result(self, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         """The job's result, from what its requests came to; artifacts are on the shelf before it returns.
 
-        Raises `ArtifactError`.
+        Raises `ArtifactError`, and `Filtered` where it may not be shown.
         """
         ...
 
@@ -78,10 +80,21 @@ class Equipment(Protocol):
 class ImagePanel:
     """Pictures: a job asks for n of them with seeds that count up."""
 
-    def __init__(self, runner: ImageRunner, deepcache: DeepCache | None = None) -> None:
-        """`deepcache` is for jobs that do not say."""
+    def __init__(
+        self,
+        runner: ImageRunner,
+        deepcache: DeepCache | None = None,
+        fetch: Callable[[str], bytes] | None = None,
+        checker: Checker | None = None,
+    ) -> None:
+        """`deepcache` is for jobs that do not say. `fetch` gets what edits begin with; without it there are none.
+
+        `checker` may refuse pictures; with one nobody sees any before it did.
+        """
         self._runner = runner
         self._deepcache = deepcache
+        self._fetch = fetch
+        self._checker = checker
         self.name = runner.model.name
 
     def card(self) -> ModelCard:
@@ -90,19 +103,26 @@ class ImagePanel:
         return image_card(self._runner)
 
     def requests(self, parameters: Mapping[str, Any]) -> list[ImageParameters]:
-        return pictures(parameters, self._deepcache)
+        if self._checker is not None:
+            parameters = {**parameters, "preview_every": 0}
+        return pictures(parameters, self._deepcache, self._fetch)
 
     def tally(self, requests: Sequence[ImageParameters]) -> PictureTally:
-        return PictureTally([request.steps for request in requests])
+        return PictureTally([request.made for request in requests])
 
     def result(self, made: Sequence[Picture], shelf: Shelf) -> dict[str, Any]:
+        check(self._checker, made)
         return {"images": [_kept(picture, shelf) for picture in made]}
 
 
-def pictures(parameters: Mapping[str, Any], deepcache: DeepCache | None = None) -> list[ImageParameters]:
+def pictures(
+    parameters: Mapping[str, Any],
+    deepcache: DeepCache | None = None,
+    fetch: Callable[[str], bytes] | None = None,
+) -> list[ImageParameters]:
     """A job's parameters as those of its pictures. Raises `Refused`; what a picture may be, its runner checks.
 
-    `deepcache` is for a job that does not say.
+    `deepcache` and `fetch` are as for the panel. Raises `ArtifactError` where `fetch` does.
     """
     n, seed = _whole(parameters, "n", 1, MAX_IMAGES), _whole(parameters, "seed", 0, MAX_SEED)
     if parameters.get("deepcache") is not None:
@@ -110,6 +130,9 @@ def pictures(parameters: Mapping[str, Any], deepcache: DeepCache | None = None) 
             deepcache = schedule.read(parameters["deepcache"])
         except ValueError as error:
             raise Refused(f"deepcache: {error}") from error
+    if parameters.get("edit") is not None and fetch is None:
+        raise Refused("image: cannot be fetched here")
+    edit = None if fetch is None else sources.read(parameters, fetch)
     return [
         ImageParameters(
             prompt=_given(parameters, "prompt"),
@@ -123,6 +146,7 @@ def pictures(parameters: Mapping[str, Any], deepcache: DeepCache | None = None) 
             deterministic=parameters.get("deterministic", False),
             preview_every=parameters.get("preview_every", 0),
             deepcache=deepcache,
+            edit=edit,
         )
         for k in range(n)
     ]

@@ -5,15 +5,11 @@ Knows artifacts and the form that a job wants them in; knows nothing of how a jo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from core.artifacts import ArtifactError, Artifacts, key_of
+from core.artifacts import Artifacts
 from workers.formats import Format
-
-_PATIENCE_S = 120.0  # longer than a deletion is given
-_AGAIN_S = 0.2
 
 
 class Shelf:
@@ -30,11 +26,6 @@ class Shelf:
 
     def put(self, data: bytes, media_type: str) -> str:
         """Keep `data` whole or not at all, and return its key. Raises `ArtifactError`, and what `keep` raises."""
-        key, until = key_of(data, media_type), time.monotonic() + _PATIENCE_S
-        while not self._keep(key):  # the same was made before, and is being deleted at this moment
-            if time.monotonic() > until:
-                raise ArtifactError("it was made before, and its deletion does not end")
-            time.sleep(_AGAIN_S)
-        self._artifacts.put(data, media_type)
+        key = self._artifacts.put_kept(data, media_type, self._keep)
         self.keys.append(key)
         return key

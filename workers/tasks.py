@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from core import traces
 from core.artifacts import ArtifactError, Artifacts
 from core.batching.engine import Aborted, Closed, Engine, Expired
 from core.batching.request import Outcome, Request
@@ -20,6 +21,8 @@ from core.jobs.broker import Envelope
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
 from core.logs import about
+from workers import expand
+from workers.checker import Filtered
 from workers.gate import Gate
 from workers.hand import Hand, Work
 from workers.metrics import METER
@@ -144,7 +147,14 @@ class Tasks:
         if self._draining:  # since the claim, and nobody else has seen this one
             work.stop()
         try:
-            outcome = self._end(work, self._make(work))
+            with traces.span(
+                f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
+                model=claim.model, worker=self._worker,
+            ) as span:  # fmt: skip
+                outcome = self._end(work, self._make(work))
+                span.note(outcome=outcome)
+                if outcome in ("failed", "lost"):
+                    span.fail(outcome)
             METER.ended(claim.modality, outcome, time.monotonic() - begun)
         finally:
             self._hand.remove(work)
@@ -159,22 +169,45 @@ class Tasks:
             wanted = panel.requests(claim.parameters)
             keep = lambda key: self._patiently(lambda: self._store.keep(key))  # noqa: E731
             shelf = Shelf(self._artifacts, keep, claim.parameters)
-            requests = self._requests(claim, wanted, panel.tally(wanted))
+            deadline = self._deadline(claim)
+            expands = bool(claim.parameters.get("expand_prompt"))
             started = time.monotonic()
-            made = work.make(requests)
+            if expands:
+                wanted = self._expanded(work, wanted, deadline)
+            with traces.span("engine", requests=len(wanted)):
+                made = work.make(self._requests(claim, wanted, panel.tally(wanted), deadline))
             engine_s = time.monotonic() - started
             if work.dropped:
                 raise Aborted("nobody waits for it any more")
             result = panel.result(made, shelf)
+            if expands:
+                result = expand.tell(result, wanted)
             work.artifacts = shelf.keys
             return {**result, "engine_s": round(engine_s, 6)}
         except Exception as error:
             return error
 
-    def _requests(self, claim: Claim, wanted: list[Any], tally: Tally) -> list[Request]:
+    def _deadline(self, claim: Claim) -> float:
+        """By the engine's clock."""
         left_s = claim.deadline_left_s
-        deadline = math.inf if left_s is None else self._engine.clock() + left_s
+        return math.inf if left_s is None else self._engine.clock() + left_s
 
+    def _expanded(self, work: Work, pictures: list[Any], deadline: float) -> list[Any]:
+        """The pictures with the prompts that the text model writes for them. Raises as `Work.make`."""
+        claim = work.claim
+        requests = [
+            Request(
+                f"{claim.id}/{claim.attempt}/prompt-{index}", "text", wanted, priority=claim.priority, deadline=deadline
+            )
+            for index, wanted in enumerate(expand.ask(pictures, self._panels.get("text")))
+        ]
+        try:
+            texts = work.make(requests)
+        except Refused as error:
+            raise expand.renamed(error) from error
+        return expand.expanded(pictures, [made.text for made in texts])
+
+    def _requests(self, claim: Claim, wanted: list[Any], tally: Tally, deadline: float) -> list[Request]:
         def listener(index: int) -> Callable[[Request, Outcome], None]:
             def hear(_: Request, outcome: Outcome) -> None:
                 data = tally.take(index, outcome)
@@ -249,9 +282,11 @@ def _told(error: Exception) -> tuple[str, str]:
     match error:
         case Refused():
             return "invalid_request", str(error)
+        case Filtered():
+            return "content_filter", "a picture was refused by this service's checker"
         case OutOfMemory():
             return "out_of_memory", "the device has too little memory for this job"
         case ArtifactError():
-            return "artifact_error", f"the result could not be kept: {error}"
+            return "artifact_error", f"an artifact could not be kept or read: {error}"
         case _:
             return "engine_error", f"the engine failed at this job ({type(error).__name__})"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from core.batching.request import Outcome
 from core.batching.runner import Refused
 from core.jobs.registry import ModelCard
+from llm.pages import PAGE
 from llm.parameters import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, Logprob, TextParameters
 from workers.shelf import Shelf
 
@@ -35,6 +36,9 @@ class TextPanel:
     def __init__(self, runner: TextRunner) -> None:
         self._runner = runner
         self.name = runner.model.name
+        # Not those alone that transformers calls special: a Llama's headers of turns are control tokens too.
+        added = runner.model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        self._controls = [token.content for token in added if token.special]
 
     def card(self) -> ModelCard:
         runner = self._runner
@@ -56,7 +60,7 @@ class TextPanel:
                 "max_stops": MAX_STOPS,
                 "max_logprobs": MAX_LOGPROBS,
                 "max_seed": MAX_SEED,
-                "cache_tokens": runner.pages.capacity * 16,
+                "cache_tokens": runner.pages.capacity * PAGE,
             },
             costs={"token_s": token_s, "solo_token_s": runner.cost("text", 1)},
             capacity_per_s=1 / token_s / _USUAL,
@@ -116,7 +120,7 @@ class TextPanel:
         return text
 
     def _room(self, prompt: tuple[int, ...], parameters: Mapping[str, Any]) -> int:
-        room = min(self._runner.context, self._runner.pages.capacity * 16) - len(prompt)
+        room = min(self._runner.context, self._runner.pages.capacity * PAGE) - len(prompt)
         if room < 1:
             field = "messages" if "messages" in parameters else "prompt"
             raise Refused(f"{field}: {len(prompt)} tokens are more than the model's context of {self._runner.context}")
@@ -134,9 +138,8 @@ class TextPanel:
         tokenizer = self._runner.model.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise Refused("messages: the model has no chat template; ask for a completion")
-        special = tokenizer.all_special_tokens
         for message in messages:
-            if any(token in message["content"] for token in special):
+            if any(token in message["content"] for token in self._controls):
                 raise Refused("messages: a content holds one of the model's control tokens")
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -6,8 +6,8 @@ import { Gallery } from "./gallery.js";
 import * as chat from "./chat.js";
 
 const $ = (id) => document.getElementById(id);
-const IDEAS = ["a slice of pizza", "a red heart", "a sleeping cat", "an orange fox face", "a blue whale", "a birthday cake with candles",
-  "a cactus in a pot", "the moon with a face", "a green apple", "a steaming cup of coffee", "a rocket", "a sunflower",
+const IDEAS = ["a slice of pizza", "a red heart", "a sleeping cat", "an orange fox face", "a green apple", "a birthday cake with candles",
+  "a cactus in a pot", "the moon with a face", "a steaming cup of coffee", "a rocket", "a sunflower",
   "a penguin", "a crystal ball", "a purple umbrella", "a snowman"];
 const state = { models: [], seen: false, stopped: false };
 

@@ -61,14 +61,7 @@ class Keyring:
     @translated()
     def add(self, name: str, scopes: Sequence[str] = SCOPES[:2], rate: str = "", quota: str = "") -> tuple[Key, str]:
         """Make a key; returns it with its token, which is told this once. Raises ValueError, naming the field."""
-        if not _NAME.fullmatch(name):
-            raise ValueError("name: must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
-        unknown = [scope for scope in scopes if scope not in SCOPES]
-        if unknown or not scopes:
-            raise ValueError(f"scopes: must be some of {', '.join(SCOPES)}")
-        for field, value in (("rate", rate), ("quota", quota)):
-            if not _RATE.fullmatch(value):
-                raise ValueError(f"{field}: must look like 60/minute (second, minute, hour or day)")
+        check(name, scopes, rate, quota)
         id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         token = f"dpt_{id}_{secret}"
         ordered = tuple(scope for scope in SCOPES if scope in scopes)
@@ -97,6 +90,17 @@ class Keyring:
     def webhook_secret(self, owner: str) -> str:
         """The secret that an owner's webhooks are signed with."""
         return webhook_secret(self.secret(), owner)
+
+
+def check(name: str, scopes: Sequence[str], rate: str, quota: str) -> None:
+    """Raises ValueError, naming the field, where no key can be made of these."""
+    if not _NAME.fullmatch(name):
+        raise ValueError("name: must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
+    if not scopes or not set(scopes) <= set(SCOPES):
+        raise ValueError(f"scopes: must be some of {', '.join(SCOPES)}")
+    for field, value in (("rate", rate), ("quota", quota)):
+        if not _RATE.fullmatch(value):
+            raise ValueError(f"{field}: must look like 60/minute (second, minute, hour or day)")
 
 
 def webhook_secret(shared: bytes, owner: str) -> str:

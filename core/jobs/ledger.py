@@ -7,6 +7,7 @@ As scripts.py, whose transitions it leans on: one prefix, one clock. Knows keys 
     erased:{id}            the attempts of a job that was erased, for as long as one may be under way
     kept                   zset: artifact → when it may go
     naming                 hash: artifact → how many records name it
+    needed                 hash: artifact → how many live jobs begin with it
     going                  zset: artifact that is being deleted → since when
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from core.jobs.scripts import PRELUDE
 
 _GOING_MS = 60_000  # after so long who was deleting it has died
+_NEEDED_MS = 600_000  # until it is looked at again whether a live job still needs what it begins with
 _NAMED_MS = 600_000  # between an artifact's making and its job's end: so long nobody takes it away
 
 # id → {jobs that are called before it, jobs queued, their ms, jobs running, their ms}; or nothing: it does not wait.
@@ -82,7 +84,7 @@ if job.state == 'queued' or job.state == 'running' then
 else
   redis.call('DEL', P .. 'events:' .. job.id)
 end
-for artifact in string.gmatch(redis.call('HGET', job.key, 'artifacts') or '', '%S+') do
+for artifact in string.gmatch((redis.call('HGET', job.key, 'artifacts') or '') .. ' ' .. job.inputs, '%S+') do
   if redis.call('HINCRBY', P .. 'naming', artifact, -1) <= 0 then
     redis.call('HDEL', P .. 'naming', artifact)
     local score = redis.call('ZSCORE', P .. 'kept', artifact)
@@ -96,6 +98,23 @@ for _, list in ipairs({'ended', 'jobs', 'jobs:' .. job.owner}) do
 end
 redis.call('SET', P .. 'erased:' .. job.id, job.attempt, 'PX', 86400000)
 return 1
+"""
+)
+
+# queue, retention_ms, limit, level, … → how many of its waiting jobs were cancelled, the most urgent first
+EMPTY = (
+    PRELUDE
+    + """
+let_through()
+local at, cancelled = now(), 0
+for i = 5, #ARGV do
+  for _, id in ipairs(redis.call('ZRANGE', P .. 'sent:' .. ARGV[2] .. ':' .. ARGV[i], 0, ARGV[4] - 1 - cancelled)) do
+    finish(read(id), 'cancelled', 'cancel', at, ARGV[3])
+    cancelled = cancelled + 1
+  end
+  if cancelled >= tonumber(ARGV[4]) then break end
+end
+return cancelled
 """
 )
 
@@ -113,15 +132,19 @@ return 1
 # limit → artifacts to delete
 DUE = (
     PRELUDE
-    + f"local going_ms = {_GOING_MS}"
+    + f"local going_ms, needed_ms = {_GOING_MS}, {_NEEDED_MS}"
     + """
 let_through()
 local at = now()
 local due = redis.call('ZRANGEBYSCORE', P .. 'going', '-inf', at - going_ms, 'LIMIT', 0, ARGV[2])
 for _, artifact in ipairs(redis.call('ZRANGEBYSCORE', P .. 'kept', '-inf', at, 'LIMIT', 0, ARGV[2] - #due)) do
-  redis.call('ZREM', P .. 'kept', artifact)
-  redis.call('HDEL', P .. 'naming', artifact)
-  due[#due + 1] = artifact
+  if redis.call('HEXISTS', P .. 'needed', artifact) == 1 then
+    redis.call('ZADD', P .. 'kept', at + needed_ms, artifact)
+  else
+    redis.call('ZREM', P .. 'kept', artifact)
+    redis.call('HDEL', P .. 'naming', artifact)
+    due[#due + 1] = artifact
+  end
 end
 for _, artifact in ipairs(due) do redis.call('ZADD', P .. 'going', at, artifact) end
 return due

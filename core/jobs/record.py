@@ -56,7 +56,9 @@ class Draft:
     `priority` is Celery's: 0 the most urgent, 9 the least. `deadline_s` counts from its creation; None: no deadline.
     `work_ms` estimates how long one worker is busy with it. `owner` is whose it is: a key's id, or nobody's, which is
     empty. `digest` tells apart what is asked for where a client chose the id: another digest says another job.
-    `webhook` is who is told of its end: `url`, and the `base` of links. Raises ValueError, naming the field.
+    `webhook` is who is told of its end: `url`, and the `base` of links. `inputs` are the keys of the artifacts that it
+    begins with: they are kept while it lives, and then as long as its record. `trace` is the traceparent of who asks
+    for it, or empty. Raises ValueError, naming the field.
     """
 
     id: str
@@ -69,6 +71,8 @@ class Draft:
     owner: str = ""
     digest: str = ""
     webhook: dict[str, str] | None = None
+    inputs: tuple[str, ...] = ()
+    trace: str = ""
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
@@ -92,8 +96,8 @@ class Job:
     `attempt` counts claims and fences writes: only the holder of the present one may write. `lost` counts workers
     that stopped answering while they ran it; after one the job is `suspect` and must run alone. `progress` is the
     data of the last progress event of the present attempt, `result` what a success brought, `error` has `code` and
-    `message` where the job failed or expired. `worker` is the one that runs it, or ran it last. `owner` and `digest`
-    are the draft's.
+    `message` where the job failed or expired. `worker` is the one that runs it, or ran it last. `owner`, `digest`
+    and `inputs` are the draft's.
     """
 
     id: str
@@ -117,6 +121,7 @@ class Job:
     owner: str = ""
     digest: str = ""
     webhook: dict[str, str] | None = None
+    inputs: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
@@ -143,6 +148,7 @@ class Job:
             owner=fields.get("owner", ""),
             digest=fields.get("digest", ""),
             webhook=from_json(fields.get("webhook")),
+            inputs=tuple(fields.get("inputs", "").split()),
         )
 
 
@@ -154,7 +160,7 @@ def _seconds(milliseconds: str | None) -> float | None:
 class Claim:
     """A job that a worker holds, until it ends it, hands it back, or its lease runs out.
 
-    `deadline_left_s` is how much of its time was left at the claim; None: it has no deadline.
+    `deadline_left_s` is how much of its time was left at the claim; None: it has no deadline. `trace` is the draft's.
     """
 
     id: str
@@ -165,6 +171,7 @@ class Claim:
     priority: int
     deadline_left_s: float | None
     suspect: bool
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

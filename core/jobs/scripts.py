@@ -42,11 +42,11 @@ end
 local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
-    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook')
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
     lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
-    owner = v[13] or '', webhook = v[14]}
+    owner = v[13] or '', webhook = v[14], inputs = v[15] or ''}
 end
 
 local function count(job, state, n)
@@ -96,6 +96,10 @@ local function finish(job, state, by, at, retention_ms, field, value)
   redis.call('PEXPIRE', job.key, retention_ms)
   redis.call('ZADD', P .. 'ended', at + retention_ms, job.owner .. '|' .. job.id)
   if job.webhook then redis.call('ZADD', P .. 'webhooks', at, job.id) end
+  for artifact in string.gmatch(job.inputs, '%S+') do  -- kept from now on as what was made is
+    if redis.call('HINCRBY', P .. 'needed', artifact, -1) <= 0 then redis.call('HDEL', P .. 'needed', artifact) end
+    redis.call('ZADD', P .. 'kept', 'GT', at + retention_ms + 3600000, artifact)
+  end
   -- Who follows a job that has ended is told from its record: its events, half of what it takes, can go sooner.
   redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, 3600000))
 end
@@ -113,6 +117,7 @@ end
 """
 
 # id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner, digest, webhook
+# or '', keys of the artifacts that it begins with, with spaces between, trace
 # → {whether it was made now, the record's fields}; or 0: the queue is full. Whose job has the id, the caller looks.
 CREATE = (
     PRELUDE
@@ -128,8 +133,16 @@ if made then
   local attempt = redis.call('GET', P .. 'erased:' .. id) or 0
   redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', ARGV[4], 'parameters', ARGV[5],
     'priority', ARGV[6], 'created', at, 'attempt', attempt, 'lost', 0, 'work_ms', ARGV[9], 'by', 'create',
-    'owner', ARGV[11], 'digest', ARGV[12])
+    'owner', ARGV[11], 'digest', ARGV[12], 'trace', ARGV[15])
   if ARGV[13] ~= '' then redis.call('HSET', key, 'webhook', ARGV[13]) end
+  if ARGV[14] ~= '' then
+    redis.call('HSET', key, 'inputs', ARGV[14])
+    for artifact in string.gmatch(ARGV[14], '%S+') do
+      redis.call('HINCRBY', P .. 'naming', artifact, 1)
+      redis.call('HINCRBY', P .. 'needed', artifact, 1)
+      redis.call('ZADD', P .. 'kept', 'GT', at, artifact)
+    end
+  end
   redis.call('ZADD', P .. 'jobs', at, ARGV[11] .. '|' .. id)
   redis.call('ZADD', P .. 'jobs:' .. ARGV[11], at, ARGV[11] .. '|' .. id)
   local job = {id = id, key = key, queue = queue, work_ms = ARGV[9]}
@@ -146,7 +159,7 @@ return {made and 1 or 0, redis.call('HGETALL', key)}
 )
 
 # id, worker, token of this call, lease_ms, retention_ms
-# → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect; or nothing.
+# → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace; or nothing.
 CLAIM = (
     PRELUDE
     + """
@@ -173,8 +186,8 @@ if job.state == 'queued' then
 elseif job.state ~= 'running' or job.claim ~= token then  -- else the call was repeated: its answer got lost
   return false
 end
-local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect')
-return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0'}
+local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect', 'trace')
+return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0', v[7] or ''}
 """
 )
 
@@ -371,21 +384,6 @@ for i = 9, #ARGV, 3 do
   end
 end
 return {send, expired, failed}
-"""
-)
-
-# worker, card, ttl_ms, keep_ms, then model, card, … → the queues that are paused
-ANNOUNCE = (
-    PRELUDE
-    + """
-local at = now()
-redis.call('ZREMRANGEBYSCORE', P .. 'workers', '-inf', at - ARGV[5])  -- which lets the rest through, too
-redis.call('ZADD', P .. 'workers', at, ARGV[2])
-redis.call('SET', P .. 'worker:' .. ARGV[2], ARGV[3], 'PX', ARGV[4])
-for i = 6, #ARGV, 2 do
-  redis.call('HSET', P .. 'models', ARGV[i], ARGV[i + 1])
-end
-return redis.call('SMEMBERS', P .. 'paused')
 """
 )
 

@@ -83,6 +83,7 @@ class JobStore:
         self._standing = Script(self._client, ledger.STANDING)
         self._list = Script(self._client, ledger.LIST)
         self._erase = Script(self._client, ledger.ERASE)
+        self._empty = Script(self._client, ledger.EMPTY)
         self._keep = Script(self._client, ledger.KEEP)
         self._due = Script(self._client, ledger.DUE)
         self._gone = Script(self._client, ledger.GONE)
@@ -119,6 +120,7 @@ class JobStore:
             draft.id, draft.modality, draft.model, to_json(draft.parameters), draft.priority, level(draft.priority),
             "" if draft.deadline_s is None else _milliseconds(draft.deadline_s), int(draft.work_ms), self._max_queued,
             draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
+            " ".join(dict.fromkeys(draft.inputs)), draft.trace,
         )  # fmt: skip
         if answer == 0:
             raise QueueFull(draft.modality, self._max_queued)
@@ -148,6 +150,12 @@ class JobStore:
         Its attempts are remembered for a day: a worker that is still at it cannot write to another job of this id.
         """
         return bool(self._erase(id, self._retention_ms, self._retention_ms + _MARGIN_MS))
+
+    def empty(self, queue: str, limit: int = 500) -> int:
+        """Cancel up to `limit` jobs that wait in a queue, the most urgent first. Returns how many: fewer, and none is
+        left. In portions, because Redis answers nobody else meanwhile.
+        """
+        return int(self._empty(queue, self._retention_ms, limit, *PRIORITY_STEPS))
 
     def standing(self, id: str) -> Standing | None:
         """Where a queued job waits. None: it does not wait."""
@@ -190,7 +198,7 @@ class JobStore:
         answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
         if not answer:
             return None
-        attempt, modality, model, parameters, priority, left_ms, suspect = answer
+        attempt, modality, model, parameters, priority, left_ms, suspect, trace = answer
         return Claim(
             id=id,
             attempt=int(attempt),
@@ -200,6 +208,7 @@ class JobStore:
             priority=int(priority),
             deadline_left_s=None if left_ms == "" else int(left_ms) / 1000,
             suspect=suspect == "1",
+            trace=trace,
         )
 
     def renew(self, worker: str, held: Mapping[str, int]) -> set[str]:

@@ -94,7 +94,8 @@ def test_scopes(guarded: tuple[Guarded, Worker]) -> None:
     check_error(text.post("/v1/jobs", json=JOB), 403, code="insufficient_scope")
     check_error(text.post("/v1/images/generations", json={"prompt": "a cat"}), 403, code="insufficient_scope")
     check_error(images.get("/v1/queues"), 403, code="insufficient_scope")
-    check_error(images.post("/v1/queues/image/pause"), 403, code="insufficient_scope")
+    for verb in ("pause", "cancel"):
+        check_error(images.post(f"/v1/queues/image/{verb}"), 403, code="insufficient_scope")
     assert admin.get("/v1/queues").status_code == 200
 
 
@@ -180,8 +181,10 @@ def test_pictures_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("public_url", "pictures.example"), ("public_url", "https://a@b"), ("rate", "often"), ("rate", "0/second"),
-     ("quota", "5/week"), ("link_s", "0")],
+    [("public_url", "pictures.example"), ("public_url", "https://a@b"), ("public_url", "http://a b"),
+     ("public_url", "https://:443/"), ("public_url", "https://a/?b"), ("cors_origins", "https://a, b"),
+     ("cors_origins", "https://a/b"), ("redis_url", "redis://a b"), ("redis_url", "redis://:6379/0"),
+     ("redis_url", "http://a"), ("rate", "often"), ("rate", "0/second"), ("quota", "5/week"), ("link_s", "0")],
 )  # fmt: skip
 def test_settings_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"DIPTYCH_{name.upper()}", value)

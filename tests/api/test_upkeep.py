@@ -183,3 +183,20 @@ def test_pausing_is_told_to_workers(shared: Api, worker: Worker) -> None:
     assert shared.post("/v1/jobs", **JOB).status_code == 202, "jobs are accepted, and wait"
     assert not shared.client.post("/v1/queues/image/resume").json()["paused"]
     assert worker.registry.paused() == set()
+
+
+def test_one_call_empties_a_queue(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.queues._PORTION", 3)
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        waiting = [api.order(priority=priority) for priority in (0, 5, 9, 5, 2, 7, 5)]
+        runs = worker.take(api.order())
+        answer = api.client.post("/v1/queues/image/cancel").json()
+        assert (answer["cancelled"], answer["queued"], answer["running"]) == (len(waiting), 0, 1)
+        assert all(worker.is_(id, JobState.CANCELLED) for id in waiting) and worker.messages_left() == []
+        assert api.all_events(waiting[0])[-1].type == "cancelled"
+        worker.finish(runs)
+        assert api.client.post("/v1/queues/image/cancel").json()["cancelled"] == 0
+        check_error(api.client.post("/v1/queues/music/cancel"), 404, code="queue_not_found")

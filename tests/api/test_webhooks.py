@@ -10,7 +10,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from api import webhooks
 from api.errors import ApiError
 from api.webhooks import Teller, Unreachable, call, check
 from core.jobs.keyring import Keyring, webhook_secret
+from deployment.redis import RedisServer
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
 
 
@@ -59,11 +59,14 @@ class Receiver:
         self._thread.join()
 
 
-@pytest.fixture
-def world(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Api, Worker]]:
-    monkeypatch.setattr(Teller.__init__, "__defaults__", ((0.1, 0.2),))
-    settings = settings_of(redis_url, folder, webhook_private=True)
-    with Worker(settings) as worker, Api(settings) as api:
+@pytest.fixture(scope="module")
+def world(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, Worker]]:
+    """One for the module: each test's receiver hears of its own job alone, and leaves nobody to be told."""
+    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), webhook_private=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Teller.__init__, "__defaults__", ((0.1, 0.2),))
+        api = Api(settings)
+    with Worker(settings) as worker, api:
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         yield api, worker
@@ -73,7 +76,7 @@ def left(worker: Worker) -> int:
     return int(worker.redis.zcard("diptych:webhooks") + worker.redis.hlen("diptych:webhook_tries"))
 
 
-def test_a_receiver_that_fails_twice_is_told(world: tuple[Api, Worker], redis_url: str) -> None:
+def test_a_receiver_that_fails_twice_is_told(world: tuple[Api, Worker]) -> None:
     api, worker = world
     with Receiver(500, 429) as receiver:
         id = api.order(webhook_url=f"{receiver.url}/hook?a=b")
@@ -84,7 +87,7 @@ def test_a_receiver_that_fails_twice_is_told(world: tuple[Api, Worker], redis_ur
     assert {h["webhook-id"] for h in headers} == {f"msg_{id}_1"}, "by which who hears it twice knows it"
     told = json.loads(bodies[0])
     assert told["type"] == "job.succeeded" and told["data"] == api.job(id)
-    keyring = Keyring(redis_url)
+    keyring = Keyring(api.settings.redis_url)
     secret = base64.b64decode(keyring.webhook_secret("").removeprefix("whsec_"))
     keyring.close()
     signed = f"{headers[2]['webhook-id']}.{headers[2]['webhook-timestamp']}.".encode() + bodies[2]
@@ -137,7 +140,8 @@ def test_no_redirect_is_followed() -> None:
 @pytest.mark.parametrize(
     "url",
     ["", "ftp://a.example", "http://", "https://user@a.example/", "http://a b", "http://a.example:0", "http://é.example",
-     "http://a.example/" + "x" * 2048, "http://[", "javascript:1", "//a.example"],
+     "http://a.example/" + "x" * 2048, "http://[", "javascript:1", "//a.example", "http://:80/", "http://a/b c",
+     "http://[::1]x/", "http://a..b/", "http://a%20b/", "http://a\\b/", "http://a:"],
 )  # fmt: skip
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ApiError) as caught:

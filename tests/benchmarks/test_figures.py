@@ -24,6 +24,6 @@ def test_the_page_and_its_figures_are_those_of_the_results() -> None:
     docs = QUALITY.parents[2] / "docs"
     page = (docs / "results.md").read_text("utf-8")
     assert figures.fill(page, QUALITY.parent) == page
-    variants = json.loads(QUALITY.read_text("utf-8"))["variants"]
+    variants = json.loads(figures.SWEEP.read_text("utf-8"))["variants"]
     assert (docs / "alpha.svg").read_text("utf-8") == figures.alphas(variants)
     assert (docs / "deepcache.svg").read_text("utf-8") == figures.intervals(variants)

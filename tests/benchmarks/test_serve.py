@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record, serve
+from benchmarks import flood, record, serve
 from core.config import Settings
 
 
@@ -19,6 +19,8 @@ def test_every_figure_is_measured(
     monkeypatch.setattr(serve, "_IDLE", float("inf"))
     monkeypatch.setattr(serve, "_LOOK_S", 0.1)
     monkeypatch.setattr(serve, "_REFUSED_EVERY_S", 0.05)
+    monkeypatch.setattr(flood, "RATE_PER_S", 20.0)
+    monkeypatch.setattr(flood, "SECONDS", 2.0)
     monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
     settings = Settings(model="random:tiny", compile=False, kernels=False, threads=1)
     result = serve.run(settings, steps=3, pictures=8, results=tmp_path)
@@ -28,6 +30,10 @@ def test_every_figure_is_measured(
     assert all(result[name] > 0 for name in ("images_per_s", "healthz_p99_s", "rejected_p99_s"))
     # Redis stamps whole milliseconds, so that a part may come out a little below nothing.
     assert all(seconds > -0.01 for seconds in result["overhead_parts_s"].values())
+    assert result["submitted"] == 40 and result["left"] == 0
+    assert 0 < result["submit_p50_s"] <= result["submit_p99_s"] and result["cancelled"] <= result["queued"] <= 40
+    assert all(result[f"flood_{name}_p99_s"] > 0 for name in ("healthz", "metrics"))
+    assert 10 < result["api_mib"]["before"] <= result["api_mib"]["most"]
     assert json.loads((tmp_path / "serve.json").read_text()) == result
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
 

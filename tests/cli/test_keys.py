@@ -51,7 +51,10 @@ def test_a_key_is_told_once_and_works_until_it_is_revoked(capsys: pytest.Capture
     [(["", "--rate", ""], "NAME"), (["a", "--rate", "often"], "--rate"), (["a", "--quota", "1/week"], "--quota"),
      (["a", "--scopes", "root"], "--scopes"), (["a", "--scopes", ","], "--scopes")],
 )  # fmt: skip
-def test_what_cannot_be_used_is_named(capsys: pytest.CaptureFixture[str], words: list[str], named: str) -> None:
+def test_what_cannot_be_used_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
+) -> None:
+    monkeypatch.setenv("DIPTYCH_REDIS_URL", "redis://127.0.0.1:1/0")  # which nobody asks for it
     code, out, err = run(capsys, "add", *words)
     assert code == 2 and out == "" and err.startswith(f"diptych: {named}: ")
 
@@ -72,6 +75,13 @@ def test_the_redis_of_a_service_here_is_found(
     finally:
         server.stop()
     assert address_in(tmp_path / "redis") == ""
+
+
+@pytest.mark.parametrize("url", ["redis://a b", "redis://:6379/0", "http://a", "redis://"])
+def test_what_is_no_redis(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("DIPTYCH_REDIS_URL", url)
+    code, _, err = run(capsys, "list")
+    assert code == 2 and err.startswith("diptych: DIPTYCH_REDIS_URL: must ")
 
 
 def test_a_redis_that_does_not_answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

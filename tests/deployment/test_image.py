@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from core.config import Settings
 from deployment.devices import NoDevices, visible
 from tests.deployment.served import ROOT, environment
 
@@ -21,6 +22,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 # What the API's process loads, by the name that it is installed under.
 NAMES = {
+    "PIL": "pillow",
     "prometheus_client": "prometheus-client",
     "pydantic_settings": "pydantic-settings",
     "multipart": "python-multipart",
@@ -70,6 +72,16 @@ def test_the_compose_file_is_for_old_and_new() -> None:
         assert int(services[name]["stop_grace_period"].removesuffix("s")) > drain_s + 10
     (device,) = services["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+def test_every_setting_can_be_given_to_containers() -> None:
+    """What is not handed on is what a container is: its folders, its port, its device."""
+    services = COMPOSE["services"]
+    given = {name for part in ("api", "worker") for name in services[part]["environment"]}
+    known = {f"DIPTYCH_{field.upper()}" for field in Settings.model_fields}
+    assert {name for name in given if name.startswith("DIPTYCH_")} <= known
+    assert known - given == {"DIPTYCH_CACHE_DIR", "DIPTYCH_DATA_DIR", "DIPTYCH_HOST", "DIPTYCH_PORT"}
+    assert services["worker-gpu"]["environment"].keys() == services["worker"]["environment"].keys() - {"DIPTYCH_DEVICE"}
 
 
 @pytest.mark.parametrize(

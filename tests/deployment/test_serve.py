@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from pipeline import tiny
+from tests.collector import Collector
 from tests.deployment.served import ROOT, Served, environment, wait_until
 
 # A shell's `&`: SIGINT is ignored from the start. And there is no stdin at all.
@@ -188,8 +189,9 @@ def test_with_another_redis_it_starts_none_and_waits_for_it(serve: Callable[...,
 @pytest.mark.parametrize("command", ["api", "worker"])
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("", "must be given, such as redis://"), ("http://secret@nowhere", "is no address of a Redis")],
-)
+    [("", "must be given, such as redis://"), ("http://secret@nowhere", "must begin with redis:// or rediss://"),
+     ("unix://secret?db=x", "is no address of a Redis"), ("redis://secret@a b", "must hold no spaces")],
+)  # fmt: skip
 def test_parts_on_their_own_need_a_redis(command: str, url: str, message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cli", command], env=environment(DIPTYCH_REDIS_URL=url), capture_output=True, text=True,
@@ -202,20 +204,31 @@ def test_parts_on_their_own_need_a_redis(command: str, url: str, message: str) -
 def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path, serve: Callable[..., Served]) -> None:
     service = serve("--help")  # for its port alone
     assert service.ended() == 0
-    env = environment(DIPTYCH_REDIS_URL=redis_url, DIPTYCH_ARTIFACTS_URL=tmp_path.as_uri(), DIPTYCH_DRAIN_S="1")
-    words = (["api", "--port", str(service.port)], ["worker", "--model", tiny.TINY])
-    with (tmp_path / "log").open("wb") as log:
-        parts = [
-            subprocess.Popen([sys.executable, "-m", "cli", *part], env=env, stdin=subprocess.DEVNULL, stderr=log)
-            for part in words
-        ]
-    try:
-        wait_until(lambda: service.answers("/readyz"), "a worker that is ready")
-        assert service.picture().startswith(b"\x89PNG")
-        for part in parts:
-            part.send_signal(signal.SIGINT)
-        assert [part.wait(60) for part in parts] == [130, 0]
-    finally:
-        for part in parts:
-            part.kill()
-            part.wait()
+    with Collector() as collector:
+        env = environment(
+            DIPTYCH_REDIS_URL=redis_url,
+            DIPTYCH_ARTIFACTS_URL=tmp_path.as_uri(),
+            DIPTYCH_DRAIN_S="1",
+            DIPTYCH_TRACES=collector.url,
+        )
+        words = (["api", "--port", str(service.port)], ["worker", "--model", tiny.TINY])
+        with (tmp_path / "log").open("wb") as log:
+            parts = [
+                subprocess.Popen([sys.executable, "-m", "cli", *part], env=env, stdin=subprocess.DEVNULL, stderr=log)
+                for part in words
+            ]
+        try:
+            wait_until(lambda: service.answers("/readyz"), "a worker that is ready")
+            assert service.picture().startswith(b"\x89PNG")
+            for part in parts:
+                part.send_signal(signal.SIGINT)
+            assert [part.wait(60) for part in parts] == [130, 0]
+        finally:
+            for part in parts:
+                part.kill()
+                part.wait()
+    assert collector.services == {"diptych-api", "diptych-worker"}, [span.name for span in collector.spans()]
+    spans = {span.name: span for span in collector.spans()}
+    asked, drawn, engine = (spans[name] for name in ("POST /v1/jobs", "job image", "engine"))
+    assert asked.trace_id == drawn.trace_id == engine.trace_id, "one trace through the queue"
+    assert (drawn.parent_span_id, engine.parent_span_id) == (asked.span_id, drawn.span_id)

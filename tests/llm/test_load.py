@@ -158,12 +158,15 @@ def test_damaged_models_are_refused(spoil: Any, said: str, tmp_path: Path) -> No
     assert said in str(caught.value) and "model" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "t5", "words"])
+@pytest.mark.parametrize("kind", ["gemma2", "softcap", "t5", "words"])
 def test_models_of_other_kinds_are_refused(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / kind
     if kind == "gemma2":
         saved(folder, Gemma2Config(**SIZE, head_dim=16, sliding_window=32))
         said = "sliding windows"
+    elif kind == "softcap":
+        saved(folder, Gemma2Config(**SIZE, head_dim=16, layer_types=["full_attention"] * SIZE["num_hidden_layers"]))
+        said = "caps the logits of its attention"
     elif kind == "t5":
         T5Config(vocab_size=300, d_model=32, num_layers=1).save_pretrained(folder)
         said = "does not load"

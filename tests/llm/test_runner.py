@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -340,15 +341,19 @@ def test_a_retried_iteration_draws_the_same() -> None:
 def test_a_long_prompt_does_not_hold_up_answers() -> None:
     """While it is read in chunks, a token is written in every iteration."""
     model, order = stage.small(), []
+    begun, asked = threading.Event(), threading.Event()
     with stage.serving(model, chunk=16, kernels=stage.kernels()) as (engine, _):
 
         def tell(request: Request, outcome: Outcome) -> None:
             order.append((request.id, outcome.progress[0]))
+            if len(order) == 3:
+                begun.set()
+                asked.wait()  # or all could be written before the other is asked for
 
         first = engine.submit(Request("writes", "text", stage.greedy((1, 9), 450, ignore_end=True), listener=tell))
-        while len(order) < 3:
-            pass
+        begun.wait()
         long = engine.submit(Request("reads", "text", stage.greedy((1, *[7] * 300), 2), listener=tell))
+        asked.set()
         long.result(), first.result()
     reading = [i for i, (name, done) in enumerate(order) if name == "reads" and done == 0]
     assert len(reading) == 301 // 16

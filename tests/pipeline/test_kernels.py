@@ -160,3 +160,20 @@ def test_int8_of_another_models_weights_is_refused(quantized: Path, tmp_path: Pa
     other = tiny.save(tmp_path / "other", SHAPES["wide-heads"], seed=1)
     with pytest.raises(ModelError, match="other weights"):
         load(str(other), precision="int8", unet=quantized / "unet-int8")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_edits_equal_diffusers_and_do_not_depend_on_the_batch(shape: str, kernels: ctypes.CDLL) -> None:
+    from tests.pipeline.test_edit import check_parity, wanted
+
+    edits = [
+        wanted(shape, seed=seed, strength=strength, masked=bool(seed % 2), picture=seed, scheduler=scheduler)
+        for seed, (strength, scheduler) in enumerate(((0.4, None), (1.0, "euler-ancestral"), (0.7, "dpm++2m")))
+    ]
+    worlds.model(shape)  # which names it
+    # Its own weights are let go, but for what edits need.
+    runner = Watching(load(f"random:test-{shape}"), kernels=kernels, frugal=True)
+    mixed = together(runner, [*edits, *mixture(shape)])
+    for one, picture in zip(edits, mixed[: len(edits)], strict=True):
+        check_parity(shape, one, picture)
+        assert picture.png() == solo(runner, one).png()

@@ -7,7 +7,7 @@ DIPTYCH_STUCK_S, DIPTYCH_DRAIN_S, DIPTYCH_IMAGE_JOBS, DIPTYCH_MAX_REQUESTS … I
 second, and then its card in the registry is "ready".
 
     --text      serve the text queue too, on a lane of its own; a text job's parameters are {"prompt", "steps"}, its
-                result is {"text": …}
+                result is {"text": …}; a prompt is expanded by writing it in capitals
     --real      pictures by the settings' own model (DIPTYCH_MODEL=random:tiny) instead of the stand-in; takes torch's
                 time to start
     --step S    seconds of one iteration of the stand-ins, however many requests share it (default 0.01)
@@ -80,6 +80,11 @@ def picture(prompt: str, seed: int, width: int, height: int) -> bytes:
 class TextParameters:
     prompt: str
     steps: int
+
+    @property
+    def text(self) -> str:
+        """The answer, as of the real panel's requests."""
+        return self.prompt.upper()
 
 
 class Group(NamedTuple):
@@ -236,6 +241,8 @@ class StageText:
         return _card("text", self.name, self._step_s)
 
     def requests(self, parameters: Mapping[str, Any]) -> list[Any]:
+        if "messages" in parameters:
+            return [TextParameters(parameters["messages"][-1]["content"], 2)]
         return [TextParameters(parameters["prompt"], parameters["steps"])]
 
     def tally(self, requests: Sequence[Any]) -> PictureTally:

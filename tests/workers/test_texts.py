@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,20 @@ def test_without_a_limit_an_answer_may_fill_the_context(panel: TextPanel) -> Non
 def test_what_cannot_be_read_is_refused(panel: TextPanel, change: dict[str, Any], said: str | None) -> None:
     with pytest.raises((Refused, KeyError), match=said):
         panel.requests({**CHAT, **change})
+
+
+def test_every_control_token_is_refused_whatever_its_role(panel: TextPanel) -> None:
+    """As a Llama's headers of turns, which transformers does not list as special tokens of the tokenizer."""
+    from tokenizers import AddedToken
+
+    model = dataclasses.replace(stage.small(), tokenizer=copy.deepcopy(stage.small().tokenizer))
+    model.tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<|header|>", special=True)])
+    assert "<|header|>" not in model.tokenizer.all_special_tokens
+    runner = TextRunner(model, max_requests=1)
+    with pytest.raises(Refused, match="control tokens"):
+        TextPanel(runner).requests({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]})
+    runner.close()
+    panel.requests({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]})
 
 
 def test_a_template_that_refuses_is_refused_by_name(panel: TextPanel) -> None:

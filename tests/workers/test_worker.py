@@ -115,7 +115,7 @@ def test_pictures_that_cannot_be_kept_fail_their_job(crew: Crew, tmp_path: Path)
     job = crew.ended(crew.ask())
     assert job.error == {
         "code": "artifact_error",
-        "message": "the result could not be kept: cannot write an artifact: not a directory",
+        "message": "an artifact could not be kept or read: cannot write an artifact: not a directory",
     }
     (tmp_path / "artifacts").unlink()
     (tmp_path / "moved").rename(tmp_path / "artifacts")

@@ -193,6 +193,58 @@ def test_the_reaper_deletes_what_is_due(redis_url: str, tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("way", ["succeeded", "failed", "cancelled", "expired", "erased"])
+def test_what_a_job_begins_with_is_kept_as_long_as_it_lives_and_then_as_its_record(redis_url: str, way: str) -> None:
+    store, key = JobStore(redis_url, retention_s=60), "sha256/00/" + 62 * "0" + ".png"
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        assert store.keep(key, 1)
+        deadline_s = 3600.0 if way == "expired" else None
+        job, other = (
+            store.create(draft("ann", inputs=(key,), deadline_s=deadline_s)),
+            store.create(draft(inputs=(key,))),
+        )
+        assert job.inputs == (key,) and store.get(job.id) == job
+        for _ in range(3):  # however long it waits, it is not taken away
+            pass_time(client, 100_000)
+            assert store.due() == []
+        claim = store.claim(job.id, "ada")
+        assert claim is not None
+        if way == "succeeded":
+            assert store.succeed(job.id, claim.attempt, {"images": []}, ["made"])
+        elif way == "failed":
+            assert store.fail(job.id, claim.attempt, "engine_error", "no")
+        elif way == "cancelled":
+            assert store.cancel(job.id)
+        elif way == "expired":
+            assert store.expire(job.id, claim.attempt)
+        else:
+            assert store.erase(job.id)
+        pass_time(client, 100_000)
+        assert key not in store.due(), "another one needs it"
+        assert store.cancel(other.id)
+        assert not client.exists("diptych:needed")
+        pass_time(client, 50)
+        assert key not in store.due(), "its record has an hour and a minute"
+        pass_time(client, 20)
+        assert key in store.due()
+        store.gone([key])
+    store.close()
+
+
+def test_erasing_the_last_job_that_began_with_something_takes_that_along(redis_url: str) -> None:
+    store, key = JobStore(redis_url), "sha256/00/" + 62 * "0" + ".png"
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        first, second = (store.create(draft(inputs=(key,))).id for _ in range(2))
+        assert store.erase(first)
+        pass_time(client, 11)
+        assert store.due() == []
+        assert store.erase(second)
+        assert store.due() == []
+        pass_time(client, 11)
+        assert store.due() == [key]
+    store.close()
+
+
 def test_previews_are_for_a_while(store: JobStore, redis_url: str) -> None:
     id = store.create(draft()).id
     claim = store.claim(id, "ada")

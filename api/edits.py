@@ -1,0 +1,95 @@
+"""POST /v1/images/edits: OpenAI's endpoint. As images.py, from a picture, and a mask where there is one.
+
+Knows the form of this request; the picture itself is looked at in uploads.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+from fastapi import APIRouter, Request, Response
+from starlette.datastructures import FormData, UploadFile
+
+from api import body, images, intake, schemas
+from api.access import By
+from api.errors import ApiError, refused
+from api.forms import form
+from api.service import Given
+from api.uploads import MAX_BYTES, Upload
+
+router = APIRouter(tags=["images"])
+
+_ENVELOPE = 2 * 2**20  # of a form around its files
+_FILES = ("image", "mask")
+_WHOLE = re.compile(r"-?[0-9]{1,20}")
+_NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?")
+_FILE = {"type": "string", "format": "binary"}
+
+
+@router.post(
+    "/v1/images/edits",
+    summary="Draw pictures from one, and wait for them",
+    response_model=schemas.Generated,
+    responses={200: {"content": {"text/event-stream": {}}}},
+    openapi_extra=schemas.document(
+        schemas.EditFields, media_type="multipart/form-data",
+        image={**_FILE, "description": "PNG, JPEG or WebP"},
+        mask={**_FILE, "description": "of the same size: what is transparent in it is drawn anew, all else is kept"},
+    ) | {"parameters": [schemas.IDEMPOTENCY_KEY]},
+)  # fmt: skip
+async def edit(request: Request, service: Given, caller: By) -> Response:
+    """As /v1/images/generations, which tells of answers, of streams and of who leaves."""
+    caller.check("images")
+    max_bytes = len(_FILES) * MAX_BYTES + _ENVELOPE
+    async with form(request, max_bytes=max_bytes, max_files=8, max_fields=100) as parts:
+        texts, files = await _parts(parts)
+    fields = schemas.read(schemas.EditFields, _typed(texts))
+    if "image" not in files:
+        raise refused("image", "must be given, as a file", "missing_required_parameter")
+    upload = await service.call(Upload.of, files["image"], files.get("mask"))
+    id = intake.idempotent(request, caller)
+    job = await intake.accept(service, request, caller, fields, id, upload)
+    return await images.answer(service, request, job, fields, stays=id is not None)
+
+
+async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Texts and files by name. Raises `ApiError` (400, 413) for what comes twice, or as the wrong kind."""
+    texts: dict[str, str] = {}
+    files: dict[str, bytes] = {}
+    for given, value in parts.multi_items():
+        name = given.removesuffix("[]") if given == "image[]" else given  # as clients send a list of one
+        if name in texts or name in files:
+            if name == "image":
+                raise refused(name, "only one picture can be edited at a time")
+            raise refused(
+                body.plain(name), "appears twice" if body.plain(name) else "A field appears twice.", "repeated_field"
+            )
+        if isinstance(value, UploadFile):
+            if name not in _FILES:
+                raise refused(body.plain(name), "must not be a file", "invalid_type")
+            if (value.size or 0) > MAX_BYTES:
+                raise ApiError(413, f"{name}: is larger than {MAX_BYTES} bytes", param=name, code="body_too_large")
+            files[name] = await value.read()
+        elif name in _FILES:
+            raise refused(name, "must be a file", "invalid_type")
+        else:
+            texts[name] = value
+    return texts, files
+
+
+def _typed(texts: dict[str, str]) -> dict[str, Any]:
+    """A form knows only text: what is meant as a number or as true is made one. All else is left to be refused."""
+    fields: dict[str, Any] = dict(texts)
+    for name, text in texts.items():
+        known = schemas.EditFields.model_fields.get(name)
+        kinds = get_args(known.annotation) if known is not None else ()
+        if int in kinds and _WHOLE.fullmatch(text):
+            fields[name] = int(text)
+        elif float in kinds and _NUMBER.fullmatch(text):
+            fields[name] = float(text)
+        elif bool in kinds and text in ("true", "false"):
+            fields[name] = text == "true"
+        elif name == "deepcache" and text.startswith("{"):
+            fields[name] = body.parse(text.encode())
+    return fields

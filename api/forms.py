@@ -1,0 +1,44 @@
+"""A request's body as a form with files: how large it may be is held against what it declares, before it is read.
+
+Knows multipart/form-data; knows nothing of which fields mean what.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import Request
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from api.errors import ApiError
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it speaks of forms that are refused
+
+
+@asynccontextmanager
+async def form(request: Request, *, max_bytes: int, max_files: int, max_fields: int) -> AsyncIterator[FormData]:
+    """The form, and its files as long as the context is open. `max_bytes` are those of the whole body.
+
+    Raises `ApiError`: 411, 413 and 415 by its headers, 400 for what is no form.
+    """
+    declared = request.headers.get("content-length", "")
+    if not re.fullmatch(r"[0-9]{1,12}", declared):
+        raise ApiError(411, "content-length: must be given.", param="content-length", code="length_required")
+    if int(declared) > max_bytes:
+        raise ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        message = "content-type: must be multipart/form-data."
+        raise ApiError(415, message, param="content-type", code="unsupported_media_type")
+    try:
+        parsed = await request.form(max_files=max_files, max_fields=max_fields)
+    except (HTTPException, ValueError, KeyError, ClientDisconnect):
+        raise ApiError(400, "The body is no form, or has too many parts.", code="invalid_body") from None
+    try:
+        yield parsed
+    finally:
+        await parsed.close()

@@ -1,0 +1,116 @@
+"""Pictures that are handed in to be edited: looked at before they are decoded, and brought to the size of their job.
+
+What goes on from here is a PNG of ours: no worker ever reads a stranger's file. Knows picture files; knows nothing of
+jobs and of models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass
+
+from PIL import Image, ImageOps
+
+from api.errors import ApiError, refused
+
+MAX_BYTES = 16 * 2**20  # of one file
+MAX_PIXELS = 4096 * 4096
+_FORMATS = ("PNG", "JPEG", "WEBP")
+_ORIENTATION = 0x0112  # of EXIF; from 5 on width and height change places
+_OPAQUE = "has no transparent pixel: what is transparent in it is what is drawn anew"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A picture, and a mask of the same size whose transparent pixels (alpha 0) are what is to be drawn anew."""
+
+    image: bytes
+    mask: bytes | None
+    size: tuple[int, int]  # (width, height) as people see it
+
+    @classmethod
+    def of(cls, image: bytes, mask: bytes | None) -> Upload:
+        """Looks at headers alone. Raises `ApiError` (400, 413), naming the field."""
+        size = _size("image", image)
+        if mask is not None and _size("mask", mask) != size:
+            raise refused("mask", "must have the width and height of image")
+        return cls(image, mask, size)
+
+    @property
+    def digest(self) -> str:
+        """Tells apart what was handed in."""
+        return hashlib.sha256(
+            b"".join(hashlib.sha256(part or b"").digest() for part in (self.image, self.mask))
+        ).hexdigest()
+
+    def fitted(self, size: tuple[int, int]) -> tuple[bytes, bytes | None]:
+        """The picture in RGB, its transparent parts white, and the mask in L, 255 where it is drawn anew; both as PNG.
+
+        (width, height) in pixels; resized with Lanczos' filter. Raises `ApiError` (400), naming the field.
+        """
+        image = _decoded("image", self.image)
+        white = Image.new("RGBA", image.size, "white")
+        made = Image.alpha_composite(white, image).convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        if self.mask is None:
+            return _png(made), None
+        alpha = _decoded("mask", self.mask).getchannel("A")
+        if alpha.getextrema()[0] != 0:
+            raise refused("mask", _OPAQUE)
+        hole = alpha.point([255] + 255 * [0]).resize(size, Image.Resampling.LANCZOS)
+        return _png(made), _png(hole.point(128 * [0] + 128 * [255]))
+
+
+def _size(field: str, data: bytes) -> tuple[int, int]:
+    """Width and height by the header, upright. Nothing is decoded."""
+    if len(data) > MAX_BYTES:
+        raise ApiError(413, f"{field}: is larger than {MAX_BYTES} bytes", param=field, code="body_too_large")
+    if not data:
+        raise refused(field, "must not be empty")
+    try:
+        size = _webp_size(data) or _opened(data).size
+        if size[0] * size[1] > MAX_PIXELS:
+            raise Image.DecompressionBombError
+        return size[::-1] if _orientation(_opened(data)) >= 5 else size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise refused(field, f"has more than {MAX_PIXELS} pixels") from None
+    except Exception:  # of many parsers, and all say the same
+        raise refused(field, "must be a picture in PNG, JPEG or WebP") from None
+
+
+def _decoded(field: str, data: bytes) -> Image.Image:
+    """RGBA, upright."""
+    try:
+        image = _opened(data)
+        if _orientation(image) > 1:
+            image = ImageOps.exif_transpose(image)
+        return image.convert("RGBA")
+    except Exception:  # as above
+        raise refused(field, "cannot be decoded") from None
+
+
+def _opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data), formats=_FORMATS)
+
+
+def _orientation(image: Image.Image) -> int:
+    """As EXIF says; a PNG may say so behind its pixels, where nobody looks."""
+    return 1 if image.format == "PNG" else int(image.getexif().get(_ORIENTATION, 1))
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """By RFC 9649, since Pillow makes room for all of a WebP's pixels when it opens it. None: it is none."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    if data[12:16] == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if data[12:16] == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+
+
+def _png(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG", compress_level=1)
+    return stream.getvalue()

@@ -1,0 +1,194 @@
+"""More jobs than any worker can do, submitted at a fixed rate with a key and under limits, and cancelled in one call.
+
+Arrivals are open: each is sent when it is due, and its latency counts from then. Meanwhile the service is asked
+whether it lives and for its figures, and the memory of its API is watched. Knows HTTP, keys and counters of the queue;
+knows nothing of what is inside the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from benchmarks.record import BenchError
+
+if TYPE_CHECKING:
+    import httpx2
+
+    from core.jobs.keyring import Keyring
+    from core.jobs.store import JobStore
+
+RATE_PER_S, SECONDS = 200.0, 20.0
+LIMITS = {"rate": "1000/second", "quota": "1000000/day"}  # counted for every request, and never reached
+_PROBE_EVERY_S = 0.1
+_CONNECTIONS = 64
+_PROMPT = "a small red boat on a lake"
+
+
+async def flood(
+    url: str,
+    store: JobStore,
+    keyring: Keyring,
+    api_pid: int,
+    *,
+    steps: int,
+) -> dict[str, Any]:
+    """Submit `RATE_PER_S` for `SECONDS`, then cancel all that waits.
+
+    The API's memory is in MiB, of its process alone: before, and as the submissions go. Raises `BenchError` where a
+    submission is refused, or an accepted job is missing.
+    """
+    import httpx2
+    import psutil
+
+    key, token = keyring.add("flood", ("images", "admin"), **LIMITS)
+    api = psutil.Process(api_pid)
+    headers = {"Authorization": f"Bearer {token}"}
+    latencies: list[float] = []
+    ids: list[str] = []
+    memory: list[float] = []
+    probes: dict[str, list[float]] = {"healthz": [], "metrics": []}
+    lines = [_Line(url, token) for _ in range(_CONNECTIONS)]
+    try:
+        async with httpx2.AsyncClient(base_url=url, timeout=60.0, trust_env=False, headers=headers) as client:
+            await _known(client)
+            for line in lines:
+                await line.open()
+            idle: asyncio.LifoQueue[_Line] = asyncio.LifoQueue()
+            for line in lines:
+                idle.put_nowait(line)
+            probing = [
+                asyncio.create_task(probe(taken, _PROBE_EVERY_S, partial(_answers, client, f"/{name}")))
+                for name, taken in probes.items()
+            ]
+            memory.append(_mib(api))
+            cpu_s, started = _cpu_s(api), time.monotonic()
+
+            async def submit(k: int) -> None:
+                due = started + k / RATE_PER_S
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                line = await idle.get()
+                body = {"type": "image", "prompt": f"{k}: {_PROMPT}", "seed": k, "steps": steps}
+                status, answer = await line.post("/v1/jobs", body)
+                idle.put_nowait(line)
+                latencies.append(time.monotonic() - due)
+                if status != 202:
+                    raise BenchError(f"a submission was answered {status}: {answer}")
+                ids.append(str(answer["id"]))
+                if k % max(1, round(RATE_PER_S)) == 0:
+                    memory.append(_mib(api))
+
+            await asyncio.gather(*(submit(k) for k in range(round(RATE_PER_S * SECONDS))))
+            whole_s, cpu_s = time.monotonic() - started, _cpu_s(api) - cpu_s
+            memory.append(_mib(api))
+            for task in probing:
+                task.cancel()
+            for ended in await asyncio.gather(*probing, return_exceptions=True):
+                if isinstance(ended, BenchError):
+                    raise ended
+            queued, before = store.backlog("image").queued, time.monotonic()
+            emptied = (await client.post("/v1/queues/image/cancel")).json()
+            cancel_s = time.monotonic() - before
+        missing = sum(store.get(id) is None for id in ids)
+        if missing:
+            raise BenchError(f"{missing} of {len(ids)} jobs that were accepted have no record")
+    finally:
+        for line in lines:
+            line.close()
+        keyring.revoke(key.id)
+    return {
+        "submitted": len(ids),
+        "submitted_per_s": round(len(ids) / whole_s, 1),
+        "submit_p50_s": percentile(latencies, 50),
+        "submit_p99_s": percentile(latencies, 99),
+        "submit_cpu_s": round(cpu_s / len(ids), 5),
+        "flood_healthz_p99_s": percentile(probes["healthz"], 99),
+        "flood_metrics_p99_s": percentile(probes["metrics"], 99),
+        "api_mib": {"before": memory[0], "half": memory[len(memory) // 2], "after": memory[-1], "most": max(memory)},
+        "queued": queued,
+        "cancelled": int(emptied["cancelled"]),
+        "cancel_s": round(cancel_s, 4),
+        "left": store.backlog("image").queued,
+    }
+
+
+class _Line:
+    """A kept connection that posts JSON: HTTP/1.1 as far as our own server speaks it.
+
+    A full client costs as much processor time as the service itself, which would be measured with it.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port, self._token = parts.hostname or "", parts.port or 80, token
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+
+    async def post(self, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and content. Raises `BenchError` where the server hangs up."""
+        assert self._writer is not None
+        body = json.dumps(fields).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nAuthorization: Bearer {self._token}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + body)
+        try:
+            lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
+            length = next(int(line.partition(":")[2]) for line in lines if line.startswith("content-length:"))
+            return int(lines[0].split()[1]), json.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise BenchError("the service hung up on a submission") from error
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+async def _known(client: httpx2.AsyncClient) -> None:
+    """Wait until the API has heard of the key."""
+    until = time.monotonic() + 10.0
+    while (await client.get("/v1/models")).status_code != 200:
+        if time.monotonic() > until:
+            raise BenchError("the service does not take a key that was just made")
+        await asyncio.sleep(0.1)
+
+
+async def _answers(client: httpx2.AsyncClient, path: str) -> None:
+    if (status := (await client.get(path)).status_code) != 200:
+        raise BenchError(f"{path} answered {status}")
+
+
+async def probe(seconds: list[float], every_s: float, ask: Callable[[], Awaitable[None]]) -> None:
+    """Ask at fixed times until cancelled. One that is late counts from when it was due."""
+    due = time.monotonic()
+    while True:
+        due += every_s
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        await ask()
+        seconds.append(time.monotonic() - due)
+        due = max(due, time.monotonic() - every_s)
+
+
+def _cpu_s(process: Any) -> float:
+    """Processor time of all its threads."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _mib(process: Any) -> float:
+    return round(float(process.memory_info().rss) / 2**20, 1)
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    import numpy as np
+
+    return round(float(np.percentile(values, q)), 4) if values else float("nan")

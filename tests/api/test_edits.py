@@ -1,0 +1,360 @@
+"""POST /v1/images/edits: OpenAI's client as it is, what comes of what is handed in, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import OpenAI
+from PIL import Image
+
+from api.errors import ApiError
+from api.uploads import MAX_BYTES, MAX_PIXELS, Upload
+from core.jobs.record import Claim
+from tests.api.easel import Easel
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
+
+EDITS = "/v1/images/edits"
+
+
+@pytest.fixture
+def worker(shared: Api) -> Iterator[Worker]:
+    with Worker(shared.settings) as worker:
+        yield worker
+
+
+@pytest.fixture
+def easel(worker: Worker) -> Iterator[Easel]:
+    with Easel(worker) as easel:
+        yield easel
+
+
+@pytest.fixture
+def client(shared: Api) -> Iterator[OpenAI]:
+    with OpenAI(base_url=shared.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def pixels(width: int = 128, height: int = 128, channels: int = 3, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def as_file(array: np.ndarray, form: str = "PNG", **options: Any) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(array).save(stream, form, **options)
+    return stream.getvalue()
+
+
+def hole(width: int = 128, height: int = 128) -> np.ndarray:
+    """A mask in RGBA whose left upper quarter is transparent."""
+    array = pixels(width, height, 4)
+    array[..., 3] = 255
+    array[: height // 2, : width // 2, 3] = 0
+    return array
+
+
+def handed_on(worker: Worker, claim: Claim) -> tuple[np.ndarray, np.ndarray | None]:
+    """What the worker finds in the store: [H, W, 3], and the mask, [H, W]."""
+    found = []
+    for name, mode in (("image", "RGB"), ("mask", "L")):
+        key = claim.parameters["edit"].get(name)
+        image = None if key is None else Image.open(io.BytesIO(worker.artifacts.get(key)))
+        assert image is None or (image.format, image.mode) == ("PNG", mode)
+        found.append(None if image is None else np.asarray(image))
+    assert found[0] is not None
+    return found[0], found[1]
+
+
+def test_the_openai_client_edits_a_picture(client: OpenAI, easel: Easel, worker: Worker) -> None:
+    array = pixels()
+    answer = client.images.edit(
+        image=("cat.png", as_file(array)), prompt="a cat in a hat", n=2, size="128x128", response_format="b64_json",
+        extra_body={"steps": 10, "seed": 7, "guidance_scale": 3.5, "negative_prompt": "fog", "strength": 0.45},
+    )  # fmt: skip
+    assert answer.data is not None and len(answer.data) == 2
+    assert Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json or ""))).size == (128, 128)
+    claim = easel.seen[-1]
+    given_parameters = {"prompt": "a cat in a hat", "n": 2, "steps": 10, "seed": 7, "guidance_scale": 3.5}
+    assert claim.parameters.items() >= {**given_parameters, "negative_prompt": "fog", "width": 128}.items()
+    assert claim.parameters["edit"]["strength"] == 0.45
+    image, mask = handed_on(worker, claim)
+    assert np.array_equal(image, array) and mask is None
+
+
+def test_the_openai_client_paints_into_what_its_mask_leaves_open(client: OpenAI, easel: Easel, worker: Worker) -> None:
+    answer = client.images.edit(
+        image=io.BytesIO(as_file(pixels())), mask=io.BytesIO(as_file(hole())), prompt="a hat", response_format="url"
+    )
+    assert answer.data is not None and str(answer.data[0].url).startswith("http")
+    claim = easel.seen[-1]
+    assert claim.parameters["edit"]["strength"] == 1.0
+    _, mask = handed_on(worker, claim)
+    assert mask is not None and set(np.unique(mask)) == {0, 255}
+    assert (mask[:60, :60] == 255).all() and (mask[68:] == 0).all() and (mask[:, 68:] == 0).all()
+
+
+def test_it_streams_as_openai_does(client: OpenAI, easel: Easel) -> None:
+    easel.step_s = 0.05
+    events = list(
+        client.images.edit(
+            image=[as_file(pixels())], prompt="a hat", stream=True, partial_images=2, extra_body={"steps": 10}
+        )
+    )
+    assert {event.type for event in events[:-1]} == {"image_edit.partial_image"}
+    assert events[-1].type == "image_edit.completed" and base64.b64decode(events[-1].b64_json)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "expected"),
+    [
+        ((128, 128), None, (128, 128)),
+        ((64, 64), "auto", (64, 64)),
+        ((500, 500), None, (128, 128)),
+        ((70, 66), None, (64, 64)),
+        ((960, 1680), None, (96, 168)),
+        ((300, 150), None, (168, 96)),
+        ((500, 300), "64x64", (64, 64)),
+    ],
+)
+def test_the_size_follows_the_picture_unless_it_is_given(
+    shared: Api, easel: Easel, worker: Worker, size: tuple[int, int], asked: str | None, expected: tuple[int, int]
+) -> None:
+    array = pixels(*size)
+    data = {"prompt": "a hat", **({} if asked is None else {"size": asked})}
+    answer = shared.client.post(EDITS, data=data, files={"image": as_file(array)})
+    assert answer.status_code == 200 and answer.json()["size"] == "{}x{}".format(*expected)
+    image, _ = handed_on(worker, easel.seen[-1])
+    resized = Image.fromarray(array).resize(expected, Image.Resampling.LANCZOS)
+    assert np.array_equal(image, np.asarray(resized))
+
+
+def test_what_is_handed_in_never_enters_the_record_and_goes_with_it(shared: Api, worker: Worker) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        known = worker.ids()
+        files = {"image": as_file(pixels(seed=99)), "mask": as_file(hole())}
+        answer = pool.submit(shared.client.post, EDITS, data={"prompt": "a hat"}, files=files)
+        (id,) = eventually(lambda: worker.ids() - known)
+        keys = worker.job(id).inputs
+        record = worker.redis.hgetall(f"diptych:job:{id}")
+        assert len(keys) == 2 and len(str(record)) < 3000
+        assert all(worker.redis.hget("diptych:needed", key) == "1" for key in keys)
+        worker.work(id)
+        assert answer.result(PATIENCE_S).status_code == 200
+    assert not any(worker.redis.hexists("diptych:needed", key) for key in keys)
+    assert all(worker.artifacts.get(key) for key in keys), "as long as its record is there"
+    assert shared.client.delete(f"/v1/jobs/{id}").status_code == 200
+    for key in keys:  # let ten minutes pass
+        worker.redis.zadd("diptych:kept", {key: 1})
+    eventually(lambda: not any(worker.redis.zscore("diptych:going", key) for key in keys) and gone(worker, keys))
+
+
+def gone(worker: Worker, keys: tuple[str, ...]) -> bool:
+    folder = worker.artifacts
+    try:
+        for key in keys:
+            folder.get(key)
+    except Exception as error:
+        return "does not exist" in str(error)
+    return False
+
+
+def test_a_job_that_is_asked_for_again_begins_with_the_same(shared: Api, worker: Worker) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        known = worker.ids()
+        answer = pool.submit(shared.client.post, EDITS, data={"prompt": "x"}, files={"image": as_file(pixels())})
+        (id,) = eventually(lambda: worker.ids() - known)
+        claim = worker.take(id)
+        assert worker.store.fail(id, claim.attempt, "engine_error", "no")
+        check_error(answer.result(PATIENCE_S), 500, code="engine_error")
+    again = shared.client.post(f"/v1/jobs/{id}/requeue")
+    assert again.status_code == 202, again.text
+    job = worker.job(again.json()["id"])
+    assert job.inputs == worker.job(id).inputs and job.parameters["edit"] == claim.parameters["edit"]
+    assert all(worker.redis.hget("diptych:needed", key) for key in job.inputs)
+    worker.work(job.id)
+
+
+def test_an_idempotency_key_stands_for_one_picture(shared: Api, easel: Easel) -> None:
+    def ask(data: bytes) -> httpx2.Response:
+        headers = {"Idempotency-Key": "edit-1"}
+        return shared.client.post(EDITS, data={"prompt": "x", "steps": "4"}, files={"image": data}, headers=headers)
+
+    first, same = ask(as_file(pixels())), ask(as_file(pixels()))
+    assert first.status_code == 200 and first.json()["job_id"] == same.json()["job_id"]
+    check_error(ask(as_file(pixels(seed=1))), 422, code="idempotency_conflict")
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose header promises far more than is in it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    )
+
+
+def webp_bomb() -> bytes:
+    head = b"VP8X" + struct.pack("<I", 10) + b"\0\0\0\0" + (16382).to_bytes(3, "little") * 2
+    return b"RIFF" + struct.pack("<I", 4 + len(head)) + b"WEBP" + head
+
+
+PNG = as_file(pixels())
+OPAQUE = as_file(np.dstack([pixels(), np.full((128, 128), 255, np.uint8)]))
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "param", "code"),
+    [
+        ({}, 400, "image", "missing_required_parameter"),
+        ({"image": b""}, 400, "image", "invalid_value"),
+        ({"image": b"hello"}, 400, "image", "invalid_value"),
+        ({"image": PNG[:200]}, 400, "image", "invalid_value"),
+        ({"image": PNG[:-500]}, 400, "image", "invalid_value"),
+        ({"image": as_file(pixels(), "GIF")}, 400, "image", "invalid_value"),
+        ({"image": as_file(pixels(), "BMP")}, 400, "image", "invalid_value"),
+        ({"image": bomb(20_000, 20_000)}, 400, "image", "invalid_value"),
+        ({"image": bomb(4097, 4096)}, 400, "image", "invalid_value"),
+        ({"image": bomb(128, 128)}, 400, "image", "invalid_value"),
+        ({"image": webp_bomb()}, 400, "image", "invalid_value"),
+        ({"image": PNG + bytes(MAX_BYTES)}, 413, "image", "body_too_large"),
+        ({"image": PNG, "mask": b"hello"}, 400, "mask", "invalid_value"),
+        ({"image": PNG, "mask": as_file(hole(64, 64))}, 400, "mask", "invalid_value"),
+        ({"image": PNG, "mask": PNG}, 400, "mask", "invalid_value"),
+        ({"image": PNG, "mask": OPAQUE}, 400, "mask", "invalid_value"),
+        ({"image": PNG, "prompt": b"a cat"}, 400, "prompt", "invalid_type"),
+    ],
+)
+def test_files_are_refused_by_name(
+    shared: Api, worker: Worker, files: dict[str, bytes], status: int, param: str, code: str
+) -> None:
+    known = worker.ids()
+    data = {} if "prompt" in files else {"prompt": "a hat"}
+    answer = shared.client.post(EDITS, data={**data, "n": "1"}, files=files or {"other": b""})
+    if not files:
+        check_error(answer, 400, "other", "invalid_type")
+        answer = shared.client.post(EDITS, data=data, files={"mask": as_file(hole())})
+    check_error(answer, status, param, code)
+    assert worker.ids() == known
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"prompt": " "}, "prompt", "invalid_value"),
+        ({"n": "two"}, "n", "invalid_type"),
+        ({"n": "2.0"}, "n", "invalid_type"),
+        ({"n": "11"}, "n", "invalid_value"),
+        ({"strength": "1.01"}, "strength", "invalid_value"),
+        ({"strength": "-0.1"}, "strength", "invalid_value"),
+        ({"strength": "nan"}, "strength", "invalid_type"),
+        ({"strength": "0.04"}, "strength", "invalid_value"),
+        ({"strength": "0.5", "steps": "1"}, "strength", "invalid_value"),
+        ({"size": "1x1"}, "size", "invalid_value"),
+        ({"stream": "yes"}, "stream", "invalid_type"),
+        ({"deepcache": "{"}, None, "invalid_body"),
+        ({"deepcache": '{"deep_steps": [0, 17]}'}, "deepcache.deep_steps", "invalid_value"),
+        ({"image": "text"}, "image", None),
+        ({"nonsense": "1"}, "nonsense", "unknown_parameter"),
+        ({"non sense": "1"}, None, "unknown_parameter"),
+        ({"response_format": "tiff"}, "response_format", "invalid_value"),
+    ],
+)
+def test_fields_are_refused_by_name(
+    shared: Api, worker: Worker, fields: dict[str, str | None], param: str | None, code: str | None
+) -> None:
+    known = worker.ids()
+    data = {name: value for name, value in {"prompt": "a hat", **fields}.items() if value is not None}
+    check_error(shared.client.post(EDITS, data=data, files={"image": PNG}), 400, param, code)
+    assert worker.ids() == known
+
+
+def test_two_pictures_are_one_too_many(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.edit(image=[PNG, PNG], prompt="a hat")
+    assert caught.value.param == "image"
+
+
+def test_what_is_no_form_is_refused(shared: Api) -> None:
+    check_error(shared.post(EDITS, prompt="a hat"), 415, "content-type")
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    check_error(shared.client.post(EDITS, content=b"nothing of the kind", headers=headers), 400, code=None)
+    check_error(shared.client.post(EDITS, content=iter([b"a"]), headers=headers), 411, "content-length")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.binary(max_size=300),
+    seed=st.integers(0, 99),
+    cut=st.integers(0, 3000),
+    form=st.sampled_from(["PNG", "JPEG", "WEBP"]),
+)
+def test_damaged_files_are_refused_and_never_crash(data: bytes, seed: int, cut: int, form: str) -> None:
+    whole = as_file(pixels(24, 16, seed=seed), form)
+    at = cut % len(whole)
+    for damaged in (data, whole[:at], whole[:at] + data + whole[at + len(data) :]):
+        try:
+            image, _ = Upload.of(damaged, None).fitted((8, 8))
+        except ApiError as error:
+            assert error.status == 400 and error.param == "image"
+        else:
+            assert Image.open(io.BytesIO(image)).size == (8, 8)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("options", [{}, {"lossless": True}])
+def test_sizes_are_known_before_pixels(form: str, options: dict[str, Any]) -> None:
+    assert Upload.of(as_file(pixels(31, 17), form, **options), None).size == (31, 17)
+    assert Upload.of(as_file(pixels(31, 17, 4), "WEBP", **options), None).size == (31, 17)
+
+
+def test_what_a_camera_turned_is_turned_back() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = Upload.of(as_file(np.repeat(pixels(2, 1), 32, 0).repeat(32, 1), "JPEG", exif=exif), None)
+    assert turned.size == (32, 64)
+    image = Image.open(io.BytesIO(turned.fitted((32, 64))[0]))
+    assert image.size == (32, 64)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
+def test_pictures_of_every_kind_come_in_as_rgb_on_white(mode: str) -> None:
+    form = "JPEG" if mode == "CMYK" else "PNG"
+    stream = io.BytesIO()
+    Image.fromarray(pixels(16, 16, 4)).convert(mode).save(stream, form)
+    image = Image.open(io.BytesIO(Upload.of(stream.getvalue(), None).fitted((16, 16))[0]))
+    assert image.mode == "RGB"
+    clear = np.zeros((4, 4, 4), np.uint8)
+    assert (np.asarray(Image.open(io.BytesIO(Upload.of(as_file(clear), None).fitted((4, 4))[0]))) == 255).all()
+
+
+def test_limits_are_what_is_said() -> None:
+    assert MAX_PIXELS == 4096 * 4096
+    with pytest.raises(ApiError, match="more than 16777216 pixels"):
+        Upload.of(bomb(4096, 4097), None)
+    assert Upload.of(bomb(4096, 4096), None).size == (4096, 4096)
+
+
+def test_what_a_checker_refused_is_a_400(shared: Api, worker: Worker) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        known = worker.ids()
+        answer = pool.submit(shared.client.post, EDITS, data={"prompt": "x"}, files={"image": PNG})
+        (id,) = eventually(lambda: worker.ids() - known)
+        claim = worker.take(id)
+        assert worker.store.fail(id, claim.attempt, "content_filter", "a picture was refused")
+        check_error(answer.result(PATIENCE_S), 400, code="content_filter")
+    assert shared.job(id)["error"]["code"] == "content_filter"

@@ -1,0 +1,107 @@
+"""What an edit begins with: fetched by key, checked, and drawn from by a real engine. No edit without a store."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from core.artifacts import ArtifactError, Artifacts
+from core.batching.request import Request
+from core.batching.runner import Refused
+from core.config import Settings
+from pipeline.parameters import Edit
+from pipeline.tiny import TINY
+from workers.build import Works, build
+from workers.panels import pictures
+from workers.sources import read
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+MASK = np.zeros((32, 32), np.uint8)
+MASK[8:24, 4:20] = 255
+JOB = {"n": 2, "seed": 5, "prompt": "x", "width": 32, "height": 32, "steps": 4, "guidance_scale": 2.0}
+
+
+def png(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(array).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> Artifacts:
+    return Artifacts(Settings(data_dir=tmp_path).artifacts)
+
+
+@pytest.fixture
+def works(tmp_path: Path) -> Iterator[Works]:
+    settings = Settings(model=TINY, compile=False, kernels=False, threads=1, max_rows=8, data_dir=tmp_path)
+    with build(settings) as works:
+        yield works
+
+
+def asked(artifacts: Artifacts, **more: Any) -> dict[str, Any]:
+    keys = {"image": artifacts.put(png(PIXELS), "image/png"), "mask": artifacts.put(png(MASK), "image/png")}
+    return {**JOB, "edit": {**keys, "strength": 0.75, **more}}
+
+
+def test_a_job_without_an_edit_begins_with_noise(artifacts: Artifacts) -> None:
+    assert read(JOB, artifacts.get) is None and [one.edit for one in pictures(JOB)] == [None, None]
+
+
+def test_pixels_come_as_they_were_put(artifacts: Artifacts) -> None:
+    assert read(asked(artifacts), artifacts.get) == Edit(PIXELS.tobytes(), MASK.tobytes(), 0.75)
+    assert read(asked(artifacts, mask=None), artifacts.get) == Edit(PIXELS.tobytes(), None, 0.75)
+
+
+def test_the_worker_draws_from_what_was_put(works: Works, artifacts: Artifacts) -> None:
+    panel = works.panels["image"]
+    wanted = panel.requests(asked(artifacts))
+    assert [(one.seed, one.made) for one in wanted] == [(5, 3), (6, 3)]
+    tally = panel.tally(wanted)
+    told: list[Any] = []
+    made = [
+        works.engine.submit(
+            Request(f"{k}", "image", one, listener=lambda _, outcome, k=k: told.append(tally.take(k, outcome)))  # type: ignore[misc]
+        ).result(60)
+        for k, one in enumerate(wanted)
+    ]
+    assert told[-1]["steps_done"] == told[-1]["steps"] == 6
+    drawn = [np.asarray(picture.image) for picture in made]
+    assert all(np.array_equal(one[MASK == 0], PIXELS[MASK == 0]) for one in drawn)
+    assert not np.array_equal(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"image": None}, "image"),
+        ({"image": "sha256/00/" + 62 * "0" + ".png"}, "image"),
+        ({"mask": "../../etc/passwd"}, "mask"),
+        ({"mask": "MASK AS RGB"}, "mask"),
+        ({"image": "NO PICTURE"}, "image"),
+    ],
+)
+def test_what_is_not_there_or_no_picture_is_named(artifacts: Artifacts, change: dict[str, Any], field: str) -> None:
+    keys = {
+        "MASK AS RGB": artifacts.put(png(PIXELS[::2]), "image/png"),
+        "NO PICTURE": artifacts.put(b"none", "image/png"),
+    }
+    change = {name: keys.get(key, key) for name, key in change.items()}
+    with pytest.raises(Refused, match=f"^{field}: "):
+        read(asked(artifacts, **change), artifacts.get)
+
+
+def test_a_store_that_fails_is_no_fault_of_the_job(artifacts: Artifacts) -> None:
+    def broken(key: str) -> bytes:
+        raise ArtifactError("the disk is gone")
+
+    with pytest.raises(ArtifactError):
+        read(asked(artifacts), broken)
+    with pytest.raises(Refused, match=r"^image: "):
+        pictures(asked(artifacts))
