@@ -211,7 +211,7 @@ def test_an_install_without_what_serving_needs_is_told_so(
         (["--port", "0"], "--port: input should be greater than or equal to 1"),
         (["--port", "65536"], "--port: input should be less than or equal to 65535"),
         (["--port", "http"], "--port: invalid int value"),
-        (["--data", "~nobody-of-this-name/x"], "--data-dir: value error, names a home folder that does not exist"),
+        (["--data", "~nobody-of-this-name/x"], "--data-dir: names a home folder that does not exist"),
         (["--threads", "-1"], "--threads: input should be greater than or equal to 0"),
         (["--host", "no-such-host.invalid"], "--host: is no address of this machine"),
         (["--data", "/proc/nowhere"], "--data: /proc/nowhere cannot be used ("),

@@ -30,7 +30,7 @@ from unet_opt.schedule import BLOCK, DEPTHS, RESNET, DeepCache
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
 SHAPE = "cached"
-worlds.SHAPES[SHAPE] = tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
+worlds.MORE[SHAPE] = tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
 LANE = Lane("tests")
 
 SCHEDULES = (
@@ -55,7 +55,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture(scope="module")
 def int8(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
     """A folder with a model and its INT8 variant."""
-    folder = tiny.save(tmp_path_factory.mktemp("models") / "tiny", worlds.SHAPES[SHAPE])
+    folder = tiny.save(tmp_path_factory.mktemp("models") / "tiny", worlds.MORE[SHAPE])
     quantized.make(load(str(folder)), [f"a {colour} hat" for colour in ("red", "green", "blue", "old")], folder)
     return folder
 
@@ -263,7 +263,7 @@ def test_ten_thousand_iterations_of_aborts_and_failures_leave_every_slot_free(ke
     assert refused > 100, "memory never ran short"
 
 
-worlds.SHAPES["tiny-heads"] = tiny.Shape(channels=(16, 32), heads=(1, 2))
+worlds.MORE["tiny-heads"] = tiny.Shape(channels=(16, 32), heads=(1, 2))
 
 
 # -- memory and refusals -------------------------------------------------------------------------------------------

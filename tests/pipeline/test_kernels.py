@@ -29,7 +29,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    worlds.SHAPES.update(SHAPES)
+    worlds.MORE.update(SHAPES)
     try:
         return library(tmp_path_factory.mktemp("kernels"))
     except Unavailable as error:

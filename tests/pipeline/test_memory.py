@@ -30,7 +30,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
-    worlds.SHAPES["memory"] = SHAPE
+    worlds.MORE["memory"] = SHAPE
     found = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
     quantized.make(load(str(found)), ["a hat", "a cat"], found)
     return found
