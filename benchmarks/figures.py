@@ -43,11 +43,12 @@ def intervals(variants: dict[str, Any]) -> str:
         "INT8, resnet": "int8-resnet{}",
     }
     lines = []
-    for series, (label, name) in enumerate(kinds.items()):
+    for number, (label, name) in enumerate(kinds.items()):
+        series = number % 3  # INT8's two lines have the colours of fp32's
         start = variants["int8" if label.startswith("INT8") else "fp32"]
         dots = [(1.0, 100 * start["clip_ratio"][0])]
         dots += [(float(n), 100 * variants[name.format(n)]["clip_ratio"][0]) for n in _INTERVALS]
-        lines.append(Line(label, dots, series, dashed=label.startswith("DeepCache")))
+        lines.append(Line(label, dots, series, dashed=not label.startswith("fp32")))
     return draw(lines, "Captions' score by DeepCache's interval", "interval", "emoji-clip score, % of fp32's")
 
 
