@@ -15,12 +15,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import record
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
-from core.config import Settings
+
+if TYPE_CHECKING:
+    from core.config import Settings
 
 PICTURES_IN_FLIGHT, TEXTS_IN_FLIGHT = 8, 16
 _WARM_S = 3.0

@@ -1,16 +1,21 @@
 """Prompts to embeddings: both of SDXL's text encoders, and a cache of what they said.
 
-Knows tokenizers and text encoders; knows nothing of the UNet that reads the embeddings.
+Knows tokenizers and text encoders; knows nothing of the UNet that reads the embeddings. What weights do to an embedding
+is weighting.py's.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+
+from core.markup import Weighted
+from pipeline import weighting
 
 if TYPE_CHECKING:
     from pipeline.load import Model
@@ -25,6 +30,25 @@ class Embedding:
     dropped: str = ""
 
 
+Prompt = str | Weighted
+Embed = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+
+
+def embed(
+    model: Model, ids: Sequence[torch.Tensor], seen: Sequence[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [B, T] of each encoder to their penultimate layers side by side [B, T, D], and pooled text [B, P].
+
+    `seen` [B, T] of each encoder is 1 where a token may be looked at, and 0 where it is hidden; default: all are seen.
+    """
+    masks = [None] * len(ids) if seen is None else [mask.to(model.device) for mask in seen]
+    first, second = (
+        encoder(part.to(model.device), attention_mask=mask, output_hidden_states=True)
+        for encoder, part, mask in zip(model.text_encoders, ids, masks, strict=True)
+    )
+    return torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1), second[0]
+
+
 class Encoder:
     """Encodes prompts in batches and remembers the last `capacity` of them (least recently used go first).
 
@@ -32,10 +56,12 @@ class Encoder:
     encoders concatenated, pooled output of the second.
     """
 
-    def __init__(self, model: Model, capacity: int = 256) -> None:
+    def __init__(self, model: Model, capacity: int = 256, compute: Embed | None = None) -> None:
+        """`compute` is how token ids become embeddings; default: `embed` of this model."""
         self._model = model
+        self._compute = compute or partial(embed, model)
         self._capacity = capacity
-        self._known: OrderedDict[tuple[str, int], Embedding] = OrderedDict()
+        self._known: OrderedDict[tuple[Prompt, int], Embedding] = OrderedDict()
         self.hits = 0
         self.misses = 0
         hidden = model.unet.config.cross_attention_dim
@@ -51,19 +77,21 @@ class Encoder:
         """What stands for an absent negative prompt in models that were trained so."""
         return self._zero
 
-    def encode(self, prompts: Sequence[str], bucket: int = 0) -> list[Embedding]:
+    def encode(self, prompts: Sequence[Prompt], bucket: int = 0) -> list[Embedding]:
         """An embedding for each prompt, in order; what is not remembered goes through the encoders in one batch.
 
         With `bucket` > 0 prompts go through `bucket` at a time, padded, and are remembered apart from others: the
-        last bits of an embedding depend on the size of the batch that it came from.
+        last bits of an embedding depend on the size of the batch that it came from. A weighted prompt goes alone either
+        way, in batches whose sizes follow from it.
         """
         unknown = list(dict.fromkeys(p for p in prompts if (p, bucket) not in self._known))
         self.misses += len(unknown)
         self.hits += len(prompts) - len(unknown)
-        fresh: dict[str, Embedding] = {}
-        size = bucket or max(1, len(unknown))
-        for start in range(0, len(unknown), size):
-            chunk = unknown[start : start + size]
+        fresh: dict[Prompt, Embedding] = {p: self._weighted(p) for p in unknown if isinstance(p, Weighted)}
+        plain = [p for p in unknown if isinstance(p, str)]
+        size = bucket or max(1, len(plain))
+        for start in range(0, len(plain), size):
+            chunk = plain[start : start + size]
             padded = chunk + [""] * (bucket - len(chunk))
             fresh |= zip(chunk, self._forward(padded), strict=False)
         found = [fresh.get(p) or self._known[p, bucket] for p in prompts]
@@ -76,21 +104,37 @@ class Encoder:
 
     @torch.inference_mode()
     def _forward(self, prompts: Sequence[str]) -> list[Embedding]:
-        hidden, pooled, dropped = [], None, [""] * len(prompts)
-        for tokenizer, encoder in zip(self._model.tokenizers, self._model.text_encoders, strict=True):
+        ids, dropped = [], [""] * len(prompts)
+        for tokenizer in self._model.tokenizers:
             length = tokenizer.model_max_length
-            ids = tokenizer(
+            padded = tokenizer(
                 list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-            ).input_ids
+            )
+            ids.append(padded.input_ids)
             for row, prompt in enumerate(prompts):
                 whole = tokenizer(prompt, verbose=False, return_offsets_mapping=True)
                 if len(whole.input_ids) > length and not dropped[row]:
                     # The prompt's own letters, from the first token that had to make room for the end token.
                     dropped[row] = prompt[whole.offset_mapping[length - 1][0] :].strip()
-            output = encoder(ids.to(self._model.device), output_hidden_states=True)
-            hidden.append(output.hidden_states[-2])
-            pooled = output[0]  # of the second encoder: its projected text embedding
-        assert pooled is not None
-        joined = torch.cat(hidden, dim=-1)  # [B, T, D]
+        joined, pooled = self._compute(ids)
         # Clones: a view would keep the whole batch alive for as long as one of its prompts is remembered.
         return [Embedding(joined[row].clone(), pooled[row].clone(), text) for row, text in enumerate(dropped)]
+
+    @torch.inference_mode()
+    def _weighted(self, prompt: Weighted) -> Embedding:
+        model = self._model
+        read = [weighting.tokens(tokenizer, prompt) for tokenizer in model.tokenizers]
+        empty = [weighting.tokens(tokenizer, Weighted(())) for tokenizer in model.tokenizers]
+        both, pooled = self._compute([torch.stack([one.ids, none.ids]) for one, none in zip(read, empty, strict=True)])
+        both, pooled = both.clone(), pooled[0].clone()
+        numbers = weighting.lowered(prompt, read)
+        hidden = both[:1]
+        if numbers:
+            seen = [torch.stack([(one.parts != number).long() for number in numbers]) for one in read]
+            without, _ = embed(model, [one.ids.expand(len(numbers), -1) for one in read], seen)
+            hidden = torch.cat([hidden, without])
+        widths = [encoder.config.hidden_size for encoder in model.text_encoders]
+        weights = torch.cat([one.weights[:, None].expand(-1, n) for one, n in zip(read, widths, strict=True)], dim=-1)
+        shares = [weighting.share(prompt.parts[number][1]) for number in numbers]
+        made = weighting.apply(hidden, both[1], weights.to(both.device), shares)
+        return Embedding(made.to(both.dtype), pooled, next((one.dropped for one in read if one.dropped), ""))

@@ -1,4 +1,4 @@
-"""How a phase of the picture is run, eager or compiled, at which padded width, and what that costs.
+"""How a phase of the picture is run, by which code and at which padded width, and what that costs.
 
 Knows shapes, executables and measured seconds; knows nothing of requests.
 """
@@ -15,21 +15,27 @@ from typing import Any, NamedTuple
 import torch
 
 from core.batching.cost import CostCurve, CostTable
+from core.cuda_graphs import Graphs
 from core.graphs import Executables, Key
-from pipeline import denoise, vae
+from pipeline import denoise, encode, vae
 from pipeline.folder import ModelError
 from pipeline.load import Model
 from unet_opt.decoder import DecoderPrograms
 from unet_opt.deepcache import Split, shapes
+from unet_opt.fused.decoder import FusedDecoder
+from unet_opt.fused.network import FusedUNet
 from unet_opt.program import UNetPrograms
 from unet_opt.schedule import AUTO, BLOCK, DEPTHS, RESNET
 
 KERNELS = "kernels"  # of our own, on a CPU
+GRAPHS = "graphs"  # of fused layers, on a GPU
 ENCODE, DEEP, VAE = "encode", "deep", "vae"
 IMAGE = "image"  # what is edited becomes latents
 SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
 STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step further
 VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
+_TEXT = "text"  # the encoders' part of `ENCODE`
+_TEXT_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 class Group(NamedTuple):
@@ -62,11 +68,13 @@ class Execution:
         compiled: bool,
         cache: Path | None,
         kernels: ctypes.CDLL | None = None,
+        fused: bool = False,
         frugal: bool = False,
     ) -> None:
         """`kernels` are the CPU kernels that UNet and VAE run on, where there are any: then nothing is compiled.
 
-        `frugal`: the model's own weights are let go once they are packed for the kernels.
+        `fused`: on a GPU all runs on fused layers in CUDA graphs. `frugal`: the model's own weights are let go once
+        they are packed for the CPU kernels. Raises `ModelError` for a model that kernels or layers do not know.
         """
         self.deterministic_rows = deterministic_rows
         self._model = model
@@ -75,7 +83,13 @@ class Execution:
         self._costs = CostTable(guess_s=0.05)
         self.programs = kernels is not None
         self._packed: tuple[UNetPrograms, DecoderPrograms] | None = None
+        self._fused: FusedUNet | None = None
+        self._graphs: Graphs | None = None
         phases = _on_torch(model)
+        if fused:
+            self._fused, on_gpu = _on_gpu(model, self._buckets[0])
+            phases |= on_gpu
+            self._graphs = Graphs(phases, model.device)
         if kernels is not None:
             self._packed = _packed(model, kernels)
             phases |= _on_kernels(model, *self._packed)
@@ -84,7 +98,7 @@ class Execution:
                     programs.layers.release()
         self._executables = Executables(
             phases,
-            compiled=compiled and model.device.type == "cpu" and kernels is None,
+            compiled=compiled and model.device.type == "cpu" and kernels is None and not fused,
             cache=cache,
         )
 
@@ -93,6 +107,8 @@ class Execution:
         """What a request that is not deterministic may meet on its way."""
         if self.programs:
             return KERNELS
+        if self._graphs is not None:
+            return GRAPHS
         return "eager or compiled" if self._executables.enabled else "eager"
 
     def fixed_way(self, size: tuple[int, int], depth: str = "") -> str:
@@ -102,6 +118,8 @@ class Execution:
         """
         if self.programs:
             return KERNELS
+        if self._graphs is not None:
+            return GRAPHS
         steps = (DEEP, SHALLOW[depth]) if depth else (DEEP,)
         keys = (*(Key(phase, self.deterministic_rows, size) for phase in steps), Key(VAE, 1, size))
         return "eager" if any(self._executables.find(key) is None for key in keys) else "compiled"
@@ -114,6 +132,9 @@ class Execution:
         eager = self._executables.eager(phase)
         if self.programs:  # a row's bits depend neither on its companions nor on their number: nothing is padded
             return Way(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
+        if self._graphs is not None:
+            bucket = self._bucket(phase, rows, fixed=bool(mode))
+            return Way(self._graph(phase, bucket, size), True, bucket, self._curve(group, True)(bucket))
         if mode:
             bucket = self.deterministic_rows if phase in STEPS else 1
             fixed = self._executables.find(Key(phase, bucket, size)) if mode == "compiled" else None
@@ -135,12 +156,34 @@ class Execution:
         """What a shallow step of this depth reads: the shape of one row of each map, as `deep` returns it."""
         scale = self._model.vae_scale
         found = shapes(self._model.unet, depth, size[1] // scale, size[0] // scale)
-        return [(height, width, channels) if self.programs else (channels, height, width)
+        channels_last = self.programs or self._fused is not None
+        return [(height, width, channels) if channels_last else (channels, height, width)
                 for channels, height, width in found]  # fmt: skip
 
     def keys(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """`PackedKeys` on the CPU kernels; None without them."""
+        """`PackedKeys` by our own kernels; None without them."""
+        if self._fused is not None:
+            with torch.inference_mode():
+                return self._fused.keys(hidden)
         return None if self._packed is None else self._packed[0].keys(hidden)
+
+    def embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`encode.embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
+
+        They may lie in memory that the next call of anything here overwrites.
+        """
+        if self._graphs is None:
+            return encode.embed(self._model, ids)
+        rows = len(ids[0])
+        bucket = next((count for count in _TEXT_ROWS if count >= rows), rows)
+        padded = [torch.cat([part, *[part[:1]] * (bucket - rows)]).to(self._model.device) for part in ids]
+        hidden, pooled = self._graphs.run(_TEXT, bucket, padded)
+        return hidden[:rows], pooled[:rows]
+
+    def synchronize(self) -> None:
+        """Wait until all that this thread asked for is done, so that a clock tells what it took."""
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pictures of finished latents, uint8 [B, H, W, 3], without compiled code."""
@@ -168,15 +211,20 @@ class Execution:
         steps = [(DEEP, 2), (shallow, 2), *steps, (VAE, VAE_ROWS), *((p, r) for p in others for r in self._buckets)]
         for phase, rows in [(VAE, 1), *steps]:
             example = self._example(phase, rows, size)
-            for fn in (self._executables.eager(phase), self._executables.find(Key(phase, rows, size))):
-                for run in range(0 if fn is None else 3):
+            if self._graphs is not None:
+                ways = [(self._graph(phase, rows, size), True)]
+            else:
+                found = self._executables.find(Key(phase, rows, size))
+                ways = [(self._executables.eager(phase), False), *([] if found is None else [(found, True)])]
+            for fn, compiled in ways:
+                for run in range(3):
                     if time.monotonic() >= until:
                         return
                     started = time.perf_counter()
                     with torch.inference_mode():
                         example(fn)
+                        self.synchronize()
                     if run:  # the first one warms up and does not count
-                        compiled = fn is not self._executables.eager(phase)
                         self.observe(Group(phase, size), rows, compiled, time.perf_counter() - started)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -205,6 +253,28 @@ class Execution:
 
     def close(self) -> None:
         self._executables.close()
+
+    def _bucket(self, phase: str, rows: int, *, fixed: bool) -> int:
+        """The width of the graph for so many rows; `fixed`: of deterministic requests, always the same.
+
+        Costs are asked of more rows than any forward has; nothing wider than the widest graph ever runs.
+        """
+        if fixed:
+            return self.deterministic_rows if phase in STEPS else 1
+        widths = reversed(self._buckets) if phase in STEPS else (1, 2, VAE_ROWS)
+        return next((width for width in widths if width >= rows), rows)
+
+    def _graph(self, phase: str, rows: int, size: tuple[int, int]) -> Callable[..., Any]:
+        assert self._graphs is not None
+        run = partial(self._graphs.run, phase, (rows, size))
+        if phase not in SHALLOW.values():
+            return run
+
+        def without_text(features: Any, sample: Any, timestep: Any, encoder_hidden_states: Any, **rest: Any) -> Any:
+            """Nothing of a shallow step reads it, and the graph would hold a copy."""
+            return run(features, sample, timestep, **rest)
+
+        return without_text
 
     def _curve(self, group: Group, compiled: bool) -> CostCurve:
         return self._costs[group.phase, group.size, compiled]
@@ -253,6 +323,25 @@ def _on_torch(model: Model) -> Phases:
         raise ModelError(str(error)) from error
     shallow = {SHALLOW[depth]: partial(split.shallow, depth) for depth in DEPTHS}
     return {DEEP: split.deep, **shallow, VAE: lambda latents: vae.decode(model, latents)}
+
+
+def _on_gpu(model: Model, rows: int) -> tuple[FusedUNet, Phases]:
+    """Raises `ModelError` for parts that the fused layers do not know."""
+    try:
+        unet, decoder = FusedUNet(model.unet, rows=rows), FusedDecoder(model.vae)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    # What undoes the scaling, as tensors that are there already: graphs cannot fetch any from the host.
+    none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
+    shift = vae.unscale(none, model.vae.config)
+    gain = vae.unscale(none + 1, model.vae.config) - shift
+    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
+    return unet, {
+        DEEP: unet,
+        **shallow,
+        VAE: lambda latents: vae.levels(decoder(latents * gain + shift)),
+        _TEXT: lambda ids: encode.embed(model, ids),
+    }
 
 
 def _packed(model: Model, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPrograms]:

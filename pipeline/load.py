@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import folder as folders
-from pipeline import lora, tiny
+from pipeline import lora, sdxl, tiny
 from pipeline.folder import PARTS, WEIGHTS
 from pipeline.folder import ModelError as ModelError
 from pipeline.lora import Lora
@@ -74,7 +74,7 @@ def load(
     """Load a model.
 
     Args:
-        name: a folder as `save_pretrained` lays it out, a hub id, or a seeded model of `pipeline.tiny.SHAPES`.
+        name: a folder as `save_pretrained` lays it out, a hub id, or a `seeded` model.
         precision: fp32, bf16, fp16, or int8 or fp8 for a model with a quantized variant. A VAE that says
             `force_upcast` stays in fp32 where fp16 is asked for.
         variant: of the weight files, such as "fp16" in `diffusion_pytorch_model.fp16.safetensors`.
@@ -92,9 +92,9 @@ def load(
     where, folder = _device(device), None
     plain = precision if precision in _DTYPES else "fp32" if where.type == "cpu" else "bf16"
     dtype = getattr(torch, _DTYPES[plain])
-    if name in tiny.SHAPES:
+    if seeded(name):
         with _quiet():
-            pipeline = tiny.make(tiny.SHAPES[name])
+            pipeline = sdxl.make(where) if name == sdxl.NAME else tiny.make(tiny.SHAPES[name])
         loaded = {part: getattr(pipeline, part) for part in PARTS}
         loaded["scheduler"] = {**pipeline.scheduler.config, "_class_name": type(pipeline.scheduler).__name__}
         force_zeros = bool(pipeline.config.force_zeros_for_empty_prompt)
@@ -146,6 +146,11 @@ def load(
         scheduler_config=loaded["scheduler"],
         force_zeros=force_zeros,
     )
+
+
+def seeded(name: str) -> bool:
+    """Whether this names a model with random weights, made in code."""
+    return name == sdxl.NAME or name in tiny.SHAPES
 
 
 def _device(name: str) -> torch.device:

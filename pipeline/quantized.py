@@ -92,7 +92,7 @@ def make(
     weights: bool = True,
     tell: Callable[[str, int, int], None] = lambda part, done, total: None,
 ) -> dict[Part, tuple[Report, int]]:
-    """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` under `out`; resumes where it was stopped.
+    """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumes.
 
     `model` must be in fp32 and is left as it is. Returns what was done and the bytes written, by part. Raises what
     calibration, recipes and the store raise: `StatisticsError`, `RecipeError`, `StoreError`.
@@ -108,9 +108,10 @@ def make(
         with around(0), torch.inference_mode():
             model.vae.decode(unscale(latents.to(model.vae.dtype), model.vae.config), return_dict=False)
 
-    parts: list[tuple[Part, Any, Recipe, Any]] = [("unet", model.unet, recipes.unet(model.unet, alpha=alpha), draw)]
-    if scheme == "int8":  # there are no FP8 convolutions, and a decoder is little else
-        parts.append(("vae", model.vae, recipes.decoder(model.vae), decode))
+    parts: list[tuple[Part, Any, Recipe, Any]] = [
+        ("unet", model.unet, recipes.unet(model.unet, alpha=alpha), draw),
+        ("vae", model.vae, recipes.decoder(model.vae), decode),
+    ]
     out.mkdir(parents=True, exist_ok=True)
     for part, module, recipe, run in parts:
         checkpoint = out / f".{part}-{scheme}.statistics"

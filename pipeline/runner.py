@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from core import markup
 from core.batching.request import Outcome, Request
 from core.batching.runner import DeviceLost, Lane, LaneTicket, OutOfMemory, Refused
 from pipeline import denoise, edit, parameters, sigmas, vae
-from pipeline.encode import Embedding, Encoder
+from pipeline.encode import Embedding, Encoder, Prompt
 from pipeline.execution import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS, Execution, Group
 from pipeline.load import Model
 from pipeline.picture import Picture, fingerprint
@@ -47,13 +48,14 @@ class ImageRunner:
         cache: Path | None = None,
         patience_s: float = 20.0,
         kernels: ctypes.CDLL | None = None,
+        fused: bool = False,
         memory_bytes: int | None = None,
         frugal: bool = False,
     ) -> None:
         """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code.
 
         `memory_bytes` bounds what requests hold together, features first of all (default: no bound). `kernels` are
-        the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's; `frugal` as for `Execution`.
+        the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's; `fused` and `frugal` as for `Execution`.
         """
         if deterministic_rows < 2 or max_rows < 2:
             raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
@@ -66,7 +68,6 @@ class ImageRunner:
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
         self._max_rows = max_rows
-        self._encoder = Encoder(model)
         self._keys = denoise.PackedKeys(model.unet)
         self._gatherer = denoise.Gatherer(model.dtype)
         self._preview: vae.Preview | None = None
@@ -74,13 +75,15 @@ class ImageRunner:
         self.execution = Execution(
             model,
             self._keys.width,
-            buckets=[bucket for bucket in buckets if bucket <= max_rows],
+            buckets=[*(bucket for bucket in buckets if bucket <= max_rows), max_rows],
             deterministic_rows=deterministic_rows,
             compiled=compiled,
             cache=cache,
             kernels=kernels,
+            fused=fused,
             frugal=frugal,
         )
+        self._encoder = Encoder(model, compute=self.execution.embed)
         self.holdings = Holdings(model, self.execution, self._keys.width, max_requests, memory_bytes)
 
     # -- what the scheduler asks -----------------------------------------------------------------------------------
@@ -201,7 +204,9 @@ class ImageRunner:
             for w, work in zip(wanted, works, strict=True):
                 if work.x is None:  # a retry must not draw again
                     work.x, work.kept = self._start(w, work)
-            if self._encoder.misses > before:  # remembered prompts say nothing of what encoding costs
+            self.execution.synchronize()
+            weighted = any(w.prompt_weighting for w in wanted)
+            if self._encoder.misses > before and not weighted:  # remembered prompts say nothing of what encoding costs
                 rows = sum(work.rows for work in works)
                 self.execution.observe(group, rows, False, time.perf_counter() - started)
             return made
@@ -240,6 +245,7 @@ class ImageRunner:
                 noise = [self._noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
                 previews = [self._look(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
+            self.execution.synchronize()
             self.execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
             return moved, previews
 
@@ -290,14 +296,15 @@ class ImageRunner:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _prompts(self, wanted: parameters.ImageParameters, rows: int) -> list[str]:
+    def _prompts(self, wanted: parameters.ImageParameters, rows: int) -> list[Prompt]:
         negative = wanted.negative_prompt
         if negative is None and not self.model.force_zeros:
             negative = ""
-        return [wanted.prompt] if rows == 1 or negative is None else [negative, wanted.prompt]
+        texts = [wanted.prompt] if rows == 1 or negative is None else [negative, wanted.prompt]
+        return [markup.read(text) for text in texts] if wanted.prompt_weighting else [*texts]
 
     def _condition(
-        self, wanted: parameters.ImageParameters, rows: int, known: Mapping[str, Embedding]
+        self, wanted: parameters.ImageParameters, rows: int, known: Mapping[Prompt, Embedding]
     ) -> tuple[denoise.Conditioning, list[str]]:
         found = [known[prompt] for prompt in self._prompts(wanted, rows)]
         if len(found) < rows:

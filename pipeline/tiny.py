@@ -71,7 +71,7 @@ def make(shape: Shape, seed: int = 0) -> Any:
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-    tokenizer = _tokenizer()
+    tokenizer = byte_tokenizer()
     text = {
         "vocab_size": len(tokenizer),
         "intermediate_size": 2 * shape.text_width,
@@ -140,7 +140,7 @@ def make(shape: Shape, seed: int = 0) -> Any:
         text_encoder=first.eval(),
         text_encoder_2=second.eval(),
         tokenizer=tokenizer,
-        tokenizer_2=_tokenizer(pad="!"),
+        tokenizer_2=byte_tokenizer(pad="!"),
         unet=unet.eval(),
         scheduler=scheduler,
         force_zeros_for_empty_prompt=shape.force_zeros,
@@ -148,7 +148,7 @@ def make(shape: Shape, seed: int = 0) -> Any:
     )
 
 
-def _tokenizer(pad: str = "<|endoftext|>") -> Any:
+def byte_tokenizer(pad: str = "<|endoftext|>") -> Any:
     """A CLIP tokenizer whose tokens are single bytes: it reads any text, and needs no file. Pads as SDXL's two do."""
     from transformers import CLIPTokenizer
 

@@ -33,10 +33,12 @@ FLOORS = {
     "core.quant": 1,
     "core.batching": 1,
     "core.graphs": 1,
+    "core.cuda_graphs": 1,
     "core.jobs": 1,
     "core.artifacts": 1,
     "core.config": 0,
     "core.logs": 0,
+    "core.markup": 0,
     "core.text": 0,
     "core.traces": 0,
     "core.urls": -1,  # which settings are read with

@@ -21,9 +21,8 @@ from core.config import STAND_IN_MODEL, Settings
 from llm.pages import PAGE
 from pipeline import lora
 from pipeline.folder import ModelError
-from pipeline.load import Model, load
+from pipeline.load import Model, load, seeded
 from pipeline.runner import ImageRunner
-from pipeline.tiny import SHAPES
 from unet_opt import schedule
 from workers.checker import Checker
 from workers.checker import load as load_checker
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHARE = 0.7  # of free memory: the rest is for forwards' own buffers
+_CPU_BUCKETS = (2, 4, 8, 16, 32)
+_GPU_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # a forward costs what its rows cost, padding included
 _TEXT_SHARE = 0.1  # of free memory, for keys and values
 
 
@@ -51,6 +52,7 @@ class Works:
     images: ImageRunner
     lane: Lane
     texts: TextRunner | None = None
+    text_lane: Lane | None = None  # where it is another than pictures'
     checker: Checker | None = None
 
     @property
@@ -74,7 +76,9 @@ class Works:
         self.images.close()
         if self.texts is not None:
             self.texts.close()
-        self.lane.close()
+        for lane in (self.lane, self.text_lane):
+            if lane is not None:
+                lane.close()
 
     def __enter__(self) -> Self:
         return self
@@ -118,30 +122,33 @@ def precision(settings: Settings, device: str) -> str:
     Raises `ModelError` for one that the device cannot compute in: emulated it would be slower than fp32.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
+    from core.quant.kernels.cuda import language
     from pipeline import folder, quantized
 
     on_cpu, asked = device == "cpu", settings.precision
     if asked == "fp8" and on_cpu:
         raise ModelError("fp8 does not run on a CPU; take int8 or fp32")
-    if asked in ("int8", "fp8") and not on_cpu:
-        raise ModelError(f"{asked} does not run on {device} yet; take bf16")
+    if asked in ("int8", "fp8") and not on_cpu and (why := language.lacks()) is not None:
+        raise ModelError(f"{asked} does not run on {device}: {why}; take bf16")
     if asked != "auto":
         return asked
-    if not on_cpu:
-        return "bf16"
+    plain = "fp32" if on_cpu else "bf16"
     try:
-        where = None if settings.model_name in SHAPES else folder.find(settings.model_name, settings.variant)
+        where = None if seeded(settings.model_name) else folder.find(settings.model_name, settings.variant)
         quantized.variant(where, "int8", Path(settings.unet) if settings.unet else None)
     except ModelError:
-        return "fp32"
+        return plain
     if not settings.kernels:
-        log.info("fp32 instead of int8: our own kernels are switched off")
-        return "fp32"
+        log.info("%s instead of int8: our own kernels are switched off", plain)
+        return plain
     try:
-        library(settings.compiled_kernels)
+        if on_cpu:
+            library(settings.compiled_kernels)
+        elif (why := language.lacks()) is not None:
+            raise Unavailable(why)
     except Unavailable as error:
-        log.warning("fp32 instead of int8: %s", error)
-        return "fp32"
+        log.warning("%s instead of int8: %s", plain, error)
+        return plain
     return "int8"
 
 
@@ -181,6 +188,47 @@ def kernels(settings: Settings, model: Model) -> ctypes.CDLL | None:
             raise ModelError(f"int8 does not run here: {error}; take fp32") from error
         log.warning("pictures are drawn by torch's own kernels: %s", error)
         return None
+
+
+def fused(settings: Settings, model: Model) -> bool:
+    """Whether fused layers in CUDA graphs draw with this model; if not on a GPU, the log says why.
+
+    Raises `ModelError` for 8 bits without them: emulated they would be slower than bf16.
+    """
+    import torch
+
+    from core.quant.kernels.cuda import language
+    from unet_opt.decoder import check as check_decoder
+    from unet_opt.fused.network import check_layout
+
+    if model.device.type != "cuda":
+        return False
+    in_8_bits = model.precision in ("int8", "fp8")
+    try:
+        if not (settings.kernels or in_8_bits):
+            raise ValueError("our own kernels are switched off")
+        if model.dtype is not torch.bfloat16:
+            raise ValueError(f"they know bf16, and this is {model.precision}")
+        if (why := language.lacks()) is not None:
+            raise ValueError(why)
+        check_layout(model.unet)
+        check_decoder(model.vae)
+    except ValueError as error:
+        if in_8_bits:
+            raise ModelError(f"{model.precision} does not run here: {error}; take bf16") from error
+        log.warning("pictures are drawn by torch's own kernels: %s", error)
+        return False
+    return True
+
+
+def text_lane(settings: Settings) -> Lane | None:
+    """Text's own lane where the device runs several queues at once; None where it takes turns with pictures."""
+    import torch
+
+    from llm.lane import StreamLane
+
+    device = torch.device(_device(settings))
+    return StreamLane("text", device) if device.type == "cuda" else None
 
 
 def text_runner(settings: Settings, lane: Lane, say: Callable[[str], None]) -> TextRunner | None:
@@ -239,7 +287,7 @@ def _pages(settings: Settings, model: TextModel) -> int:
     """Pages for all answers at their longest, as far as memory allows; for one in any case."""
     whole = -(-model.context // PAGE)
     each = 2 * model.layers * model.kv_heads * model.head_dim * PAGE
-    each_bytes = each if settings.text_kv == "int8" else each * (4 if model.device.type == "cpu" else 2)
+    each_bytes = each if settings.text_kv != "float" else each * (4 if model.device.type == "cpu" else 2)
     allowed = settings.text_memory_mib * 2**20 or int(_TEXT_SHARE * _free_bytes(model.device))
     return max(whole, min(settings.text_requests * whole, allowed // each_bytes))
 
@@ -260,7 +308,8 @@ def build(
     """
     checker = load_checker(settings.checker)
     lane = lane or Lane("device")
-    texts = text_runner(settings, lane, say) if text else None
+    beside = text_lane(settings) if text else None
+    texts = text_runner(settings, beside or lane, say) if text else None
     say(f"loading {settings.model_name}")
     model = lane.call(lambda: load_model(settings))
     images = ImageRunner(
@@ -273,6 +322,8 @@ def build(
         cache=settings.compiled_code,
         patience_s=settings.image_objective_s,
         kernels=lane.call(lambda: kernels(settings, model)),
+        fused=fused(settings, model),
+        buckets=_GPU_BUCKETS if model.device.type == "cuda" else _CPU_BUCKETS,
         memory_bytes=memory_bytes(settings, model),
         frugal=True,
     )
@@ -284,4 +335,4 @@ def build(
         images.prepare(measure_s=measure_s)
     runners: list[Runner] = [images] if texts is None else [images, texts]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
-    return Works(settings, engine, images, lane, texts, checker)
+    return Works(settings, engine, images, lane, texts, beside, checker)

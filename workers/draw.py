@@ -10,7 +10,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,8 @@ def draw(
     taken: set[str] = set()
     pending: dict[Future[Any], Path] = {}
     try:
-        with Progress(*columns, console=console) as progress:
+        # Ctrl-C reaches the main thread alone: a file is written and counted in another, wholly or not at all.
+        with ThreadPoolExecutor(1, "files") as files, Progress(*columns, console=console) as progress:
             steps = progress.add_task("steps", total=total * each)
             pictures = progress.add_task("pictures", total=total)
             while True:
@@ -84,9 +85,7 @@ def draw(
                     break
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
-                    path = pending.pop(future)
-                    if _write(future, path, console):
-                        written.append(path)
+                    files.submit(_write, future, pending.pop(future), console, written).result()
                     progress.advance(pictures)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{len(written)} of {total} pictures were written") from None
@@ -101,19 +100,19 @@ def draw(
     return 0 if len(written) == total else 1
 
 
-def _write(future: Future[Any], path: Path, console: Console) -> bool:
-    """Write a picture that is done, and say what its user should know. False if it failed. Raises OSError."""
+def _write(future: Future[Any], path: Path, console: Console, written: list[Path]) -> None:
+    """Write a picture that is done, count it, and say what its user should know. Raises OSError."""
     failure = future.exception()
     if failure is None:
         picture = future.result()
         picture.write(path)
+        written.append(path)
         notes, style = picture.warnings, "yellow"
     else:
         notes, style = (f"{type(failure).__name__}: {failure}",), "red"
     for note in notes:  # it may quote the prompt: that is no markup, and may be long
         line = f"{path.name}: {note if len(note) <= 300 else note[:300] + '…'}"
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
-    return failure is None
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -1,102 +1,99 @@
-"""SDXL base 1.0 with random weights: the published configurations, seeded, built on the device.
+"""SDXL for this folder: the model or a seeded stand-in in bf16, its quantized variants, and inputs for its UNet.
 
-Speed does not depend on what weights say; pictures do, so nothing here is a picture. Knows diffusers' and transformers'
-classes; knows nothing of what is measured.
+Speed does not depend on what weights say; pictures do, so nothing that the stand-in draws is a picture. Knows the
+pipeline and diffusers' classes; knows nothing of what is measured.
 """
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-UNET: dict[str, Any] = {
-    "sample_size": 128,
-    "in_channels": 4,
-    "out_channels": 4,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "block_out_channels": (320, 640, 1280),
-    "layers_per_block": 2,
-    "transformer_layers_per_block": [1, 2, 10],
-    "attention_head_dim": [5, 10, 20],
-    "cross_attention_dim": 2048,
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
-}
-VAE: dict[str, Any] = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 4,
-    "sample_size": 1024,
-    "scaling_factor": 0.13025,
-}
-CLIP_L: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "hidden_act": "quick_gelu",
-    "projection_dim": 768,
-}
-CLIP_G: dict[str, Any] = {
-    "hidden_size": 1280,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 20,
-    "hidden_act": "gelu",
-    "projection_dim": 1280,
-}
+from core.quant.convert import Scheme, quantize_
+from core.quant.statistics import Statistics
+from pipeline import sdxl
+from pipeline.denoise import PackedKeys
+from pipeline.drawing import Drawing
+from pipeline.load import Model, load
+from pipeline.vae import unscale
+from unet_opt import recipe
+
+PROMPTS = ("a red boat on a lake", "three blue teapots", "the moon over a harbour", "a fox that reads a map")
+GUIDANCE, STEPS = 8.0, 20
 
 
-def unet(seed: int = 0) -> Any:
-    """The UNet in bf16, 2,567,463,684 parameters."""
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(seed)
-    with torch.device("cuda"):
-        model = UNet2DConditionModel(**UNET)
-    return model.to(torch.bfloat16).eval().requires_grad_(False)
+def model(name: str = sdxl.NAME) -> Model:
+    """In bf16, UNet and VAE channels last."""
+    made = load(name, precision="bf16", device="cuda")
+    made.unet.to(memory_format=torch.channels_last)
+    made.vae.to(memory_format=torch.channels_last)
+    return made
 
 
-def vae(seed: int = 1) -> Any:
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(seed)
-    with torch.device("cuda"):
-        model = AutoencoderKL(**VAE)
-    return model.to(torch.bfloat16).eval().requires_grad_(False)
-
-
-def text_encoders(seed: int = 2) -> list[Any]:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    torch.manual_seed(seed)
-    with torch.device("cuda"):
-        models = [CLIPTextModel(CLIPTextConfig(**CLIP_L)), CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_G))]
-    return [model.to(torch.bfloat16).eval().requires_grad_(False) for model in models]
+@torch.inference_mode()
+def ranges(source: Model) -> tuple[Statistics, Statistics]:
+    """What flows into the layers of UNet and VAE in the first steps of few prompts."""
+    unet, decoder = Statistics(source.digest), Statistics(source.digest)
+    drawing = Drawing(source, PackedKeys(source.unet), guidance=GUIDANCE, steps=STEPS)
+    layers = recipe.unet(source.unet).targets(source.unet)
+    seeds = range(len(PROMPTS))
+    with_all = drawing.latents(PROMPTS, seeds, until=4, around=lambda step: unet.observe(source.unet, layers, step))
+    finished = with_all if source.name == sdxl.NAME else drawing.latents(PROMPTS, seeds)
+    with decoder.observe(source.vae, recipe.decoder(source.vae).targets(source.vae), 0):
+        source.vae.decode(unscale(finished[:2].to(source.vae.dtype), source.vae.config), return_dict=False)
+    plain_attention(source)
+    return unet, decoder
 
 
-def inputs(rows: int, seed: int = 3) -> dict[str, Tensor]:
+def plain_attention(source: Model) -> None:
+    """Give the UNet diffusers' own attention back, after `PackedKeys`."""
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    source.unet.set_attn_processor(AttnProcessor2_0())
+
+
+def variant(source: Model, scheme: Scheme | None, found: tuple[Statistics, Statistics]) -> Model:
+    """The model with UNet and VAE of its own, quantized unless `scheme` is None."""
+    unet, vae = copy.deepcopy(source.unet), copy.deepcopy(source.vae)
+    if scheme is not None:
+        quantize_(unet, recipe.unet(unet), found[0], scheme=scheme)
+        quantize_(vae, recipe.decoder(vae), found[1], scheme=scheme)
+    return replace(source, unet=unet, vae=vae, precision=scheme or "bf16")
+
+
+def stock_pipeline(source: Model) -> Any:
+    """diffusers' own pipeline on the model's weights."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+    made = StableDiffusionXLPipeline(
+        vae=source.vae, text_encoder=source.text_encoders[0], text_encoder_2=source.text_encoders[1],
+        tokenizer=source.tokenizers[0], tokenizer_2=source.tokenizers[1], unet=source.unet,
+        scheduler=EulerDiscreteScheduler.from_config(source.scheduler_config),
+        force_zeros_for_empty_prompt=source.force_zeros, add_watermarker=False,
+    )  # fmt: skip
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def inputs(source: Model, rows: int, seed: int = 3) -> dict[str, Tensor]:
     """What the UNet is given: noise, timesteps, text, its pooled form, and the sizes that SDXL is told."""
     g = torch.Generator("cuda").manual_seed(seed)
+    config, side = source.unet.config, source.native // source.vae_scale
+    pooled = source.text_encoders[1].config.projection_dim
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device="cuda")
 
     return {
-        "latents": normal(rows, 4, 128, 128),
+        "latents": normal(rows, config.in_channels, side, side),
         "timestep": torch.randint(1, 1000, (rows,), generator=g, device="cuda").float(),
-        "text": normal(rows, 77, 2048).to(torch.bfloat16),
-        "pooled": normal(rows, 1280).to(torch.bfloat16),
-        "ids": torch.tensor([1024.0, 1024, 0, 0, 1024, 1024], device="cuda").repeat(rows, 1),
+        "text": normal(rows, 77, config.cross_attention_dim).to(torch.bfloat16),
+        "pooled": normal(rows, pooled).to(torch.bfloat16),
+        "ids": torch.tensor([float(source.native)] * 2 + [0.0] * 2 + [float(source.native)] * 2).repeat(rows, 1).cuda(),
     }
 
 
@@ -106,3 +103,11 @@ def stock(model: Any, given: dict[str, Tensor]) -> Tensor:
     latents = given["latents"].to(torch.bfloat16)
     noise: Tensor = model(latents, given["timestep"], given["text"], added_cond_kwargs=conditions, return_dict=False)[0]
     return noise
+
+
+def fused(unet: Any, given: dict[str, Tensor], kv: Tensor) -> tuple[Tensor, ...]:
+    """The forward of a `FusedUNet`, with its features."""
+    conditions = {"text_embeds": given["pooled"], "time_ids": given["ids"].to(torch.bfloat16)}
+    latents = given["latents"].to(torch.bfloat16)
+    made: tuple[Tensor, ...] = unet(latents, given["timestep"], kv, added_cond_kwargs=conditions)
+    return made

@@ -13,9 +13,9 @@ from pathlib import Path
 from uuid import uuid4
 
 from benchmarks import record
-from benchmarks.arrivals import draw_batch
 from benchmarks.simulation.costs import SHALLOW, CostError, Costs, Seconds, Size
 from benchmarks.simulation.traffic import picture
+from benchmarks.traces import draw_batch
 from core.batching.request import Request
 from core.batching.runner import Refused
 from core.config import Settings

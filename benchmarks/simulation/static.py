@@ -2,7 +2,7 @@
 
 A free device takes what waits, up to `batch` pictures of one kind (size, steps, guidance, DeepCache), which begin and
 end together; with a window, only once so many wait or the oldest has waited for so long. The policy of
-`benchmarks.arrivals.RequestLevel`, whose draw_batch has the same costs, on one perfect queue for all devices. Knows
+`benchmarks.traces.RequestLevel`, whose draw_batch has the same costs, on one perfect queue for all devices. Knows
 nothing of the scheduler.
 """
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from core.quant.fp8 import Fp8Linear
+from core.quant.fp8 import Fp8Conv2d, Fp8Linear
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.smoothing import inverse_scales, smoothing
 from core.quant.statistics import Method, Statistics, StatisticsError
@@ -155,9 +155,7 @@ def _family(
 def replacement(layer: nn.Module, inverse: Tensor, scheme: Scheme) -> nn.Module:
     """The quantized layer with inputs scaled by `inverse` [K]. Raises ValueError for what cannot be quantized."""
     if isinstance(layer, nn.Conv2d):
-        if scheme == "fp8":
-            raise ValueError("there are no FP8 convolutions; the recipe must leave it")
-        return Int8Conv2d.of(layer, inverse)
+        return Int8Conv2d.of(layer, inverse) if scheme == "int8" else Fp8Conv2d.of(layer, inverse)
     assert isinstance(layer, nn.Linear)
     return Int8Linear.of(layer, inverse) if scheme == "int8" else Fp8Linear.of(layer, inverse)
 

@@ -1,4 +1,7 @@
-"""FP8 (E4M3) linear layers: weights and activations scaled into 8-bit floats, multiplied by `torch._scaled_mm`.
+"""FP8 (E4M3) linear layers and convolutions: weights and activations scaled into 8-bit floats.
+
+Linear layers are multiplied by `torch._scaled_mm` where a GPU can; convolutions by kernels of `core.quant.kernels` or,
+as here, in floats.
 
 Knows scales and formats; knows nothing of which layers should be replaced. Only GPUs of compute capability 8.9 and up
 multiply FP8; elsewhere the same numbers are computed in fp32, for checks and not for speed.
@@ -10,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.quant.linear import LEVELS, Fixed
+from core.quant.linear import LEVELS, Fixed, steps
 
 E4M3_MAX = 448.0
 
@@ -68,3 +71,53 @@ class Fp8Linear(Fixed):
             y = F.linear(rows.float(), self.weight.float()) * self.scale
         y = y.view(*x.shape[:-1], self.out_features)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+class Fp8Conv2d(Fixed):
+    """A convolution with input and weights in E4M3, as `Fp8Linear`; `inverse` has one value for each input channel."""
+
+    weight: Tensor  # E4M3 [N, kh, kw, C]: channels last, as the kernels read it
+    scale: Tensor  # fp32 [N]
+    inverse: Tensor  # fp32 [C]
+    bias: Tensor | None  # fp32 [N]
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None, *, stride: int, padding: int
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("inverse", inverse)
+        self.register_buffer("bias", bias)
+        self.out_channels, self.in_channels = weight.shape[0], weight.shape[-1]
+        self.stride, self.padding = stride, padding
+
+    @classmethod
+    def of(cls, layer: nn.Conv2d, inverse: Tensor) -> Fp8Conv2d:
+        """The layer with inputs scaled by `inverse` [C] as for INT8, whose levels are stretched to E4M3's range.
+
+        Raises ValueError for what `linear.steps` refuses.
+        """
+        return cls.scaled(layer, inverse.float() * (E4M3_MAX / LEVELS))
+
+    @classmethod
+    def scaled(cls, layer: nn.Conv2d, inverse: Tensor) -> Fp8Conv2d:
+        """The layer with this `inverse` [C] for its own."""
+        stride, padding = steps(layer)
+        folded = layer.weight.detach().float().permute(0, 2, 3, 1) / inverse
+        scale = folded.flatten(1).abs().amax(dim=1) / E4M3_MAX
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        bias = None if layer.bias is None else layer.bias.detach().float()
+        weight = to_e4m3(folded / scale.view(-1, 1, 1, 1)).contiguous()
+        return cls(weight, scale, inverse, bias, stride=stride, padding=padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, C, h, w] to [B, N, H, W] of x's type."""
+        levels = to_e4m3(x.float() * self.inverse.view(-1, 1, 1)).float()
+        y = F.conv2d(levels, self.weight.float().permute(0, 3, 1, 2), stride=self.stride, padding=self.padding)
+        y = y * self.scale.view(-1, 1, 1)
+        return (y if self.bias is None else y + self.bias.view(-1, 1, 1)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        kernel = tuple(self.weight.shape[1:3])
+        return f"{self.in_channels}, {self.out_channels}, {kernel=}, stride={self.stride}, padding={self.padding}"

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.quant.convert import swap_
-from core.quant.fp8 import Fp8Linear
+from core.quant.fp8 import Fp8Conv2d, Fp8Linear
 from core.quant.linear import Int8Conv2d, Int8Linear, steps
 
 MANIFEST, WEIGHTS = "quantization.json", "model.safetensors"
 _FORMAT = 1
-_QUANTIZED = (Int8Linear, Int8Conv2d, Fp8Linear)
+_QUANTIZED = (Int8Linear, Int8Conv2d, Fp8Linear, Fp8Conv2d)
 _KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in _QUANTIZED}
 
 
@@ -155,7 +155,7 @@ def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensor
         layer = model.get_submodule(name)
     except AttributeError as error:
         raise StoreError(f"{folder}: the model has no layer {name}") from error
-    if not isinstance(layer, nn.Conv2d if kind is Int8Conv2d else nn.Linear):
+    if not isinstance(layer, nn.Conv2d if kind in (Int8Conv2d, Fp8Conv2d) else nn.Linear):
         found = type(layer).__name__
         raise StoreError(f"{folder}: layer {name} is a {found} in the model, not what became {kind.__name__}")
     if not manifest.weights and layer.weight.dtype != torch.float32:
@@ -188,11 +188,12 @@ def _made(
     if not weights:
         inverse = found["inverse"]
         if isinstance(layer, nn.Conv2d):
-            return Int8Conv2d.of(layer, inverse)
+            return Int8Conv2d.of(layer, inverse) if kind is Int8Conv2d else Fp8Conv2d.scaled(layer, inverse)
         return Int8Linear.of(layer, inverse) if kind is Int8Linear else Fp8Linear.scaled(layer, inverse)
     if isinstance(layer, nn.Conv2d):
         stride, padding = steps(layer)
-        return Int8Conv2d(
+        conv = Int8Conv2d if kind is Int8Conv2d else Fp8Conv2d
+        return conv(
             found["weight"], found["scale"], found["inverse"], found.get("bias"), stride=stride, padding=padding
         )
     plain = Int8Linear if kind is Int8Linear else Fp8Linear

@@ -19,6 +19,7 @@ from pipeline import sigmas
 from pipeline.execution import IMAGE
 from pipeline.parameters import Edit, ImageParameters
 from pipeline.vae import encode, scale, unscale
+from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock
 from unet_opt.schedule import DeepCache
 
@@ -43,7 +44,7 @@ def hole(side: int) -> np.ndarray:
 def wanted(
     shape: str = "plain", *, strength: float = 0.6, masked: bool = False, picture: int = 0, **options: Any
 ) -> ImageParameters:
-    side = SHAPES[shape].native
+    side = worlds.shape(shape).native
     mask = hole(side).tobytes() if masked else None
     edit = Edit(photograph(side, picture).tobytes(), mask, strength)
     given_options = {"prompt": "a red cat", "seed": 1, "width": side, "height": side, "steps": 6, **options}

@@ -10,6 +10,7 @@ import pytest
 from core.config import Settings
 from core.quant.kernels.cpu import library as kernels
 from core.quant.kernels.cpu.library import Unavailable
+from core.quant.kernels.cuda import language
 from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
@@ -73,8 +74,9 @@ def test_kernels_that_are_switched_off_mean_fp32(model: Path, cache: Path) -> No
 
 @pytest.mark.parametrize(("asked", "device"), [("fp8", "cpu"), ("int8", "cuda"), ("fp8", "cuda:1")])
 def test_a_precision_that_the_device_has_no_path_for_is_refused(
-    asked: str, device: str, model: Path, cache: Path
+    asked: str, device: str, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(language, "triton", None)
     with pytest.raises(ModelError, match=f"{asked} does not run on"):
         precision(settings(model, cache, precision=asked), device)
 

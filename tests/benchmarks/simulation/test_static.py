@@ -1,4 +1,4 @@
-"""Request-level batching: the policy and the costs of benchmarks.arrivals, with a window and without."""
+"""Request-level batching: the policy and the costs of benchmarks.traces, with a window and without."""
 
 from __future__ import annotations
 

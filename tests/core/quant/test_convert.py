@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from core.quant.convert import Recipe, RecipeError, Report, Rule, quantize_
-from core.quant.fp8 import Fp8Linear
+from core.quant.fp8 import Fp8Conv2d, Fp8Linear
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.smoothing import inverse_scales, smoothing
 from core.quant.statistics import Statistics, StatisticsError
@@ -101,14 +101,11 @@ def _with_head(statistics: Statistics) -> Statistics:
     return statistics
 
 
-def test_fp8_replaces_linear_layers_and_refuses_convolutions() -> None:
+def test_fp8_replaces_linear_layers_and_convolutions() -> None:
     model = block()
-    made = Recipe("fp8", (Rule("conv|head", reason="left"), Rule(".*", alpha=0.5)))
-    other = quantized(model, made, scheme="fp8")
-    assert isinstance(other.to_q, Fp8Linear) and isinstance(other.conv, nn.Conv2d)
+    other = quantized(model, recipe(), scheme="fp8")
+    assert isinstance(other.to_q, Fp8Linear) and isinstance(other.conv, Fp8Conv2d)
     assert off(model, other) < 0.08
-    with pytest.raises(RecipeError, match="conv: there are no FP8 convolutions; the recipe must leave it"):
-        quantize_(model, recipe(), observed(model), scheme="fp8")
 
 
 def test_a_layer_under_two_names_is_replaced_under_both() -> None:

@@ -15,23 +15,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.quant import store
-from core.quant.convert import Recipe, Rule, quantize_
+from core.quant.convert import quantize_
 from core.quant.store import MANIFEST, WEIGHTS, Manifest, StoreError, load_, read_manifest, round_, save
 from tests.core.quant.blocks import Block, block, inputs, observed, recipe
 
 
 def manifest(model: nn.Module, scheme: str = "int8") -> Manifest:
-    kinds = {"Int8Linear", "Int8Conv2d", "Fp8Linear"}
+    kinds = {"Int8Linear", "Int8Conv2d", "Fp8Linear", "Fp8Conv2d"}
     layers = {name: type(m).__name__ for name, m in model.named_modules() if type(m).__name__ in kinds}
     return Manifest(scheme, "block", "digest", layers, {"head": "left"}, {"prompts": 3})
 
 
 def made(scheme: str = "int8") -> Block:
     model = block()
-    wanted = recipe()
-    if scheme == "fp8":
-        wanted = Recipe("fp8", (Rule("head|conv", reason="left"), Rule(".*", alpha=0.5)))
-    quantize_(model, wanted, observed(model), scheme=scheme)  # type: ignore[arg-type]
+    quantize_(model, recipe(), observed(model), scheme=scheme)  # type: ignore[arg-type]
     return model
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.quant.kernels.cuda import driver
 from core.quant.kernels.cuda.attention_source import Variant, source
-from core.quant.kernels.cuda.quantize import per_channel, quantize, to_levels
+from core.quant.kernels.cuda.quantize import per_channel, quantize, quantize_reference, to_levels
 
 _HEAD = 64
 _OUTPUTS = {torch.bfloat16: "bf16", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
@@ -76,18 +76,20 @@ def attention_int8(
     *,
     variant: Variant | None = None,
 ) -> Tensor:
-    """softmax(q · kᵀ / √64) · v as `dtype` [B, Sq, H·64]: int8 or E4M3 times `out_inv_scale`, or bf16 without it.
+    """softmax(q · kᵀ / √d) · v as `dtype` [B, Sq, H·64]: int8 or E4M3 times `out_inv_scale`, or bf16 without it.
 
     q [B, Sq, H, 64], k and v [B, Sk, H, 64]: bf16, may be slices of one fused tensor. out_inv_scale: fp32, one number
     or [H·64]. No mask. Probabilities are rounded to bf16 before they meet the values; sums are fp32.
     """
     images, queries, heads, _ = q.shape
-    channels = heads * _HEAD
+    channels = heads * q.shape[3]
     step = 0 if out_inv_scale is None else per_channel(out_inv_scale, channels)
     if lacks(q, k, v) is not None:
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         y = y.transpose(1, 2).reshape(images, queries, channels)
-        return y.to(dtype) if out_inv_scale is None else quantize(y, out_inv_scale, dtype)
+        if out_inv_scale is None:
+            return y.to(dtype)
+        return (quantize if y.is_cuda else quantize_reference)(y, out_inv_scale, dtype)
     out = torch.empty((images, queries, channels), dtype=dtype, device=q.device)
     variant = variant or variant_for(queries, k.shape[1], _OUTPUTS[dtype])
     problem = Problem(

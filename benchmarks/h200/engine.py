@@ -1,0 +1,217 @@
+"""Images a second of the whole of SDXL through the engine, from prompts to pictures, rung by rung; and arrivals.
+
+    python -m benchmarks.h200.engine [--rungs …] [--arrivals N] [--out folder]
+
+The ladder: diffusers one at a time and in batches of 8, then the engine on fused layers in CUDA graphs in bf16, INT8
+and FP8, without and with DeepCache. 20 Euler steps with guidance at the native size, with text encoders, VAE and the
+copy to the host, without PNG. Arrivals: one Poisson trace at 80% of what the engine reaches, played to the engine and
+to request-level batching on the same graphs. Results are written as they come. Knows the engine and clocks, no kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.h200 import sources
+from benchmarks.h200.timing import Clocks, table
+from benchmarks.traces import BATCH, Order, RequestLevel, StepLevel, draw_batch, play, poisson
+from core.batching.engine import Engine, Tick
+from core.quant.convert import Scheme
+from pipeline import sdxl
+from pipeline.execution import STEPS, Group
+from pipeline.load import Model
+from pipeline.runner import ImageRunner
+from unet_opt.schedule import AUTO, DeepCache
+
+ROWS, IN_FLIGHT = 16, 16
+LOAD, WINDOW_S = 0.8, 3.0
+GMAC_A_ROW = 3380.6  # of SDXL's UNet
+RUNGS: dict[str, tuple[Scheme | None, DeepCache | None]] = {
+    "bf16": (None, None),
+    "int8": ("int8", None),
+    "fp8": ("fp8", None),
+    "int8+deepcache-resnet": ("int8", AUTO),
+    "int8+deepcache-block": ("int8", DeepCache(2, "block")),
+    "int8+deepcache-half": ("int8", DeepCache(2, "resnet")),
+    "fp8+deepcache-half": ("fp8", DeepCache(2, "resnet")),
+}
+"""In "half" every second step is shallow, as in MLPerf's submission; "resnet" is our "auto", whose last is deep."""
+
+
+class Watch:
+    """What the engine's iterations took, by phase and width."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def __call__(self, tick: Tick) -> None:
+        if isinstance(tick.group, Group):
+            self.seconds[tick.group.phase, tick.rows].append(tick.seconds)
+
+    def summary(self) -> dict[str, Any]:
+        found = {
+            f"{phase} × {rows}": {"count": len(took), "ms": round(1e3 * float(np.median(took)), 2)}
+            for (phase, rows), took in sorted(self.seconds.items())
+        }
+        return {"phases": found, "busy_s": round(sum(sum(took) for took in self.seconds.values()), 3)}
+
+
+def closed_loop(engine: Engine, order: Order, pictures: int, name: str) -> tuple[float, float]:
+    """Pictures a second with `IN_FLIGHT` in flight, from the first batch's end to the last's, and how long that was."""
+    room, ended = threading.Semaphore(IN_FLIGHT), []
+    total = pictures + 2 * BATCH
+
+    def done(_: Any) -> None:
+        ended.append(time.perf_counter())
+        room.release()
+
+    for i in range(total):
+        room.acquire()
+        engine.submit(order.request(f"{name}-{i}", i)).add_done_callback(done)
+    while len(ended) < total:
+        time.sleep(0.005)
+    first, last = BATCH - 1, pictures + BATCH - 1  # while the last ones end the batches are no longer full
+    return (last - first) / (ended[last] - ended[first]), ended[last] - ended[first]
+
+
+def stock(source: Model, order: Order, batch: int, rounds: int) -> float:
+    """Pictures a second of diffusers' pipeline in batches of so many."""
+    pipeline = sources.stock_pipeline(source)
+
+    def draw(number: int) -> None:
+        prompts = [f"stock {number} {i}: a small red boat on a lake" for i in range(batch)]
+        generators = [torch.Generator().manual_seed(i) for i in range(batch)]
+        pipeline(
+            prompts, num_inference_steps=order.steps, guidance_scale=5.0, generator=generators, height=order.side,
+            width=order.side,
+        )  # fmt: skip
+
+    draw(0)
+    started = time.perf_counter()
+    for number in range(1, rounds + 1):
+        draw(number)
+    return batch * rounds / (time.perf_counter() - started)
+
+
+def rung(runner: ImageRunner, name: str, cached: DeepCache | None, pictures: int) -> dict[str, Any]:
+    order, watch = Order(runner.model.native, sources.STEPS, cached), Watch()
+    torch.cuda.reset_peak_memory_stats()
+    with Engine([runner], on_tick=watch) as engine:
+        closed_loop(engine, order, BATCH, f"{name}-warm")
+        watch.seconds.clear()
+        with Clocks() as clocks:
+            rate, seconds = closed_loop(engine, order, pictures, name)
+        picture = engine.submit(order.request(f"{name}-look", 0)).result()
+    levels = np.asarray(picture.image)
+    costs = runner.execution.costs()
+    deep = next((c.get(ROWS) for key, c in costs.items() if key[0] == "deep" and key[2] and c.get(ROWS)), None)
+    found = {
+        "images_s": round(rate, 3),
+        "measured_s": round(seconds, 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "deep_tflops": None if deep is None else round(2e-12 * GMAC_A_ROW * 1e9 * ROWS / deep, 1),
+        "picture_std": round(float(levels.std()), 3),
+        **clocks.summary(),
+        **watch.summary(),
+    }
+    print(name, json.dumps(found), flush=True)
+    return found
+
+
+def arrivals(runner: ImageRunner, cached: DeepCache | None, capacity: float, count: int) -> dict[str, Any]:
+    """One trace at `LOAD` of the capacity, for each way of batching."""
+    order = Order(runner.model.native, sources.STEPS, cached)
+    trace = poisson(LOAD * capacity, count)
+    found: dict[str, Any] = {"rate_per_s": round(LOAD * capacity, 3), "arrivals": count}
+    with Engine([runner]) as engine:
+        found["engine"] = play("engine", StepLevel(engine), order, trace)
+    print("arrivals", json.dumps(found), flush=True)
+    for name, window in (("window_free", 0.0), ("window_3s", WINDOW_S)):
+        server = RequestLevel(lambda requests: draw_batch(runner, requests), window)
+        found[name] = play(name, server, order, trace)
+        print("arrivals", name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def runner_of(model: Model) -> tuple[ImageRunner, float]:
+    """A runner with all its graphs recorded, and the seconds that took."""
+    started = time.perf_counter()
+    runner = ImageRunner(
+        model, fused=True, max_rows=ROWS, max_requests=64, buckets=(2, 4, 6, 8, 10, 12, 14, 16), patience_s=20.0
+    )
+    runner.prepare(measure_s=90.0)
+    return runner, time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=sdxl.NAME)
+    parser.add_argument("--rungs", default="diffusers-1,diffusers-8," + ",".join(RUNGS))
+    parser.add_argument("--pictures", type=int, default=32)
+    parser.add_argument("--arrivals", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/h200/results"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    wanted = options.rungs.split(",")
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rungs": {}}
+
+    def keep(change: Callable[[], None]) -> None:
+        change()
+        (options.out / "engine.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    source = sources.model(options.model)
+    results["model"] = options.model
+    order = Order(source.native, sources.STEPS, None)
+    for name, batch, rounds in (("diffusers-1", 1, 2), ("diffusers-8", 8, 1)):
+        if name in wanted:
+            rate = stock(source, order, batch, rounds)
+            print(name, f"{rate:.3f} images/s", flush=True)
+            keep(lambda name=name, rate=rate: results["rungs"].update({name: {"images_s": round(rate, 3)}}))  # type: ignore[misc]
+    ranges = sources.ranges(source)
+    for scheme in (None, "int8", "fp8"):
+        names = [name for name, (of, _) in RUNGS.items() if of == scheme and name in wanted]
+        if not names:
+            continue
+        runner, ready_s = runner_of(sources.variant(source, scheme, ranges))
+        costs = {
+            f"{phase} × {rows}": round(1e3 * seconds, 2)
+            for (phase, _, compiled), curve in runner.execution.costs().items()
+            if compiled and phase in (*STEPS, "vae")
+            for rows, seconds in curve.items()
+        }
+        keep(lambda: results.update({f"costs_ms {scheme or 'bf16'}": costs, f"ready_s {scheme or 'bf16'}": ready_s}))  # noqa: B023
+        print(scheme or "bf16", f"ready after {ready_s:.1f} s", json.dumps(costs), flush=True)
+        for name in names:
+            found = rung(runner, name, RUNGS[name][1], options.pictures)
+            keep(lambda: results["rungs"].update({name: found}))  # noqa: B023
+        if scheme == "int8" and options.arrivals:
+            cached = "int8+deepcache-resnet"
+            capacity = results["rungs"][cached if cached in results["rungs"] else "int8"]["images_s"]
+            found = arrivals(runner, AUTO if cached in results["rungs"] else None, capacity, options.arrivals)
+            keep(lambda: results.update({"arrivals": found}))  # noqa: B023
+        runner.close()
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+    table(
+        ("rung", "images/s", "peak GiB", "SM MHz", "W"),
+        [
+            (name, r["images_s"], r.get("peak_gib", ""), r.get("sm_mhz", ""), r.get("power_w", ""))
+            for name, r in results["rungs"].items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""How far the fused layers are from diffusers in bf16, by layer, forward and picture; and whether company changes any.
+
+    python -m benchmarks.h200.numerics [--model NAME] [--kinds bf16,int8,fp8] [--out folder]
+
+With trained weights (`--model stabilityai/stable-diffusion-xl-base-1.0`) this is the first half of the check; the
+second are MLPerf's gates: `diptych evaluate --protocol mlperf` (docs/evaluation.md). Knows models and distances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.h200 import sources
+from benchmarks.h200.timing import table
+from core.batching.engine import Engine
+from core.batching.request import Request
+from core.quant.convert import Scheme
+from pipeline import sdxl
+from pipeline.denoise import PackedKeys
+from pipeline.drawing import Drawing
+from pipeline.load import Model
+from pipeline.parameters import ImageParameters
+from pipeline.runner import ImageRunner
+from unet_opt.deepcache import kept
+from unet_opt.fused.decoder import FusedDecoder
+from unet_opt.fused.network import FusedUNet
+from unet_opt.schedule import DEPTHS, DeepCache
+
+KINDS: dict[str, Scheme | None] = {"bf16": None, "int8": "int8", "fp8": "fp8"}
+
+
+def agreement(actual: Tensor, expected: Tensor) -> dict[str, float]:
+    """Cosine, and PSNR in dB with the reference's range as the peak."""
+    a, e = actual.double().flatten(), expected.double().flatten()
+    error = (a - e).square().mean()
+    peak = (e.max() - e.min()).square()
+    return {
+        "cosine": round(float(torch.dot(a, e) / a.norm() / e.norm()), 6),
+        "psnr_db": round(float(10 * torch.log10(peak / error.clamp(min=1e-30))), 2),
+        "std": round(float(a.std()), 4),
+        "finite": float(torch.isfinite(a).all()),
+    }
+
+
+def layers(source: Model, variant: Model) -> dict[str, Any]:
+    """Each quantized layer on the input that the stock UNet gives it: cosines with the layer in bf16."""
+    names = [n for n, m in variant.unet.named_modules() if type(m).__name__[:4] in ("Int8", "Fp8C", "Fp8L")]
+    cosines: dict[str, float] = {}
+    hooks = []
+
+    def watch(name: str, other: nn.Module) -> Any:
+        def hook(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            made = other(given[0].float())
+            cosines[name] = agreement(made, out)["cosine"]
+
+        return hook
+
+    for name in names:
+        layer = source.unet.get_submodule(name)
+        hooks.append(layer.register_forward_hook(watch(name, variant.unet.get_submodule(name))))
+    sources.stock(source.unet, sources.inputs(source, 2, seed=11))
+    for hook in hooks:
+        hook.remove()
+    worst = sorted(cosines.items(), key=lambda item: item[1])[:5]
+    return {"layers": len(cosines), "median_cosine": statistics.median(cosines.values()), "worst": worst}
+
+
+def company(variant: Model, cached: DeepCache | None) -> dict[str, Any]:
+    """A deterministic request alone, and among others that join meanwhile: whether its pixels are equal."""
+    runner = ImageRunner(variant, fused=True, max_rows=16, deterministic_rows=8, buckets=(2, 4, 8, 16))
+    side = variant.native
+
+    def wanted(seed: int, steps: int, deterministic: bool) -> ImageParameters:
+        prompt = f"picture {seed} of a small red boat"
+        return ImageParameters(prompt, seed, side, side, steps=steps, deterministic=deterministic, deepcache=cached)
+
+    with Engine([runner]) as engine:
+        one = wanted(1, 8, deterministic=True)
+        loose = wanted(1, 8, deterministic=False)
+        alone, alone_loose = (
+            engine.submit(Request(f"alone-{i}", "image", w)).result().image for i, w in enumerate((one, loose))
+        )
+        futures = [
+            engine.submit(Request(f"other-{i}", "image", wanted(i + 2, 5 + i, deterministic=i % 2 == 0)))
+            for i in range(5)
+        ]
+        among = [engine.submit(Request(f"among-{i}", "image", w)) for i, w in enumerate((one, loose))]
+        found, found_loose = (future.result().image for future in among)
+        for future in futures:
+            future.result()
+    runner.close()
+    return {
+        "deterministic_equal": found.tobytes() == alone.tobytes(),
+        "not_asked_equal": found_loose.tobytes() == alone_loose.tobytes(),
+        "pixel_spread": len(set(found.tobytes())),
+    }
+
+
+@torch.inference_mode()
+def check(source: Model, kinds: list[str]) -> dict[str, Any]:
+    found = sources.ranges(source)
+    given = sources.inputs(source, 4)
+    expected = sources.stock(source.unet, given)
+    drawing = Drawing(source, PackedKeys(source.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
+    seeds = range(len(sources.PROMPTS))
+    twenty = drawing.latents(sources.PROMPTS, seeds)
+    sources.plain_attention(source)
+    pixels = source.vae.decode((twenty[:1] / source.vae.config.scaling_factor).to(torch.bfloat16), return_dict=False)[0]
+    results: dict[str, Any] = {}
+    for name in kinds:
+        variant = sources.variant(source, KINDS[name], found)
+        result: dict[str, Any] = {}
+        if KINDS[name] is not None:
+            result["layers"] = layers(source, variant)
+        unet = FusedUNet(variant.unet, rows=16)
+        kv = unet.keys(given["text"])
+        out, *features = sources.fused(unet, given, kv)
+        result["forward"] = agreement(out, expected)
+        for depth in DEPTHS:  # a shallow step on the features of the same input is the deep one again
+            own = tuple(part.clone() for part in kept(features, depth))
+            conditions = {"text_embeds": given["pooled"], "time_ids": given["ids"].to(torch.bfloat16)}
+            (again,) = unet.shallow(
+                depth, own, given["latents"].to(torch.bfloat16), given["timestep"], added_cond_kwargs=conditions
+            )
+            result[f"shallow {depth}"] = agreement(again, out)["psnr_db"]
+        same = Drawing(variant, PackedKeys(variant.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
+        result["twenty_steps"] = agreement(same.latents(sources.PROMPTS, seeds, forward=unet), twenty)
+        decoder = FusedDecoder(variant.vae)
+        made = decoder(twenty[:1] / source.vae.config.scaling_factor).permute(0, 3, 1, 2)
+        result["vae"] = agreement(made.clamp(-1, 1), pixels.clamp(-1, 1))
+        del unet, decoder
+        results[name] = result
+        print(name, json.dumps(result), flush=True)
+        if name != "bf16":
+            result["company"] = company(variant, DeepCache(2, "resnet"))
+            print(name, result["company"], flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=sdxl.NAME)
+    parser.add_argument("--kinds", default="bf16,int8,fp8")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/h200/results"))
+    options = parser.parse_args()
+    results = check(sources.model(options.model), options.kinds.split(","))
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": options.model, **results}
+    (options.out / "numerics.json").write_text(json.dumps(found, indent=1) + "\n")
+    table(
+        ("beside diffusers in bf16", "forward", "20 steps", "vae"),
+        [
+            (
+                name,
+                *(
+                    f"{r[part]['cosine']:.5f}, {r[part]['psnr_db']:.1f} dB"
+                    for part in ("forward", "twenty_steps", "vae")
+                ),
+            )
+            for name, r in results.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The text panel's kernels alone, at the shapes of Llama-3.1-8B: right, how fast, which tiles, launched early or not.
+
+Called by `benchmarks.h200.text`. Weights are in several copies, so that no cache helps. Knows kernels and shapes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.h200.timing import milliseconds, sustained, table
+from core.quant.kernels.cuda.linear import linear_int8
+from llm.decode_kernel import decode, decode_reference
+from llm.kv_cache import KVCache, Kind, Step
+from llm.stream_kernel import Tile, choose, gated, gated_reference, stream, stream_reference
+
+SHAPES = {
+    "qkv": (6144, 4096),
+    "out": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+_AWAY = 300e6  # bytes, several times the L2
+
+
+def drawn(kind: str, *shape: int) -> Tensor:
+    dtype = TYPES[kind]
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, shape, dtype=dtype, device="cuda")
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype)
+
+
+def check(_: str) -> dict[str, Any]:
+    """Largest errors beside references in higher precision, relative to the largest value; poisoned outputs."""
+    found: dict[str, Any] = {}
+    for kind in TYPES:
+        for name, (columns, depth) in (("qkv", (6144, 4096)), ("down", (4096, 14336)), ("odd", (4096 + 40, 1000))):
+            for rows in (1, 17, 64, 256):
+                x, weight = drawn(kind, rows, depth), drawn(kind, columns, depth)
+                made, wanted = stream(x, weight).sum(0).double(), stream_reference(x, weight)[0].double()
+                found[f"stream {kind} {name} {rows}"] = (
+                    f"{((made - wanted).abs().max() / wanted.abs().max()).item():.1e}"
+                )
+        for rows in (1, 64, 256):
+            x, weight = drawn(kind, rows, 4096), drawn(kind, 28672, 4096)
+            eight = kind != "bf16"
+            scale = torch.full((28672,), 3e-6 if kind == "int8" else 0.02, device="cuda") if eight else None
+            inverse = torch.full((14336,), 20.0, device="cuda") if eight else None
+            if not eight:
+                weight = weight * 0.02
+            made = gated(x, weight, scale, None, inverse, TYPES[kind]).float()
+            wanted = gated_reference(x, weight, scale, None, inverse, TYPES[kind]).float()
+            error = (made - wanted).norm() / wanted.norm()
+            found[f"gated {kind} {rows}"] = f"{error.item():.1e}"
+    kinds: tuple[Kind, ...] = ("float", "int8", "fp8")
+    for cached in kinds:
+        cache = KVCache(layers=1, kv_heads=8, head_dim=128, pages=8 * 96, sequences=8, context=1536,
+                        dtype=torch.bfloat16, device="cuda", kind=cached)  # fmt: skip
+        order = torch.randperm(8 * 96).tolist()
+        for s in range(8):
+            cache.place(s, order[s * 96 : (s + 1) * 96])
+            cache.settle()
+            every = torch.arange(1536, dtype=torch.int32, device="cuda")
+            keys, values = (torch.randn(1536, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            cache.write(0, keys, values, Step(every, every, torch.full_like(every, s), every[:0]))
+        positions = torch.tensor([0, 15, 100, 255, 256, 700, 1023, 1535], dtype=torch.int32, device="cuda")
+        sequences = torch.arange(8, dtype=torch.int32, device="cuda")
+        q = torch.randn(8, 32, 128, device="cuda", dtype=torch.bfloat16)
+        given = (q, *cache.layer(0), cache.table, positions, sequences, 128**-0.5)
+        out = torch.full_like(q, torch.nan)
+        made, wanted = decode(*given, out=out).float(), decode_reference(*given).float()
+        found[f"decode {cached}"] = f"{((made - wanted).norm() / wanted.norm()).item():.1e}"
+    worst = max(found, key=lambda name: float(found[name]) if found[name] != "nan" else math.inf)
+    return {"worst": f"{worst}: {found[worst]}", **found}
+
+
+def products(_: str, out: Path) -> dict[str, Any]:
+    """µs and GB/s of each product at each number of rows, beside the kernel for many rows and cuBLAS's bf16."""
+    found: dict[str, Any] = {}
+    lines = []
+    for (name, (columns, depth)), kind in itertools.product(SHAPES.items(), TYPES):
+        if (name == "head") != (kind == "bf16"):
+            continue
+        sets = max(1, math.ceil(_AWAY / (columns * depth * TYPES[kind].itemsize)))
+        weights = [drawn(kind, columns, depth) for _ in range(sets)]
+        scale, inverse = torch.ones(columns, device="cuda"), torch.ones(columns // 2, device="cuda")
+        for rows in (1, 16, 64, 128, 256):
+            x = drawn(kind, rows, depth)
+            if name == "gate_up":
+                ours = milliseconds(lambda i: gated(x, weights[i], scale, None, inverse, TYPES[kind]), sets=sets)
+            else:
+                ours = milliseconds(lambda i: stream(x, weights[i]), sets=sets)
+            if kind == "bf16":
+                other = milliseconds(lambda i: F.linear(x, weights[i]), sets=sets)
+            else:
+                other = milliseconds(lambda i: linear_int8(x, weights[i], scale), sets=sets)
+            rate = weights[0].nbytes / ours / 1e6
+            found[f"{name} {kind} {rows}"] = {"us": round(ours * 1e3, 1), "other_us": round(other * 1e3, 1),
+                                              "gb_per_s": round(rate)}  # fmt: skip
+            lines.append((name, kind, rows, f"{ours * 1e3:.1f}", f"{other * 1e3:.1f}", f"{rate:.0f}",
+                          f"{2 * rows * columns * depth / ours / 1e9:.0f}"))  # fmt: skip
+    table(("product", "type", "rows", "µs", "other µs", "GB/s", "TFLOP/s"), lines)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "products.json").write_text(json.dumps(found, indent=1))
+    return found
+
+
+def early(bench: Any) -> dict[str, Any]:
+    """Kernels launched before those that they wait for have ended: equal bits, and ms of a step."""
+    from benchmarks.h200.text import _size, _step
+
+    found: dict[str, Any] = {}
+    for batch in (1, 64, 256):
+        made: dict[bool, Tensor] = {}
+        for on in (False, True):
+            run = bench.execution("int8", batch, 256)
+            run._fused.model.early = on
+            step = _step(batch, 192)
+            made[on] = run(step).clone()
+            graph = run._fused.graphs._graph(*_size(batch, 192))
+            found[f"{batch} rows, {'early' if on else 'usual'}"] = round(sustained(lambda: graph(), 60), 3)  # noqa: B023
+        found[f"{batch} rows, equal"] = torch.equal(made[False], made[True])
+    return found
+
+
+def tiles(_: str, out: Path, until: float) -> dict[str, Any]:
+    """Which tile is fastest for each product: what `stream_kernel.choose` is held against. Ends with the time given."""
+    found: dict[str, Any] = {}
+    for rows, (name, (columns, depth)) in itertools.product((1, 64, 256, 128, 16), list(SHAPES.items())[:4]):
+        fused = name == "gate_up"
+        sets = max(1, math.ceil(_AWAY / (columns * depth)))
+        weights = [drawn("int8", columns, depth) for _ in range(sets)]
+        scale, inverse = torch.ones(columns, device="cuda"), torch.ones(columns // 2, device="cuda")
+        x = drawn("int8", rows, depth)
+        usual = choose(rows, columns // (2 if fused else 1), depth, 1, gated=fused)
+        timed: list[tuple[float, Tile]] = []
+        for tile in [usual, *_variants(usual, rows, depth, fused)]:
+            if time.monotonic() > until:
+                return found
+            try:
+                if fused:
+                    ms = milliseconds(
+                        lambda i: gated(x, weights[i], scale, None, inverse, torch.int8, tile=tile), sets=sets
+                    )  # noqa: B023,E501
+                else:
+                    ms = milliseconds(lambda i: stream(x, weights[i], tile=tile), sets=sets)  # noqa: B023
+            except Exception as error:  # too large a tile for this card
+                print(f"{name} {rows} {tile}: {str(error)[:100]}")
+                continue
+            timed.append((ms, tile))
+        first = timed[0][0]
+        timed.sort(key=lambda pair: pair[0])
+        found[f"{name} {rows}"] = {"usual_us": round(first * 1e3, 1), "usual": str(usual),
+                                   "best": [(round(ms * 1e3, 1), str(tile)) for ms, tile in timed[:4]]}  # fmt: skip
+        print(name, rows, found[f"{name} {rows}"], flush=True)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "tiles.json").write_text(json.dumps(found, indent=1))
+    return found
+
+
+def _variants(usual: Tile, rows: int, depth: int, fused: bool) -> list[Tile]:
+    made = []
+    for columns, deep, splits, warps, stages in itertools.product(
+        (64, 128), (128, 256), (1,) if fused else (2, 4, 7, 8, 14), (4, 8), (3, 4, 6)
+    ):
+        steps = depth // deep
+        high = max(usual.rows, 16)
+        shared = (columns * (2 if fused else 1) + high) * deep * stages
+        if steps % splits or shared > 200_000 or (columns == 64 and warps == 8 and high < 64):
+            continue
+        tile = Tile(high, columns, deep, splits, warps, stages)
+        if tile != usual and abs(math.log2(splits / usual.splits)) <= 1.01 and shared > 60_000:
+            made.append(tile)
+    return made

@@ -1,0 +1,138 @@
+"""What arrivals are played to: the engine, and request-level batching on the same runner, with or without a window.
+
+Knows the engine and the runner; knows nothing of where models come from.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from benchmarks import record
+from core.batching.request import Request
+from pipeline.parameters import ImageParameters
+from pipeline.runner import ImageRunner
+from unet_opt.schedule import DeepCache
+
+BATCH = 8  # pictures of a static batch
+
+
+class Server(Protocol):
+    """Something that takes requests and says when each is done."""
+
+    def submit(self, request: Request, done: Callable[[], None]) -> None: ...
+
+
+Draw = Callable[[Sequence[Request]], None]
+"""Draws a batch to its end."""
+
+
+class Order(NamedTuple):
+    """What everybody asks for. `cached` None: without DeepCache."""
+
+    side: int
+    steps: int
+    cached: DeepCache | None
+
+    def request(self, name: str, seed: int) -> Request:
+        prompt = f"{name}: a small red boat on a lake"
+        wanted = ImageParameters(prompt, seed, self.side, self.side, steps=self.steps, deepcache=self.cached)
+        return Request(name, "image", wanted)
+
+
+def draw_batch(runner: ImageRunner, requests: Sequence[Request]) -> None:
+    """Draw a batch to its end, as request-level batching does: all join at the start and leave at the end."""
+    for request in requests:
+        if not runner.admit(request):
+            raise record.BenchError(f"the runner has no room for a batch of {len(requests)}")
+    live = list(requests)
+    while live:
+        group = runner.group(live[0])
+        rows, count = 0, 0
+        while count < len(live) and rows + runner.rows(live[count]) <= max(runner.limit(group), 1):
+            rows += runner.rows(live[count])
+            count += 1
+        together, live = live[:count], live[count:]
+        outcomes = runner.launch(together).outcome()
+        for request in together:
+            if outcomes[request.id].error is not None or outcomes[request.id].finished:
+                runner.release(request)
+        unfinished = [r for r in together if not outcomes[r.id].finished and outcomes[r.id].error is None]
+        live = [*live, *unfinished]
+
+
+class RequestLevel:
+    """Serves batches of what waits, up to `BATCH`, once `window_s` has passed since the first of them came."""
+
+    def __init__(self, draw: Draw, window_s: float) -> None:
+        self._draw = draw
+        self._window_s = window_s
+        self._waiting: deque[tuple[Request, Callable[[], None], float]] = deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, request: Request, done: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append((request, done, time.monotonic()))
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                until = self._waiting[0][2] + self._window_s
+                while len(self._waiting) < BATCH and (left := until - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+            self._draw([request for request, _, _ in batch])
+            for _, done, _ in batch:
+                done()
+
+
+class StepLevel:
+    """The engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def submit(self, request: Request, done: Callable[[], None]) -> None:
+        self._engine.submit(request).add_done_callback(lambda _: done())
+
+
+def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
+    """Seconds at which so many requests come, at `rate` a second."""
+    made: list[float] = np.random.default_rng(seed).exponential(1 / rate, count).cumsum().tolist()
+    return made
+
+
+def play(name: str, server: Server, order: Order, trace: Sequence[float]) -> dict[str, float]:
+    """Submit at the trace's times, whatever the server does, and take latencies from the times that were due."""
+    from rich.console import Console
+    from rich.progress import track
+
+    latencies: list[float] = []
+    all_done = threading.Semaphore(0)
+    started = time.monotonic()
+    for index, due in enumerate(track(trace, description=name, console=Console(stderr=True), transient=True)):
+        request = order.request(f"{name}-{index}", index)
+        time.sleep(max(0.0, started + due - time.monotonic()))
+
+        def done(due: float = due) -> None:
+            latencies.append(time.monotonic() - started - due)
+            all_done.release()
+
+        server.submit(request, done)
+    for _ in trace:
+        all_done.acquire()
+    p50, p99 = np.percentile(latencies, [50, 99])
+    return {
+        "p50_s": round(float(p50), 4),
+        "p99_s": round(float(p99), 4),
+        "mean_s": round(float(np.mean(latencies)), 4),
+        "images_per_s": round(len(trace) / (time.monotonic() - started), 4),
+    }

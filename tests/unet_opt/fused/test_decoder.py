@@ -1,0 +1,59 @@
+"""The fused decoder: equal to diffusers in floats, as near to it as the quantized modules in 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.quant.convert import quantize_
+from core.quant.statistics import Statistics
+from tests.core.quant.stage import check_close
+from tests.unet_opt.fused.test_network import BASE, CUDA, DEVICE, error
+from tests.unet_opt.shapes import KNOWN, vae
+from tests.unet_opt.test_decoder import CONFIGS, latents, stock
+from unet_opt import recipe
+from unet_opt.fused.decoder import FusedDecoder
+
+
+@torch.inference_mode()
+def fused(of: Any, x: Tensor) -> Tensor:
+    return FusedDecoder(of.to(DEVICE, BASE))(x.to(DEVICE)).float().cpu()
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *KNOWN])
+def test_in_floats_it_is_diffusers(name: str) -> None:
+    of = vae("plain", **CONFIGS[name]) if name in CONFIGS else vae(name)
+    for rows, height, width in ((1, 4, 4), (3, 6, 2)):
+        x = latents(rows, height, width, rows)
+        wanted = stock(of.float().cpu(), x)
+        found = fused(of, x)
+        assert wanted.std() > 0.05
+        if CUDA:
+            assert error(found, wanted) < 0.03
+        else:
+            check_close(found, wanted, relative=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_in_8_bits_it_is_as_far_from_floats_as_the_quantized_modules(name: str, scheme: str) -> None:
+    """Or half as far again: the summed taps of three upsampling convolutions are rounded once more."""
+    of, x = vae("plain", **CONFIGS[name]), latents(2, 4, 4)
+    floats, statistics = stock(of, x), Statistics("digest")
+    made = recipe.decoder(of)
+    for seed in range(3):
+        with statistics.observe(of, made.targets(of), 0):
+            stock(of, latents(2, 4, 4, seed))
+    quantize_(of, made, statistics, scheme=scheme)  # type: ignore[arg-type]
+    wanted = stock(of, x)
+    assert error(fused(of, x), floats) < 1.6 * error(wanted, floats) + 0.005
+
+
+def test_a_middle_with_several_heads_is_refused() -> None:
+    of = vae("plain", mid_block_add_attention=True, block_out_channels=(8, 16, 16, 32))
+    of.decoder.mid_block.attentions[0].heads = 2
+    with pytest.raises(ValueError, match="several heads"):
+        FusedDecoder(of)

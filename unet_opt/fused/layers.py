@@ -1,0 +1,199 @@
+"""Layers of a fused network, built from a model's own modules, plain or quantized.
+
+Channels last throughout. Between two products there is one kernel (a norm, attention, a gate), which writes what the
+next layer reads: its 8-bit levels where that layer is quantized, the base type where it is not. On a CPU the kernels'
+plain twins compute the same. Knows kernels and modules; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.quant.fp8 import Fp8Conv2d, Fp8Linear
+from core.quant.kernels.cuda import conv as convs
+from core.quant.kernels.cuda import group_norm as group_norms
+from core.quant.kernels.cuda import layer_norm as layer_norms
+from core.quant.kernels.cuda import linear as linears
+from core.quant.kernels.cuda.attention import attention_int8
+from core.quant.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
+from core.quant.linear import Int8Conv2d, Int8Linear
+
+_LINEARS, _CONVS = (Int8Linear, Fp8Linear), (Int8Conv2d, Fp8Conv2d)
+
+
+class Layer:
+    """Weights of one or several modules that read one input, their rows one below another.
+
+    `kind` is the 8-bit type of weights and input, or None where they are of the base type. `inverse` [K] is what the
+    input is multiplied with before it is rounded to levels.
+    """
+
+    def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
+        """Raises ValueError for modules that cannot be one layer."""
+        first = modules[0]
+        quantized = isinstance(first, (*_LINEARS, *_CONVS))
+        self.base = base
+        self.kind: torch.dtype | None = first.weight.dtype if quantized else None
+        self.inverse: Tensor | None = first.inverse if quantized else None
+        for other in modules[1:]:
+            alike = type(other) is type(first)
+            if not alike or (quantized and not torch.equal(other.inverse, first.inverse)):
+                raise ValueError("layers that read one input are quantized in different ways")
+        self.weight = _joined(modules, "weight")
+        self.scale = _joined(modules, "scale") if quantized else None
+        self.bias = None if first.bias is None else torch.cat([m.bias.detach() for m in modules]).float()
+
+    @property
+    def plain_bias(self) -> Tensor | None:
+        """In the base type, for torch's own products."""
+        return None if self.bias is None else self.bias.to(self.base)
+
+
+def _joined(modules: Sequence[Any], name: str) -> Tensor:
+    """The modules' tensors as one, which they are made views of: no weight is held twice."""
+    tensors: list[Tensor] = [getattr(module, name).detach() for module in modules]
+    if len(tensors) == 1:
+        return tensors[0]
+    whole = torch.cat(tensors)
+    at = 0
+    for module, tensor in zip(modules, tensors, strict=True):
+        part = whole[at : at + len(tensor)]
+        at += len(tensor)
+        if name in module._parameters:
+            getattr(module, name).data = part
+        else:
+            module._buffers[name] = part
+    return whole
+
+
+class Linear(Layer):
+    """y = x · Wᵀ + b + residual over tokens [M, K], in the base type."""
+
+    def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
+        super().__init__(modules, base)
+        self._plain_bias = self.plain_bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`out` [M, N], whose rows may be apart, receives the result; so may `residual`'s be."""
+        if self.kind is None:
+            y = F.linear(x, self.weight, self._plain_bias)
+            y = y if residual is None else y.add_(residual)
+            return y if out is None else out.copy_(y)
+        assert self.scale is not None
+        if x.is_cuda:
+            return linears.linear_int8(x, self.weight, self.scale, self.bias, None, residual, self.base, out=out)
+        y = linears.linear_int8_reference(x, self.weight, self.scale, self.bias, None, residual, self.base)
+        return y if out is None else out.copy_(y)
+
+
+class Gated(Linear):
+    """hidden · gelu(gate), for `then`, in the type that this one reads."""
+
+    def gate(self, x: Tensor, then: Layer) -> Tensor:
+        if self.kind is None or then.kind is not self.kind:
+            hidden, gate = self(x).chunk(2, dim=-1)
+            return for_layer(hidden * F.gelu(gate), then)
+        assert self.scale is not None and then.inverse is not None
+        geglu = linears.linear_geglu_int8 if x.is_cuda else linears.linear_geglu_int8_reference
+        return geglu(x, self.weight, self.scale, self.bias, then.inverse)
+
+
+class Conv(Layer):
+    """A 3×3 convolution over NHWC with padding 1, in the base type."""
+
+    def __init__(self, module: Any, base: torch.dtype) -> None:
+        super().__init__([module], base)
+        stride = module.stride if isinstance(module, _CONVS) else module.stride[0]
+        self.stride, self.out_channels = int(stride), int(self.weight.shape[0])
+        self._plain_bias = self.plain_bias
+        if self.kind is None:
+            module.weight.data = self.weight.contiguous(memory_format=torch.channels_last)
+            self.weight = module.weight.detach()
+
+    def __call__(
+        self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one a picture."""
+        if self.kind is None:
+            y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, 1).permute(0, 2, 3, 1)
+            y = y if row_bias is None else y.add_(row_bias[:, None, None].to(y.dtype))
+            y = y if residual is None else y.add_(residual)
+            return y if out is None else out.copy_(y)
+        assert self.scale is not None
+        given = (x, self.weight, self.scale, self.bias, row_bias, residual, self.stride, self.base)
+        if x.is_cuda:
+            return convs.conv3x3_int8(*given, out=out)
+        y = convs.conv3x3_int8_reference(*given)
+        return y if out is None else out.copy_(y)
+
+
+class UpConv(Conv):
+    """The same after a nearest-neighbour upsampling by two; in 8 bits the larger picture is never made.
+
+    Taps that meet in one pixel are summed, and the sums are quantized anew.
+    """
+
+    def __init__(self, module: Any, base: torch.dtype) -> None:
+        super().__init__(module, base)
+        if self.kind is not None:
+            assert self.scale is not None
+            limit = top(self.kind)
+            sums = convs.upsample_weight(self.weight.float() * self.scale.view(-1, 1, 1, 1))  # [4, N, 2, 2, C]
+            step = sums.flatten(2).abs().amax(dim=-1) / limit
+            step = torch.where(step > 0, step, torch.ones_like(step))
+            self.summed = to_levels(sums / step[..., None, None, None], self.kind).contiguous()
+            self.steps = step.contiguous()
+
+    def __call__(
+        self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x [B, H, W, C] → [B, 2H, 2W, N]."""
+        if self.kind is None:
+            up = F.interpolate(x.permute(0, 3, 1, 2), scale_factor=2.0, mode="nearest").permute(0, 2, 3, 1)
+            return super().__call__(up, row_bias, residual, out)
+        if x.is_cuda:
+            return convs.upsample_conv3x3_int8(x, self.summed, self.steps, self.bias, self.base, out=out)
+        y = convs.upsample_conv3x3_int8_reference(x, self.summed, self.steps, self.bias, self.base)
+        return y if out is None else out.copy_(y)
+
+
+class Norm:
+    """LayerNorm or GroupNorm (and SiLU) for the layer that comes next, in the type that this one reads."""
+
+    def __init__(self, norm: nn.Module, base: torch.dtype, silu: bool = False) -> None:
+        assert isinstance(norm, nn.LayerNorm | nn.GroupNorm)
+        self.base, self.eps, self.silu = base, norm.eps, silu
+        self.groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 0
+        assert norm.weight is not None and norm.bias is not None
+        self.weight, self.bias = norm.weight.detach().to(base), norm.bias.detach().to(base)
+
+    def __call__(self, x: Tensor, then: Layer | None) -> Tensor:
+        """x [M, C] or [B, H, W, C]. `then` None: the base type."""
+        kind, inverse = (None, None) if then is None else (then.kind, then.inverse)
+        if self.groups:
+            norm = group_norms.group_norm_int8 if x.is_cuda else group_norms.group_norm_int8_reference
+            return norm(x, self.groups, self.weight, self.bias, self.eps, inverse, self.silu, kind or self.base)
+        if kind is None or inverse is None:
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        layer_norm = layer_norms.layer_norm_int8 if x.is_cuda else layer_norms.layer_norm_int8_reference
+        return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, then: Layer) -> Tensor:
+    """Attention of q [B, Sq, H, d] to k, v [B, Sk, H, d] for the layer that comes next: [B·Sq, H·d]."""
+    if q.dtype == torch.bfloat16 or then.kind is not None:
+        return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return y.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def for_layer(x: Tensor, then: Layer) -> Tensor:
+    """x [..., C] as the layer that comes next reads it."""
+    if then.kind is None or then.inverse is None:
+        return x
+    return (quantize if x.is_cuda else quantize_reference)(x, then.inverse, then.kind)
