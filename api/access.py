@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
+from fastapi.security.base import SecurityBase
 
 from api.errors import NO_RETRY, ApiError
-from api.service import Given, Service
+from api.service import Service, of
 from core.jobs.connection import StoreDown
 from core.jobs.keyring import SCOPES, Key, matching
+from core.jobs.rates import Charge, Standing
 from core.jobs.record import Job
 
 BEARER = HTTPBearer(auto_error=False, description="An API key, where any were made with `diptych keys add`.")
@@ -46,10 +48,9 @@ class Caller:
 HERE = Caller("", frozenset(SCOPES))
 
 
-async def identify(
-    request: Request, service: Given, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]
-) -> Caller:
+async def identify(request: Request) -> Caller:
     """The caller of this request. Raises `ApiError` (401), and `StoreDown` while nobody knows which keys there are."""
+    service, bearer = of(request), await BEARER(request)
     if not service.cards.known:
         raise StoreDown("Redis has never answered")
     keys = service.cards.now.keys
@@ -66,34 +67,58 @@ async def identify(
     return _caller(key, service)
 
 
-By = Annotated[Caller, Depends(identify)]
+class _Identified(SecurityBase):
+    """`identify` as one dependency: each costs as much as all that it does here. Documented as the bearer's token."""
+
+    def __init__(self) -> None:
+        self.model, self.scheme_name = BEARER.model, BEARER.scheme_name
+
+    async def __call__(self, request: Request) -> Caller:
+        return await identify(request)
+
+
+By = Annotated[Caller, Depends(_Identified())]
 
 
 async def count_request(request: Request, service: Service, caller: Caller) -> None:
     """Count a request that asks for something to be done. Raises `ApiError` (429)."""
-    await _count(request, service, caller, caller.rate, "requests", 1)
+    await _count(request, service, for_request(caller))
 
 
 async def count_pictures(request: Request, service: Service, caller: Caller, n: int) -> None:
     """Count the pictures of a job that is about to be made. Raises `ApiError` (429)."""
-    await _count(request, service, caller, caller.quota, "pictures", n)
+    await _count(request, service, for_pictures(caller, n))
 
 
-async def _count(request: Request, service: Service, caller: Caller, rate: str, what: str, cost: int) -> None:
-    if not caller.id or not rate:
-        return
-    standing = await service.call(service.rates.take, rate, caller.id, what, cost)
+def for_request(caller: Caller) -> list[Charge]:
+    """What `count_request` counts, for who has it counted with something else; nothing where there is no limit."""
+    return [Charge(caller.rate, caller.id, "requests")] if caller.id and caller.rate else []
+
+
+def for_pictures(caller: Caller, n: int) -> list[Charge]:
+    """What `count_pictures` counts, as above."""
+    return [Charge(caller.quota, caller.id, "pictures", n)] if caller.id and caller.quota else []
+
+
+def tell(request: Request, charge: Charge, standing: Standing) -> None:
+    """Say how a counter stands on whatever is answered. Raises `ApiError` (429) where that was too much."""
+    what = charge.what
     told = {
         f"x-ratelimit-limit-{what}": str(standing.limit),
         f"x-ratelimit-remaining-{what}": str(standing.remaining),
         f"x-ratelimit-reset-{what}": f"{standing.reset_s:.3f}s",
     }
-    # The doorway puts them on whatever is answered.
+    # The doorway puts them on.
     request.scope.setdefault("state", {}).setdefault("told", {}).update(told)
     if not standing.allowed:
         again = {"Retry-After": str(standing.retry_after_s), **(NO_RETRY if standing.reset_s > _SOON_S else {})}
         code = "rate_limit_exceeded" if what == "requests" else "quota_exceeded"
-        raise ApiError(429, f"This key may ask for {rate} {what}, and no more now.", code=code, headers=again)
+        raise ApiError(429, f"This key may ask for {charge.rate} {what}, and no more now.", code=code, headers=again)
+
+
+async def _count(request: Request, service: Service, charges: list[Charge]) -> None:
+    for charge in charges:
+        tell(request, charge, await service.call(service.rates.take, charge))
 
 
 def _caller(key: Key, service: Service) -> Caller:

@@ -13,6 +13,7 @@ from typing import Any
 from api.errors import ApiError, refused
 from api.schemas import MAX_SEED, CacheFields, EditFields, ImageFields
 from api.uploads import Upload
+from core import markup
 from core.jobs.broker import level
 from core.jobs.record import Backlog, Draft, new_id
 from core.jobs.registry import ModelCard
@@ -31,10 +32,10 @@ def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = No
     """
     limits = card.limits
     _check_text("prompt", fields.prompt, limits)
-    if not fields.prompt.strip():
-        raise refused("prompt", "must not be empty")
     if fields.negative_prompt is not None:
         _check_text("negative_prompt", fields.negative_prompt, limits)
+    if not _words(fields).strip():
+        raise refused("prompt", "must not be empty")
     width, height = _size(fields.size, card, upload)
     if fields.scheduler is not None and fields.scheduler not in card.schedulers:
         raise refused("scheduler", f"must be one of {', '.join(card.schedulers)}")
@@ -60,7 +61,7 @@ def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = No
             "height": height,
             "scheduler": fields.scheduler,
             "deterministic": bool(fields.deterministic),
-            **({"expand_prompt": True} if fields.expand_prompt else {}),
+            **{name: True for name in ("expand_prompt", "prompt_weighting") if getattr(fields, name)},
             **edit,
             **_cached(fields, made),
             **_form(fields, made),
@@ -155,6 +156,22 @@ def _check_text(field: str, text: str, limits: dict[str, float]) -> None:
     wrong = complaint(text, int(limits.get("max_prompt_characters", _CHARACTERS)))
     if wrong is not None:
         raise refused(field, wrong)
+
+
+def _words(fields: ImageFields) -> str:
+    """The prompt without the marks of its weights. Raises `ApiError` (400) for weights that are not offered."""
+    if not fields.prompt_weighting:
+        return fields.prompt
+    if fields.expand_prompt:
+        raise refused("prompt_weighting", "cannot be given together with expand_prompt")
+    read: dict[str, str] = {}
+    for name, text in (("prompt", fields.prompt), ("negative_prompt", fields.negative_prompt or "")):
+        try:
+            found = markup.read(text)
+        except markup.MarkupError as error:
+            raise refused(name, str(error)) from error
+        read[name] = found if isinstance(found, str) else found.text
+    return read["prompt"]
 
 
 def _at_most(field: str, given: float | None, default: float, limit: float | None) -> float:

@@ -20,7 +20,7 @@ from core.jobs.batches import Batch
 
 router = APIRouter(tags=["batches"])
 
-ENDPOINT = "/v1/images/generations"
+GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 WINDOW_S = 86_400
 MOST_LINES = 10_000
 _MOST_ERRORS = 100  # that are told of one file
@@ -34,7 +34,7 @@ class BatchFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="BatchRequest")
 
     input_file_id: str = Field(description="of a file with the purpose batch")
-    endpoint: Literal["/v1/images/generations"] = Field(description="that every line asks")
+    endpoint: Literal["/v1/images/generations", "/v1/images/edits"] = Field(description="that every line asks")
     completion_window: Literal["24h"] = Field(description="after which what is not done is given up")
     metadata: dict[_Word, _Word] | None = Field(default=None, max_length=16, description="kept, and told again")
 
@@ -46,7 +46,9 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     fields = schemas.read(BatchFields, await body.read(request))
     await count_request(request, service, caller)
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
-    lines, errors = parse(await files.read(service, file))
+    if file.purpose != "batch":
+        raise refused("input_file_id", "must be of a file with the purpose batch")
+    lines, errors = parse(await files.read(service, file), fields.endpoint)
     if not errors:
         await count_pictures(request, service, caller, sum(_pictures(line) for line in lines))
     batch = await service.call(
@@ -78,7 +80,7 @@ async def cancel(id: str, service: Given, caller: By) -> Response:
     return JSONResponse(_object(await _find(service, id, caller)))
 
 
-def parse(data: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def parse(data: bytes, endpoint: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The lines of a file, and what is wrong with it: then nothing of it is done."""
     raws = [raw for raw in data.split(b"\n") if raw.strip()]
     errors: list[dict[str, Any]] = []
@@ -88,7 +90,7 @@ def parse(data: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     seen: set[str] = set()
     for number, raw in enumerate(raws, 1):
         try:
-            line = _line(body.parse(raw), seen)
+            line = _line(body.parse(raw), endpoint, seen)
         except ApiError as error:
             errors.append(_wrong(number, error.param, str(error), error.code))
             if len(errors) >= _MOST_ERRORS:
@@ -99,7 +101,7 @@ def parse(data: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return lines, errors
 
 
-def _line(line: dict[str, Any], seen: set[str]) -> dict[str, Any]:
+def _line(line: dict[str, Any], endpoint: str, seen: set[str]) -> dict[str, Any]:
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
         raise refused("custom_id", "must be text of 1 to 512 characters")
@@ -107,7 +109,7 @@ def _line(line: dict[str, Any], seen: set[str]) -> dict[str, Any]:
         raise refused("custom_id", "must be another on every line", "duplicate_custom_id")
     if line.get("method") != "POST":
         raise refused("method", "must be POST")
-    if line.get("url") != ENDPOINT:
+    if line.get("url") != endpoint:
         raise refused("url", "must be the batch's endpoint", "mismatched_endpoint")
     if not isinstance(line.get("body"), dict):
         raise refused("body", "must be an object", "invalid_type")

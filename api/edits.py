@@ -1,6 +1,6 @@
 """POST /v1/images/edits: OpenAI's endpoint. As images.py, from a picture, and a mask where there is one.
 
-Knows the form of this request; the picture itself is looked at in uploads.py.
+Knows the forms of this request; the picture itself is looked at in uploads.py.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, get_args
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import FormData, UploadFile
 
-from api import body, images, intake, schemas
-from api.access import By
+from api import body, images, intake, references, schemas
+from api.access import By, Caller
 from api.errors import ApiError, refused
 from api.forms import form
-from api.service import Given
+from api.service import Given, Service
 from api.uploads import MAX_BYTES, Upload
 
 router = APIRouter(tags=["images"])
@@ -33,24 +33,34 @@ _FILE = {"type": "string", "format": "binary"}
     response_model=schemas.Generated,
     responses={200: {"content": {"text/event-stream": {}}}},
     openapi_extra=schemas.document(
-        schemas.EditFields, media_type="multipart/form-data",
-        image={**_FILE, "description": "PNG, JPEG or WebP"},
-        mask={**_FILE, "description": "of the same size: what is transparent in it is drawn anew, all else is kept"},
+        schemas.EditFields, schemas.EditBody,
+        form={
+            "image": {**_FILE, "description": "PNG, JPEG or WebP"},
+            "mask": {**_FILE, "description": "of the same size: what is transparent in it is drawn anew"},
+        },
     ) | {"parameters": [schemas.IDEMPOTENCY_KEY]},
 )  # fmt: skip
 async def edit(request: Request, service: Given, caller: By) -> Response:
     """As /v1/images/generations, which tells of answers, of streams and of who leaves."""
     caller.check("images")
+    fields, upload = await _read(request, service, caller)
+    id = intake.idempotent(request, caller)
+    job = await intake.accept(service, request, caller, fields, id, upload)
+    return await images.answer(service, request, job, fields, stays=id is not None)
+
+
+async def _read(request: Request, service: Service, caller: Caller) -> tuple[schemas.EditFields, Upload]:
+    """What is asked for, as a form or as JSON, and what is edited. Raises `ApiError`."""
+    if request.headers.get("content-type", "").lower().startswith("application/json"):
+        named = schemas.read(schemas.EditBody, await body.read(request))
+        return named, await references.read(service, caller, named)
     max_bytes = len(_FILES) * MAX_BYTES + _ENVELOPE
     async with form(request, max_bytes=max_bytes, max_files=8, max_fields=100) as parts:
         texts, files = await _parts(parts)
     fields = schemas.read(schemas.EditFields, _typed(texts))
     if "image" not in files:
         raise refused("image", "must be given, as a file", "missing_required_parameter")
-    upload = await service.call(Upload.of, files["image"], files.get("mask"))
-    id = intake.idempotent(request, caller)
-    job = await intake.accept(service, request, caller, fields, id, upload)
-    return await images.answer(service, request, job, fields, stays=id is not None)
+    return fields, await service.call(Upload.of, files["image"], files.get("mask"))
 
 
 async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:

@@ -1,6 +1,6 @@
-"""/v1/files: what batches are made of, and what comes of them, in OpenAI's shape.
+"""/v1/files: what batches are made of and what comes of them, and pictures to be edited, in OpenAI's shape.
 
-Knows uploads and records; what the lines of a file ask for, batches.py knows.
+Knows uploads and records; what the lines of a file ask for, batches.py knows, and pictures are looked at in uploads.py.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 
+from api import uploads
 from api.access import By, Caller, count_request
 from api.errors import ApiError, refused
 from api.forms import form
 from api.service import Given, Service
-from core.artifacts import NoArtifact, key_of
+from core.artifacts import NoArtifact, media_type
 from core.jobs.batches import KEPT_S, File
 
 router = APIRouter(tags=["batches"])
 
 MAX_BYTES = 32 * 2**20
 _ENVELOPE = 64 * 1024  # of a form around its file
-_MEDIA_TYPE = "application/jsonl"
+_LINES = "application/jsonl"
+_PICTURES = ("image/png", "image/jpeg", "image/webp")
+_PURPOSES = ("batch", "vision")
 _NAME = re.compile(r"[\w .@()+,=-]{1,255}")
 _FORM = {
     "requestBody": {
@@ -34,8 +37,12 @@ _FORM = {
                     "type": "object",
                     "required": ["file", "purpose"],
                     "properties": {
-                        "file": {"type": "string", "format": "binary", "description": "JSON Lines"},
-                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "file": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "batch: JSON Lines; vision: a picture in PNG, JPEG or WebP",
+                        },
+                        "purpose": {"type": "string", "enum": list(_PURPOSES)},
                     },
                 }
             }
@@ -47,8 +54,9 @@ _FORM = {
 @router.post("/v1/files", summary="Hand in a file", openapi_extra=_FORM)
 async def create(request: Request, service: Given, caller: By) -> Response:
     await count_request(request, service, caller)
-    name, data = await _upload(request)
-    file = await service.call(keep, service, caller.id, name, "batch", data)
+    purpose, name, data = await _upload(request)
+    kind = _LINES if purpose == "batch" else await service.call(uploads.media_type, "file", data)
+    file = await service.call(keep, service, caller.id, name, purpose, data, kind)
     return JSONResponse(_object(file))
 
 
@@ -67,10 +75,12 @@ async def look(id: str, service: Given, caller: By) -> Response:
     "/v1/files/{id}/content",
     summary="Fetch a file",
     response_class=Response,
-    responses={200: {"content": {_MEDIA_TYPE: {}}}},
+    responses={200: {"content": {kind: {} for kind in (_LINES, *_PICTURES)}}},
 )
 async def content(id: str, service: Given, caller: By) -> Response:
-    return Response(await read(service, await find(service, id, caller)), media_type=_MEDIA_TYPE)
+    file = await find(service, id, caller)
+    data = await read(service, file)
+    return Response(data, media_type=media_type(file.key), headers={"X-Content-Type-Options": "nosniff"})
 
 
 @router.delete("/v1/files/{id}", summary="Forget a file")
@@ -81,42 +91,54 @@ async def delete(id: str, service: Given, caller: By) -> Response:
 
 
 async def find(service: Service, id: str, caller: Caller, param: str = "id") -> File:
-    """The caller's file of this id. Raises `ApiError` (404), also for those of others."""
-    file = await service.call(service.batches.file, id) if re.fullmatch(r"file-[0-9a-f]{24}", id) else None
-    if file is None or not (file.owner == caller.id or "admin" in caller.scopes):
-        raise ApiError(404, "There is no such file, or no longer.", param=param, code="file_not_found")
-    return file
+    """As `get`, for this caller and without blocking."""
+    return await service.call(get, service, id, caller.id, admin=caller.may("admin"), param=param)
 
 
 async def read(service: Service, file: File) -> bytes:
-    """Its bytes. Raises `ApiError` (404) where they are gone."""
+    """As `content_of`, without blocking."""
+    return await service.call(content_of, service, file)
+
+
+def get(service: Service, id: str, owner: str, *, admin: bool = False, param: str = "id") -> File:
+    """The owner's file of this id; as `admin` anybody's. Blocks. Raises `ApiError` (404), also for those of others."""
+    file = service.batches.file(id) if re.fullmatch(r"file-[0-9a-f]{24}", id) else None
+    if file is None or not (file.owner == owner or admin):
+        raise _gone(param)
+    return file
+
+
+def content_of(service: Service, file: File, param: str = "id") -> bytes:
+    """Its bytes. Blocks. Raises `ApiError` (404) where they are gone."""
     try:
-        return await service.call(service.artifacts.get, file.key)
+        return service.artifacts.get(file.key)
     except NoArtifact:
-        raise ApiError(404, "There is no such file, or no longer.", param="id", code="file_not_found") from None
+        raise _gone(param) from None
 
 
-def keep(service: Service, owner: str, name: str, purpose: str, data: bytes) -> File:
-    """Keep a file for its time. Raises `ArtifactError` and `StoreError`."""
-    # Nobody deletes what is told to be kept first; one that is just going is written anew by the next who asks.
-    service.store.keep(key_of(data, _MEDIA_TYPE), KEPT_S)
-    key = service.artifacts.put(data, _MEDIA_TYPE)
+def _gone(param: str) -> ApiError:
+    return ApiError(404, "There is no such file, or no longer.", param=param, code="file_not_found")
+
+
+def keep(service: Service, owner: str, name: str, purpose: str, data: bytes, kind: str = _LINES) -> File:
+    """Keep a file of this media type for its time. Raises `ArtifactError` and `StoreError`."""
+    key = service.artifacts.put_kept(data, kind, lambda key: service.store.keep(key, KEPT_S))
     return service.batches.add_file(owner, name, purpose, len(data), key)
 
 
-async def _upload(request: Request) -> tuple[str, bytes]:
-    """The name and the bytes of a file for batches. Raises `ApiError`."""
+async def _upload(request: Request) -> tuple[str, str, bytes]:
+    """The purpose, the name and the bytes of a file. Raises `ApiError`."""
     async with form(request, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
         purpose, upload = parts.get("purpose"), parts.get("file")
         data = await upload.read() if isinstance(upload, UploadFile) else None
         name = (upload.filename or "") if isinstance(upload, UploadFile) else ""
-    if purpose != "batch":
-        raise refused("purpose", "must be batch")
+    if not isinstance(purpose, str) or purpose not in _PURPOSES:
+        raise refused("purpose", f"must be one of {', '.join(_PURPOSES)}")
     if data is None:
         raise refused("file", "must be given, as a file", "missing_required_parameter")
     if not data:
         raise refused("file", "must not be empty")
-    return name if _NAME.fullmatch(name) else "file.jsonl", data
+    return purpose, name if _NAME.fullmatch(name) else "file", data
 
 
 def _object(file: File) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How a request becomes a job: admitted, counted, made once, and sent. Who repeats a request gets the job that it made.
+"""How a request becomes a job: admitted, counted, and made once. Who repeats a request gets the job that it made.
 
 Knows the order of these and how ids are chosen; what a model offers is checked in admission.py.
 """
@@ -8,21 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fastapi import Request
 
 from api import admission, webhooks
-from api.access import Caller, count_pictures, count_request
+from api.access import Caller, count_pictures, count_request, for_pictures, for_request, tell
 from api.errors import ApiError, refused
 from api.schemas import ImageFields
 from api.service import Service
 from api.uploads import Upload
 from core import traces
-from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown
-from core.jobs.record import Draft, Job, new_id
-from core.jobs.store import QueueFull
+from core.jobs.rates import Charge
+from core.jobs.record import Draft, Job, Standing, new_id
+from core.jobs.registry import ModelCard
 
 _KEY = re.compile(r"[!-~]{1,255}")
 _INPUT_S = 3600.0  # until the record of the job that it is for says how long it is kept
@@ -46,68 +47,108 @@ async def accept(
     id: str | None = None,
     upload: Upload | None = None,
 ) -> Job:
-    """Make a job of these fields and send it. Raises `ApiError` and `StoreError`, and then there is no job.
+    """As `submit`, for who need not know where the job stands."""
+    return (await submit(service, request, caller, fields, id, upload))[0]
+
+
+async def submit(
+    service: Service,
+    request: Request,
+    caller: Caller,
+    fields: ImageFields,
+    id: str | None = None,
+    upload: Upload | None = None,
+) -> tuple[Job, Standing | None]:
+    """Make a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
     With an `id` of the client's choice the job may be there already: it is returned as it stands. `upload` is what is
-    edited: it may raise `ArtifactError` too.
+    edited: it may raise `ArtifactError` too. With it comes where a job waits that was made now.
     """
+    digest = "" if id is None else _digest(fields, upload)
+
+    def draft_for(card: ModelCard) -> Draft:
+        admission.check_expansion(fields, service.cards.now.expands(card.name))
+        return replace(
+            admission.image_draft(fields, card, upload), id=id or new_id(), owner=caller.id, digest=digest,
+            webhook=_webhook(service, request, fields),
+        )  # fmt: skip
+
+    card, draft, refusal = service.cards.now.model(fields.model, "image"), None, None
+    if card is not None:
+        try:
+            draft = draft_for(card)
+        except ApiError as error:
+            refusal = error
+    if draft is not None and upload is None and draft.deadline_s is None:
+        # Most come this way: all that Redis is needed for is one step.
+        requests, pictures = for_request(caller), for_pictures(caller, draft.parameters["n"])
+        job, standing = await _create(service, draft, request, requests + pictures, len(requests))
+        return _same(job, caller, digest), standing
     await count_request(request, service, caller)
-    digest = ""
     if id is not None:
-        digest = _digest(fields, upload)
         there = await service.call(service.store.get, id)
         if there is not None:
-            return _same(there, caller, digest)
-    card = await service.cards.find(fields.model, "image")
-    if card is None:
-        if service.cards.now.model(None, "image") is not None:
-            raise admission.unknown_model()
-        raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
-    admission.check_expansion(fields, service.cards.now.expands(card.name))
-    draft = replace(
-        admission.image_draft(fields, card, upload), id=id or new_id(), owner=caller.id, digest=digest,
-        webhook=_webhook(service, request, fields),
-    )  # fmt: skip
+            return _same(there, caller, digest), None
+    if refusal is not None:
+        raise refusal
+    if card is None or draft is None:
+        card = await service.cards.find(fields.model, "image")
+        if card is None:
+            if service.cards.now.model(None, "image") is not None:
+                raise admission.unknown_model()
+            raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+        draft = draft_for(card)
     if draft.deadline_s is not None:
         # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
         backlog = await service.call(service.store.backlog, draft.modality)
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
-    size = draft.parameters["width"], draft.parameters["height"]
-    pictures = () if upload is None else await service.decode(upload.fitted, size)
-    await count_pictures(request, service, caller, draft.parameters["n"])
+    charges = for_pictures(caller, draft.parameters["n"])
     if upload is not None:
-        draft = await service.call(_handed_in, service, draft, *pictures)
-    return _same(await make(service, draft), caller, digest)
+        size = draft.parameters["width"], draft.parameters["height"]
+        fitted = await service.decode(upload.fitted, size)
+        await count_pictures(request, service, caller, draft.parameters["n"])  # before anything is kept
+        charges, draft = [], await service.call(handed_in, service, draft, *fitted)
+    job, standing = await _create(service, draft, request, charges)
+    return _same(job, caller, digest), standing
 
 
 async def repeat(service: Service, request: Request, caller: Caller, job: Job) -> Job:
-    """A new job that asks for what an ended one did. Raises as `accept`."""
-    await count_request(request, service, caller)
-    if job.modality == "image":
-        await count_pictures(request, service, caller, job.parameters["n"])
-    return await make(
-        service,
-        Draft(
-            new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
-            inputs=job.inputs,
-        ),
+    """A new job that asks for what an ended one did. Raises as `submit`."""
+    requests = for_request(caller)
+    pictures = for_pictures(caller, job.parameters["n"]) if job.modality == "image" else []
+    draft = Draft(
+        new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
+        inputs=job.inputs,
     )  # fmt: skip
+    return (await _create(service, draft, request, requests + pictures, len(requests)))[0]
 
 
 async def make(service: Service, draft: Draft) -> Job:
-    """Make the record and send its message. Raises `ApiError` (429) where the queue is full."""
-    try:
-        job, made = await service.call(service.store.make, replace(draft, trace=traces.current()))
-    except QueueFull as error:
-        after_s = admission.retry_after_s(service.cards.now.wait_s(error.queue))
-        message = f"The {error.queue} queue is full; try again later."
-        raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(after_s)}) from None
-    if made or not draft.digest:  # who repeats a request sends nothing; what was not sent a sweep finds
-        await service.call(service.queue.post, Envelope(job.id, job.modality, job.priority))
-    return job
+    """Make the record, with its message. Raises `ApiError` (429) where the queue is full."""
+    return (await _create(service, draft))[0]
 
 
-def _handed_in(service: Service, draft: Draft, image: bytes, mask: bytes | None) -> Draft:
+async def _create(
+    service: Service, draft: Draft, request: Request | None = None, charges: Sequence[Charge] = (), always: int = 0
+) -> tuple[Job, Standing | None]:
+    """Count the charges and make the record, with its message, in one step. Raises `ApiError` (429).
+
+    The first `always` of the charges count where no job is made too.
+    """
+    if trace := traces.current():
+        draft = replace(draft, trace=trace)
+    made = await service.submissions.make(draft, service.queue.message(draft.envelope), charges, always)
+    for charge, standing in zip(charges, made.charges, strict=False):
+        assert request is not None
+        tell(request, charge, standing)
+    if made.job is None:
+        after_s = admission.retry_after_s(service.cards.now.wait_s(draft.modality))
+        message = f"The {draft.modality} queue is full; try again later."
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(after_s)})
+    return made.job, made.standing
+
+
+def handed_in(service: Service, draft: Draft, image: bytes, mask: bytes | None) -> Draft:
     """The draft with what is edited, which is kept for it until its record says so. Raises `ArtifactError`."""
 
     def put(data: bytes) -> str:

@@ -12,7 +12,7 @@ import re
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from api import body, intake, schemas
+from api import admission, body, intake, references, schemas
 from api.access import By, Caller, count_request
 from api.errors import ApiError, refused
 from api.presentation import job_object
@@ -24,6 +24,7 @@ router = APIRouter(tags=["jobs"])
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST_WAIT_S = 60.0
 _LIMIT, _MOST = 20, 100
+_KINDS = (schemas.JobFields, schemas.EditJobFields)
 _FRESH = {"Cache-Control": "no-store"}
 _PATTERN: dict[str, object] = {"type": "string", "pattern": f"^{ID.pattern}$"}
 
@@ -42,7 +43,7 @@ def _query(**parameters: tuple[dict[str, object], str]) -> dict[str, list[dict[s
     status_code=202,
     summary="Make a job",
     response_model=schemas.JobObject,
-    openapi_extra={**schemas.document(schemas.JobFields), "parameters": [schemas.IDEMPOTENCY_KEY]},
+    openapi_extra={**schemas.document(*_KINDS), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def create(request: Request, service: Given, caller: By) -> Response:
     """Answers at once. The job goes on whether or not anybody asks for it.
@@ -50,8 +51,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     With an `Idempotency-Key` a repeated request is answered with the job that the first one made.
     """
     caller.check("images")
-    fields = schemas.read(schemas.JobFields, await body.read(request))
-    return await _make(request, service, caller, fields, intake.idempotent(request, caller))
+    return await _make(request, service, caller, intake.idempotent(request, caller))
 
 
 @router.put(
@@ -59,21 +59,20 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     status_code=202,
     summary="Make a job of a chosen id",
     response_model=schemas.JobObject,
-    openapi_extra=schemas.document(schemas.JobFields),
+    openapi_extra=schemas.document(*_KINDS),
 )
 async def put(id: str, request: Request, service: Given, caller: By) -> Response:
     """As POST; may be repeated, and makes one job. 422 where the id is that of a job with other fields."""
     caller.check("images")
     if ID.fullmatch(id) is None:
         raise refused("id", "must be 1 to 64 letters, digits, - or _")
-    return await _make(request, service, caller, schemas.read(schemas.JobFields, await body.read(request)), id)
+    return await _make(request, service, caller, id)
 
 
-async def _make(
-    request: Request, service: Service, caller: Caller, fields: schemas.JobFields, id: str | None
-) -> Response:
-    job = await intake.accept(service, request, caller, fields, id)
-    content = job_object(job, service.links(request), await service.forecast(job))
+async def _make(request: Request, service: Service, caller: Caller, id: str | None) -> Response:
+    fields, upload = await references.read_job(service, caller, await body.read(request))
+    job, standing = await intake.submit(service, request, caller, fields, id, upload)
+    content = job_object(job, service.links(request), await service.forecast(job, standing=standing))
     return JSONResponse(content, 202, {"Location": f"/v1/jobs/{job.id}"})
 
 
@@ -150,6 +149,8 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
     caller.check("images" if job.modality == "image" else "text")
     if not job.state.final or job.state is JobState.SUCCEEDED:
         raise ApiError(409, "Only a job that ended without success is tried again.", code="job_not_failed")
+    if await service.cards.find(job.model, job.modality) is None and service.cards.redis_answers:
+        raise admission.unknown_model()
     again = await intake.repeat(service, request, caller, job)
     content = job_object(again, service.links(request), await service.forecast(again))
     return JSONResponse(content, 202, {"Location": f"/v1/jobs/{again.id}"})

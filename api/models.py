@@ -1,21 +1,26 @@
-"""GET /v1/models: what can be asked for, in OpenAI's shape with our card beside it.
+"""/v1/models: what can be asked for, in OpenAI's shape with our card beside it; and how a model is taken from the list.
 
-Knows cards; asks nobody, since they are read in the background.
+Knows cards, which are read in the background, and the jobs that wait for a model that nobody serves any more.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
-from api import admission
+from api import admission, schemas
 from api.access import By
+from api.errors import ApiError
 from api.service import Given, Service
+from core.jobs.record import JobState
 from core.jobs.registry import ModelCard
 
 router = APIRouter(tags=["models"])
+
+_HEARD_S = 2.0  # cards are read once a second
 
 
 @router.get("/v1/models", summary="List models")
@@ -31,6 +36,44 @@ async def model(name: str, service: Given, caller: By) -> Response:
     if card is None:
         raise admission.unknown_model()
     return JSONResponse(_object(card, service), headers={"Cache-Control": "no-store"})
+
+
+@router.delete("/v1/models/{name:path}", summary="Forget a model", response_model=schemas.Forgotten)
+async def forget(name: str, service: Given, caller: By) -> Response:
+    """For keys with the scope admin. Takes a model from the list that no worker serves, and cancels what waits for it.
+
+    409 while there is such a worker, or a job of it runs. A worker that announces it later brings it back.
+    """
+    caller.check("admin")
+    await service.cards.renew()
+    if all(card.name != name for card in service.cards.now.models):
+        raise admission.unknown_model()
+    served = any(model.name == name for worker in service.cards.now.workers for model in worker.models)
+    if served or await _ids(service, name, JobState.RUNNING):
+        raise ApiError(409, "A worker serves this model, or a job of it runs.", param="name", code="model_served")
+    await service.call(service.registry.forget_model, name)
+    await asyncio.sleep(_HEARD_S)  # until every API has heard of it, and accepts nothing more
+    cancelled = 0
+    for id in await _ids(service, name, JobState.QUEUED):
+        job = await service.call(service.store.cancel, id)
+        cancelled += job is not None and job.state is JobState.CANCELLED
+    await service.cards.renew()
+    return JSONResponse({"id": name, "object": "model", "deleted": True, "cancelled": cancelled})
+
+
+async def _ids(service: Service, model: str, state: JobState) -> list[str]:
+    """Of everybody's jobs those of this model in this state."""
+    found: list[str] = []
+    after = ""
+    while True:
+        page = await service.call(service.store.page, None, state=state, model=model, after=after, limit=100)
+        if page is None:  # what it went on after is gone meanwhile: from the start
+            found, after = [], ""
+            continue
+        found += [job.id for job in page.jobs]
+        if not page.more:
+            return found
+        after = page.after
 
 
 def _object(card: ModelCard, service: Service) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import re
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.security import HTTPAuthorizationCredentials
 
 from api.access import BEARER, By, identify
 from api.errors import ApiError, refused
@@ -27,14 +26,11 @@ _FOR_EVER = "private, max-age=31536000, immutable"
 _ENDINGS = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg"}
 
 
-async def _seen(
-    id: str, k: str, request: Request, service: Given,
-    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
-) -> Job:  # fmt: skip
+async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
     """The job, for who brings its owner's key or a link that is signed for this picture of it. Raises `ApiError`."""
     signature = request.query_params.get("signature")
     if signature is None or not service.cards.now.keys:
-        return await find(service, id, await identify(request, service, bearer))
+        return await find(service, id, await identify(request))
     check_id(id)
     expires = request.query_params.get("expires", "")
     if not _NUMBER.fullmatch(k) or not signed(service.cards.now.secret, id, int(k), expires, signature):
@@ -49,6 +45,7 @@ async def _seen(
 @router.get(
     "/v1/jobs/{id}/images/{k}",
     summary="Fetch a picture",
+    dependencies=[Depends(BEARER)],  # for the documentation
     response_class=Response,
     responses={
         200: {"content": {media_type: {} for media_type in _ENDINGS}},

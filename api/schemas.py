@@ -84,25 +84,33 @@ class ImageFields(BaseModel):
     preview_every: int | None = Field(
         default=None, ge=0, description="steps from one preview to the next; 0, the default: none"
     )
+    prompt_weighting: bool | None = Field(
+        default=None, description="prompts are read with weights: (words)1.3, (words)+, word++, word--"
+    )
     expand_prompt: bool | None = Field(
         default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"
     )
 
 
-class JobFields(ImageFields):
-    """A job: its type, and the fields of that type."""
+class _OfJob(BaseModel):
+    """What every job may be asked for with."""
 
-    model_config = ConfigDict(title="JobRequest")
-
-    type: Literal["image"] = Field(description="what kind of job")
     webhook_url: str | None = Field(default=None, description="an address that is told of the end, signed")
 
-    @field_validator("stream")
+    @field_validator("stream", check_fields=False)
     @classmethod
     def _not_offered(cls, value: bool | None) -> bool | None:
         if value:
             raise PydanticCustomError("not_offered", "not offered")
         return value
+
+
+class JobFields(_OfJob, ImageFields):
+    """A job: its type, and the fields of that type."""
+
+    model_config = ConfigDict(title="JobRequest")
+
+    type: Literal["image"] = Field(description="what kind of job")
 
 
 class EditFields(ImageFields):
@@ -114,6 +122,38 @@ class EditFields(ImageFields):
         default=None, ge=0, le=1, allow_inf_nan=False,
         description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
     )  # fmt: skip
+
+
+class ImageReference(BaseModel):
+    """A picture, by one of the two."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageReference")
+
+    file_id: str | None = Field(default=None, description="of a file with the purpose vision")
+    image_url: str | None = Field(
+        default=None, description="data:image/png;base64,… (or jpeg, webp), within the body's limit of 1 MiB"
+    )
+
+
+class EditBody(EditFields):
+    """What a picture is edited with, as JSON."""
+
+    model_config = ConfigDict(title="EditJSONRequest")
+
+    images: list[ImageReference] = Field(
+        description="the picture to begin with", json_schema_extra={"minItems": 1, "maxItems": 1}
+    )
+    mask: ImageReference | None = Field(
+        default=None, description="of the same size: what is transparent in it is drawn anew, all else is kept"
+    )
+
+
+class EditJobFields(_OfJob, EditBody):
+    """An edit as a job."""
+
+    model_config = ConfigDict(title="EditJobRequest")
+
+    type: Literal["edit"] = Field(description="what kind of job")
 
 
 IDEMPOTENCY_KEY = {
@@ -158,13 +198,28 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
     raise _complaint(first["type"], field, first.get("ctx", {}))
 
 
-def document(kind: type[BaseModel], media_type: str = "application/json", **files: dict[str, Any]) -> dict[str, Any]:
-    """What OpenAPI shows for a body that this kind checks, given as `openapi_extra`; with files, of a form."""
+def document(*kinds: type[BaseModel], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What OpenAPI shows for a body that one of these kinds checks, given as `openapi_extra`.
+
+    With `form` the first is a form with these files besides, the first of which must be given.
+    """
+    content: dict[str, Any] = {}
+    if form is not None:
+        schema = _schema(kinds[0])
+        schema["properties"] |= form
+        schema["required"] = [*schema.get("required", []), *list(form)[:1]]
+        content["multipart/form-data"] = {"schema": schema}
+        kinds = kinds[1:]
+    if kinds:
+        schemas = [_schema(kind) for kind in kinds]
+        content["application/json"] = {"schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
     schema = kind.model_json_schema()
-    schema = _inline(schema, schema.pop("$defs", {}))
-    schema["properties"] |= files
-    schema["required"] = [*schema.get("required", []), *list(files)[:1]]
-    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+    made: dict[str, Any] = _inline(schema, schema.pop("$defs", {}))
+    return made
 
 
 def _inline(schema: Any, parts: dict[str, Any]) -> Any:
@@ -278,6 +333,13 @@ class Deleted(BaseModel):
     id: str
     object: Literal["job"]
     deleted: Literal[True]
+
+
+class Forgotten(BaseModel):
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
+    cancelled: int = Field(description="jobs that waited for it, and were ended")
 
 
 class QueueObject(BaseModel):

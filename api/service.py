@@ -31,9 +31,10 @@ from core.jobs.events import Event, EventReader
 from core.jobs.keyring import Keyring
 from core.jobs.rates import Rates
 from core.jobs.reaper import Reaper
-from core.jobs.record import Job, JobState
+from core.jobs.record import Job, JobState, Standing
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
+from core.jobs.submissions import Submissions
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Service:
             self.registry = Registry.of(settings)
             self.keyring = Keyring.of(settings)
             self.rates = Rates(settings.redis_url)
+            self.submissions = Submissions(settings.redis_url, settings.max_queued)
             self.batches = BatchStore.of(settings)
             self.reader = EventReader(settings.redis_url)
         except ValueError as error:
@@ -84,6 +86,7 @@ class Service:
         self.closing.set()
         await self.cards.close()
         await self.reader.close()
+        await self.submissions.close()
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
@@ -108,8 +111,11 @@ class Service:
         base = self.settings.public_url.rstrip("/") + "/" if self.settings.public_url else str(request.base_url)
         return Links(base, self.cards.now.secret if self.cards.now.keys else None, self.settings.link_s)
 
-    async def forecast(self, job: Job, near: bool = True) -> Forecast | None:
-        """Where a live job stands, by what workers said they cost; its place in the queue only if asked `near`."""
+    async def forecast(self, job: Job, near: bool = True, standing: Standing | None = None) -> Forecast | None:
+        """Where a live job stands, by what workers said they cost; its place in the queue only if asked `near`.
+
+        Redis is not asked for its `standing` where that is known.
+        """
         if job.state.final:
             return None
         workers = self.cards.now.ready(job.modality)
@@ -118,7 +124,8 @@ class Service:
             done = (job.progress or {}).get("steps_done", 0) / max(1, (job.progress or {}).get("steps", 1))
             elapsed_s = time.time() - (job.started or time.time())
             return Forecast(end_s=max(0.0, elapsed_s) * (1 - done) / done if done else work_s)
-        standing = await self.call(self.store.standing, job.id) if near else None
+        if near and standing is None:
+            standing = await self.call(self.store.standing, job.id)
         if standing is None:
             return None
         backlog = standing.backlog
@@ -202,10 +209,15 @@ async def _next(events: AsyncIterator[Event]) -> Event | None:
     return await anext(events, None)
 
 
-def _of(request: Request) -> Service:
+def of(request: Request) -> Service:
+    """The service that answers this request."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-Given = Annotated[Service, Depends(_of)]
+async def _given(request: Request) -> Service:  # what is no coroutine is run on a thread, each time
+    return of(request)
+
+
+Given = Annotated[Service, Depends(_given)]

@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from api import admission, files, schemas
-from api.batches import WINDOW_S, as_lines, parse
+from api import admission, files, intake, references, schemas
+from api.batches import EDITS, WINDOW_S, as_lines, parse
 from api.errors import ApiError, unsuccessful
 from api.images import generated
 from api.links import Links
@@ -26,7 +26,6 @@ from api.presentation import results
 from api.service import Service
 from core.artifacts import ArtifactError, NoArtifact
 from core.jobs.batches import Batch
-from core.jobs.broker import Envelope
 from core.jobs.connection import StoreError
 from core.jobs.record import Draft, Job, JobState
 from core.jobs.store import QueueFull
@@ -47,6 +46,7 @@ class Trickle:
         self._store = service.batches
         self._share = service.settings.batch_jobs
         self._lines: dict[str, list[dict[str, Any]]] = {}
+        self._fitted: tuple[str, tuple[bytes, bytes | None]] | None = None  # of the line that was looked at last
         self._stop = threading.Event()
         self._well = True
         self._thread = threading.Thread(target=self._run, name="trickle", daemon=True)
@@ -130,35 +130,48 @@ class Trickle:
                 if not self._store.refuse(batch.id, number, _refusal(error, None)):
                     break
                 continue
+            except ArtifactError as error:
+                log.warning("%s waits: %s", batch.id, error)
+                break
             try:
-                job, made = self._service.store.make(draft)
+                job, _ = self._service.store.make(draft, self._service.queue.message(draft.envelope))
             except QueueFull:
                 break
             if not self._store.begin(batch.id, number, job.id):
                 break  # another works at it
-            if made:
-                self._service.queue.post(Envelope(job.id, job.modality, job.priority))
             begun += 1
         return begun
 
     def _draft(self, batch: Batch, number: int, asked: dict[str, Any]) -> Draft:
-        """The job of a line; its id is the line's, so that one that is begun twice is one job."""
-        fields = schemas.read(schemas.ImageFields, {name: value for name, value in asked.items() if name != "stream"})
+        """The job of a line; its id is the line's, so that one that is begun twice is one job.
+
+        Raises `ApiError` and, of an edit, `ArtifactError`.
+        """
+        kind = schemas.EditBody if batch.endpoint == EDITS else schemas.ImageFields
+        fields = schemas.read(kind, {name: value for name, value in asked.items() if name != "stream"})
         now = self._service.cards.now
         card = now.model(fields.model, "image")
         if card is None:
             raise admission.unknown_model() if now.model(None, "image") is not None else admission.no_model()
         admission.check_expansion(fields, now.expands(card.name))
-        draft = admission.image_draft(fields, card)
+        upload = None
+        if isinstance(fields, schemas.EditBody):
+            upload = references.fetch(self._service, batch.owner, fields)
+        draft = admission.image_draft(fields, card, upload)
         id = "job_" + hashlib.sha256(f"{batch.id}/{number}".encode()).hexdigest()[:24]
         priority = _PRIORITY if fields.priority is None else draft.priority
-        return replace(draft, id=id, owner=batch.owner, digest=batch.id, priority=priority)
+        draft = replace(draft, id=id, owner=batch.owner, digest=batch.id, priority=priority)
+        if upload is None:
+            return draft
+        if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is looked at again and again
+            self._fitted = id, upload.fitted((draft.parameters["width"], draft.parameters["height"]))
+        return intake.handed_in(self._service, draft, *self._fitted[1])
 
     def _lines_of(self, batch: Batch) -> list[dict[str, Any]]:
         if batch.key not in self._lines:
             while len(self._lines) >= _KNOWN:
                 del self._lines[next(iter(self._lines))]
-            self._lines[batch.key] = parse(self._service.artifacts.get(batch.key))[0]
+            self._lines[batch.key] = parse(self._service.artifacts.get(batch.key), batch.endpoint)[0]
         return self._lines[batch.key]
 
     # -- ends --------------------------------------------------------------------------------------------------------

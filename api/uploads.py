@@ -28,14 +28,15 @@ class Upload:
     image: bytes
     mask: bytes | None
     size: tuple[int, int]  # (width, height) as people see it
+    named: str = "image"  # the field that the picture came in
 
     @classmethod
-    def of(cls, image: bytes, mask: bytes | None) -> Upload:
+    def of(cls, image: bytes, mask: bytes | None, named: str = "image") -> Upload:
         """Looks at headers alone. Raises `ApiError` (400, 413), naming the field."""
-        size = _size("image", image)
+        size = _size(named, image)
         if mask is not None and _size("mask", mask) != size:
-            raise refused("mask", "must have the width and height of image")
-        return cls(image, mask, size)
+            raise refused("mask", "must have the width and height of the picture")
+        return cls(image, mask, size, named)
 
     @property
     def digest(self) -> str:
@@ -49,7 +50,7 @@ class Upload:
 
         (width, height) in pixels; resized with Lanczos' filter. Raises `ApiError` (400), naming the field.
         """
-        image = _decoded("image", self.image)
+        image = _decoded(self.named, self.image)
         white = Image.new("RGBA", image.size, "white")
         made = Image.alpha_composite(white, image).convert("RGB").resize(size, Image.Resampling.LANCZOS)
         if self.mask is None:
@@ -59,6 +60,12 @@ class Upload:
             raise refused("mask", _OPAQUE)
         hole = alpha.point([255] + 255 * [0]).resize(size, Image.Resampling.LANCZOS)
         return _png(made), _png(hole.point(128 * [0] + 128 * [255]))
+
+
+def media_type(field: str, data: bytes) -> str:
+    """What kind of picture it is, by its header, as is its size. Raises `ApiError` (400, 413), naming the field."""
+    _size(field, data)
+    return {"PNG": "image/png", "WEBP": "image/webp"}.get(_opened(data).format or "", "image/jpeg")
 
 
 def _size(field: str, data: bytes) -> tuple[int, int]:

@@ -38,6 +38,7 @@ class Loop:
     in_flight: int
     ended: list[float] = field(default_factory=list)  # seconds that each took
     tokens: int = 0
+    steps: int = 0  # denoising steps, of all requests together
     gaps: list[float] = field(default_factory=list)  # seconds from token to token, of each iteration that brought any
     counts: bool = False
     _open: bool = True
@@ -65,6 +66,7 @@ class Loop:
         def hear(_: Request, outcome: Outcome) -> None:
             nonlocal last
             if outcome.token is None:
+                self.steps += self.counts and not outcome.finished
                 return
             now = time.perf_counter()
             if self.counts:
@@ -102,7 +104,8 @@ def run(
                 found[what].append(loops)
         objectives = {"tpot_s": settings.text_token_s, "image_s": settings.image_objective_s}
         model, text_model = works.images.model.name, works.texts.model.name
-    images_s = [_rate([len(turn["image"].ended) for turn in found[what]], seconds) for what in ("image", "both")]
+    # By steps: pictures end in bursts, and a share of few of them would be chance.
+    images_s = [_rate([turn["image"].steps for turn in found[what]], seconds) / steps for what in ("image", "both")]
     tokens_s = [_rate([turn["text"].tokens for turn in found[what]], seconds) for what in ("text", "both")]
     gaps = sorted(gap for turn in found["both"] for gap in turn["text"].gaps)
     took = sorted(one for turn in found["both"] for one in turn["image"].ended)

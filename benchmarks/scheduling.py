@@ -29,7 +29,6 @@ class NullRunner:
     """
 
     modality = "image"
-    lanes = frozenset({"main"})
     patience_s = 30.0
 
     def __init__(self) -> None:

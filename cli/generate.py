@@ -73,6 +73,9 @@ def add(commands: Commands) -> None:
     generate.add_argument(
         "--scheduler", metavar="NAME", help="euler, euler-ancestral, dpm++2m or lcm; default: the model's"
     )
+    generate.add_argument(
+        "--weighting", action="store_true", help="read weights in prompts: (words)1.3, (words)+, word++, word--"
+    )
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_model(generate)
     generate.set_defaults(run=_generate, compile=None)
@@ -96,7 +99,7 @@ def _generate(options: argparse.Namespace) -> int:
     draft = parameters.ImageParameters(
         prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, steps=options.steps, guidance_scale=options.guidance,
-        scheduler=options.scheduler, deterministic=options.deterministic,
+        scheduler=options.scheduler, deterministic=options.deterministic, prompt_weighting=options.weighting,
     )  # fmt: skip
     settings = read_settings(
         options, compile=False

@@ -74,11 +74,11 @@ class Settings(BaseSettings):
     text_model: str = Field(
         default="", description="a folder in transformers' format or a hub id; empty: the embedded one; off: no text"
     )
-    text_precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    text_precision: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
     text_draft: str = Field(
         default="", description="makes guesses: a smaller text model, or lookup for what was said; empty: none"
     )
-    text_kv: Literal["float", "int8"] = Field(default="float", description="what keys and values are kept in")
+    text_kv: Literal["float", "int8", "fp8"] = Field(default="float", description="what keys and values are kept in")
     text_requests: int = Field(default=64, ge=1, le=4096, description="answers in the making at once")
     text_memory_mib: int = Field(
         default=0, ge=0, description="for keys and values; 0: what those answers need, at most a tenth of what is free"

@@ -65,10 +65,10 @@ def paged_attention(query: Tensor, paged: Paged, layer: int, scale: float) -> Te
     Query heads that read the same keys stand side by side as queries of one head, so that keys are read once.
     """
     step, cache = paged.step, paged.cache
-    kv_heads = cache.keys.shape[2]
+    kv_heads = cache.kv_heads
     packed = query.unflatten(1, (kv_heads, -1))  # [T, kv_heads, g, d]
     out = torch.empty_like(packed)
-    if query.is_cuda and len(paged.singles) and decode_kernel.lacks(cache.keys) is None:
+    if query.is_cuda and len(paged.singles) and decode_kernel.lacks(cache) is None:
         key_scales = None if cache.key_scales is None else cache.key_scales[layer]
         value_scales = None if cache.value_scales is None else cache.value_scales[layer]
         made = decode_kernel.decode(

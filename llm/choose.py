@@ -20,7 +20,7 @@ from llm.work import Work
 NO_GUESS = Guess([])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Asked:
     """A request whose next tokens are wanted: its logits begin at row `first`, one row more than it has guesses."""
 
@@ -29,11 +29,18 @@ class Asked:
     guess: Guess = NO_GUESS
 
     @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is wanted."""
+        work = self.work
+        adjusted = work.seen is not None or work.matcher is not None
+        return work.settings is None and not (adjusted or self.guess.tokens) and work.parameters.logprobs is None
+
+    @property
     def rows(self) -> range:
         return range(self.first, self.first + len(self.guess.tokens) + 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chosen:
     """The tokens that follow, and their log probabilities where they were asked for."""
 
@@ -41,19 +48,39 @@ class Chosen:
     logprobs: list[Logprob]
 
 
-def choose(logits: Tensor, asked: Sequence[Asked]) -> list[Chosen]:
-    """What follows for each request, all of whose logits must be `sound`. logits [L, V] may be overwritten."""
+def look(logits: Tensor, asked: Sequence[Asked], known: Tensor | None = None) -> list[int]:
+    """The likeliest token of each row of logits [L, V], -1 where they are not all finite: one copy from the device.
+
+    `known` are they, where the forward found them. Where nobody asked is greedy any token may stand for the likeliest.
+    """
+    if known is None and any(ask.work.settings is None for ask in asked):
+        known = sample.likeliest(logits)
+    if known is None:
+        known = logits.sum(-1).isfinite().long() - 1
+    found: list[int] = known.tolist()
+    return found
+
+
+def choose(logits: Tensor, asked: Sequence[Asked], best: Sequence[int] | None = None) -> list[Chosen]:
+    """What follows for each request, all of whose logits must be finite. logits [L, V] may be overwritten.
+
+    `best` is what `look` found in them, if somebody looked.
+    """
     if not asked:
         return []
+    best = look(logits, asked) if best is None else best
+    if all(ask.plain for ask in asked):  # most steps of most servers: hundreds of rows, and nothing to be done for any
+        return [Chosen([best[ask.first]], []) for ask in asked]
     told = _told(logits, asked)
-    _adjust_(logits, asked)
+    adjusted = _adjust_(logits, asked)
     made: list[list[int]] = [[] for _ in asked]
-    greedy = [i for i, ask in enumerate(asked) if ask.work.settings is None]
-    if greedy:
-        best = logits.argmax(-1).tolist()
-        for i in greedy:
-            ask = asked[i]
-            made[i] = agreed(ask.guess.tokens, best[ask.first : ask.first + len(ask.guess.tokens) + 1])
+    anew = [i for i, ask in enumerate(asked) if ask.work.settings is None and ask.first in adjusted]
+    again = logits[[asked[i].first for i in anew]].argmax(-1).tolist() if anew else []
+    for i, token in zip(anew, again, strict=True):
+        made[i] = [token]
+    for i, ask in enumerate(asked):
+        if ask.work.settings is None and not made[i]:
+            made[i] = agreed(ask.guess.tokens, list(best[ask.first : ask.first + len(ask.guess.tokens) + 1]))
     drawn = [i for i, ask in enumerate(asked) if ask.work.settings is not None]
     if drawn:
         for i, tokens in zip(drawn, _drawn(logits, [asked[i] for i in drawn]), strict=True):
@@ -61,17 +88,12 @@ def choose(logits: Tensor, asked: Sequence[Asked]) -> list[Chosen]:
     return [Chosen(t, _logprobs(told[i], asked[i], t) if i in told else []) for i, t in enumerate(made)]
 
 
-def sound(logits: Tensor, asked: Sequence[Asked]) -> list[bool]:
-    """Whether all logits of each request are finite."""
-    finite = logits.sum(-1).isfinite()
-    return [True] * len(asked) if bool(finite.all()) else [bool(finite[list(ask.rows)].all()) for ask in asked]
-
-
 def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
     rows = [row for ask in asked for row in ask.rows]
     owners = [i for i, ask in enumerate(asked) for _ in ask.rows]
     settings = sample.gathered([s for ask in asked if (s := ask.work.settings) is not None])
-    p = sample.probabilities(logits[rows], settings.at(torch.tensor(owners)))
+    mine = logits if rows == list(range(len(logits))) else logits[rows]
+    p = sample.probabilities(mine, settings.at(torch.tensor(owners)))
     p /= p.sum(-1, keepdim=True)
     counts = [len(ask.rows) for ask in asked]
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(int).tolist()
@@ -81,8 +103,8 @@ def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
     return accepted(p, firsts, [ask.guess for ask in asked], settings, index)
 
 
-def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> None:
-    """Penalties and grammars, which only requests without guesses have."""
+def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> set[int]:
+    """Penalties and grammars, which only requests without guesses have; returns their rows."""
     with_seen = [(ask, seen, said) for ask in asked
                  if (seen := ask.work.seen) is not None and (said := ask.work.said) is not None]  # fmt: skip
     if with_seen:
@@ -96,6 +118,7 @@ def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> None:
     for ask in asked:
         if ask.work.matcher is not None:
             logits[ask.first].masked_fill_(~ask.work.matcher.allowed().to(logits.device), -torch.inf)
+    return {ask.first for ask in asked if ask.work.seen is not None or ask.work.matcher is not None}
 
 
 def _told(logits: Tensor, asked: Sequence[Asked]) -> dict[int, Tensor]:

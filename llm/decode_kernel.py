@@ -1,8 +1,9 @@
 """Attention of decoding rows over pages on a GPU: one Triton kernel, query heads of one key head packed into a tile.
 
-A long sequence is cut into as many parts as there are programs for it, whose results a second kernel puts together. The
-grid depends on the number of rows alone, so that it may be captured in a CUDA graph. Knows rows and pages; knows
-nothing of models. The plain twin is `decode_reference`.
+A long sequence is cut into parts, by its own length alone, whose results a second kernel puts together: so a row's bits
+depend neither on its companions nor on the most that a sequence may come to. The grid depends on the number of rows and
+on `reach`, so that it may be captured in a CUDA graph. Knows rows and pages; knows nothing of models. The plain twin is
+`decode_reference`.
 """
 
 from __future__ import annotations
@@ -11,78 +12,132 @@ import torch
 from torch import Tensor
 
 from core.quant.kernels.cuda import language
-from core.quant.kernels.cuda.language import kernel, power, tl
+from core.quant.kernels.cuda.language import power, tl
+from core.quant.kernels.cuda.quantize import levels, to_levels
+from llm.kv_cache import KVCache
+from llm.launching import enter, kernel, options
 from llm.pages import PAGE
 
+PART = 256  # tokens of a part, at least
+PARTS = 16  # of a sequence, at most
 _BLOCK = 64  # keys at a time
 _LEAST = 16  # rows of a tile that tensor cores take
 
 
-def lacks(keys: Tensor) -> str | None:
+def lacks(cache: KVCache) -> str | None:
     """Why the kernel is not for this cache, or None."""
     if (why := language.lacks()) is not None:
         return why
-    d = keys.shape[-2]
+    if not cache.turned:
+        return "its pages lie as a CPU reads them"
+    d = cache.head_dim
     return f"heads of width {d} are no power of two" if d != power(d) or d < _LEAST else None
 
 
-@kernel
+def reach(tokens: int) -> int:
+    """Into how many parts a sequence of so many tokens is cut."""
+    part = max(PART, -(-tokens // (PARTS * _BLOCK)) * _BLOCK)
+    return max(1, -(-tokens // part))
+
+
+@kernel()
+def _part(count, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tokens of a part of a sequence of `count`."""
+    return tl.maximum(PART, (count + PARTS * BLOCK - 1) // (PARTS * BLOCK) * BLOCK)
+
+
+@kernel("table_stride")
 def _parts(  # type: ignore[no-untyped-def]
-    q, keys, values, key_scales, value_scales, table, positions, sequences, out, largest, sums, scale, table_stride,
-    heads, part, KV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, SIZE: tl.constexpr, INT8: tl.constexpr,
+    q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made_parts, largest,
+    sums, scale, table_stride, H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    REACH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(positions + row) + 1
-    pages = table + tl.load(sequences + row) * table_stride
-    group, channel = tl.arange(0, M), tl.arange(0, D)
-    own = row * heads + head * G + group  # [M]: query heads that read this key head
-    x = tl.load(q + own[:, None] * D + channel[None], mask=group[:, None] < G, other=0.0)
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    made = tl.zeros([M, D], tl.float32)
+    """`scale` is of powers of two: that of the scores times log2(e)."""
+    enter(EARLY)
+    place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = place
+    if index is not None:
+        row = tl.load(index + place)
+    count = tl.load(positions + row) + 1  # 0 of a row that only fills up a batch
+    part = _part(count, PART, PARTS, BLOCK)
     start = split * part
-    for first in range(start, tl.minimum(start + part, count), BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        seen = token < tl.minimum(start + part, count)
-        page = tl.load(pages + token // SIZE, mask=seen, other=0).to(tl.int64) * KV + head
-        place = token % SIZE
-        k = tl.load(
-            keys + page[None] * (D * SIZE) + channel[:, None] * SIZE + place[None], mask=seen[None], other=0.0
-        )  # [D, BLOCK]
-        v = tl.load(
-            values + (page[:, None] * SIZE + place[:, None]) * D + channel[None], mask=seen[:, None], other=0.0
-        )  # [BLOCK, D]
-        s = tl.dot(x, k.to(x.dtype), input_precision="ieee") * scale
-        if INT8:
-            s *= tl.load(key_scales + page * SIZE + place, mask=seen, other=0.0)[None]
-        s = tl.where(seen[None], s, float("-inf"))
-        above = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp(s - above[:, None])
-        fade = tl.exp(top - above)
-        total = total * fade + tl.sum(p, 1)
-        if INT8:
-            p *= tl.load(value_scales + page * SIZE + place, mask=seen, other=0.0)[None]
-        made = made * fade[:, None] + tl.dot(p.to(x.dtype), v.to(x.dtype), input_precision="ieee")
-        top = above
-    at = own * SPLITS + split
-    tl.store(out + at[:, None] * D + channel[None], made, mask=group[:, None] < G)
-    tl.store(largest + at, top, mask=group < G)
-    tl.store(sums + at, total, mask=group < G)
+    if (start < count) | (split == 0):
+        pages = table + tl.load(sequences + row) * table_stride
+        group, channel = tl.arange(0, M), tl.arange(0, D)
+        heads = head * G + group  # [M]: query heads that read this key head
+        x = tl.load(q + (row * H + heads)[:, None] * D + channel[None], mask=(group < G)[:, None], other=0.0)
+        top = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        made = tl.zeros([M, D], tl.float32)
+        end = tl.minimum(start + part, count)
+        for first in range(start, end, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            # By whole pages, so that loads stay wide: what lies behind the end of a page in use is finite.
+            held = token // SIZE * SIZE < end
+            page = tl.load(pages + token // SIZE, mask=held, other=0).to(tl.int64) * KV + head
+            within = token % SIZE
+            k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=held[:, None], other=0.0)
+            # [D, BLOCK], whose pages hold a channel's tokens side by side
+            at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]
+            v = tl.load(
+                values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=held[None], other=0.0
+            )
+            s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * scale  # [M, BLOCK]
+            if key_scales is not None:
+                s *= tl.load(key_scales + page * SIZE + within, mask=held, other=0.0)[None]
+            s = tl.where((token < end)[None], s, float("-inf"))
+            above = tl.maximum(top, tl.max(s, 1))
+            p = tl.exp2(s - above[:, None])
+            fade = tl.exp2(top - above)
+            total = total * fade + tl.sum(p, 1)
+            if value_scales is not None:
+                p *= tl.load(value_scales + page * SIZE + within, mask=held, other=0.0)[None]
+            made = made * fade[:, None] + tl.dot(p.to(x.dtype), tl.trans(v.to(x.dtype)), input_precision="ieee")
+            top = above
+        real = group < G
+        if REACH == 1:
+            y = made / tl.maximum(total, 1e-30)[:, None]
+            to = (row * H + heads)[:, None] * D + channel[None]
+            if inverse is not None:
+                y *= tl.load(inverse + heads[:, None] * D + channel[None], real[:, None], other=0.0)
+                tl.store(out + to, levels(y, OUT_INT8), real[:, None])
+            else:
+                tl.store(out + to, y.to(out.dtype.element_ty), real[:, None])
+        else:
+            at = (place * H + heads) * REACH + split
+            tl.store(made_parts + at[:, None] * D + channel[None], made, real[:, None])
+            tl.store(largest + at, top, real)
+            tl.store(sums + at, total, real)
 
 
-@kernel
+@kernel()
 def _together(  # type: ignore[no-untyped-def]
-    parts, largest, sums, out, D: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr
-):
-    own = tl.program_id(0).to(tl.int64)
-    split, channel = tl.arange(0, ALL), tl.arange(0, D)
-    there = split < SPLITS
-    top = tl.load(largest + own * SPLITS + split, mask=there, other=float("-inf"))
-    share = tl.exp(top - tl.max(top, 0))  # of an empty part nothing
-    total = tl.sum(tl.load(sums + own * SPLITS + split, mask=there, other=0.0) * share, 0)
-    x = tl.load(parts + (own * SPLITS + split)[:, None] * D + channel[None], mask=there[:, None], other=0.0)
-    tl.store(out + own * D + channel, (tl.sum(x * share[:, None], 0) / total).to(out.dtype.element_ty))
+    made_parts, largest, sums, positions, index, inverse, out, H: tl.constexpr, D: tl.constexpr, REACH: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Sums over all parts that there could be, so that they are made in one order whatever the grid's reach."""
+    enter(EARLY)
+    place, head = tl.program_id(0), tl.program_id(1)
+    row = place
+    if index is not None:
+        row = tl.load(index + place)
+    count = tl.load(positions + row) + 1
+    part = _part(count, PART, PARTS, BLOCK)
+    split, channel = tl.arange(0, PARTS), tl.arange(0, D)
+    there = (split * part < count) | (split == 0)
+    at = (place * H + head) * REACH + split
+    top = tl.load(largest + at, mask=there, other=float("-inf"))
+    most = tl.maximum(tl.max(top, 0), -1e30)
+    share = tl.exp2(top - most)
+    total = tl.maximum(tl.sum(tl.load(sums + at, mask=there, other=0.0) * share, 0), 1e-30)
+    x = tl.load(made_parts + at[:, None] * D + channel[None], mask=there[:, None], other=0.0)
+    y = tl.sum(x * share[:, None], 0) / total
+    to = out + (row * H + head) * D + channel
+    if inverse is not None:
+        tl.store(to, levels(y * tl.load(inverse + head * D + channel), OUT_INT8))
+    else:
+        tl.store(to, y.to(out.dtype.element_ty))
 
 
 def decode(
@@ -96,30 +151,43 @@ def decode(
     sequences: Tensor,
     scale: float,
     *,
-    splits: int = 8,
+    parts: int | None = None,
+    index: Tensor | None = None,
+    inverse: Tensor | None = None,
+    out: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """q [T, heads, d] on one layer's pages, each row on its sequence up to its own position, to [T, heads, d].
 
-    keys [pages, kv_heads, d, 16], values [pages, kv_heads, 16, d]: floats, or int8 with scales [pages, kv_heads, 16].
-    table int32 [S, pages of one]; positions and sequences int32 [T].
+    keys [pages, kv_heads, 16, d], values [pages, kv_heads, d, 16]: floats, or int8 or E4M3 with scales
+    [pages, kv_heads, 16]. table int32 [S, pages of one]; positions and sequences int32 [T]. A row at position -1
+    reads nothing and gets zeros. `parts` is at least the `reach` of the longest sequence; default: that of the
+    table's width. Only rows `index`, where given. `inverse` [heads · d] quantizes to the levels of `out`, which
+    receives the result.
     """
     rows, heads, d = q.shape
+    rows = rows if index is None else len(index)
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    part = -(-table.shape[1] * PAGE // splits)
-    part = -(-part // _BLOCK) * _BLOCK
-    splits = -(-table.shape[1] * PAGE // part)
-    made = torch.empty(rows, heads, splits, d, device=q.device, dtype=torch.float32)
-    largest = torch.empty(rows, heads, splits, device=q.device, dtype=torch.float32)
-    sums = torch.empty_like(largest)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    int8 = key_scales is not None
-    _parts[(rows, kv_heads, splits)](
-        q.contiguous(), keys, values, key_scales if int8 else keys, value_scales if int8 else values, table, positions,
-        sequences, made, largest, sums, scale, table.stride(0), heads, part,
-        KV=kv_heads, G=group, M=max(_LEAST, power(group)), D=d, SPLITS=splits, BLOCK=_BLOCK, SIZE=PAGE, INT8=int8,
+    parts = parts or reach(table.shape[1] * PAGE)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    made = largest = sums = None
+    if parts > 1:
+        made = torch.empty(rows, heads, parts, d, device=q.device, dtype=torch.float32)
+        largest = torch.empty(rows, heads, parts, device=q.device, dtype=torch.float32)
+        sums = torch.empty_like(largest)
+    int8 = out.dtype == torch.int8
+    _parts[(rows, kv_heads, parts)](
+        q.contiguous(), keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made,
+        largest, sums, scale * 1.4426950408889634, table.stride(0),
+        heads, kv_heads, group, max(_LEAST, power(group)), d, parts, PART, PARTS, _BLOCK, PAGE, int8, early,
+        num_warps=4, num_stages=3, **options(early),
     )  # fmt: skip
-    _together[(rows * heads,)](made, largest, sums, out, D=d, SPLITS=splits, ALL=power(splits))
+    if parts > 1:
+        _together[(rows, heads)](
+            made, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _BLOCK, int8, early,
+            num_warps=4, **options(early),
+        )  # fmt: skip
     return out
 
 
@@ -133,16 +201,21 @@ def decode_reference(
     positions: Tensor,
     sequences: Tensor,
     scale: float,
+    *,
+    inverse: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same, row by row in fp32."""
+    """The same, row by row in fp32, as `dtype` or q's."""
+    keys, values = keys.float(), values.float()
     if key_scales is not None and value_scales is not None:
-        keys, values = keys.float() * key_scales[:, :, None], values.float() * value_scales[..., None]
+        keys, values = keys * key_scales[..., None], values * value_scales[:, :, None]
     group = q.shape[1] // keys.shape[1]
     made = []
     for x, position, sequence in zip(q.float(), positions.tolist(), sequences.tolist(), strict=True):
         at = table[sequence, : position // PAGE + 1].long()
-        k = keys[at].float().permute(1, 0, 3, 2).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
-        v = values[at].float().transpose(0, 1).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
+        k = keys[at].transpose(0, 1).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
+        v = values[at].permute(1, 0, 3, 2).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
         scores = torch.einsum("hd,htd->ht", x, k) * scale
         made.append(torch.einsum("ht,htd->hd", scores.softmax(-1), v))
-    return torch.stack(made).to(q.dtype)
+    y = torch.stack(made)
+    return y.to(dtype or q.dtype) if inverse is None else to_levels(y * inverse.view(y.shape[1:]), dtype or torch.int8)

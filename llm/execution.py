@@ -1,4 +1,4 @@
-"""How a model's forward is run on its pages of keys and values: by our CPU kernels where they know it, else by torch.
+"""How a model's forward is run on its pages of keys and values: by our kernels where they know it, else by torch.
 
 Knows a model, its cache and what a forward costs; knows nothing of requests.
 """
@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from core.batching.runner import DeviceLost, OutOfMemory
+from llm import decode_kernel
 from llm.attention import Paged
+from llm.chunk_kernel import tiles
+from llm.decode_graphs import DecodeGraphs, rung
+from llm.fused import FusedLlama, Rows, lacks
 from llm.kv_cache import Kind, KVCache, Step
 from llm.load import TextModel, TextModelError
 from llm.program import LlamaPrograms
 
 log = logging.getLogger(__name__)
 
-KERNELS, TORCH = "kernels", "torch"
+KERNELS, FUSED, TORCH = "kernels", "fused", "torch"
 
 
 class Execution:
-    """One model on one cache, called by one thread at a time."""
+    """One model on one cache, called by one thread at a time, on one stream."""
 
     def __init__(
         self,
@@ -36,20 +39,34 @@ class Execution:
         context: int,
         kv: Kind = "float",
         kernels: ctypes.CDLL | None = None,
-        table: Tensor | None = None,
+        beside: KVCache | None = None,
     ) -> None:
-        """`kernels` are the CPU kernels, if there are any. Raises `TextModelError` for INT8 on a CPU without them."""
+        """`kernels` are the CPU kernels, if there are any; `beside` is a cache whose table is shared.
+
+        Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any.
+        """
         self.model = model
         self.cache = KVCache(
             layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=pages, sequences=sequences,
             context=context, dtype=model.dtype if model.device.type != "cpu" else torch.float32, device=model.device,
-            kind=kv, table=table,
+            kind=kv, beside=beside,
         )  # fmt: skip
         self._programs = self._on_kernels(kernels)
+        self._fused = self._on_gpu(sequences, context)
+
+    @property
+    def best(self) -> Tensor | None:
+        """`sample.likeliest` of the last step's logits, where it was found with them."""
+        return None if self._fused is None else self._fused.best
 
     @property
     def kind(self) -> str:
-        return TORCH if self._programs is None else KERNELS
+        return KERNELS if self._programs is not None else TORCH if self._fused is None else FUSED
+
+    def prepare(self, sequences: int, rows: int) -> None:
+        """Compile and capture what decoding so many sequences, and steps of up to so many rows, need, if anything."""
+        if self._fused is not None:
+            self._fused.prepare(sequences, rows)
 
     def release(self) -> None:
         """Hold weights once: where our kernels have packed them, the model's own are let go of, for good."""
@@ -60,6 +77,9 @@ class Execution:
         """Logits [L, V] in fp32 of the step's picked rows. They may be overwritten, and are by the next call."""
         if self._programs is not None:
             return self._programs(step)
+        self.cache.settle()
+        if self._fused is not None:
+            return self._fused(step)
         device = self.model.device
         if device.type != "cpu":
             columns = (step.tokens, step.positions, step.sequences, step.picked)
@@ -77,6 +97,8 @@ class Execution:
 
     def _on_kernels(self, kernels: ctypes.CDLL | None) -> LlamaPrograms | None:
         model = self.model
+        if model.device.type == "cpu" and model.precision == "fp8":
+            raise TextModelError("fp8 does not run on a CPU; take int8 or fp32")
         if model.device.type == "cpu" and model.precision in ("fp32", "bf16", "int8") and kernels is not None:
             try:
                 return LlamaPrograms(kernels, model.network, self.cache, half=model.precision != "fp32")
@@ -88,17 +110,76 @@ class Execution:
             raise TextModelError("int8 does not run here: without our CPU kernels it would be slower than fp32")
         return None
 
+    def _on_gpu(self, sequences: int, context: int) -> Fused | None:
+        model = self.model
+        if model.device.type != "cuda":
+            return None
+        if model.dtype == torch.float32:
+            log.warning("%s is run by torch's own kernels: ours multiply bf16 and 8 bits, not fp32", model.name)
+            return None
+        if (why := lacks(model.network, self.cache)) is not None:
+            log.warning("%s is run by torch's own kernels: %s", model.name, why)
+            return None
+        try:
+            return Fused(FusedLlama(model.network, self.cache), self.cache, sequences, context)
+        except ValueError as error:
+            log.warning("%s is run by torch's own kernels: %s", model.name, error)
+            return None
 
-def translated(compute: Callable[[], Any]) -> Any:
-    """Run it, and say of torch's errors what they mean to the engine."""
-    try:
-        return compute()
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(str(error)) from error
-    except RuntimeError as error:
-        text = str(error)
-        if "can't allocate memory" in text or "out of memory" in text:
-            raise OutOfMemory(text) from error
-        if "CUDA error" in text or isinstance(error, getattr(torch, "AcceleratorError", ())):
-            raise DeviceLost(text) from error
-        raise
+
+class Fused:
+    """Steps on a fused model: a graph where rows decode, one of each sequence; kernel by kernel else."""
+
+    def __init__(self, model: FusedLlama, cache: KVCache, sequences: int, context: int) -> None:
+        self.model = model
+        self._device = cache.table.device
+        self.graphs = DecodeGraphs(model, sequences, context, self._device)
+        self.best: Tensor | None = None
+
+    @torch.inference_mode()
+    def prepare(self, sequences: int, rows: int) -> None:
+        """As `Execution`. Rows of nobody stand in for those to come: they write nowhere."""
+        self.graphs.prepare(sequences)
+        nobody = torch.full((rows,), -1, dtype=torch.int32, device=self._device)
+        zeros = torch.zeros_like(nobody)
+        widths = {16, *(1 << n for n in range(8, rows.bit_length())), rows}
+        for width in sorted(width for width in widths if width <= rows):
+            tile = torch.tensor([[0, 2, 0]], dtype=torch.int32, device=self._device)
+            for parts in self.graphs.rungs:
+                self.model(Rows(zeros[:width], nobody[:width], zeros[:width], zeros[:2], zeros[:1], tile, parts))
+
+    @torch.inference_mode()
+    def __call__(self, step: Step) -> Tensor:
+        """As `Execution`."""
+        self.best = None
+        columns = np.stack([part.cpu().numpy() for part in (step.tokens, step.positions, step.sequences)])
+        picked = step.picked.cpu().numpy()
+        rows = columns.shape[1]
+        firsts = np.flatnonzero(np.diff(columns[2], prepend=-1))  # of each sequence's rows
+        if len(firsts) == rows == len(picked) and bool((picked == np.arange(rows)).all()):
+            logits = self.graphs(columns)
+            if logits is not None:
+                self.best = self.graphs.best[:rows]
+                return logits
+        return self.model(self._rows(columns, picked, firsts))
+
+    def _rows(self, columns: np.ndarray[Any, np.dtype[np.int32]], picked: np.ndarray[Any, Any], firsts: Any) -> Rows:
+        """All that a forward is told, carried over in one copy."""
+        rows = columns.shape[1]
+        counts = np.diff(firsts, append=rows)
+        singles = firsts[counts == 1]
+        runs = [
+            (int(first), int(count), int(columns[2, first]))
+            for first, count in zip(firsts, counts, strict=True)
+            if count > 1
+        ]
+        cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
+        parts = rung(decode_kernel.reach(int(columns[1, singles].max()) + 1)) if len(singles) else 1
+        given = (*columns, picked, singles, cut.ravel())
+        whole = torch.from_numpy(np.concatenate([part.astype(np.int32) for part in given])).to(self._device)
+        tokens, positions, sequences, wanted, alone, taken = whole.split([len(part) for part in given])
+        all_picked = len(picked) == rows and bool((picked == np.arange(rows)).all())
+        return Rows(
+            tokens, positions, sequences, None if all_picked else wanted, None if len(singles) == rows else alone,
+            taken.view(-1, 3) if len(cut) else None, parts,
+        )  # fmt: skip

@@ -22,9 +22,14 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-PRECISIONS = (*_DTYPES, "int8")
-QUANTIZED = "model-int8"  # the folder of a model's quantized variant, in its own
+_SCHEMES = ("int8", "fp8")
+PRECISIONS = (*_DTYPES, *_SCHEMES)
 _SAMPLE_BYTES, _WHOLE_BYTES, _BLOCK_BYTES = 4096, 256 << 20, 1 << 20
+
+
+def variant(scheme: str) -> str:
+    """The name of the folder of a model's quantized variant, in its own."""
+    return f"model-{scheme}"
 
 
 class TextModelError(ValueError):
@@ -75,7 +80,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
 
     Args:
         name: a folder as `save_pretrained` lays it out, a hub id, or a seeded model of `llm.tiny.SHAPES`.
-        precision: fp32, bf16, fp16, or int8 for a model whose folder holds `model-int8` (`diptych quantize`).
+        precision: fp32, bf16, fp16, or int8 or fp8 for a model whose folder holds `model-int8` or `model-fp8`.
 
     Raises:
         TextModelError: if it is missing, damaged, no decoder-only language model, or the device is not there.
@@ -91,18 +96,28 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
     register()
     with _quiet():
         if name in tiny.SHAPES:
-            network, tokenizer = tiny.make(tiny.SHAPES[name])
+            shape = tiny.SHAPES[name]
+            network, tokenizer = tiny.make(shape, device=device, dtype=str(dtype).removeprefix("torch."))
             network.set_attn_implementation(NAME)
-            folder, short, digest = None, name, f"{name}-seed0-torch{torch.__version__}"
+            drawn = f"-{where.type}-{dtype}" if shape.large else ""
+            folder, short, digest = None, name, f"{name}-seed0-torch{torch.__version__}{drawn}"
         else:
             folder = _find(name)
-            network, tokenizer = _read(folder, torch.float32 if precision == "int8" else dtype)
+            network, tokenizer = _read(folder, torch.float32 if precision in _SCHEMES else dtype)
             short, digest = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name, _digest(folder)
         _check(name, network, tokenizer)
-        if precision == "int8":
-            digest = _quantized(name, folder, network, digest)
-        network = network.to(device=where, dtype=dtype).eval().requires_grad_(False)
+        if precision in _SCHEMES:
+            digest = _quantized(name, folder, network, digest, precision)
+        network = _moved(network, where, dtype).eval().requires_grad_(False)
     return TextModel(short, digest, precision, where, dtype, network, tokenizer, _ends(network, tokenizer))
+
+
+def _moved(network: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The network on a device, its parameters cast; rotary frequencies stay fp32, as transformers loads them."""
+    network = network.to(device)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return network
 
 
 def _device(name: str) -> torch.device:
@@ -189,12 +204,12 @@ def _check(name: str, network: Any, tokenizer: Any) -> None:
         )
 
 
-def _quantized(name: str, folder: Path | None, network: Any, digest: str) -> str:
+def _quantized(name: str, folder: Path | None, network: Any, digest: str, scheme: str) -> str:
     from core.quant import store
 
-    where = (folder or Path(name)) / QUANTIZED
+    where = (folder or Path(name)) / variant(scheme)
     if folder is None or not (where / store.MANIFEST).is_file():
-        raise TextModelError(f"precision int8: there is no quantized model in {where}")
+        raise TextModelError(f"precision {scheme}: there is no quantized model in {where}")
     try:
         manifest = store.load_(network, where, source=digest)
     except store.StoreError as error:

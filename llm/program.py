@@ -15,27 +15,15 @@ from torch import Tensor
 from core.quant.kernels.cpu.layers import Layers
 from core.quant.kernels.cpu.program import Blocks
 from core.quant.kernels.cpu.token_program import PagedLayer, Places, TokenProgram
+from llm import family
 from llm.kv_cache import KVCache, Step
-
-MODEL_TYPES = ("llama", "mistral", "qwen2")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
+from llm.pages import PAGE
 
 
 def check(network: Any) -> None:
     """Refuse, by name, what these programs would compute differently from transformers. Raises ValueError."""
+    family.check(network)
     config = network.config
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"the CPU kernels know {', '.join(MODEL_TYPES)}, not {config.model_type}")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _ROPE_TYPES:
-        raise ValueError(f"the CPU kernels know no rotary positions of type {rope}")
-    if config.hidden_act != "silu":
-        raise ValueError(f"the CPU kernels know SwiGLU only, not {config.hidden_act}")
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    if set(kinds) != {"full_attention"} or (
-        config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
-    ):
-        raise ValueError("the CPU kernels know no sliding windows")
     width = network.model.layers[0].self_attn.head_dim
     if width % 16 or config.intermediate_size % 16:
         raise ValueError(f"heads of width {width} and {config.intermediate_size} channels are no multiples of 16")
@@ -67,15 +55,15 @@ class LlamaPrograms:
     def __init__(self, library: ctypes.CDLL, network: Any, cache: KVCache, *, half: bool = False) -> None:
         """Raises ValueError for a model that `check` refuses. `half` keeps what is not in INT8 in bf16."""
         check(network)
+        if cache.keys.dtype == torch.float8_e4m3fn:
+            raise ValueError("our CPU kernels read keys and values in floats or int8, not in E4M3")
         self._library = library
         self._network = network
         self._cache = cache
         self._layers = Layers(library, network, half=half)
         self._embeddings = network.model.embed_tokens.weight.detach()
-        context = cache.table.shape[1] * cache.keys.shape[-1]
-        cosine, sine = network.model.rotary_emb(self._embeddings[:1].float(), torch.arange(context)[None])
-        half_width = cosine.shape[-1] // 2
-        self._angles = torch.cat([cosine[0, :, :half_width], sine[0, :, :half_width]], dim=-1).float().contiguous()
+        context = cache.table.shape[1] * PAGE
+        self._angles = family.angles(network, context, self._embeddings.device)
         self._blocks = Blocks(), Blocks()  # a head reads what a trunk wrote
         self._trunks: dict[int, _Trunk] = {}
         self._heads: dict[int, _Head] = {}

@@ -1,4 +1,4 @@
-"""Makes a language model's INT8 variant: watches it read texts, then quantizes by the recipe.
+"""Makes a language model's INT8 or FP8 variant: watches it read texts, then quantizes by the recipe.
 
 Knows texts, recipes and the store; leaves arithmetic to `core.quant`.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from core.quant import store
-from core.quant.convert import Recipe, Report, quantize_
+from core.quant.convert import Recipe, Report, Scheme, quantize_
 from core.quant.statistics import Statistics, StatisticsError
 from llm.attention import NAME
-from llm.load import QUANTIZED, TextModel
+from llm.load import TextModel, variant
 from llm.recipe import llama
 
 
@@ -40,29 +40,44 @@ def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe) 
     return statistics
 
 
-def quantize(model: TextModel, texts: Sequence[Sequence[int]], *, recipe: Recipe | None = None) -> TextModel:
-    """A copy of the model in INT8. Raises what `calibrate` and `quantize_` raise."""
+def quantize(
+    model: TextModel, texts: Sequence[Sequence[int]], *, recipe: Recipe | None = None, scheme: Scheme = "int8"
+) -> TextModel:
+    """A copy of the model in INT8 or FP8; what becomes quantized is not copied before.
+
+    Raises what `calibrate` and `quantize_` raise.
+    """
     recipe = recipe or llama()
     statistics = calibrate(model, texts, recipe)
-    network = copy.deepcopy(model.network)
-    quantize_(network, recipe, statistics, digest=model.digest)
+    targets = {id(model.network.get_submodule(name)) for name in recipe.targets(model.network)}
+    shared = {i: layer for layer in model.network.modules() if (i := id(layer)) in targets}
+    network = copy.deepcopy(model.network, dict(shared))
+    quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest)
     store.round_(network)
-    return replace(model, digest=f"{model.digest}-{recipe.name}", precision="int8", network=network)
+    name = recipe.name if scheme == "int8" else f"{recipe.name}-{scheme}"
+    return replace(model, digest=f"{model.digest}-{name}", precision=scheme, network=network)
 
 
-def make(model: TextModel, texts: Sequence[Sequence[int]], out: Path, *, recipe: Recipe | None = None) -> Report:
-    """Calibrate and write `model-int8` under `out`. Raises what calibration, recipe and store raise."""
+def make(
+    model: TextModel,
+    texts: Sequence[Sequence[int]],
+    out: Path,
+    *,
+    recipe: Recipe | None = None,
+    scheme: Scheme = "int8",
+) -> Report:
+    """Calibrate and write the scheme's variant under `out`. Raises what calibration, recipe and store raise."""
     recipe = recipe or llama()
     statistics = calibrate(model, texts, recipe)
     network = copy.deepcopy(model.network)
-    report = quantize_(network, recipe, statistics, digest=model.digest)
+    report = quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest)
     manifest = store.Manifest(
-        scheme="int8",
+        scheme=scheme,
         recipe=recipe.name,
         source=model.digest,
         layers={name: type(network.get_submodule(name)).__name__ for name in report.changed},
         skipped=report.skipped,
         calibration={"texts": len(texts), "tokens": sum(map(len, texts))},
     )
-    store.save(network, out / QUANTIZED, manifest)
+    store.save(network, out / variant(scheme), manifest)
     return report

@@ -9,39 +9,31 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, Refused
 from core.batching.slots import Slots
+from core.failures import translated
 from llm import parameters
-from llm.choose import NO_GUESS, Asked, Chosen, choose, sound
+from llm.choose import NO_GUESS, Chosen, choose, look
 from llm.constrain import Constraints
-from llm.execution import Execution, translated
-from llm.kv_cache import Kind, Step
+from llm.execution import Execution
+from llm.kv_cache import Kind, KVCache, Step
+from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
 from llm.pages import PAGE, Pages
+from llm.parts import Part, gathered
 from llm.speculate import MOST, NOMINAL, Ask, Draft, Guess, Lengths, Line
 from llm.work import Work
 
 PREFILL, DECODE = "prefill", "decode"
 GROUP = "text"
 _GUESS_S = 0.005  # of an iteration, before anything was measured
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """A request's share of an iteration: `count` of its tokens from `start` on, then guesses."""
-
-    work: Work
-    start: int
-    count: int
-    last: bool  # whether what follows is wanted
+_ROWS, _GPU_ROWS = (192, 64), (2048, 512)  # of a forward, and of these of one prompt
 
 
 class TextRunner:
@@ -55,8 +47,8 @@ class TextRunner:
         *,
         lane: Lane | None = None,
         max_requests: int = 64,
-        max_rows: int = 192,
-        chunk: int = 64,
+        max_rows: int | None = None,
+        chunk: int | None = None,
         pages: int | None = None,
         context: int | None = None,
         kv: Kind = "float",
@@ -74,31 +66,34 @@ class TextRunner:
         self.model = model
         self.context = min(context or model.context, model.context)
         self.patience_s, self.pace_s = patience_s, pace_s
-        self.lanes = frozenset({"text"})
         self.pages = Pages(pages or max_requests * -(-self.context // PAGE) // 2 + 1)
         self._lane = lane or Lane("text")
         self._own_lane = lane is None
+        self.overlaps = isinstance(lane, StreamLane)
         self._slots = Slots(max_requests)
-        self._max_rows, self._chunk = max(max_rows, chunk, MOST + 1), chunk
+        self._on_cpu = model.device.type == "cpu"
+        usual = _ROWS if self._on_cpu else _GPU_ROWS
+        self._chunk = chunk or usual[1]
+        self._max_rows = max(max_rows or usual[0], self._chunk, MOST + 1)
 
-        def execution(of: TextModel, table: Tensor | None = None) -> Execution:
-            return Execution(
-                of, pages=self.pages.capacity, sequences=max_requests, context=self.context, kv=kv, kernels=kernels,
-                table=table,
-            )  # fmt: skip
+        def execution(of: TextModel, near: KVCache | None = None) -> Execution:
+            size = {"pages": self.pages.capacity, "sequences": max_requests, "context": self.context}
+            return Execution(of, **size, kv=kv, kernels=kernels, beside=near)
 
         self.execution = execution(model)
+        self._executions = [self.execution]
         self._draft: Draft | None = None
         if draft is not None and not isinstance(draft, str):
             self._check_draft(draft)
-            self._draft = Draft(execution(draft, self.execution.cache.table))
+            self._draft = Draft(execution(draft, self.execution.cache))
+            self._executions.append(self._draft.execution)
         self._lookup = draft == "lookup"
         self._constraints = Constraints(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._costs = CostTable(guess_s=_GUESS_S)
         self._line = Line()
         self._guess_s = 0.0  # of one turn of the draft's
         self._decoding = 0  # requests in the last iteration that brought tokens
-        self._chunk_now = chunk
+        self._chunk_now = self._chunk
         self.guessed = self.accepted = 0  # tokens, since the start
 
     def _check_draft(self, draft: TextModel) -> None:
@@ -220,14 +215,14 @@ class TextRunner:
 
         return self._lane.start(lambda: translated(compute), commit)
 
-    def _part(self, request: Request) -> _Part:
+    def _part(self, request: Request) -> Part:
         work: Work = request.work
         if request.phase == DECODE:
-            return _Part(work, work.computed, 1, True)
+            return Part(work, work.computed, 1, True)
         count = self.rows(request)
-        return _Part(work, work.computed, count, work.computed + count == len(work.tokens))
+        return Part(work, work.computed, count, work.computed + count == len(work.tokens))
 
-    def _guesses(self, parts: Sequence[_Part]) -> list[Guess]:
+    def _guesses(self, parts: Sequence[Part]) -> list[Guess]:
         made = [Guess(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
         asking = [i for i, part in enumerate(parts) if part.work.guesses and made[i] is NO_GUESS]
         if self._draft is not None and asking:
@@ -241,37 +236,24 @@ class TextRunner:
         return made
 
     def _forward(
-        self, parts: Sequence[_Part], guesses: Sequence[Guess]
+        self, parts: Sequence[Part], guesses: Sequence[Guess]
     ) -> tuple[list[Chosen | BaseException | None], int]:
-        tokens: list[int] = []
-        positions: list[int] = []
-        sequences: list[int] = []
-        picked: list[int] = []
-        asked: dict[int, Asked] = {}
-        for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
-            work, rows = part.work, part.count + len(guess.tokens)
-            tokens += work.tokens[part.start : part.start + part.count]
-            tokens += guess.tokens
-            positions += range(part.start, part.start + rows)
-            sequences += [work.row] * rows
-            if part.last:
-                asked[i] = Asked(work, len(picked), guess)
-                picked += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
-        step = Step.of(tokens, positions, sequences, picked)
+        step, asked = gathered(parts, guesses)
         logits = self.execution(step)
         if self._draft is not None:
             self._read_along(parts)
         made: list[Chosen | BaseException | None] = [None] * len(parts)
-        fine = dict(zip(asked, sound(logits, list(asked.values())), strict=True))
-        for i in asked:
-            if not fine[i]:
+        best = look(logits, list(asked.values()), self.execution.best)
+        good = list(asked)
+        if min(best, default=0) < 0:
+            good = [i for i, ask in asked.items() if all(best[row] >= 0 for row in ask.rows)]
+            for i in asked.keys() - good:
                 made[i] = FloatingPointError(f"{self.model.name} in {self.model.precision} returned NaN")
-        good = [i for i in asked if fine[i]]
-        for i, chosen in zip(good, choose(logits, [asked[i] for i in good]), strict=True):
+        for i, chosen in zip(good, choose(logits, [asked[i] for i in good], best), strict=True):
             made[i] = chosen
-        return made, len(tokens)
+        return made, len(step.tokens)
 
-    def _read_along(self, parts: Sequence[_Part]) -> None:
+    def _read_along(self, parts: Sequence[Part]) -> None:
         """The draft reads prompts in the same chunks."""
         assert self._draft is not None
         reading = [part for part in parts if part.count > 1 and part.work.drafted == part.start]
@@ -281,14 +263,14 @@ class TextRunner:
             sequences = [part.work.row for part in reading for _ in range(part.count)]
             self._draft.read(Step.of(tokens, positions, sequences, []))
 
-    def _committed(self, request: Request, part: _Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
+    def _committed(self, request: Request, part: Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
         """What goes wrong with one request's text must not have the others written twice."""
         try:
             return self._commit(request, part, made, guess)
         except Exception as error:
             return Outcome(error=error)
 
-    def _commit(self, request: Request, part: _Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
+    def _commit(self, request: Request, part: Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
         work = part.work
         total = work.parameters.max_tokens
         if isinstance(made, BaseException):
@@ -359,27 +341,29 @@ class TextRunner:
             work.guesses = work.lookup.guess(most) if work.lookup is not None else most
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
-        """Time forwards of likely widths for so many seconds, on the lane's thread. Not while the engine runs."""
+        """Compile what decoding needs, then time likely widths for so many seconds. Not while the engine runs."""
         self._lane.call(lambda: self._measure(measure_s))
 
     def _measure(self, measure_s: float) -> None:
+        for execution in self._executions:
+            execution.prepare(self._slots.capacity, self._max_rows)
         until = time.monotonic() + measure_s
         room = min(self._slots.capacity, self.pages.capacity)
-        widths = sorted({1, 2, 4, 8, 16, 32, 64, self._max_rows} & {*range(1, self._max_rows + 1)})
-        for width in widths:
+        likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
+        for width in sorted(likely & {*range(1, self._max_rows + 1)}):
             sequences = [i % room for i in range(width)]
             step = Step.of([0] * width, [0] * width, sequences, list(range(min(width, room))))
             for run in range(3):
                 if time.monotonic() >= until:
                     return
                 started = time.perf_counter()
-                self.execution(step)
+                look(self.execution(step), [], self.execution.best)  # which waits for the device
                 if run:  # the first one warms up and does not count
                     self._costs[GROUP].observe(width, time.perf_counter() - started)
 
     def release_weights(self) -> None:
         """Hold weights once, where our kernels have packed them. The models cannot be run otherwise then."""
-        for execution in (self.execution, *(() if self._draft is None else (self._draft.execution,))):
+        for execution in self._executions:
             execution.release()
 
     def costs(self) -> dict[Any, Mapping[int, float]]:

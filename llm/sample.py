@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 TOKEN, DRAFT, ACCEPT = range(3)  # what a number is drawn for
+_SHORT = 1024  # of the likeliest, among which are nearly always all that may be drawn
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 Seeds = npt.NDArray[np.uint64]
@@ -24,7 +25,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """Of n rows that are not greedy, each field [n]."""
+    """Of n rows that are not greedy, each field [n], on the host."""
 
     temperature: Tensor
     top_k: Tensor  # int64; 0: all
@@ -35,12 +36,6 @@ class Settings:
     def at(self, rows: Tensor) -> Settings:
         return Settings(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.seeds[rows.numpy()]
-        )
-
-    def on(self, device: torch.device) -> Settings:
-        """Where they are used; seeds stay where numbers are drawn."""
-        return Settings(
-            self.temperature.to(device), self.top_k.to(device), self.top_p.to(device), self.min_p.to(device), self.seeds
         )
 
 
@@ -68,28 +63,49 @@ def _mixed(z: Seeds) -> Seeds:
     return z ^ (z >> np.uint64(31))
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row of logits [L, V], -1 where they are not all finite: int64 [L]."""
+    return torch.where(logits.sum(-1).isfinite(), logits.argmax(-1), -1)
+
+
 def probabilities(logits: Tensor, settings: Settings) -> Tensor:
     """What each row's token is drawn from, [n, V] fp32, not normalized: zero for all that is left out.
 
     In the order of transformers' warpers: temperature, then the top k, then the fewest of these that reach `top_p`
     (Holtzman et al., 2020), then those of at least `min_p` times the likeliest (Nguyen et al., 2024).
     """
-    settings = settings.on(logits.device)
-    p = torch.softmax(logits.float() / settings.temperature[:, None], dim=-1)
-    narrow = (settings.top_k > 0) | (settings.top_p < 1)
-    if bool(narrow.any()):
-        rows = narrow.nonzero()[:, 0]
-        ranked, order = p[rows].sort(dim=-1, descending=True, stable=True)
-        most = settings.top_k[rows].where(settings.top_k[rows] > 0, p.shape[1])
-        ranked.masked_fill_(torch.arange(p.shape[1], device=p.device) >= most[:, None], 0)
-        before = ranked.cumsum(-1, dtype=torch.float64) - ranked
-        reached = settings.top_p[rows, None] * ranked.sum(-1, keepdim=True, dtype=torch.float64)
-        # Where all are wanted, rounding must not cost the last of them.
-        ranked.masked_fill_((before >= reached) & (settings.top_p[rows, None] < 1), 0)
-        p[rows] = torch.zeros_like(ranked).scatter_(1, order, ranked)
+    device = logits.device
+    p = torch.softmax(logits.float() / settings.temperature.to(device)[:, None], dim=-1)
+    narrow = ((settings.top_k > 0) | (settings.top_p < 1)).nonzero()[:, 0]  # settings lie on the host: nothing waits
+    if len(narrow):
+        _narrow_(p, narrow.to(device), settings.top_k[narrow].to(device), settings.top_p[narrow].to(device))
     if bool((settings.min_p > 0).any()):
-        p.masked_fill_(p < settings.min_p[:, None] * p.amax(-1, keepdim=True), 0)
+        p.masked_fill_(p < settings.min_p.to(device)[:, None] * p.amax(-1, keepdim=True), 0)
     return p
+
+
+def _narrow_(p: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+    """Leave of these rows of p [n, V] the top k, and of them the fewest that reach `top_p`.
+
+    On a GPU the `_SHORT` likeliest are looked at first, since to sort a large vocabulary takes longer than the model;
+    which of equals at the border are left is torch's choice there, and else that of the least numbers.
+    """
+    whole = p if len(rows) == len(p) else p[rows]
+    sums = whole.sum(-1, keepdim=True, dtype=torch.float64)
+    short = p.is_cuda and p.shape[1] > _SHORT
+    if short:
+        ranked, order = whole.topk(_SHORT, dim=-1)
+        reached = ranked.sum(-1, dtype=torch.float64) >= top_p * sums[:, 0]
+        short = bool(torch.where(top_k > 0, top_k <= _SHORT, reached).all())
+    if not short:
+        ranked, order = whole.sort(dim=-1, descending=True, stable=True)
+    most = top_k.where(top_k > 0, p.shape[1])
+    ranked = ranked.masked_fill(torch.arange(ranked.shape[1], device=p.device) >= most[:, None], 0)
+    sums = torch.where(top_k[:, None] > 0, ranked.sum(-1, keepdim=True, dtype=torch.float64), sums)
+    before = ranked.cumsum(-1, dtype=torch.float64) - ranked
+    # Where all are wanted, rounding must not cost the last of them.
+    ranked.masked_fill_((before >= top_p[:, None] * sums) & (top_p[:, None] < 1), 0)
+    p[rows] = torch.zeros_like(whole).scatter_(1, order, ranked)
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:

@@ -186,6 +186,8 @@ def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:
 
     `best` [k + 1] are the likeliest tokens at the places of the k guesses and behind them.
     """
+    if not guesses:
+        return [best[0]]
     count = next((j for j, guess in enumerate(guesses) if best[j] != guess), len(guesses))
     return [*guesses[:count], best[count]]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TINY, LLAMA_100M = "random:llama-tiny", "random:llama-100m"
+TINY, LLAMA_100M, LLAMA_8B = "random:llama-tiny", "random:llama-100m", "random:llama-8b"
 _SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | trim + "
@@ -27,6 +28,17 @@ class Shape:
     head_dim: int = 16
     context: int = 512
     tied: bool = True
+    rope: Mapping[str, Any] | None = None
+
+    @property
+    def parameters(self) -> int:
+        each = self.width * (2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.width * self.inner
+        return self.layers * (each + 2 * self.width) + self.width * (1 + self.vocabulary * (1 if self.tied else 2))
+
+    @property
+    def large(self) -> bool:
+        """Whether weights are drawn where they will lie, in the type that they will have."""
+        return self.parameters > 10**9
 
 
 SHAPES = {
@@ -35,15 +47,40 @@ SHAPES = {
     LLAMA_100M: Shape(
         vocabulary=16_000, width=768, inner=2048, layers=12, heads=12, kv_heads=4, head_dim=64, context=2048, tied=False
     ),
+    # The published shape of Llama-3.1-8B.
+    LLAMA_8B: Shape(
+        vocabulary=128_256,
+        width=4096,
+        inner=14_336,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        context=131_072,
+        tied=False,
+        rope={
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
 }
 
 
-def make(shape: Shape, seed: int = 0) -> tuple[Any, Any]:
-    """A network and its tokenizer. Equal seeds, equal weights; the random state of torch stays as it was."""
+def make(shape: Shape, seed: int = 0, *, device: str = "cpu", dtype: str = "float32") -> tuple[Any, Any]:
+    """A network and its tokenizer. Equal seeds, equal weights; the random state of torch stays as it was.
+
+    Small ones are the same on every device. A large one is drawn on `device` and as `dtype`, and is another one on
+    another kind of device.
+    """
     import torch
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
+    options = {} if shape.rope is None else {"rope_parameters": dict(shape.rope)}
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
@@ -58,11 +95,33 @@ def make(shape: Shape, seed: int = 0) -> tuple[Any, Any]:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        **options,
     )
-    with torch.random.fork_rng(devices=[]):
+    where = torch.device(device if shape.large else "cpu")
+    usual = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[] if where.type == "cpu" else None), where:
         torch.manual_seed(seed)
-        network = LlamaForCausalLM(config)
+        try:
+            torch.set_default_dtype(getattr(torch, dtype if shape.large else "float32"))
+            network = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(usual)
+    if shape.large:
+        _settle_(network, shape)
     return network, tokenizer(shape.context)
+
+
+def _settle_(network: Any, shape: Shape) -> None:
+    """Let every layer add a little to what embeddings begin with, as trained ones do.
+
+    Branches are scaled by one over the root of their number (GPT-2; Radford et al., 2019), and embeddings are of
+    deviation 1. With neither, the first layers drown the embeddings and each layer magnifies rounding: after 32 of
+    them no two precisions would agree.
+    """
+    network.model.embed_tokens.weight.data.mul_(1 / network.config.initializer_range)
+    for layer in network.model.layers:
+        for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            branch.weight.data.mul_((2 * shape.layers) ** -0.5)
 
 
 def tokenizer(context: int) -> Any:

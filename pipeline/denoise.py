@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -159,6 +159,16 @@ class Inputs:
         )
 
 
+class _Made(NamedTuple):
+    """The riders' conditioning side by side, and whose each row is."""
+
+    kv: torch.Tensor
+    pooled: torch.Tensor
+    time_ids: torch.Tensor
+    time_cond: torch.Tensor | None
+    rider: torch.Tensor  # [B]: the rider's number
+
+
 class Gatherer:
     """Puts rows of many requests side by side, and keeps the last conditioning that it made.
 
@@ -167,26 +177,18 @@ class Gatherer:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._last: tuple[tuple[int, ...], list[Conditioning], tuple[torch.Tensor | None, ...]] | None = None
+        self._last: tuple[tuple[int, ...], list[Conditioning], _Made] | None = None
 
     def inputs(self, riders: Sequence[Trajectory], rows: int) -> Inputs:
         """Arguments of `rows` rows; padding repeats the first rider's row, which keeps it finite."""
-        own = [c.conditioning.rows for c in riders]
-        padding = rows - sum(own)
-        scaled, times = [], []
-        for rider, count in zip(riders, own, strict=True):
-            c_in = rider.table.coefficients[rider.step, 0]
-            scaled += [rider.x * c_in] * count
-            times += [rider.table.timesteps[rider.step]] * count
-        scaled += scaled[:1] * padding
-        times += times[:1] * padding
-        sample = torch.cat(scaled).to(self._dtype)
-        timestep = torch.stack(times).to(sample.device)
-        kv, pooled, time_ids, time_cond = self._conditioning([r.conditioning for r in riders], padding)
-        assert kv is not None and pooled is not None and time_ids is not None
-        return Inputs(sample, timestep, kv, pooled, time_ids, time_cond)
+        made = self._conditioning([r.conditioning for r in riders], rows - sum(r.conditioning.rows for r in riders))
+        scaled = sigmas.model_input(torch.cat([rider.x for rider in riders]), _coefficients(riders))
+        times = torch.stack([rider.table.timesteps[rider.step] for rider in riders]).to(scaled.device)
+        return Inputs(
+            scaled.to(self._dtype)[made.rider], times[made.rider], made.kv, made.pooled, made.time_ids, made.time_cond
+        )
 
-    def _conditioning(self, riders: list[Conditioning], padding: int) -> tuple[torch.Tensor | None, ...]:
+    def _conditioning(self, riders: list[Conditioning], padding: int) -> _Made:
         key = (*(id(rider) for rider in riders), -padding)
         if self._last is None or self._last[0] != key:
 
@@ -196,9 +198,12 @@ class Gatherer:
                     return None
                 return torch.cat(parts + [parts[0][:1]] * padding)
 
+            kv, pooled, time_ids = gather("kv"), gather("pooled"), gather("time_ids")
+            assert kv is not None and pooled is not None and time_ids is not None
+            own = [number for number, rider in enumerate(riders) for _ in range(rider.rows)]
+            rider = torch.tensor(own + [0] * padding, device=kv.device)
             # The riders are kept beside what was made of them, so that no other can take over their identity.
-            made = tuple(gather(name) for name in ("kv", "pooled", "time_ids", "time_cond"))
-            self._last = (key, riders, made)
+            self._last = (key, riders, _Made(kv, pooled, time_ids, gather("time_cond"), rider))
         return self._last[2]
 
     def forget(self) -> None:
@@ -206,7 +211,14 @@ class Gatherer:
 
 
 def guide(output: torch.Tensor, riders: Sequence[Trajectory]) -> torch.Tensor:
-    """Classifier-free guidance (Ho and Salimans, 2022) where a request brought two rows: [B, …] to [requests, …]."""
+    """Classifier-free guidance (Ho and Salimans, 2022) where a request brought two rows: to fp32 [requests, …]."""
+    count = len(riders)
+    if all(rider.conditioning.rows == 2 for rider in riders):
+        pairs = output[: 2 * count].float().unflatten(0, (count, 2))
+        scales = torch.tensor([rider.guidance_scale for rider in riders], device=output.device).view(-1, 1, 1, 1)
+        mixed: torch.Tensor = pairs[:, 0] + scales * (pairs[:, 1] - pairs[:, 0])
+        return mixed
+    output = output.float()
     guided, row = [], 0
     for rider in riders:
         if rider.conditioning.rows == 2:
@@ -222,21 +234,30 @@ def advance(
     riders: Sequence[Trajectory], output: torch.Tensor, noise: Sequence[torch.Tensor | None]
 ) -> list[Trajectory]:
     """Each rider's next trajectory, from the UNet's output for all of their rows. The riders stay as they are."""
-    m = guide(output, riders).float()
+    m = guide(output, riders)
     x = torch.cat([rider.x for rider in riders])
     x0 = torch.cat([rider.x0 for rider in riders])
-    drawn = torch.cat([torch.zeros_like(r.x) if n is None else n for r, n in zip(riders, noise, strict=True)])
-    coefficients = torch.stack([rider.table.coefficients[rider.step] for rider in riders]).to(x.device)
-    x, x0 = sigmas.step(x, m, x0, drawn, coefficients)
+    if any(drawn is not None for drawn in noise):
+        parts = [torch.zeros_like(r.x) if n is None else n for r, n in zip(riders, noise, strict=True)]
+        drawn = torch.cat(parts)
+    else:
+        drawn = torch.zeros_like(x)
+    x, x0 = sigmas.step(x, m, x0, drawn, _coefficients(riders))
+    # Parts of the whole: a latent that waits keeps its companions' of that step, which is little.
     return [
-        replace(rider, step=rider.step + 1, x=_put_back(rider, x[i : i + 1]), x0=x0[i : i + 1].clone())
-        for i, rider in enumerate(riders)
+        replace(rider, step=rider.step + 1, x=_put_back(rider, own), x0=own_x0)
+        for rider, own, own_x0 in zip(riders, torch.split(x, 1), torch.split(x0, 1), strict=True)
     ]
+
+
+def _coefficients(riders: Sequence[Trajectory]) -> torch.Tensor:
+    """Of each rider's next step, fp32 [requests, 7]."""
+    return torch.stack([rider.table.coefficients[rider.step] for rider in riders]).to(riders[0].x.device)
 
 
 def _put_back(rider: Trajectory, moved: torch.Tensor) -> torch.Tensor:
     if rider.kept is None:
-        return moved.clone()
+        return moved
     signal, noise = rider.table.levels[rider.step + 1].tolist()
     return rider.kept.put_back(moved, signal, noise)
 

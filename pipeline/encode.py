@@ -111,9 +111,12 @@ class Encoder:
                 list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
             )
             ids.append(padded.input_ids)
+            full = padded.attention_mask.all(1).tolist()
             for row, prompt in enumerate(prompts):
+                if not full[row] or dropped[row]:
+                    continue
                 whole = tokenizer(prompt, verbose=False, return_offsets_mapping=True)
-                if len(whole.input_ids) > length and not dropped[row]:
+                if len(whole.input_ids) > length:
                     # The prompt's own letters, from the first token that had to make room for the end token.
                     dropped[row] = prompt[whole.offset_mapping[length - 1][0] :].strip()
         joined, pooled = self._compute(ids)

@@ -34,6 +34,7 @@ IMAGE = "image"  # what is edited becomes latents
 SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
 STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step further
 VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
+_VAE_WIDTHS = (1, 2, VAE_ROWS)  # of graphs
 _TEXT = "text"  # the encoders' part of `ENCODE`
 _TEXT_ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -205,10 +206,13 @@ class Execution:
         steps = [(phase, rows) for phase in (DEEP, shallow) for rows in self._buckets]
         for phase, rows in [*steps, (VAE, 1), (VAE, VAE_ROWS)]:
             self._executables.want(Key(phase, rows, size), self._example(phase, rows, size))
+        if self._graphs is not None and measure_s > 0:
+            self._record_text()
         until = time.monotonic() + measure_s
         # Other depths last: few ask for them.
         others = [phase for phase in SHALLOW.values() if phase != shallow]
-        steps = [(DEEP, 2), (shallow, 2), *steps, (VAE, VAE_ROWS), *((p, r) for p in others for r in self._buckets)]
+        decodes = [(VAE, rows) for rows in (_VAE_WIDTHS[1:] if self._graphs is not None else (VAE_ROWS,))]
+        steps = [(DEEP, 2), (shallow, 2), *steps, *decodes, *((p, r) for p in others for r in self._buckets)]
         for phase, rows in [(VAE, 1), *steps]:
             example = self._example(phase, rows, size)
             if self._graphs is not None:
@@ -254,6 +258,15 @@ class Execution:
     def close(self) -> None:
         self._executables.close()
 
+    def _record_text(self) -> None:
+        """All widths of the text encoders: one that is first met under load would hold up everybody."""
+        length = self._model.tokenizers[0].model_max_length
+        with torch.inference_mode():
+            for rows in reversed(_TEXT_ROWS):
+                ids = torch.zeros(rows, length, dtype=torch.long)
+                self.embed([ids, ids])
+            self.synchronize()
+
     def _bucket(self, phase: str, rows: int, *, fixed: bool) -> int:
         """The width of the graph for so many rows; `fixed`: of deterministic requests, always the same.
 
@@ -261,7 +274,7 @@ class Execution:
         """
         if fixed:
             return self.deterministic_rows if phase in STEPS else 1
-        widths = reversed(self._buckets) if phase in STEPS else (1, 2, VAE_ROWS)
+        widths = reversed(self._buckets) if phase in STEPS else _VAE_WIDTHS
         return next((width for width in widths if width >= rows), rows)
 
     def _graph(self, phase: str, rows: int, size: tuple[int, int]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from core import markup
 from core.batching.runner import Refused
 from core.text import complaint
 from unet_opt.schedule import DeepCache
@@ -41,7 +42,7 @@ class ImageParameters:
     `negative_prompt` None means what the model says of an absent one (SDXL: zero embeddings), "" an empty prompt.
     Guidance works where `guidance_scale` > 1; below that a request brings one row instead of two. `scheduler` None
     means the model's own. `preview_every` n > 0 asks for a preview after every n-th step. `deepcache` None runs every
-    step deep.
+    step deep. With `prompt_weighting` both prompts are read with their weights (core.markup).
     """
 
     prompt: str
@@ -56,6 +57,7 @@ class ImageParameters:
     preview_every: int = 0
     deepcache: DeepCache | None = None
     edit: Edit | None = None
+    prompt_weighting: bool = False
 
     @property
     def skipped(self) -> int:
@@ -70,6 +72,8 @@ class ImageParameters:
     def told(self) -> dict[str, Any]:
         """As JSON: what a picture's file says of them. Of the picture that was edited, the SHA-256 of its pixels."""
         told = asdict(self)
+        if not self.prompt_weighting:
+            del told["prompt_weighting"]
         if self.edit is None:
             del told["edit"]
         else:
@@ -83,11 +87,12 @@ class ImageParameters:
 
 def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], schedulers: Collection[str]) -> None:
     """Raise `Refused` naming the first field that is wrong. Values are not echoed where they are text."""
-    _check_text("prompt", parameters.prompt)
-    if not parameters.prompt.strip():
+    if not isinstance(parameters.prompt_weighting, bool):
+        raise Refused("prompt_weighting: must be true or false")
+    if not _checked_text("prompt", parameters.prompt, weights=parameters.prompt_weighting).strip():
         raise Refused("prompt: must not be empty")
     if parameters.negative_prompt is not None:
-        _check_text("negative_prompt", parameters.negative_prompt)
+        _checked_text("negative_prompt", parameters.negative_prompt, weights=parameters.prompt_weighting)
     _check_integer("seed", parameters.seed, 0, MAX_SEED)
     _check_integer("steps", parameters.steps, 1, MAX_STEPS)
     _check_integer("preview_every", parameters.preview_every, 0, MAX_STEPS)
@@ -151,12 +156,20 @@ def _check_pixels(field: str, pixels: bytes, count: int) -> None:
         raise Refused(f"{field}: must be of the picture's size")
 
 
-def _check_text(field: str, text: str) -> None:
+def _checked_text(field: str, text: str, *, weights: bool) -> str:
+    """The text without the marks of its weights, where it has any."""
     if not isinstance(text, str):
         raise Refused(f"{field}: must be text")
     wrong = complaint(text, MAX_PROMPT_CHARACTERS)
     if wrong is not None:
         raise Refused(f"{field}: {wrong}")
+    if not weights:
+        return text
+    try:
+        read = markup.read(text)
+    except markup.MarkupError as error:
+        raise Refused(f"{field}: {error}") from error
+    return read if isinstance(read, str) else read.text
 
 
 def _check_integer(field: str, value: int, low: int, high: int) -> None:

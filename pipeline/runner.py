@@ -18,7 +18,8 @@ import torch
 
 from core import markup
 from core.batching.request import Outcome, Request
-from core.batching.runner import DeviceLost, Lane, LaneTicket, OutOfMemory, Refused
+from core.batching.runner import Lane, LaneTicket, Refused
+from core.failures import translated
 from pipeline import denoise, edit, parameters, sigmas, vae
 from pipeline.encode import Embedding, Encoder, Prompt
 from pipeline.execution import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS, Execution, Group
@@ -64,7 +65,6 @@ class ImageRunner:
         self.sizes = parameters.sizes(model.native, model.multiple)
         self.schedulers = sigmas.SCHEDULERS
         self.default_scheduler = sigmas.default_name(model.scheduler_config)
-        self.lanes = frozenset({"device"})
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
         self._max_rows = max_rows
@@ -173,7 +173,7 @@ class ImageRunner:
         group = self.group(requests[0])
         run = {IMAGE: self._look_at, ENCODE: self._encode, VAE: self._finish}.get(group.phase, self._step)
         compute, commit = run(group, list(requests))
-        return self._lane.start(lambda: _translated(compute), commit)
+        return self._lane.start(lambda: translated(compute), commit)
 
     def _look_at(self, group: Group, requests: list[Request]) -> _Iteration:
         (request,) = requests
@@ -267,9 +267,10 @@ class ImageRunner:
             way = self.execution.cheapest(group, len(latents))
             with torch.inference_mode():
                 padded = torch.cat(latents + latents[:1] * (way.rows - len(latents)))
-                pixels: torch.Tensor = way.function(padded)[: len(latents)].cpu()
+                pixels = vae.to_host(way.function(padded)[: len(latents)])
+                finite: list[bool] = torch.isfinite(padded[: len(latents)]).flatten(1).all(1).tolist()
             self.execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
-            return pixels, [bool(torch.isfinite(latent).all()) for latent in latents]
+            return pixels, finite
 
         def commit(made: tuple[torch.Tensor, list[bool]]) -> dict[str, Outcome]:
             from PIL import Image
@@ -378,18 +379,3 @@ class ImageRunner:
 class _Iteration(NamedTuple):
     compute: Callable[[], Any]
     commit: Callable[[Any], Mapping[str, Outcome]]
-
-
-def _translated(compute: Callable[[], Any]) -> Any:
-    """Run it, and say of torch's errors what they mean to the engine."""
-    try:
-        return compute()
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(str(error)) from error
-    except RuntimeError as error:
-        text = str(error)
-        if "can't allocate memory" in text or "out of memory" in text:
-            raise OutOfMemory(text) from error
-        if "CUDA error" in text or isinstance(error, getattr(torch, "AcceleratorError", ())):
-            raise DeviceLost(text) from error
-        raise

@@ -68,6 +68,16 @@ def levels(pixels: torch.Tensor) -> torch.Tensor:
     return (pixels.float() * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
+def to_host(pixels: torch.Tensor) -> torch.Tensor:
+    """On the CPU; from a GPU by way of memory that its copy engine writes itself."""
+    if not pixels.is_cuda:
+        return pixels
+    host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
+    host.copy_(pixels, non_blocking=True)
+    torch.cuda.current_stream(pixels.device).synchronize()
+    return host
+
+
 class Preview:
     """Small pictures straight from latents by a linear map, fitted once to the model's own VAE.
 

@@ -147,6 +147,7 @@ def pictures(
             preview_every=parameters.get("preview_every", 0),
             deepcache=deepcache,
             edit=edit,
+            prompt_weighting=parameters.get("prompt_weighting", False),
         )
         for k in range(n)
     ]

@@ -22,6 +22,7 @@ from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
 from core.logs import about
 from workers import expand
+from workers.aside import Aside
 from workers.checker import Filtered
 from workers.gate import Gate
 from workers.hand import Hand, Work
@@ -62,12 +63,14 @@ class Tasks:
         self._engine = engine
         self._panels = panels
         self._send = send
+        self._aside = Aside(self._post)
         self._draining = False
 
     def drain(self) -> None:
         """Begin nothing more: what has not left the engine's waiting line, and what comes, is handed back."""
         self._draining = True
         self._gate.close()
+        self._aside.close()
         for work in self._hand.works():
             if not work.begun:
                 work.stop()
@@ -101,7 +104,12 @@ class Tasks:
 
     def _serve(self, envelope: Envelope) -> None:
         id = envelope.id
-        alone = self._outage.patiently(lambda: self._store.suspect(id), unless=lambda: self._draining)
+        look = lambda: self._store.glance(id)  # noqa: E731
+        waits, alone, model = self._outage.patiently(look, unless=lambda: self._draining)
+        panel = self._panels.get(envelope.queue)
+        if waits and panel is not None and model != panel.name:
+            self._aside.put(envelope)  # another's to draw
+            return
         if not self._gate.enter(alone=alone):
             self._post(envelope)  # not begun: another worker may have it at once
             return
@@ -165,7 +173,7 @@ class Tasks:
         try:
             panel = self._panels[claim.modality]
             if claim.model != panel.name:
-                raise Refused("model: is not the one that this worker serves")
+                raise Aborted("it was handed back by another, and is of another's model")
             wanted = panel.requests(claim.parameters)
             keep = lambda key: self._patiently(lambda: self._store.keep(key))  # noqa: E731
             shelf = Shelf(self._artifacts, keep, claim.parameters)

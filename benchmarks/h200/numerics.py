@@ -1,6 +1,6 @@
 """How far the fused layers are from diffusers in bf16, by layer, forward and picture; and whether company changes any.
 
-    python -m benchmarks.h200.numerics [--model NAME] [--kinds bf16,int8,fp8] [--out folder]
+    python -m benchmarks.h200.numerics [--model NAME] [--kinds bf16,int8,fp8] [--pictures FILE.png] [--out folder]
 
 With trained weights (`--model stabilityai/stable-diffusion-xl-base-1.0`) this is the first half of the check; the
 second are MLPerf's gates: `diptych evaluate --protocol mlperf` (docs/evaluation.md). Knows models and distances.
@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +33,7 @@ from pipeline.runner import ImageRunner
 from unet_opt.deepcache import kept
 from unet_opt.fused.decoder import FusedDecoder
 from unet_opt.fused.network import FusedUNet
-from unet_opt.schedule import DEPTHS, DeepCache
+from unet_opt.schedule import AUTO, DEPTHS, DeepCache
 
 KINDS: dict[str, Scheme | None] = {"bf16": None, "int8": "int8", "fp8": "fp8"}
 
@@ -103,8 +105,34 @@ def company(variant: Model, cached: DeepCache | None) -> dict[str, Any]:
     }
 
 
+def drawn(variant: Model, prompts: Sequence[str], cached: DeepCache | None) -> list[Any]:
+    """Pictures of the prompts by the engine, all in flight at once."""
+    runner = ImageRunner(variant, fused=True, max_rows=16, buckets=(2, 4, 8, 16))
+    side = variant.native
+    with Engine([runner]) as engine:
+        futures = [
+            engine.submit(Request(str(i), "image", ImageParameters(prompt, i, side, side, deepcache=cached)))
+            for i, prompt in enumerate(prompts)
+        ]
+        made = [future.result().image for future in futures]
+    runner.close()
+    return made
+
+
+def grid(rows: Sequence[Sequence[Any]], file: Path) -> None:
+    """Save pictures of equal size side by side."""
+    from PIL import Image
+
+    side = rows[0][0].width
+    whole = Image.new("RGB", (side * len(rows[0]), side * len(rows)))
+    for y, row in enumerate(rows):
+        for x, picture in enumerate(row):
+            whole.paste(picture, (x * side, y * side))
+    whole.save(file)
+
+
 @torch.inference_mode()
-def check(source: Model, kinds: list[str]) -> dict[str, Any]:
+def check(source: Model, kinds: list[str], prompts: Sequence[str], pictures: Path | None) -> dict[str, Any]:
     found = sources.ranges(source)
     given = sources.inputs(source, 4)
     expected = sources.stock(source.unet, given)
@@ -114,6 +142,7 @@ def check(source: Model, kinds: list[str]) -> dict[str, Any]:
     sources.plain_attention(source)
     pixels = source.vae.decode((twenty[:1] / source.vae.config.scaling_factor).to(torch.bfloat16), return_dict=False)[0]
     results: dict[str, Any] = {}
+    rows: list[list[Any]] = []
     for name in kinds:
         variant = sources.variant(source, KINDS[name], found)
         result: dict[str, Any] = {}
@@ -138,6 +167,14 @@ def check(source: Model, kinds: list[str]) -> dict[str, Any]:
         del unet, decoder
         results[name] = result
         print(name, json.dumps(result), flush=True)
+        if pictures is not None:
+            rows += [drawn(variant, prompts, cached) for cached in (None, AUTO)]
+            exact = np.stack([np.asarray(picture, dtype=float) for picture in rows[0]])
+            for which, row in zip(("pictures", "pictures+deepcache"), rows[-2:], strict=True):
+                error = np.square(np.stack([np.asarray(picture, dtype=float) for picture in row]) - exact).mean()
+                result[which] = {"psnr_db": round(float(10 * np.log10(255**2 / max(error, 1e-9))), 2)}
+            grid(rows, pictures)
+            print(name, result["pictures"], result["pictures+deepcache"], flush=True)
         if name != "bf16":
             result["company"] = company(variant, DeepCache(2, "resnet"))
             print(name, result["company"], flush=True)
@@ -147,10 +184,12 @@ def check(source: Model, kinds: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=sdxl.NAME)
+    parser.add_argument("--pictures", type=Path, help="where to save what each kind draws, without and with DeepCache")
+    parser.add_argument("--prompts", nargs="+", default=sources.PROMPTS)
     parser.add_argument("--kinds", default="bf16,int8,fp8")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/h200/results"))
     options = parser.parse_args()
-    results = check(sources.model(options.model), options.kinds.split(","))
+    results = check(sources.model(options.model), options.kinds.split(","), options.prompts, options.pictures)
     options.out.mkdir(parents=True, exist_ok=True)
     found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": options.model, **results}
     (options.out / "numerics.json").write_text(json.dumps(found, indent=1) + "\n")

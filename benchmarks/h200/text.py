@@ -2,11 +2,11 @@
 
     python -m benchmarks.h200.text [--out folder] [--minutes N] [--parts a,b]
 
-Seeded random weights: speed does not depend on them. All of ours runs through `llm.execution` and `llm.runner`. A step's
-figures are of static batches whose pages hold random numbers: tokens a second of an `in`/`out` setting are its prompts
-read in full, as measured, and `out` steps as long as the one at the mean context, in + out/2, which is what they come
-to since attention is linear in context; nothing else is shortened. Parts run in order of importance, each guarded;
-results are written after each. Knows models and clocks; leaves arithmetic to `llm`.
+Seeded random weights: speed does not depend on them. All of ours runs through `llm.execution` and `llm.runner`. A
+step's figures are of static batches whose pages hold random numbers: tokens a second of an `in`/`out` setting are its
+prompts read in full, as measured, and `out` steps as long as the one at the mean context, in + out/2, which is what
+they come to, attention being linear in context; nothing else is shortened. Parts run in order of importance, each
+guarded; results are written after each. Knows models and clocks; leaves arithmetic to `llm`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,9 +23,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.h200 import text_kernels
+from benchmarks.h200 import text_kernels, text_peers
 from benchmarks.h200.timing import Clocks, sustained, table
 from llm.kv_cache import Step
+from llm.pages import PAGE
 from llm.tiny import LLAMA_8B
 
 BANDWIDTH = 4.8e12  # bytes a second, by the datasheet
@@ -127,7 +127,7 @@ class Bench:
         with torch.inference_mode():
             wanted = [network(torch.tensor([t], device="cuda"), use_cache=False).logits[0].float() for t in texts]
         network.set_attn_implementation("diptych")
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"transformers, same layers": {kind: self._same(kind, texts, wanted) for kind in KINDS}}
         for kind, kv in (*KV.items(), ("int8", "float"), ("fp8", "float")):
             run = self.execution(kind, 2, 256, kv=kv)
             cosines, agreed = [], []
@@ -149,6 +149,30 @@ class Bench:
             }  # fmt: skip
         found["crowd"] = {kind: self._crowd(kind) for kind in KINDS}
         return found
+
+    def _same(self, kind: str, texts: Sequence[tuple[int, ...]], bf16: Sequence[Any]) -> dict[str, float]:
+        """transformers' own forward of our quantized layers (bf16: of the layers in fp32) beside its bf16, and ours
+        beside it, with keys and values in bf16."""
+        network = self.models[kind].network
+        network.set_attn_implementation("sdpa")
+        if kind == "bf16":
+            for parameter in network.parameters():
+                parameter.data = parameter.data.float()
+        with torch.inference_mode():
+            theirs = [network(torch.tensor([t], device="cuda"), use_cache=False).logits[0].float() for t in texts]
+        if kind == "bf16":
+            for parameter in network.parameters():
+                parameter.data = parameter.data.bfloat16()
+        network.set_attn_implementation("diptych")
+        run, ours = self.execution(kind, 2, 256, kv="float"), []
+        for s, text in enumerate(texts):
+            rows = list(range(len(text)))
+            ours.append(run(Step.of(list(text), rows, [s] * len(text), rows)).clone())
+
+        def near(a: Sequence[Any], b: Sequence[Any]) -> float:
+            return round(torch.cosine_similarity(torch.cat(list(a)), torch.cat(list(b)), dim=-1).mean().item(), 5)
+
+        return {"theirs_to_bf16": near(theirs, bf16), "ours_to_theirs": near(ours, theirs)}
 
     def _crowd(self, kind: str) -> dict[str, bool]:
         """One row's bits among 1, 16, 64 and 256, at 300 tokens."""
@@ -172,12 +196,12 @@ class Bench:
                 step = _step(batch, context)
                 run(step)
                 graph = run._fused.graphs._graph(*_size(batch, context))
-                device = sustained(lambda graph=graph: graph(), 40)  # type: ignore[misc]
+                device = sustained(graph, 40)
                 for _ in range(3):
-                    look(run(step), [])
+                    look(run(step), [], run.best)
                 started = time.perf_counter()
                 for _ in range(20):
-                    run(step).argmax(-1).tolist()
+                    look(run(step), [], run.best)
                 wall = (time.perf_counter() - started) / 20 * 1e3
                 read = run._fused.model.weight_bytes + batch * context * _token_bytes(run.cache)
                 floor = read / BANDWIDTH * 1e3
@@ -197,7 +221,9 @@ class Bench:
         found = {}
         for length, sequences in ((128, 16), (1000, 2)):
             run = self.execution(kind, sequences, length + 8)
-            tokens, positions, owners = [], [], []
+            tokens: list[int] = []
+            positions: list[int] = []
+            owners: list[int] = []
             for s in range(sequences):
                 tokens += self.prompt(length, s)
                 positions += range(length)
@@ -253,96 +279,15 @@ class Bench:
             lane.close()
         if any(len(text.tokens) != written for text in made):
             raise RuntimeError("answers are not whole")
-        self.rows.append(
-            (f"diptych {kind}, engine", f"{given}/{written}", requests, "", f"{requests * written / seconds:.0f}")
-        )
-        return {"tokens_per_s": round(requests * written / seconds, 1), "seconds": round(seconds, 2),
-                "prepared_s": round(prepared, 1), "costs_ms": {str(k): round(v * 1e3, 2) for k, v in
-                                                               next(iter(runner.costs().values())).items()}}  # fmt: skip
-
-    def sampling(self) -> dict[str, Any]:
-        """ms of choosing 256 tokens from logits on the device."""
-        from llm.choose import Asked, choose, look
-        from llm.parameters import TextParameters
-        from llm.work import Work
-
-        model = self.models["bf16"]
-        logits = 3 * torch.randn(256, model.vocabulary, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-        found = {}
-        for name, options in (("greedy", {"temperature": 0}), ("temperature 1", {"seed": 1}),
-                              ("top_k 50, top_p 0.9", {"top_k": 50, "top_p": 0.9, "seed": 1}),
-                              ("top_p 0.9", {"top_p": 0.9, "temperature": 0.3, "seed": 1})):  # fmt: skip
-            works = [Work(TextParameters((1, 2, 3), 9, **options), model.tokenizer, model.vocabulary, None, lookup=False)
-                     for _ in range(256)]  # type: ignore[arg-type]  # fmt: skip
-            asked = [Asked(work, i) for i, work in enumerate(works)]
-            for turn in range(6):
-                if turn == 1:
-                    started = time.perf_counter()
-                choose(logits, asked, look(logits, asked))
-            found[name] = round((time.perf_counter() - started) / 5 * 1e3, 2)
-        return found
-
-    # -- transformers ------------------------------------------------------------------------------------------------
-
-    def generate(self, batch: int, given: int, written: int, steps: int) -> dict[str, Any]:
-        """Its `generate` in bf16 with a dynamic cache, one static batch; of `steps` answers' tokens."""
-        network = self.models["bf16"].network
-        network.set_attn_implementation("sdpa")
-        ids = torch.tensor([self.prompt(given, i) for i in range(batch)], device="cuda")
-        try:
-            seconds = {}
-            for tokens in (2, 1, steps):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                with torch.inference_mode():
-                    network.generate(
-                        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-                        do_sample=False, eos_token_id=None, pad_token_id=0,
-                    )  # fmt: skip
-                torch.cuda.synchronize()
-                seconds[tokens] = time.perf_counter() - started
-        finally:
-            network.set_attn_implementation("diptych")
-        step = (seconds[steps] - seconds[1]) / (steps - 1)
-        rate = batch * written / (seconds[1] + (written - 1) * step)
-        self.rows.append(
-            ("transformers generate, bf16", f"{given}/{written}", batch, f"{step * 1e3:.2f}", f"{rate:.0f}")
-        )
-        return {"step_ms": round(step * 1e3, 2), "prompts_s": round(seconds[1], 3), "steps_measured": steps,
-                "tokens_per_s": round(rate, 1)}  # fmt: skip
-
-    def generate_batch(self, requests: int, given: int, written: int, limit_s: float) -> dict[str, Any]:
-        """Its own continuous batching, in bf16, its defaults but for the sizes of its cache."""
-        from transformers.generation.configuration_utils import GenerationConfig
-
-        network = self.models["bf16"].network
-        prompts = [list(self.prompt(given, i)) for i in range(requests)]
-        done: list[Any] = []
-
-        def write() -> None:
-            try:
-                with torch.inference_mode():
-                    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=written)
-                    network.set_attn_implementation("sdpa")
-                    for count in (4, requests):  # the first one warms up
-                        started = time.perf_counter()
-                        made = network.generate_batch(prompts[:count], generation_config=config)
-                        seconds = time.perf_counter() - started
-                done.append((sum(len(out.generated_tokens) for out in made.values()), seconds))
-            except Exception as error:
-                done.append(error)
-
-        thread = threading.Thread(target=write, daemon=True)
-        thread.start()
-        thread.join(limit_s)
-        network.set_attn_implementation("diptych")
-        if not done:
-            raise RuntimeError(f"it was not done within {limit_s:.0f} s")
-        if isinstance(done[0], Exception):
-            raise done[0]
-        tokens, seconds = done[0]
-        self.rows.append(("transformers generate_batch", f"{given}/{written}", requests, "", f"{tokens / seconds:.0f}"))
-        return {"tokens": tokens, "seconds": round(seconds, 2), "tokens_per_s": round(tokens / seconds, 1)}
+        rate = requests * written / seconds
+        self.rows.append((f"diptych {kind}, engine", f"{given}/{written}", requests, "", f"{rate:.0f}"))
+        costs = {str(rows): round(1e3 * cost, 2) for rows, cost in next(iter(runner.costs().values())).items()}
+        return {
+            "tokens_per_s": round(rate, 1),
+            "seconds": round(seconds, 2),
+            "prepared_s": round(prepared, 1),
+            "costs_ms": costs,
+        }
 
 
 def _activations(model: Any) -> dict[str, float]:
@@ -373,7 +318,7 @@ def _fill(cache: Any) -> None:
 
 def _token_bytes(cache: Any) -> float:
     """Of keys, values and scales of one token."""
-    return float(cache.size_bytes / (cache.keys.shape[1] * cache.keys.shape[-1]))
+    return float(cache.size_bytes / (cache.keys.shape[1] * PAGE))
 
 
 def _step(batch: int, context: int) -> Step:
@@ -409,23 +354,23 @@ def main() -> None:
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("numerics", bench.numerics),
         ("kernels", lambda: text_kernels.check("cuda")),
+        ("early", lambda: text_kernels.early(bench)),
         ("steps int8", lambda: bench.steps("int8")),
         ("prefill int8", lambda: bench.prefill("int8")),
         ("steps fp8", lambda: bench.steps("fp8")),
         ("prefill fp8", lambda: bench.prefill("fp8")),
         ("engine int8 64", lambda: bench.engine("int8", 64)),
         ("engine int8 256", lambda: bench.engine("int8", 256)),
-        ("generate 64", lambda: bench.generate(64, 128, 128, 24)),
-        ("generate 1", lambda: bench.generate(1, 128, 128, 24)),
-        ("sampling", bench.sampling),
+        ("generate 64", lambda: text_peers.generate(bench, 64, 128, 128, 24)),
+        ("generate 1", lambda: text_peers.generate(bench, 1, 128, 128, 24)),
+        ("sampling", lambda: text_kernels.sampling(bench)),
         ("products", lambda: text_kernels.products("cuda", options.out)),
-        ("early", lambda: text_kernels.early(bench)),
         ("steps bf16", lambda: bench.steps("bf16")),
         ("prefill bf16", lambda: bench.prefill("bf16")),
-        ("generate 256", lambda: bench.generate(256, 128, 128, 16)),
-        ("generate 64 long", lambda: bench.generate(64, 1000, 1000, 12)),
+        ("generate 256", lambda: text_peers.generate(bench, 256, 128, 128, 16)),
+        ("generate 64 long", lambda: text_peers.generate(bench, 64, 1000, 1000, 12)),
         ("rates", bench.rates),
-        ("generate_batch", lambda: bench.generate_batch(64, 128, 64, 60)),
+        ("generate_batch", lambda: text_peers.generate_batch(bench, 64, 128, 64, 60)),
         ("tiles", lambda: text_kernels.tiles("cuda", options.out, bench.until)),
     ]
     bench.part("build", bench.build)

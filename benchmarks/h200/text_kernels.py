@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.h200.timing import milliseconds, sustained, table
 from core.quant.kernels.cuda.linear import linear_int8
 from llm.decode_kernel import decode, decode_reference
-from llm.kv_cache import KVCache, Kind, Step
+from llm.kv_cache import Kind, KVCache, Step
 from llm.stream_kernel import Tile, choose, gated, gated_reference, stream, stream_reference
 
 SHAPES = {
@@ -45,7 +45,7 @@ def check(_: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in TYPES:
         for name, (columns, depth) in (("qkv", (6144, 4096)), ("down", (4096, 14336)), ("odd", (4096 + 40, 1000))):
-            for rows in (1, 17, 64, 256):
+            for rows in (1, 64, 256):
                 x, weight = drawn(kind, rows, depth), drawn(kind, columns, depth)
                 made, wanted = stream(x, weight).sum(0).double(), stream_reference(x, weight)[0].double()
                 found[f"stream {kind} {name} {rows}"] = (
@@ -91,28 +91,45 @@ def products(_: str, out: Path) -> dict[str, Any]:
     for (name, (columns, depth)), kind in itertools.product(SHAPES.items(), TYPES):
         if (name == "head") != (kind == "bf16"):
             continue
-        sets = max(1, math.ceil(_AWAY / (columns * depth * TYPES[kind].itemsize)))
-        weights = [drawn(kind, columns, depth) for _ in range(sets)]
-        scale, inverse = torch.ones(columns, device="cuda"), torch.ones(columns // 2, device="cuda")
+        weights = _copies(kind, columns, depth)
         for rows in (1, 16, 64, 128, 256):
             x = drawn(kind, rows, depth)
-            if name == "gate_up":
-                ours = milliseconds(lambda i: gated(x, weights[i], scale, None, inverse, TYPES[kind]), sets=sets)
-            else:
-                ours = milliseconds(lambda i: stream(x, weights[i]), sets=sets)
-            if kind == "bf16":
-                other = milliseconds(lambda i: F.linear(x, weights[i]), sets=sets)
-            else:
-                other = milliseconds(lambda i: linear_int8(x, weights[i], scale), sets=sets)
+            ours = _ms(x, weights, gate_up=name == "gate_up")
+            other = _other_ms(x, weights) if rows >= 64 else math.nan
             rate = weights[0].nbytes / ours / 1e6
-            found[f"{name} {kind} {rows}"] = {"us": round(ours * 1e3, 1), "other_us": round(other * 1e3, 1),
-                                              "gb_per_s": round(rate)}  # fmt: skip
-            lines.append((name, kind, rows, f"{ours * 1e3:.1f}", f"{other * 1e3:.1f}", f"{rate:.0f}",
-                          f"{2 * rows * columns * depth / ours / 1e9:.0f}"))  # fmt: skip
+            work = 2 * rows * columns * depth / ours / 1e9
+            found[f"{name} {kind} {rows}"] = {
+                "us": round(ours * 1e3, 1),
+                "other_us": round(other * 1e3, 1),
+                "gb_per_s": round(rate),
+            }
+            lines.append((name, kind, rows, f"{ours * 1e3:.1f}", f"{other * 1e3:.1f}", f"{rate:.0f}", f"{work:.0f}"))
     table(("product", "type", "rows", "µs", "other µs", "GB/s", "TFLOP/s"), lines)
     out.mkdir(parents=True, exist_ok=True)
     (out / "products.json").write_text(json.dumps(found, indent=1))
     return found
+
+
+def _copies(kind: str, columns: int, depth: int) -> list[Tensor]:
+    return [
+        drawn(kind, columns, depth) for _ in range(max(1, math.ceil(_AWAY / (columns * depth * TYPES[kind].itemsize))))
+    ]
+
+
+def _ms(x: Tensor, weights: list[Tensor], *, gate_up: bool, tile: Tile | None = None) -> float:
+    """Of our product for few rows."""
+    if not gate_up:
+        return milliseconds(lambda i: stream(x, weights[i], tile=tile), sets=len(weights))
+    columns = len(weights[0])
+    scale, inverse = torch.ones(columns, device="cuda"), torch.ones(columns // 2, device="cuda")
+    return milliseconds(lambda i: gated(x, weights[i], scale, None, inverse, x.dtype, tile=tile), sets=len(weights))
+
+
+def _other_ms(x: Tensor, weights: list[Tensor]) -> float:
+    if x.dtype == torch.bfloat16:
+        return milliseconds(lambda i: F.linear(x, weights[i]), sets=len(weights))
+    scale = torch.ones(len(weights[0]), device="cuda")
+    return milliseconds(lambda i: linear_int8(x, weights[i], scale), sets=len(weights))
 
 
 def early(bench: Any) -> dict[str, Any]:
@@ -128,8 +145,35 @@ def early(bench: Any) -> dict[str, Any]:
             step = _step(batch, 192)
             made[on] = run(step).clone()
             graph = run._fused.graphs._graph(*_size(batch, 192))
-            found[f"{batch} rows, {'early' if on else 'usual'}"] = round(sustained(lambda: graph(), 60), 3)  # noqa: B023
+            found[f"{batch} rows, {'early' if on else 'usual'}"] = round(sustained(graph, 60), 3)
         found[f"{batch} rows, equal"] = torch.equal(made[False], made[True])
+    return found
+
+
+def sampling(bench: Any) -> dict[str, Any]:
+    """ms of choosing 256 tokens from logits on the device."""
+    from llm.choose import Asked, choose, look
+    from llm.parameters import TextParameters
+    from llm.work import Work
+
+    model = bench.models["bf16"]
+    logits = 3 * torch.randn(256, model.vocabulary, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    found = {}
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0},
+        "temperature 1": {"seed": 1},
+        "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9, "seed": 1},
+        "top_p 0.9": {"top_p": 0.9, "temperature": 0.3, "seed": 1},
+    }
+    for name, options in kinds.items():
+        given = TextParameters((1, 2, 3), 9, **options)
+        works = [Work(given, model.tokenizer, model.vocabulary, None, lookup=False) for _ in range(256)]
+        asked = [Asked(work, i) for i, work in enumerate(works)]
+        for turn in range(6):
+            if turn == 1:
+                started = time.perf_counter()
+            choose(logits, asked, look(logits, asked))
+        found[name] = round((time.perf_counter() - started) / 5 * 1e3, 2)
     return found
 
 
@@ -138,22 +182,15 @@ def tiles(_: str, out: Path, until: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rows, (name, (columns, depth)) in itertools.product((1, 64, 256, 128, 16), list(SHAPES.items())[:4]):
         fused = name == "gate_up"
-        sets = max(1, math.ceil(_AWAY / (columns * depth)))
-        weights = [drawn("int8", columns, depth) for _ in range(sets)]
-        scale, inverse = torch.ones(columns, device="cuda"), torch.ones(columns // 2, device="cuda")
+        weights = _copies("int8", columns, depth)
         x = drawn("int8", rows, depth)
         usual = choose(rows, columns // (2 if fused else 1), depth, 1, gated=fused)
         timed: list[tuple[float, Tile]] = []
-        for tile in [usual, *_variants(usual, rows, depth, fused)]:
+        for tile in [usual, *_variants(usual, depth, fused)]:
             if time.monotonic() > until:
                 return found
             try:
-                if fused:
-                    ms = milliseconds(
-                        lambda i: gated(x, weights[i], scale, None, inverse, torch.int8, tile=tile), sets=sets
-                    )  # noqa: B023,E501
-                else:
-                    ms = milliseconds(lambda i: stream(x, weights[i], tile=tile), sets=sets)  # noqa: B023
+                ms = _ms(x, weights, gate_up=fused, tile=tile)
             except Exception as error:  # too large a tile for this card
                 print(f"{name} {rows} {tile}: {str(error)[:100]}")
                 continue
@@ -168,17 +205,17 @@ def tiles(_: str, out: Path, until: float) -> dict[str, Any]:
     return found
 
 
-def _variants(usual: Tile, rows: int, depth: int, fused: bool) -> list[Tile]:
+def _variants(usual: Tile, depth: int, fused: bool) -> list[Tile]:
+    """Tiles around the usual one that fit, with enough in flight."""
     made = []
-    for columns, deep, splits, warps, stages in itertools.product(
-        (64, 128), (128, 256), (1,) if fused else (2, 4, 7, 8, 14), (4, 8), (3, 4, 6)
+    for columns, (deep, stages), splits in itertools.product(
+        (64, 128), ((128, 4), (128, 6), (256, 3)), (1,) if fused else (1, 2, 4, 7, 8, 14, 16)
     ):
-        steps = depth // deep
-        high = max(usual.rows, 16)
-        shared = (columns * (2 if fused else 1) + high) * deep * stages
-        if steps % splits or shared > 200_000 or (columns == 64 and warps == 8 and high < 64):
+        shared = (columns * (2 if fused else 1) + usual.rows) * deep * stages
+        near = usual.splits / 2 <= splits <= usual.splits * 2
+        if depth // deep % splits or not 60_000 < shared < 220_000 or not near:
             continue
-        tile = Tile(high, columns, deep, splits, warps, stages)
-        if tile != usual and abs(math.log2(splits / usual.splits)) <= 1.01 and shared > 60_000:
+        tile = Tile(usual.rows, columns, deep, splits, usual.warps, stages)
+        if tile != usual:
             made.append(tile)
     return made

@@ -102,8 +102,8 @@ class SimulatedTicket:
     def ready(self) -> bool:
         return self._runner.clock() >= self.ends
 
-    def wait(self, timeout: float | None = None) -> bool:
-        return self.ready()
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Nobody sleeps on a virtual clock."""
 
     def outcome(self) -> Mapping[str, Outcome]:
         return {request.id: self._runner.commit(request) for request in self._requests}
@@ -113,7 +113,6 @@ class SimulatedRunner:
     """One device. `on_launch` is told of every iteration."""
 
     modality = "image"
-    lanes = frozenset({LANE})
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from core.batching.scheduler import Batch, Scheduler
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.5  # the longest the thread sleeps: `last_tick` tells others that it lives
-_POLL_S = 0.001  # how often tickets are looked at while more than one thing may happen
+_POLL_S = 0.001  # how often a caller looks whether the thread has answered
 
 
 class Aborted(RuntimeError):
@@ -77,7 +77,6 @@ class Engine:
         self._runners = {runner.modality: runner for runner in runners}
         self._scheduler = Scheduler(runners, depth=depth, starvation_s=starvation_s)
         self._depth = depth
-        self._lanes = frozenset(lane for runner in runners for lane in runner.lanes)
         self._on_device_lost = on_device_lost
         self._on_tick = on_tick
         self._inbox: deque[tuple[str, Any]] = deque()
@@ -228,9 +227,8 @@ class Engine:
             self._look = not self._wake.wait(until_s) and not self._scheduler.idle
             self._wake.clear()
             return
-        # With the only lane full nothing can be launched before a ticket ends; else look at both in turn.
-        full = len(self._lanes) == 1 and len(self._tickets) >= self._depth
-        self._tickets[0][1].wait(_HEARTBEAT_S if full else _POLL_S)
+        until_s = min(_HEARTBEAT_S, max(0.0, self._scheduler.next_deadline() - self.clock()))
+        self._wake.wait(until_s)
         self._wake.clear()
 
     def _take_inbox(self) -> bool:
@@ -265,6 +263,7 @@ class Engine:
             self._failed(batch, error, started)
             return False
         self._tickets.append((batch, ticket, started))
+        ticket.notify(self._wake.set)
         return True
 
     def _land(self) -> bool:

@@ -139,7 +139,7 @@ class Policy:
         left_s = math.inf
         for name, runner in self._growing.items():
             streaming = self._running[name]
-            if streaming:
+            if streaming and not runner.overlaps:
                 group = runner.group(next(iter(streaming.values())))
                 if runner.cost(group, 1) <= runner.pace_s:
                     left_s = min(left_s, runner.pace_s - runner.cost(group, len(streaming)))
@@ -150,6 +150,9 @@ def _paced(runner: GrowingRunner, group: Hashable, requests: list[Request], limi
     rows = taken = 0
     # A pace that not even one can keep binds nobody: they would only wait for one another.
     bound_s = runner.pace_s if runner.cost(group, runner.rows(requests[0])) <= runner.pace_s else math.inf
+    whole = sum(map(runner.rows, requests))
+    if whole <= limit and runner.cost(group, whole) <= bound_s:
+        return requests
     for request in requests:
         rows += runner.rows(request)
         if taken and (rows > limit or runner.cost(group, rows) > bound_s):

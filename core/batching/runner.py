@@ -34,8 +34,8 @@ class Ticket(Protocol):
         """Whether the iteration has ended, without blocking."""
         ...
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until it has ended or `timeout` seconds have passed; returns `ready()`."""
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on any thread, once the iteration has ended; at once if it has. Asked for once."""
         ...
 
     def outcome(self) -> Mapping[str, Outcome]:
@@ -51,11 +51,6 @@ class Runner(Protocol):
 
     @property
     def modality(self) -> str: ...
-
-    @property
-    def lanes(self) -> frozenset[str]:
-        """Every lane that its groups may run on."""
-        ...
 
     @property
     def patience_s(self) -> float:
@@ -128,6 +123,14 @@ class GrowingRunner(Runner, Protocol):
         """The longest that one iteration should take."""
         ...
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether its iterations run beside others' on the device, and not in turns with them.
+
+        Then nobody's batches are held narrow for its pace.
+        """
+        ...
+
     def reserve(self, requests: Sequence[Request]) -> bool:
         """Take what the next iteration of these requests needs beyond what they hold. False: there is too little."""
         ...
@@ -184,6 +187,7 @@ class LaneTicket:
         self._compute = compute
         self._commit = commit
         self._ended = threading.Event()
+        self._wake: Callable[[], None] | None = None
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -194,12 +198,16 @@ class LaneTicket:
             self._error = error
         finally:
             self._ended.set()
+            if self._wake is not None:
+                self._wake()
 
     def ready(self) -> bool:
         return self._ended.is_set()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._ended.wait(timeout)
+    def notify(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        if self._ended.is_set():
+            wake()  # perhaps a second time: better than never
 
     def outcome(self) -> Mapping[str, Outcome]:
         self._ended.wait()

@@ -11,6 +11,7 @@ from typing import Any
 
 import redis
 import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.retry import Retry
@@ -68,6 +69,25 @@ def connect_asyncio(url: str, *, connections: int, answer_s: float) -> redis.asy
         retry=AsyncRetry(NoBackoff(), 0),
     )
     return redis.asyncio.Redis.from_pool(pool)
+
+
+def connection_asyncio(url: str) -> AbstractConnection:
+    """One connection for one event loop, which connects when it is first written to. Raises ValueError as `connect`.
+
+    Its `retry` is for who sends again what broke with it. How long an answer may take is for the caller to see to.
+    """
+    pool = redis.asyncio.ConnectionPool.from_url(
+        url,
+        socket_timeout=None,
+        socket_connect_timeout=TIMEOUT_S,
+        socket_keepalive=True,
+        health_check_interval=_CHECK_S,
+        decode_responses=True,
+        protocol=2,
+        retry=AsyncRetry(ExponentialBackoff(cap=0.2, base=0.05), 2, supported_errors=(redis.ConnectionError,)),
+    )
+    made: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
+    return made
 
 
 class Script:

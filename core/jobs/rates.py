@@ -1,22 +1,41 @@
-"""How often who may ask: counters in Redis that all replicas share, by the `limits` library.
+"""How often who may ask: counters in Redis that all replicas share, as the `limits` library counts.
 
-Knows counters and windows; knows nothing of keys, and not what is counted.
+Its windows, keys and scripts; what they tell is worked out here, so that a counter costs one round trip, or none where
+it rides in another script. Knows counters and windows; knows nothing of keys, and not what is counted.
 """
 
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from limits import RateLimitItem, parse
-from limits.errors import StorageError
 from limits.storage import RedisStorage
-from limits.strategies import SlidingWindowCounterRateLimiter
 
-from core.jobs.connection import StoreDown, connect
+from core.jobs.connection import Script, connect
 from core.jobs.keys import PREFIX
+from core.jobs.scripts import PRELUDE
+
+# The library's own scripts, as functions that other scripts can call. They name their parameters KEYS and ARGV.
+LUA = f"""
+local function limits_acquire(KEYS, ARGV)
+{RedisStorage.SCRIPT_ACQUIRE_SLIDING_WINDOW.decode()}
+end
+
+local function limits_window(KEYS, ARGV)
+{RedisStorage.SCRIPT_SLIDING_WINDOW.decode()}
+end
+
+-- Counts what the five values of a list from the i-th on say → whether it was within, and how it stands
+local function charge(list, i)
+  local keys = {{list[i], list[i + 1]}}
+  local within = limits_acquire(keys, {{list[i + 2], list[i + 3], list[i + 4]}})
+  local w = limits_window(keys, {{list[i + 3]}})
+  return within, (within and '1 ' or '0 ') .. table.concat({{w[1] or 0, w[2], w[3] or 0, w[4]}}, ' ')
+end
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +53,66 @@ class Standing:
         return min(120, max(1, math.ceil(self.reset_s)))
 
 
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """`cost` of something that somebody asks for, such as 60/minute allows it. `who` is asking for `what`."""
+
+    rate: str
+    who: str
+    what: str
+    cost: int = 1
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The list of `charge` in Lua."""
+        # What costs more than a whole window holds is counted as all of it.
+        item = _parsed(self.rate)
+        last, this = _keys(self.rate, self.what, self.who)
+        return last, this, str(item.amount), str(item.get_expiry()), str(min(self.cost, item.amount))
+
+    def standing(self, told: Sequence[int]) -> Standing:
+        """From what `charge` in Lua says: allowed, count and ms left of the last window, and of this one."""
+        allowed, *window = told
+        return standing(_parsed(self.rate), bool(allowed), window)
+
+
+def standing(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> Standing:
+    """The library's `SlidingWindowCounterRateLimiter.get_window_stats` over what its script has read."""
+    last, last_ms, this, this_ms = window
+    last_s, this_s, span_s = max(0, last_ms) / 1000, max(0, this_ms) / 1000, item.get_expiry()
+    remaining = item.amount - math.floor(last * last_s / span_s + this)
+    resets = [last_s % (span_s / last)] if last else []
+    resets += [this_s % span_s] if this else []
+    return Standing(allowed, item.amount, max(0, remaining), min(resets, default=0.0))
+
+
 class Rates:
     """Thread-safe; connects at its first command. Windows slide, so that no two bursts meet at their border."""
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
-        self._storage: RedisStorage | None = None
+        self._take = Script(self._client, _TAKE)
 
     def close(self) -> None:
         """Give the connections back."""
         self._client.close()
 
-    def take(self, rate: str, who: str, what: str, cost: int = 1) -> Standing:
-        """Count `cost` of something that somebody asks for, such as 60/minute allows it. Raises `StoreDown`."""
-        item = _parsed(rate)
-        try:
-            limiter = SlidingWindowCounterRateLimiter(self._open())
-            # What costs more than a whole window holds is counted as all of it.
-            allowed = limiter.hit(item, what, who, cost=min(cost, item.amount))
-            reset, remaining = limiter.get_window_stats(item, what, who)
-        except StorageError as error:
-            raise StoreDown("Redis does not count") from error
-        return Standing(allowed, item.amount, max(0, remaining), max(0.0, reset - time.time()))
+    def take(self, charge: Charge) -> Standing:
+        """Count. Raises `StoreDown`, and `StoreFull` where nothing can be counted."""
+        told: str = self._take(*charge.arguments)
+        return charge.standing([int(number) for number in told.split()])
 
-    def _open(self) -> RedisStorage:
-        if self._storage is None:  # it talks to Redis as soon as it is made
-            self._storage = RedisStorage(
-                "redis://", connection_pool=self._client.connection_pool, key_prefix=f"{PREFIX}limits",
-                wrap_exceptions=True,
-            )  # fmt: skip
-        return self._storage
+
+_TAKE = PRELUDE + LUA + "\nlocal _, told = charge(ARGV, 2)\nreturn told\n"
 
 
 @cache
 def _parsed(rate: str) -> RateLimitItem:
     return parse(rate)
+
+
+@lru_cache(maxsize=4096)
+def _keys(rate: str, what: str, who: str) -> tuple[str, str]:
+    """Where the library's Redis storage keeps the last window and this one."""
+    this = f"{PREFIX}limits:{{{_parsed(rate).key_for(what, who)}}}"
+    return f"{this}/-1", this

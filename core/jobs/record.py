@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from core.jobs.broker import PRIORITY_STEPS, QUEUES
+from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _LONGEST_S = 1_000_000_000  # some thirty years: Lua's numbers stay exact
 
 
@@ -41,12 +42,22 @@ def new_id() -> str:
 
 def to_json(value: Any) -> str:
     """Compact ASCII JSON. Raises ValueError for NaN and infinities, TypeError for what JSON does not know."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def from_json(text: str | None) -> Any:
     """What `to_json` was given; None for no text."""
     return json.loads(text) if text else None
+
+
+def milliseconds(seconds: float) -> int:
+    """As the scripts count time."""
+    return round(seconds * 1000)
+
+
+def pairs(flat: Sequence[str]) -> dict[str, str]:
+    """A hash as scripts answer it: [a, 1, b, 2] → {a: 1, b: 2}"""
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +98,11 @@ class Draft:
             raise ValueError(f"deadline_s: must be between 0 and {_LONGEST_S}")
         if not 0 <= self.work_ms <= _LONGEST_S * 1000:
             raise ValueError(f"work_ms: must be between 0 and {_LONGEST_S * 1000}")
+
+    @property
+    def envelope(self) -> Envelope:
+        """The message that has a worker look at it."""
+        return Envelope(self.id, self.modality, self.priority)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,11 @@ class Registry:
             pipe.execute()
 
     @translated()
+    def forget_model(self, name: str) -> None:
+        """It is no longer listed, until a worker announces it again."""
+        self._client.hdel(keys.MODELS, name)
+
+    @translated()
     def condition(self) -> dict[str, str]:
         """What Redis says of itself: version, used and most memory, policy, and whether it appends to a file."""
         told: Any = self._client.info()

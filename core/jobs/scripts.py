@@ -17,11 +17,12 @@ supported); times are milliseconds since the epoch:
     workers                zset: worker → heartbeat;  worker:{id}: its card, with a time to live;  models: hash of cards
     control:{worker}       stream of messages to a worker
     paused                 set: queues from which no worker takes anything
-    and those of ledger.py: who a job belongs to, and how long what it made is kept
+    and those of ledger.py: who a job belongs to, and how long what it made is kept; the counters of rates.py; and the
+    lists of messages, as kombu keeps them (broker.py)
 
 On a full Redis (`noeviction`) a script's first write is refused if it could need memory; after a first write of
-another kind all others go through. So `CREATE` begins with one that is refused, and makes nothing by halves; whatever
-ends a job, or keeps it going, begins with one that is not.
+another kind all others go through. So what makes a job (creation.py) begins with one that is refused, and makes nothing
+by halves; whatever ends a job, or keeps it going, begins with one that is not.
 """
 
 from __future__ import annotations
@@ -115,48 +116,6 @@ local function tell_to_cancel(worker, id)
   redis.call('PEXPIRE', key, 3600000)  -- of a worker that died
 end
 """
-
-# id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner, digest, webhook
-# or '', keys of the artifacts that it begins with, with spaces between, trace
-# → {whether it was made now, the record's fields}; or 0: the queue is full. Whose job has the id, the caller looks.
-CREATE = (
-    PRELUDE
-    + """
-local id, queue = ARGV[2], ARGV[3]
-local key = P .. 'job:' .. id
-local made = redis.call('EXISTS', key) == 0
-if made then
-  local queued = redis.call('HGET', P .. 'backlog:' .. queue, 'queued')
-  if queued and tonumber(queued) >= tonumber(ARGV[10]) then return 0 end
-  local at = now()
-  -- Attempts go on counting where a job of this id was erased: a worker may still be at that one.
-  local attempt = redis.call('GET', P .. 'erased:' .. id) or 0
-  redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', ARGV[4], 'parameters', ARGV[5],
-    'priority', ARGV[6], 'created', at, 'attempt', attempt, 'lost', 0, 'work_ms', ARGV[9], 'by', 'create',
-    'owner', ARGV[11], 'digest', ARGV[12], 'trace', ARGV[15])
-  if ARGV[13] ~= '' then redis.call('HSET', key, 'webhook', ARGV[13]) end
-  if ARGV[14] ~= '' then
-    redis.call('HSET', key, 'inputs', ARGV[14])
-    for artifact in string.gmatch(ARGV[14], '%S+') do
-      redis.call('HINCRBY', P .. 'naming', artifact, 1)
-      redis.call('HINCRBY', P .. 'needed', artifact, 1)
-      redis.call('ZADD', P .. 'kept', 'GT', at, artifact)
-    end
-  end
-  redis.call('ZADD', P .. 'jobs', at, ARGV[11] .. '|' .. id)
-  redis.call('ZADD', P .. 'jobs:' .. ARGV[11], at, ARGV[11] .. '|' .. id)
-  local job = {id = id, key = key, queue = queue, work_ms = ARGV[9]}
-  if ARGV[8] ~= '' then
-    redis.call('HSET', key, 'deadline', at + ARGV[8])
-    redis.call('ZADD', P .. 'deadlines', at + ARGV[8], id)
-  end
-  count(job, 'queued', 1)
-  post(job, ARGV[7], at)
-  emit(id, 'queued', '{}')
-end
-return {made and 1 or 0, redis.call('HGETALL', key)}
-"""
-)
 
 # id, worker, token of this call, lease_ms, retention_ms
 # → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace; or nothing.

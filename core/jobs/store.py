@@ -12,10 +12,23 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from core.config import Settings
-from core.jobs import keys, ledger, scripts
-from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, level, list_key
+from core.jobs import creation, keys, ledger, scripts
+from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
 from core.jobs.connection import Script, connect, translated
-from core.jobs.record import Backlog, Claim, Draft, Job, JobState, Page, Report, Standing, from_json, to_json
+from core.jobs.record import (
+    Backlog,
+    Claim,
+    Draft,
+    Job,
+    JobState,
+    Page,
+    Report,
+    Standing,
+    from_json,
+    milliseconds,
+    pairs,
+    to_json,
+)
 
 _SILENCE_S = 5.0  # without any sweep: it says that nobody could reach Redis
 _MARGIN_MS = 3_600_000  # for which an artifact outlives the records that name it
@@ -66,13 +79,13 @@ class JobStore:
     ) -> None:
         self._max_attempts = max_attempts
         self._max_queued = max_queued
-        self._lease_ms = _milliseconds(lease_s)
-        self._retention_ms = _milliseconds(retention_s)
-        self._resend_ms = _milliseconds(resend_s)
-        self._overtime_ms = _milliseconds(overtime_s)
-        self._silence_ms = _milliseconds(max(_SILENCE_S, lease_s / 3))
+        self._lease_ms = milliseconds(lease_s)
+        self._retention_ms = milliseconds(retention_s)
+        self._resend_ms = milliseconds(resend_s)
+        self._overtime_ms = milliseconds(overtime_s)
+        self._silence_ms = milliseconds(max(_SILENCE_S, lease_s / 3))
         self._client = connect(url)
-        self._create = Script(self._client, scripts.CREATE)
+        self._create = Script(self._client, creation.CREATE)
         self._claim = Script(self._client, scripts.CLAIM)
         self._renew = Script(self._client, scripts.RENEW)
         self._report = Script(self._client, scripts.REPORT)
@@ -109,23 +122,19 @@ class JobStore:
         """`make`, for who knows that the id is new."""
         return self.make(draft)[0]
 
-    def make(self, draft: Draft) -> tuple[Job, bool]:
-        """Make the record of a queued job. The caller then sends `Envelope(job.id, job.modality, job.priority)`.
+    def make(self, draft: Draft, message: str = "") -> tuple[Job, bool]:
+        """Make the record of a queued job, and put `message` into its queue's list, which has a worker look at it.
 
-        Raises `QueueFull`, and `StoreFull` with nothing made. A draft that is already a job is returned as it stands;
-        where clients choose ids, its `owner` and `digest` tell whether it is the same. With it comes whether this call
-        made it, which one that was cut off and repeated does not know.
+        Without one the caller sends `Envelope(job.id, job.modality, job.priority)`. Raises `QueueFull`, and `StoreFull`
+        with nothing made. A draft that is already a job is returned as it stands; where clients choose ids, its `owner`
+        and `digest` tell whether it is the same. With it comes whether this call made it, which one that was cut off
+        and repeated does not know.
         """
-        answer = self._create(
-            draft.id, draft.modality, draft.model, to_json(draft.parameters), draft.priority, level(draft.priority),
-            "" if draft.deadline_s is None else _milliseconds(draft.deadline_s), int(draft.work_ms), self._max_queued,
-            draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
-            " ".join(dict.fromkeys(draft.inputs)), draft.trace,
-        )  # fmt: skip
-        if answer == 0:
+        answer = self._create(creation.argument(draft, self._max_queued, message))
+        made = creation.outcome(draft, (), answer)
+        if made.job is None:
             raise QueueFull(draft.modality, self._max_queued)
-        made, fields = answer
-        return Job.of(draft.id, _pairs(fields)), made == 1
+        return made.job, made.made
 
     @translated()
     def get(self, id: str) -> Job | None:
@@ -141,7 +150,7 @@ class JobStore:
 
     def cancel(self, id: str) -> Job | None:
         """End a queued or running job at once; its worker is told. One that has ended stays as it is. None: unknown."""
-        fields = _pairs(self._cancel(id, self._retention_ms))
+        fields = pairs(self._cancel(id, self._retention_ms))
         return Job.of(id, fields) if fields else None
 
     def erase(self, id: str) -> bool:
@@ -193,6 +202,12 @@ class JobStore:
         """Whether the job must run alone, because a worker stopped answering while it ran. False if unknown."""
         return self._client.hget(keys.job(id), "suspect") == "1"
 
+    @translated()
+    def glance(self, id: str) -> tuple[bool, bool, str]:
+        """Whether the job waits, whether it must run alone, and the model that it names; empty if unknown."""
+        found: Any = self._client.hmget(keys.job(id), "state", "suspect", "model")
+        return found[0] == JobState.QUEUED, found[1] == "1", found[2] or ""
+
     def claim(self, id: str, worker: str) -> Claim | None:
         """Take a queued job. None: nothing to do (live elsewhere, ended, unknown, or its deadline has passed)."""
         answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
@@ -239,7 +254,7 @@ class JobStore:
 
         It stays for as long as a record that ends now, and an hour; or for `for_s`.
         """
-        keep_ms = self._retention_ms + _MARGIN_MS if for_s is None else _milliseconds(for_s)
+        keep_ms = self._retention_ms + _MARGIN_MS if for_s is None else milliseconds(for_s)
         return bool(self._keep(keep_ms, artifact))
 
     def fail(self, id: str, attempt: int, code: str, message: str) -> bool:
@@ -284,13 +299,4 @@ class JobStore:
             limit, self._lease_ms, self._max_attempts, self._retention_ms, self._resend_ms, self._overtime_ms,
             self._silence_ms, *(value for entry in lists for value in entry),
         )  # fmt: skip
-        return Sweep([Envelope(id, queue, 0) for id, queue in _pairs(send).items()], expired, failed)
-
-
-def _milliseconds(seconds: float) -> int:
-    return round(seconds * 1000)
-
-
-def _pairs(flat: Sequence[str]) -> dict[str, str]:
-    """[a, 1, b, 2] → {a: 1, b: 2}"""
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+        return Sweep([Envelope(id, queue, 0) for id, queue in pairs(send).items()], expired, failed)

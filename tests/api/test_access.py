@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -177,6 +179,30 @@ def test_pictures_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
     check_error(refused, 429, code="quota_exceeded")
     assert worker.ids() == before
     assert client.post("/v1/jobs", json=JOB).headers["x-ratelimit-remaining-pictures"] == "0"
+
+
+def test_limits_are_exact_in_a_crowd(guarded: tuple[Guarded, Worker]) -> None:
+    doors, worker = guarded
+    client = doors.key(rate="40/hour", quota="10/day")
+    with ThreadPoolExecutor(16) as crowd:
+        answers = list(crowd.map(lambda _: client.post("/v1/jobs", json=JOB), range(60)))
+    well = [answer for answer in answers if answer.status_code == 202]
+    codes = Counter(answer.json()["error"]["code"] for answer in answers if answer.status_code == 429)
+    assert (len(well), codes) == (10, {"quota_exceeded": 30, "rate_limit_exceeded": 20})
+    left = sorted(int(answer.headers["x-ratelimit-remaining-pictures"]) for answer in well)
+    assert left == list(range(10)), "each was told where it stood"
+    assert {answer.json()["id"] for answer in well} == worker.ids() == {id for id, _ in worker.messages()}
+
+
+def test_what_is_refused_is_a_request_too(guarded: tuple[Guarded, Worker]) -> None:
+    doors, _ = guarded
+    client = doors.key(rate="3/hour", quota="9/day")
+    for fields in ({"steps": 10**6}, {"model": "nobody's"}, {"deadline_s": 0.001}):
+        refused = client.post("/v1/jobs", json={**JOB, **fields})
+        assert refused.status_code in (400, 404) and "x-ratelimit-remaining-requests" in refused.headers
+        assert "x-ratelimit-remaining-pictures" not in refused.headers
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    check_error(client.post("/v1/jobs", json={**JOB, "steps": 10**6}), 429, code="rate_limit_exceeded")
 
 
 @pytest.mark.parametrize(

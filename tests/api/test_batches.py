@@ -191,16 +191,16 @@ class _Stale(BatchStore):
     ],
 )
 def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int | None) -> None:
-    found, errors = batches.parse(data)
+    found, errors = batches.parse(data, URL)
     assert errors and (errors[0]["param"], errors[0]["line"]) == (param, line)
     assert not line or len(found) == line - 1
 
 
 def test_as_many_lines_as_are_allowed() -> None:
     made = lines(*[{"prompt": "a"}] * batches.MOST_LINES)
-    found, errors = batches.parse(made + b"\n")
+    found, errors = batches.parse(made + b"\n", URL)
     assert len(found) == 10_000 and not errors
-    assert batches.parse(made + b"\n" + made)[1][0]["line"] is None
+    assert batches.parse(made + b"\n" + made, URL)[1][0]["line"] is None
 
 
 def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:

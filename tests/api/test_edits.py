@@ -290,7 +290,7 @@ def test_two_pictures_are_one_too_many(client: OpenAI) -> None:
 
 
 def test_what_is_no_form_is_refused(shared: Api) -> None:
-    check_error(shared.post(EDITS, prompt="a hat"), 415, "content-type")
+    check_error(shared.client.post(EDITS, content=b"a hat"), 415, "content-type")
     headers = {"content-type": "multipart/form-data; boundary=x"}
     check_error(shared.client.post(EDITS, content=b"nothing of the kind", headers=headers), 400, code=None)
     check_error(shared.client.post(EDITS, content=iter([b"a"]), headers=headers), 411, "content-length")

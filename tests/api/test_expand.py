@@ -119,7 +119,7 @@ def test_a_batch_is_told_it_line_by_line(world: tuple[Api, Worker]) -> None:
             input_file_id=file.id, endpoint=URL, completion_window="24h",  # type: ignore[arg-type]
         )  # fmt: skip
         expand(worker)
-        ended = eventually(lambda: found if (found := client.batches.retrieve(batch.id)).output_file_id else None)
+        ended: Any = eventually(lambda: found if (found := client.batches.retrieve(batch.id)).output_file_id else None)
         line = json.loads(client.files.content(str(ended.output_file_id)).text)
     assert [image["revised_prompt"] for image in line["response"]["body"]["data"]] == PROMPTS
 
@@ -155,3 +155,10 @@ def test_what_only_the_worker_can_tell_is_a_400(world: tuple[Api, Worker]) -> No
         assert worker.store.fail(id, worker.take(id).attempt, "invalid_request", said)
         check_error(asked.result(PATIENCE_S), 400, "expand_prompt", "context_length_exceeded")
     check_error(api.post(URL, prompt="a cat", expand_prompt="yes"), 400, "expand_prompt", "invalid_type")
+
+
+def test_what_the_text_model_writes_has_no_weights(world: tuple[Api, Worker]) -> None:
+    api, worker = world
+    answer = api.post(URL, prompt="a fox", prompt_weighting=True, expand_prompt=True)
+    check_error(answer, 400, "prompt_weighting", "invalid_value")
+    assert not worker.ids()

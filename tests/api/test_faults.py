@@ -148,15 +148,31 @@ def test_redis_hangs(world: tuple[Api, Worker], redis_server: RedisServer, monke
     api.order()
 
 
-def test_a_send_that_fails_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_cannot_be_put_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     api, worker = world
     monkeypatch.setattr(api.server._service.store, "_resend_ms", 500)  # a message that is late is lost sooner
-    worker.redis.set("image:3", "no list")  # so that Celery cannot push onto it
+    worker.redis.set("image:3", "no list")  # so that nothing can be pushed onto it
     id = api.order()
     assert api.job(id)["status"] == "queued", "the record stands, and that is what counts"
     worker.redis.delete("image:3")
     assert eventually(worker.messages) == [(id, 0)], "the reaper of the API has sent it"
     worker.work(id)
+
+
+def test_a_message_that_gets_lost_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    api, worker = world
+    monkeypatch.setattr(api.server._service.store, "_resend_ms", 500)
+    ids = [api.order() for _ in range(3)]
+    assert worker.messages() == [(id, 3) for id in ids]
+    worker.redis.lrem("image:3", 1, worker.redis.lindex("image:3", 1))  # the second's
+    worker.redis.rpop("image:3")  # a worker takes the first, and dies
+    assert worker.messages() == [(ids[2], 3)]
+    worker.redis.rpop("image:3")
+    worker.work(ids[2])
+    assert eventually(lambda: len(worker.messages()) == 2)
+    assert worker.messages() == [(ids[0], 0), (ids[1], 0)], "as they came"
+    for id in ids[:2]:
+        worker.work(id)
 
 
 def test_an_unexpected_error_is_a_500_that_tells_nothing(world: tuple[Api, Worker]) -> None:

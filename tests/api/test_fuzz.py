@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from api.schemas import JobFields
+from api.schemas import EditJobFields, JobFields
 from deployment.redis import RedisServer
 from tests.api.world import SERVE, Worker, check_error, process, settings_of
 
@@ -31,9 +31,25 @@ scalars = (
     | st.floats()
     | marks
     | st.text(max_size=20)
-    | st.sampled_from(["image", "64x64", "128x128", "auto", "png", "url", "b64_json", "euler", "emoji-xl", ""])
+    | st.sampled_from(
+        [
+            "image",
+            "edit",
+            "data:image/png;base64,AAAA",
+            "64x64",
+            "128x128",
+            "auto",
+            "png",
+            "url",
+            "b64_json",
+            "euler",
+            "emoji-xl",
+            "",
+        ]
+    )
 )
-names = st.sampled_from(sorted(JobFields.model_fields)) | marks | st.text(max_size=10)
+NAMES = sorted({*JobFields.model_fields, *EditJobFields.model_fields, "file_id", "image_url"})
+names = st.sampled_from(NAMES) | marks | st.text(max_size=10)
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=8
 )
@@ -86,7 +102,7 @@ def test_almost_sound(client: httpx2.Client, more: dict[str, Any]) -> None:
     check(post(client, json.dumps({"type": "image", "prompt": MARK, **more}).encode()), success=202)
 
 
-@given(st.sampled_from(sorted(JobFields.model_fields)), values)
+@given(st.sampled_from(NAMES), values)
 @fuzz
 def test_one_field_of_anything(client: httpx2.Client, name: str, value: Any) -> None:
     answer = post(client, json.dumps({"type": "image", "prompt": MARK, name: value}).encode())

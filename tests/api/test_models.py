@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
-from api.schemas import JobFields
+from api.schemas import EditJobFields, JobFields
 from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
 
 
@@ -62,12 +63,44 @@ def test_models_in_openais_shape(shared: Api) -> None:
     assert shared.client.get("/v1/models/emoji-xl").json() == {**model, "diptych": card}
 
 
+def test_a_model_that_nobody_serves_can_be_forgotten(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as old, Worker(settings, "worker-2") as new, Api(settings) as api:
+        old.announce()
+        new.announce(card=dataclasses.replace(CARD, name="my/next"))
+        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
+        waiting = [api.order(model="emoji-xl") for _ in range(3)]
+        others = [api.order(model="my/next"), api.order(model="my/next")]
+        running = old.take(waiting[0])
+        for _ in range(2):  # it is served; then a job of it runs
+            check_error(api.client.delete("/v1/models/emoji-xl"), 409, "name", "model_served")
+            old.registry.forget(old.name)
+        assert api.order(model="emoji-xl"), "who comes meanwhile waits for a worker"
+        old.finish(running)
+        told = api.client.delete("/v1/models/emoji-xl")
+        assert told.json() == {"id": "emoji-xl", "object": "model", "deleted": True, "cancelled": 3}
+        assert [old.job(id).state for id in waiting] == ["succeeded", "cancelled", "cancelled"]
+        assert [old.job(id).state for id in others] == ["queued", "queued"]
+        check_error(api.post("/v1/jobs", type="image", prompt="a cat", model="emoji-xl"), 404, "model")
+        check_error(api.client.delete("/v1/models/emoji-xl"), 404, "model", "model_not_found")
+        check_error(api.client.post(f"/v1/jobs/{waiting[1]}/requeue"), 404, "model", "model_not_found")
+        check_error(api.client.delete("/v1/models/my/next"), 409, "name", "model_served")
+        assert api.job(api.order())["model"] == "my/next"
+        old.announce()
+        eventually(lambda: api.post("/v1/jobs", type="image", prompt="a", model="emoji-xl").status_code == 202)
+
+
 def test_the_documentation_shows_the_bodies(shared: Api) -> None:
     document = shared.client.get("/openapi.json").json()
-    for path, title in (("/v1/images/generations", "ImageRequest"), ("/v1/jobs", "JobRequest")):
+    for path, titles in (
+        ("/v1/images/generations", ["ImageRequest"]),
+        ("/v1/images/edits", ["EditJSONRequest"]),
+        ("/v1/jobs", ["JobRequest", "EditJobRequest"]),
+    ):
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert schema["title"] == title and {"prompt", "seed", "deadline_s"} <= schema["properties"].keys()
-        assert "$ref" not in str(schema)
+        bodies = schema.get("oneOf", [schema])
+        assert [body["title"] for body in bodies] == titles and "$ref" not in str(schema)
+        assert all({"prompt", "seed", "deadline_s"} <= body["properties"].keys() for body in bodies)
     parameters = document["paths"]["/v1/jobs/{id}/events"]["get"]["parameters"]
     assert {parameter["name"] for parameter in parameters} == {"id", "Last-Event-ID", "last_event_id"}
     assert "HTTPValidationError" not in str(document)
@@ -77,7 +110,7 @@ def test_the_documentation_shows_the_bodies(shared: Api) -> None:
 def test_the_handbook_names_every_field_and_code() -> None:
     root = Path(__file__).resolve().parents[2]
     handbook = (root / "docs" / "api.md").read_text("utf-8")
-    for name in JobFields.model_fields:
+    for name in {**JobFields.model_fields, **EditJobFields.model_fields}:
         assert f"`{name}`" in handbook, name
     for part in (root / "api").glob("*.py"):
         for code in re.findall(r'code="([a-z_]+)"', part.read_text("utf-8")):

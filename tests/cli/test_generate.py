@@ -40,6 +40,18 @@ def test_every_option_reaches_the_picture(shell: Shell) -> None:
     }  # fmt: skip
 
 
+def test_weights_are_read_if_asked_for(shell: Shell) -> None:
+    drawn = {}
+    for prompt, options in (("a (red)1.6 fox--", ("--weighting",)), ("a (red)1.6 fox--", ()), ("a red fox", ())):
+        assert shell.generate(prompt, *options, "--seed", "1").code == 0
+        (path,) = shell.pictures()
+        assert made_with(path).get("prompt_weighting", False) is bool(options)
+        with Image.open(path) as image:
+            drawn[prompt, options] = image.tobytes()
+        path.unlink()
+    assert len(set(drawn.values())) == 3
+
+
 def test_several_prompts_are_summed_up_in_one_line(shell: Shell) -> None:
     said = shell.generate("a fox", "a hen")
     assert re.fullmatch(r"2 pictures in out in \d+\.\d s, \d+\.\d\d a second\n", said.out)

@@ -24,6 +24,8 @@ from tests.cli.shell import Shell
         (["fine", "a\0b"], "PROMPT 2: character 2 is U+0000"),
         ([os.fsdecode(b"\xff")], "PROMPT: character 1 is U+DCFF, a control character or surrogate"),
         (["x", "--negative", "\x1b[31m"], "--negative: character 1 is U+001B"),
+        (["fine", "(a).blend(1)", "--weighting"], "PROMPT 2: .blend() is not offered"),
+        (["x", "--weighting", "--negative", "(a)99"], "--negative: a weight is more than 10"),
         (["x", "--size", "33x32"], "--size: 33x32 is not offered; offered: 32x32"),
         (["x", "--size", "99999x99999"], "--size: 99999x99999 is not offered"),
         (["x", "--size", "big"], "--size: must look like 1024x1024, not 'big'"),

@@ -181,7 +181,7 @@ def test_names_devices_and_precisions_that_are_none(tmp_path: Path) -> None:
     for name, options, said in (
         ("no/where/at all", {}, "no such folder, and not a hub id"),
         (str(tmp_path / "none"), {}, "no such folder"),
-        (tiny.TINY, {"precision": "fp8"}, "precision: must be one of fp32, bf16, fp16, int8, not 'fp8'"),
+        (tiny.TINY, {"precision": "fp4"}, "precision: must be one of fp32, bf16, fp16, int8, fp8, not 'fp4'"),
         (tiny.TINY, {"device": "toaster"}, "no device that torch knows"),
         (tiny.TINY, {"precision": "int8"}, "there is no quantized model"),
     ):

@@ -16,7 +16,7 @@ from core.quant.statistics import StatisticsError
 from llm import tiny
 from llm.execution import Execution
 from llm.kv_cache import Step
-from llm.load import QUANTIZED, TextModel, TextModelError, load
+from llm.load import TextModel, TextModelError, load, variant
 from llm.quantized import calibrate, make, quantize
 from llm.recipe import llama
 from llm.runner import TextRunner
@@ -74,11 +74,11 @@ def test_what_was_written_is_what_was_made(tmp_path: Path) -> None:
     assert perplexity(loaded) == perplexity(wanted)
     with stage.serving(loaded, kernels=stage.kernels()) as (engine, _):
         assert stage.answers(engine, [stage.greedy(stage.chat(loaded, "cat"), 20)])[0].text
-    size = (folder / QUANTIZED / "model.safetensors").stat().st_size
+    size = (folder / variant("int8") / "model.safetensors").stat().st_size
     assert size < 0.42 * 4 * sum(weight.numel() for weight in source.network.parameters())
-    manifest = json.loads((folder / QUANTIZED / "quantization.json").read_text())
+    manifest = json.loads((folder / variant("int8") / "quantization.json").read_text())
     assert manifest["recipe"] == "llama-alpha0.5" and manifest["calibration"]["texts"] == len(READ)
-    spoilt = folder / QUANTIZED / "model.safetensors"
+    spoilt = folder / variant("int8") / "model.safetensors"
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
     with pytest.raises(TextModelError, match="damaged or replaced"):
         load(str(folder), precision="int8")
@@ -91,7 +91,7 @@ def test_no_texts_other_weights_and_no_kernels_are_refused(tmp_path: Path) -> No
     folder = tiny.save(tmp_path / "one", tiny.SHAPES[tiny.TINY])
     make(load(str(folder)), [(1, 7, 8, 9)], folder)
     other = tiny.save(tmp_path / "two", tiny.SHAPES[tiny.TINY], seed=1)
-    shutil.copytree(folder / QUANTIZED, other / QUANTIZED)
+    shutil.copytree(folder / variant("int8"), other / variant("int8"))
     with pytest.raises(TextModelError, match="other weights"):
         load(str(other), precision="int8")
     with pytest.raises(TextModelError, match="slower than fp32"):

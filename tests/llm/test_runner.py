@@ -330,7 +330,9 @@ def test_a_retried_iteration_draws_the_same() -> None:
     while not made or not made[-1].finished:
         assert runner.reserve([request])
         for _ in range(2):
-            runner.launch([request]).wait()
+            ended = threading.Event()
+            runner.launch([request]).notify(ended.set)
+            ended.wait()
         made.append(runner.launch([request]).outcome()["a"])
     runner.release(request)
     with stage.serving(model, kernels=stage.kernels(), draft=stage.emoji_draft()) as (engine, _):

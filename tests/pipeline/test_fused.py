@@ -92,7 +92,11 @@ def test_preparing_measures_what_runs() -> None:
     runner.prepare(measure_s=60)
     measured = {(key[0], rows) for key, curve in runner.execution.costs().items() for rows in curve}
     phases = ("deep", "shallow", "shallow-resnet")
-    assert {(phase, rows) for phase in phases for rows in (2, 6, 8, 16)} | {("vae", 1), ("vae", 4)} <= measured
+    assert {(phase, rows) for phase in phases for rows in (2, 6, 8, 16)} | {
+        ("vae", 1),
+        ("vae", 2),
+        ("vae", 4),
+    } <= measured
 
 
 def test_what_is_wider_than_any_forward_costs_more() -> None:

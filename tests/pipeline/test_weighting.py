@@ -18,7 +18,7 @@ from core import markup
 from core.batching.request import Request
 from core.batching.runner import Refused
 from core.markup import Weighted
-from pipeline.encode import Embedding, Encoder
+from pipeline.encode import Embedding, Encoder, embed
 from pipeline.load import Model
 from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
@@ -114,6 +114,26 @@ def test_bits_depend_on_nothing_but_the_prompt() -> None:
             if isinstance(prompt, Weighted):
                 (alone,) = Encoder(model("plain")).encode([prompt])
                 assert torch.equal(embedding.hidden, alone.hidden) and torch.equal(embedding.pooled, alone.pooled)
+
+
+def test_what_computes_may_use_its_memory_again() -> None:
+    """As a CUDA graph does, which writes where it wrote the last time."""
+    plain, prompts = model("plain"), [read("a (red)1.3 fox--"), read("(x)0.5 y+")]
+    kept: list[torch.Tensor] = []
+
+    def compute(ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        made = embed(plain, ids)
+        kept[:] = kept or [torch.empty_like(one) for one in made]
+        for memory, one in zip(kept, made, strict=True):
+            memory[: len(one)] = one
+        return kept[0][: len(ids[0])], kept[1][: len(ids[0])]
+
+    found = Encoder(plain, compute=compute).encode(prompts)
+    with torch.inference_mode():
+        compute([torch.zeros(2, 77, dtype=torch.long)] * 2)
+    for one, prompt in zip(found, prompts, strict=True):
+        (expected,) = Encoder(plain).encode([prompt])
+        assert torch.equal(one.hidden, expected.hidden) and torch.equal(one.pooled, expected.pooled)
 
 
 def test_what_is_remembered_is_told_apart_by_weights() -> None:

@@ -1,6 +1,6 @@
 """A worker for tests: the real process (Celery, Redis, Engine, lanes), with runners that compute nothing.
 
-    python -m tests.workers.stage [--text] [--real] [--step S] [--load S] [--log FILE] [--compiling]
+    python -m tests.workers.stage [--text] [--real] [--step S] [--load S] [--log FILE] [--name NAME] [--compiling]
 
 Settings come from DIPTYCH_*, as for `diptych worker`: DIPTYCH_REDIS_URL, DIPTYCH_ARTIFACTS_URL, DIPTYCH_LEASE_S,
 DIPTYCH_STUCK_S, DIPTYCH_DRAIN_S, DIPTYCH_IMAGE_JOBS, DIPTYCH_MAX_REQUESTS … It is up (Celery consumes) after about a
@@ -14,6 +14,7 @@ second, and then its card in the registry is "ready".
     --load S    seconds that "loading the model" takes (default 0), in which the card says "starting"
     --log FILE  append a line of JSON for each event: {"at": time.monotonic(), "pid", "event", "request", "modality"};
                 events: admit (begins to run), step, done, release; a request is named {job}/{attempt}/{picture}
+    --name NAME the stand-in's model is called so, and its pictures differ from those of other names
     --compiling a thread named "compile" never ends, as the compiler's may not
 
 The stand-in's model is called "stage" and draws 32x32 (64x32, 32x64) PNGs of one colour, which prompt and seed decide:
@@ -105,7 +106,6 @@ class StageRunner:
 
     def __init__(self, modality: str, lane: Lane, step_s: float, slots: int, note: Note) -> None:
         self.modality = modality
-        self.lanes = frozenset({modality})
         self._lane = lane
         self._step_s = step_s
         self._slots = Slots(slots)
@@ -204,13 +204,12 @@ def _happen(request: Request) -> None:
 class StagePictures:
     """The image panel of the stand-in: parameters, progress and results in the shape of real ones."""
 
-    name = MODEL
-
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, name: str = MODEL) -> None:
         self._step_s = step_s
+        self.name = name
 
     def card(self) -> ModelCard:
-        return _card("image", MODEL, self._step_s)
+        return _card("image", self.name, self._step_s)
 
     def requests(self, parameters: Mapping[str, Any]) -> list[Any]:
         return pictures(parameters)
@@ -221,7 +220,8 @@ class StagePictures:
     def result(self, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         images = []
         for wanted in made:
-            data = picture(wanted.prompt, wanted.seed, wanted.width, wanted.height)
+            prompt = wanted.prompt if self.name == MODEL else f"{self.name}: {wanted.prompt}"
+            data = picture(prompt, wanted.seed, wanted.width, wanted.height)
             images.append({
                 "key": shelf.put(data, "image/png"), "seed": wanted.seed, "width": wanted.width,
                 "height": wanted.height, "media_type": "image/png", "size_bytes": len(data), "warnings": [],
@@ -288,6 +288,7 @@ def build(
     real: bool = False,
     step_s: float = 0.01,
     load_s: float = 0.0,
+    name: str = MODEL,
     note: Note = lambda event, request: None,
 ) -> Equipment:
     """The stand-in's engine and panels, in this process."""
@@ -309,7 +310,7 @@ def build(
         if wanted:
             lane = Lane(modality)
             runners.append(StageRunner(modality, lane, step_s, settings.max_requests, note))
-            panels[modality] = StagePictures(step_s) if modality == "image" else StageText(step_s)
+            panels[modality] = StagePictures(step_s, name) if modality == "image" else StageText(step_s)
             closers.append(lane.close)
     return Stage(Engine(runners, starvation_s=settings.starvation_s), panels, closers)
 
@@ -333,6 +334,7 @@ def main() -> int:
     parser.add_argument("--step", type=float, default=0.01)
     parser.add_argument("--load", type=float, default=0.0)
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--name", default=MODEL)
     parser.add_argument("--compiling", action="store_true")
     options = parser.parse_args()
     if options.compiling:
@@ -341,8 +343,9 @@ def main() -> int:
 
     def made(settings: Settings, say: Callable[[str], None]) -> Equipment:
         return build(
-            settings, say, text=options.text, real=options.real, step_s=options.step, load_s=options.load, note=note
-        )
+            settings, say, text=options.text, real=options.real, step_s=options.step, load_s=options.load,
+            name=options.name, note=note,
+        )  # fmt: skip
 
     return boot.run(config.read(), made)
 

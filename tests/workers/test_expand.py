@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from core.artifacts import Artifacts
 from core.batching.runner import Refused
 from core.config import EMBEDDED_TEXT_MODEL, Settings
 from core.jobs.record import Job, JobState
@@ -37,7 +38,7 @@ CAT = ImageParameters("a cat", 5, 32, 32)
 def works(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Works]:
     settings = Settings(
         model=TINY, text_model=str(EMBEDDED_TEXT_MODEL), device="cpu", threads=1, compile=False, kernels=False,
-        cache_dir=tmp_path_factory.mktemp("cache"), text_memory_mib=16,
+        cache_dir=tmp_path_factory.mktemp("cache"), data_dir=tmp_path_factory.mktemp("data"), text_memory_mib=16,
     )  # fmt: skip
     with build(settings, text=True) as works:
         yield works
@@ -97,6 +98,24 @@ def test_a_picture_is_drawn_from_what_the_text_model_writes(desk: Desk, crew: Cr
     assert images(desk.draw(seed=6))[0]["revised_prompt"] == both[1]["revised_prompt"]
     (plain,) = images(desk.draw(seed=5, prompt=both[0]["revised_prompt"], expand_prompt=False))
     assert plain["key"] == both[0]["key"] and "revised_prompt" not in plain
+
+
+def test_an_edit_is_expanded_too(desk: Desk, crew: Crew, works: Works) -> None:
+    """Each picture by its own seed, from the one picture: as without expansion from the prompt that was written."""
+    stream = io.BytesIO()
+    Image.effect_noise((32, 32), 60).convert("RGB").save(stream, "PNG")
+    edit = {"image": Artifacts(works.settings.artifacts).put(stream.getvalue(), "image/png"), "strength": 0.5}
+    both = images(desk.draw(n=2, seed=5, steps=4, edit=edit))
+    from_noise = images(desk.draw(seed=5, steps=4))[0]
+    assert [image["seed"] for image in both] == [5, 6]
+    for image in both:
+        told = json.loads(Image.open(io.BytesIO(crew.artifacts.get(image["key"]))).text["parameters"])  # type: ignore[attr-defined]
+        assert told["prompt"] == image["revised_prompt"] and told["edit"]["strength"] == 0.5
+        again = images(desk.draw(
+            seed=image["seed"], steps=4, edit=edit, prompt=image["revised_prompt"], expand_prompt=False
+        ))  # fmt: skip
+        assert again[0]["key"] == image["key"] != from_noise["key"]
+    assert both[0]["revised_prompt"] == from_noise["revised_prompt"], "the picture says nothing to the text model"
 
 
 def test_seeds_bring_different_prompts(desk: Desk) -> None:

@@ -58,6 +58,14 @@ def test_what_cannot_be_counted_is_refused_by_name(field: str, value: Any) -> No
     assert "pizza" not in str(caught.value)
 
 
+def test_weights_are_read_where_the_job_says_so() -> None:
+    asked = {**JOB, "n": 1, "prompt": "a (b)1.3"}
+    assert [pictures({**asked, **more})[0].prompt_weighting for more in ({}, {"prompt_weighting": True})] == [
+        False,
+        True,
+    ]
+
+
 @pytest.mark.parametrize("field", ["prompt", "n", "seed", "steps", "guidance_scale", "width", "height"])
 def test_a_missing_field_is_named(field: str) -> None:
     with pytest.raises(Refused, match=f"^{field}: is missing"):

@@ -106,6 +106,16 @@ def test_a_job_that_becomes_suspect_on_the_way_is_not_run_in_company(crew: Crew,
     assert crew.job(id).state is JobState.SUCCEEDED
 
 
+def test_what_another_handed_back_just_now_is_not_drawn_by_the_wrong_model(crew: Crew, scene: Scene) -> None:
+    id = crew.make(model="another")
+    claim = crew.store.claim(id, "another's worker")
+    assert claim is not None
+    scene.store.before_claim = lambda id: crew.store.hand_back(id, 1)
+    scene.run(id)
+    assert scene.sent == [Envelope(id, "image", 0)]
+    assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
+
+
 def test_a_draining_worker_claims_nothing(crew: Crew, scene: Scene) -> None:
     id = crew.make()
     scene.tasks.drain()

@@ -78,7 +78,6 @@ def test_whatever_fails_fails_alone(crew: Crew) -> None:
         "steps": crew.ask(steps=0),
         "n": crew.ask(n=11),
         "scheduler": crew.ask(scheduler="sundial"),
-        "model": crew.ask(model="another"),
         "engine": crew.ask(prompt="FAIL please", n=3),
         "memory": crew.ask(prompt="MEMORY please"),
         "fine": crew.ask(n=2),
@@ -93,7 +92,6 @@ def test_whatever_fails_fails_alone(crew: Crew) -> None:
         ("steps", "invalid_request", "steps: must be between 1 and 1000"),
         ("n", "invalid_request", "n: must be a whole number between 1 and 10"),
         ("scheduler", "invalid_request", "scheduler: must be one of euler"),
-        ("model", "invalid_request", "model: is not the one"),
         ("engine", "engine_error", "the engine failed at this job (RuntimeError)"),
         ("memory", "out_of_memory", "the device has too little memory"),
     ]:

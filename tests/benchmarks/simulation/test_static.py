@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import arrivals
+from benchmarks import traces
 from benchmarks.simulate import solo_s
 from benchmarks.simulation.fleet import Clock
 from benchmarks.simulation.runner import Device, SimulatedRunner, SimulatedTicket
@@ -40,7 +40,7 @@ def test_a_batch_costs_what_draw_batch_takes(count: int, guided: bool, cached: D
     clock, costs, device = Clock(), affine(), Device()
     wanted = picture(SIZE, 6, guided, cached)
     runner = Ticking(costs, device, clock)
-    arrivals.draw_batch(runner, [Request(str(i), "image", wanted) for i in range(count)])
+    traces.draw_batch(runner, [Request(str(i), "image", wanted) for i in range(count)])
     assert clock.now == pytest.approx(sum(seconds for *_, seconds in draw(costs, device, wanted, count)))
     assert runner.held() == 0
 
@@ -52,7 +52,7 @@ def test_without_a_window_batches_are_those_of_the_arrivals_benchmark(seed: int,
     asked = jobs(seed, 30, load / solo_s(affine(), WANTED), PLAIN)
     simulated: list[tuple[float, float, list[int]]] = []
     RequestLevel(
-        affine(), Device(), gpus=1, batch=arrivals._BATCH,
+        affine(), Device(), gpus=1, batch=traces.BATCH,
         on_batch=lambda gpu, begins, ends, taken: simulated.append((begins, ends, [job.index for job in taken])),
     ).run(asked)  # fmt: skip
 
@@ -64,7 +64,7 @@ def test_without_a_window_batches_are_those_of_the_arrivals_benchmark(seed: int,
         begun.release()
         assert may_end.acquire(timeout=60)
 
-    server = arrivals.RequestLevel(draw_when_told, 0.0)
+    server = traces.RequestLevel(draw_when_told, 0.0)
     submitted = 0
     for begins, ends, _ in simulated:
         while submitted < len(asked) and asked[submitted].arrival <= begins:  # nothing runs: the first one begins

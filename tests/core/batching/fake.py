@@ -167,21 +167,18 @@ class FakeTicket:
         ends: float,
         error: BaseException | None,
         done: Callable[[], bool],
-        wait: Callable[[float | None], bool],
+        notify: Callable[[Callable[[], None]], None] = lambda wake: None,
     ) -> None:
         self.ends = ends
         self._runner = runner
         self._requests = requests
         self._error = error
         self._done = done
-        self._wait = wait
+        self.notify = notify
         self._asked = False
 
     def ready(self) -> bool:
         return self._done()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._wait(timeout)
 
     def outcome(self) -> Mapping[str, Outcome]:
         runner = self._runner
@@ -247,10 +244,6 @@ class FakeRunner:
             self.violations.append(breach)
 
     # -- the Runner protocol --
-
-    @property
-    def lanes(self) -> frozenset[str]:
-        return frozenset(self.lanes_of.get(phase, "main") for phase in ("encode", "step", "shallow", "vae", "once"))
 
     def check(self, request: Request) -> None:
         if request.parameters.steps < 1:
@@ -348,14 +341,11 @@ class FakeRunner:
         lane = self.lane(group)
         if self.threads is not None:
             run = self.threads[lane].start(lambda: self.gate.wait(), lambda _: {})
-            return FakeTicket(self, list(requests), math.nan, error, run.ready, run.wait)
+            return FakeTicket(self, list(requests), math.nan, error, run.ready, run.notify)
         ends = max(self.clock(), self._free_at.get(lane, 0.0)) + self.cost(group, rows)
         self._free_at[lane] = ends
 
-        def done(timeout: float | None = None) -> bool:
-            return self.clock() >= ends
-
-        return FakeTicket(self, list(requests), ends, error, done, done)
+        return FakeTicket(self, list(requests), ends, error, lambda: self.clock() >= ends)
 
     def commit(self, request: Request) -> Outcome:
         """Take one request one iteration further."""

@@ -735,9 +735,14 @@ def test_a_lane_runs_in_order_and_hands_over_errors() -> None:
         lane.start(lambda n=n: compute(n), lambda value: {"r": Outcome(result=value)})  # type: ignore[misc]
         for n in range(4)
     ]
-    assert tickets[3].wait(PATIENCE_S)
+    ended = threading.Event()
+    tickets[3].notify(ended.set)
+    assert ended.wait(PATIENCE_S)
     assert all(ticket.ready() for ticket in tickets)
     assert ran == [0, 1, 2, 3]
+    again = threading.Event()
+    tickets[0].notify(again.set)
+    assert again.is_set(), "it has ended"
     assert tickets[1].outcome()["r"].result == 1
     with pytest.raises(ValueError, match="two"):
         tickets[2].outcome()

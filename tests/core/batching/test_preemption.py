@@ -27,7 +27,6 @@ class Flat:
     """Requests that hold what they hold, in forwards whose cost hardly grows with their width."""
 
     modality = "image"
-    lanes = frozenset({"device"})
     patience_s = 20.0
 
     def check(self, request: Request) -> None:
@@ -74,9 +73,9 @@ class Growing:
     """Each iteration makes a request one larger; the first one after it was admitted takes all that it had again."""
 
     modality = "text"
-    lanes = frozenset({"text"})
     patience_s = 1.0
     pace_s = math.inf
+    overlaps = False
 
     def __init__(self, capacity: int, lane: Lane | None = None, limit: int = 8) -> None:
         self.capacity, self.taken, self.width, self._lane = capacity, 0, limit, lane
@@ -245,6 +244,17 @@ def test_others_leave_a_streams_pace_to_it(streaming: int, pace_s: float, width:
         scheduler.add(Request(f"p{number}", "image", 99), 0.0)
     batches = {batch.runner.modality: len(batch.requests) for batch in scheduler.schedule(1.0)}
     assert batches["image"] == width
+
+
+def test_a_stream_that_runs_beside_others_narrows_nobody() -> None:
+    runner = Growing(1000, limit=64)
+    runner.pace_s, runner.overlaps = 0.0605, True
+    scheduler = Scheduler([runner, Flat()])
+    scheduler.add(Request("t", "text", 99), 0.0)
+    for number in range(8):
+        scheduler.add(Request(f"p{number}", "image", 99), 0.0)
+    batches = {batch.runner.modality: len(batch.requests) for batch in scheduler.schedule(1.0)}
+    assert batches == {"text": 1, "image": 8}
 
 
 def test_what_is_alone_and_still_too_large_fails() -> None:

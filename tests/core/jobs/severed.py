@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from urllib.parse import urlsplit
@@ -47,17 +48,25 @@ class Severed:
             thread.start()
 
     def _serve(self, near: socket.socket, far: socket.socket) -> None:
-        """One request, one answer: the store pipelines nothing. What is small arrives in one piece on this machine."""
+        """Bytes both ways. An answer goes to all that was said since the one before it."""
+        said = b""
         try:
-            while said := near.recv(1 << 16):
-                far.sendall(said)
-                answer = far.recv(1 << 16)
+            while True:
+                ready, _, _ = select.select([near, far], [], [])
+                piece = (near if near in ready else far).recv(1 << 16)
+                if not piece:
+                    break
+                if near in ready:
+                    said += piece
+                    far.sendall(piece)
+                    continue
                 if self._marker is not None and self._marker in said:
                     self._marker = None
                     self.cuts += 1
                     break
-                near.sendall(answer)
-        except OSError:
+                near.sendall(piece)
+                said = b""
+        except (OSError, ValueError):  # closed meanwhile
             pass
         for each in (near, far):
             with contextlib.suppress(OSError):

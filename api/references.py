@@ -1,0 +1,66 @@
+"""Pictures that a JSON body names instead of holding: an uploaded file by its id, or a data URL, as OpenAI has them.
+
+Knows references and whose files they lead to. No address is ever fetched. The pictures are looked at in uploads.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import Any
+
+from api import files, schemas
+from api.access import Caller
+from api.errors import refused
+from api.schemas import EditBody, ImageFields, ImageReference
+from api.service import Service
+from api.uploads import Upload
+
+_DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
+
+
+async def read_job(service: Service, caller: Caller, given: dict[str, Any]) -> tuple[ImageFields, Upload | None]:
+    """The fields of a job, by its type, and what it begins with. Raises `ApiError`, and as `fetch`."""
+    kind = given.get("type")
+    if kind == "edit":
+        fields = schemas.read(schemas.EditJobFields, given)
+        return fields, await read(service, caller, fields)
+    if isinstance(kind, str) and kind != "image":
+        raise refused("type", "must be 'image' or 'edit'")
+    return schemas.read(schemas.JobFields, given), None
+
+
+async def read(service: Service, caller: Caller, fields: EditBody) -> Upload:
+    """As `fetch`, without blocking."""
+    return await service.call(fetch, service, caller.id, fields, admin=caller.may("admin"))
+
+
+def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False) -> Upload:
+    """What these fields begin with. Blocks. Raises `ApiError` (400, 404, 413), naming the field; `ArtifactError`."""
+    if len(fields.images) != 1:
+        raise refused("images", "must hold one picture: one can be edited at a time")
+
+    def bytes_of(field: str, reference: ImageReference) -> bytes:
+        if (reference.file_id is None) == (reference.image_url is None):
+            raise refused(field, "must have either file_id or image_url")
+        if reference.image_url is not None:
+            return _inline(f"{field}.image_url", reference.image_url)
+        param = f"{field}.file_id"
+        file = files.get(service, reference.file_id or "", owner, admin=admin, param=param)
+        if file.purpose != "vision":
+            raise refused(param, "must be of a file with the purpose vision")
+        return files.content_of(service, file, param)
+
+    mask = None if fields.mask is None else bytes_of("mask", fields.mask)
+    return Upload.of(bytes_of("images", fields.images[0]), mask, named="images")
+
+
+def _inline(field: str, url: str) -> bytes:
+    found = _DATA.match(url)
+    if found is None:
+        raise refused(field, "must be a data: URL of a PNG, JPEG or WebP in base64; addresses are not fetched")
+    try:
+        return base64.b64decode(url[found.end() :], validate=True)
+    except (binascii.Error, ValueError):
+        raise refused(field, "is not in base64") from None

@@ -1,0 +1,147 @@
+"""The script by which a job is made: counted for who asks, recorded, put into its queue's list, told where it stands.
+
+One script, so that no record waits for its message, and nobody is counted for a job that was not made. Knows its
+arguments and its answer; knows nothing of connections, and not what a message says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.jobs import rates
+from core.jobs.broker import PRIORITY_STEPS, level, list_key
+from core.jobs.record import Backlog, Draft, Job, JobState, Standing, milliseconds, pairs, to_json
+from core.jobs.scripts import PRELUDE
+
+_MADE, _FULL = 1, -1  # what may come of it; else it was there, or is refused
+
+# One JSON array of texts, because a command of thirty arguments costs more to write than all else that it takes:
+# id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner, digest, webhook
+# or '', keys of the artifacts that it begins with, with spaces between, trace, kombu's list, message or '', how many of
+# the charges that follow count where no job is made too, charges of five arguments each
+# → numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5), and
+#   1, made now: created, deadline or 0, attempt, jobs that are called before it, queued, their ms, running, their ms
+#   0, it was there: nothing more, but beside them the record's fields
+#   -1, the queue is full, or -2, the last of these charges is too much: nothing more
+# Whose job has the id, the caller looks.
+CREATE = (
+    PRELUDE
+    + rates.LUA
+    + f"local steps = {{{', '.join(map(str, PRIORITY_STEPS))}}}"
+    + """
+local A = cjson.decode(ARGV[2])
+local id, queue, level, owner = A[1], A[2], A[6], A[10]
+local key, backlog = P .. 'job:' .. id, P .. 'backlog:' .. queue
+-- A write that could need memory, before all others: on a full Redis it is refused, and nothing is begun.
+redis.call('HSETNX', backlog, 'queued', 0)
+local new = redis.call('EXISTS', key) == 0
+local full = new and tonumber(redis.call('HGET', backlog, 'queued')) >= tonumber(A[9])
+local told, code = {}, full and -1 or new and 1 or 0
+for i = 18, #A, 5 do
+  if code < 1 and #told >= tonumber(A[17]) then break end
+  local within, said = charge(A, i)
+  told[#told + 1] = said
+  if not within then
+    code = -2
+    break
+  end
+end
+local answer = code .. ' ' .. #told .. ' ' .. table.concat(told, ' ')
+if code < 0 then return answer end
+if code == 0 then return {answer, redis.call('HGETALL', key)} end
+
+local at = now()
+-- Attempts go on counting where a job of this id was erased: a worker may still be at that one.
+local attempt = redis.call('GET', P .. 'erased:' .. id) or 0
+redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
+  'priority', A[5], 'created', at, 'attempt', attempt, 'lost', 0, 'work_ms', A[8], 'by', 'create',
+  'owner', owner, 'digest', A[11], 'trace', A[14])
+if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
+if A[13] ~= '' then
+  redis.call('HSET', key, 'inputs', A[13])
+  for artifact in string.gmatch(A[13], '%S+') do
+    redis.call('HINCRBY', P .. 'naming', artifact, 1)
+    redis.call('HINCRBY', P .. 'needed', artifact, 1)
+    redis.call('ZADD', P .. 'kept', 'GT', at, artifact)
+  end
+end
+redis.call('ZADD', P .. 'jobs', at, owner .. '|' .. id)
+redis.call('ZADD', P .. 'jobs:' .. owner, at, owner .. '|' .. id)
+local job = {id = id, key = key, queue = queue, work_ms = A[8]}
+local deadline = 0
+if A[7] ~= '' then
+  deadline = at + A[7]
+  redis.call('HSET', key, 'deadline', deadline)
+  redis.call('ZADD', P .. 'deadlines', deadline, id)
+end
+count(job, 'queued', 1)
+post(job, level, at)
+emit(id, 'queued', '{}')
+-- The record is what counts: a message that cannot be put there is found missing by a sweep.
+if A[16] ~= '' then redis.pcall('LPUSH', A[15], A[16]) end
+
+local ahead = -1  -- itself
+for _, step in ipairs(steps) do
+  if step <= tonumber(level) then ahead = ahead + redis.call('ZCARD', P .. 'sent:' .. queue .. ':' .. step) end
+end
+local b = redis.call('HMGET', backlog, 'queued', 'queued_ms', 'running', 'running_ms')
+return table.concat({answer, at, deadline, attempt, ahead, b[1], b[2], b[3] or 0, b[4] or 0}, ' ')
+"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """What came of a draft. `job` is None where it was refused: the queue is `full`, or the last of `charges` too much.
+
+    `made`: this call made it, which one that was cut off and repeated does not know. `standing` is where a job waits
+    that was made now. `charges` is how the counters stand of what was counted, and of what was too much.
+    """
+
+    job: Job | None
+    made: bool = False
+    full: bool = False
+    standing: Standing | None = None
+    charges: tuple[rates.Standing, ...] = ()
+
+
+def argument(
+    draft: Draft, max_queued: int, message: str = "", charges: Sequence[rates.Charge] = (), always: int = 0
+) -> str:
+    """What `CREATE` is called with. The first `always` of the charges count where no job is made too."""
+    urgency = level(draft.priority)
+    return to_json([
+        draft.id, draft.modality, draft.model, to_json(draft.parameters), str(draft.priority), str(urgency),
+        "" if draft.deadline_s is None else str(milliseconds(draft.deadline_s)), str(int(draft.work_ms)),
+        str(max_queued), draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
+        " ".join(dict.fromkeys(draft.inputs)), draft.trace, list_key(draft.modality, urgency), message, str(always),
+        *(value for charge in charges for value in charge.arguments),
+    ])  # fmt: skip
+
+
+def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creation:
+    """What `CREATE` answered."""
+    said, fields = (answer, None) if isinstance(answer, str) else answer
+    code, count, *numbers = map(int, said.split())
+    counters = tuple(
+        charge.standing(numbers[5 * k : 5 * k + 5]) for k, charge in zip(range(count), charges, strict=False)
+    )
+    if code == _MADE:
+        created, deadline, attempt, ahead, *backlog = numbers[5 * count :]
+        standing = Standing(ahead, Backlog(*backlog))
+        return Creation(_queued(draft, created, deadline, attempt), True, False, standing, counters)
+    job = None if fields is None else Job.of(draft.id, pairs(fields))
+    return Creation(job, full=code == _FULL, charges=counters)
+
+
+def _queued(draft: Draft, created: int, deadline: int, attempt: int) -> Job:
+    """The record that was made of a draft, as reading it would give it."""
+    return Job(
+        id=draft.id, modality=draft.modality, model=draft.model, state=JobState.QUEUED, parameters=draft.parameters,
+        priority=draft.priority, created=created / 1000, deadline=deadline / 1000 if deadline else None, started=None,
+        ended=None, attempt=attempt, lost=0, worker="", progress=None, result=None, error=None, suspect=False,
+        work_ms=int(draft.work_ms), owner=draft.owner, digest=draft.digest, webhook=draft.webhook,
+        inputs=tuple(dict.fromkeys(draft.inputs)),
+    )  # fmt: skip

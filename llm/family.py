@@ -1,0 +1,38 @@
+"""What models of the Llama family have in common, as transformers lays them out: what our kernels may assume.
+
+Knows configs and modules; knows no kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODEL_TYPES = ("llama", "mistral", "qwen2")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
+
+
+def check(network: Any) -> None:
+    """Refuse, by name, what our kernels would compute differently from transformers. Raises ValueError."""
+    config = network.config
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"our kernels know {', '.join(MODEL_TYPES)}, not {config.model_type}")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _ROPE_TYPES:
+        raise ValueError(f"our kernels know no rotary positions of type {rope}")
+    if config.hidden_act != "silu":
+        raise ValueError(f"our kernels know SwiGLU only, not {config.hidden_act}")
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    if set(kinds) != {"full_attention"} or (
+        config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
+    ):
+        raise ValueError("our kernels know no sliding windows")
+
+
+def angles(network: Any, positions: int, device: torch.device) -> Tensor:
+    """Cosines, then sines, of half a head's channels at the first so many positions: fp32 [positions, d]."""
+    found = network.model.rotary_emb(torch.zeros(1, device=device), torch.arange(positions, device=device)[None])
+    half = found[0].shape[-1] // 2
+    return torch.cat([part[0, :, :half] for part in found], dim=-1).float().contiguous()

@@ -1,0 +1,255 @@
+"""A Llama on a GPU as a sequence of fused kernels: nine for each layer while decoding, and none that torch would start.
+
+What `llm.program` is to a CPU. Weights stay those of transformers' modules, which get views of what was put side by
+side, so that they are held once; linear layers may be plain, INT8 or FP8. Up to `MOST_ROWS` rows a product is a stream
+of weights whose parts the next kernel adds up; beyond, the 8-bit kernel of `core.quant`. Knows the layout of
+transformers' Llama and of what shares it (Mistral, Qwen2); knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.quant.fp8 import Fp8Linear
+from core.quant.kernels.cuda import driver, tiles
+from core.quant.kernels.cuda.linear import linear_int8
+from core.quant.kernels.cuda.tiles import Tile
+from core.quant.linear import Int8Linear
+from llm import decode_kernel, family, stream_kernel
+from llm.chunk_kernel import chunks
+from llm.fused_kernels import Sums, add_norm, gate, rotate
+from llm.kv_cache import KVCache
+from llm.pages import PAGE
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The tokens of one forward on the device, as in `Step`, and how attention takes them apart."""
+
+    tokens: Tensor  # int32 [T]
+    positions: Tensor  # int32 [T]; -1: a row that only fills up a batch
+    sequences: Tensor  # int32 [T]
+    picked: Tensor | None  # int32 [L]; None: all, in order
+    singles: Tensor | None  # int32: rows alone of their sequence; None: all
+    tiles: Tensor | None  # int32 [n, 3], see `llm.chunk_kernel.tiles`; None: there are none
+    parts: int  # at least `decode_kernel.reach` of the longest sequence among the singles
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One linear layer, or several that read one input, as one. 8-bit ones have `scale` and `inverse`."""
+
+    weight: Tensor  # [N, K], int8, E4M3 or floats
+    scale: Tensor | None  # fp32 [N]
+    bias: Tensor | None  # fp32 [N]
+    inverse: Tensor | None  # fp32 [K]
+
+    @classmethod
+    def of(cls, *layers: nn.Module) -> Product:
+        """Raises ValueError for layers that are not one product. They keep views of what it holds."""
+        kinds = {type(layer) for layer in layers}
+        if len(kinds) != 1 or not kinds <= {nn.Linear, Int8Linear, Fp8Linear}:
+            raise ValueError(f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} are not one product")
+        found: list[Any] = list(layers)
+        first = found[0]
+        quantized = not isinstance(first, nn.Linear)
+        if quantized and not all(torch.equal(first.inverse, layer.inverse) for layer in found):
+            raise ValueError("layers that read one input have different scales for it")
+        if len({layer.bias is None for layer in found}) != 1:
+            raise ValueError("of layers that read one input some have a bias and some have none")
+        weight = first.weight.detach()
+        if len(found) > 1:
+            weight = _beside([layer.weight.detach() for layer in found])
+            for layer, view in zip(found, weight.split([len(layer.weight) for layer in found]), strict=True):
+                layer.weight = view if quantized else nn.Parameter(view, requires_grad=False)
+        bias = None if first.bias is None else torch.cat([layer.bias.detach().float() for layer in found])
+        if not quantized:
+            return cls(weight, None, bias, None)
+        return cls(weight, torch.cat([layer.scale for layer in found]), bias, first.inverse)
+
+    @property
+    def input(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def few(self, x: Tensor, *, early: bool = False) -> Sums:
+        """x [T, K] of the input's type, T at most `MOST_ROWS`."""
+        return Sums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
+
+    def many(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """x [T, K] to [T, N] as `dtype`, plus `residual`, which is then overwritten with it."""
+        if self.scale is not None:
+            tile = _tile(x, len(self.weight))
+            return linear_int8(x, self.weight, self.scale, self.bias, None, residual, dtype, out=residual, tile=tile)
+        y = F.linear(x, self.weight, None if self.bias is None else self.bias.to(dtype))
+        return y if residual is None else residual.add_(y)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    norm: Tensor
+    qkv: Product
+    out: Product
+    second_norm: Tensor
+    wide: Product  # gate, then up
+    down: Product
+
+
+def lacks(network: Any, cache: KVCache) -> str | None:
+    """Why this model cannot be run by these kernels, on this cache, or None."""
+    if (why := decode_kernel.lacks(cache)) is not None:
+        return why
+    try:
+        family.check(network)
+        for layer in network.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                _known(getattr(layer.self_attn, name))
+        _known(network.lm_head)
+    except ValueError as error:
+        return str(error)
+    if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
+        return "keys and values in E4M3 want compute capability 8.9"
+    return None
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+def _known(layer: nn.Module) -> None:
+    if not isinstance(layer, (nn.Linear, Int8Linear, Fp8Linear)):
+        raise ValueError(f"layers of {type(layer).__name__} are not known")
+
+
+class FusedLlama:
+    """Runs a Llama on a cache, by one thread at a time, on the current stream."""
+
+    def __init__(self, network: Any, cache: KVCache) -> None:
+        """Raises ValueError for a model that `lacks` tells the reason of."""
+        if (why := lacks(network, cache)) is not None:
+            raise ValueError(why)
+        config = network.config
+        self.cache = cache
+        self.heads = int(config.num_attention_heads)
+        self.group = self.heads // cache.kv_heads
+        self.early = self._can_be_early(cache.table.device)
+        self._eps = float(network.model.norm.variance_epsilon)
+        self._scale = float(network.model.layers[0].self_attn.scaling)
+        self._embeddings = network.model.embed_tokens.weight.detach()
+        self.dtype = self._embeddings.dtype
+        self._layers = [
+            _Layer(
+                layer.input_layernorm.weight.detach(),
+                Product.of(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                Product.of(layer.self_attn.o_proj),
+                layer.post_attention_layernorm.weight.detach(),
+                Product.of(layer.mlp.gate_proj, layer.mlp.up_proj),
+                Product.of(layer.mlp.down_proj),
+            )
+            for layer in network.model.layers
+        ]
+        self._last_norm = network.model.norm.weight.detach()
+        self._head = Product.of(network.lm_head)
+        self.vocabulary = len(self._head.weight)
+        self._angles = family.angles(network, cache.table.shape[1] * PAGE, self._embeddings.device)
+
+    @staticmethod
+    def _can_be_early(device: torch.device) -> bool:
+        """Whether kernels may be launched before those that they wait for have ended: Hopper and later can."""
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    @property
+    def weight_bytes(self) -> int:
+        """That a token's forward reads: of all layers and the head, without embeddings."""
+        held = [p.weight for layer in self._layers for p in (layer.qkv, layer.out, layer.wide, layer.down)]
+        return sum(weight.nbytes for weight in (*held, self._head.weight))
+
+    @torch.inference_mode()
+    def __call__(self, rows: Rows, out: Tensor | None = None) -> Tensor:
+        """Logits [L, V] in fp32 of the picked rows. `out` may receive them."""
+        early = self.early
+        few = len(rows.tokens) <= stream_kernel.MOST_ROWS
+        x = torch.empty(len(rows.tokens), self._embeddings.shape[1], dtype=self.dtype, device=rows.tokens.device)
+        first = self._layers[0]
+        a = add_norm(
+            self._embeddings, first.norm, self._eps, first.qkv.inverse, first.qkv.input, index=rows.tokens, kept=x,
+            early=early,
+        )  # fmt: skip
+        for number, layer in enumerate(self._layers):
+            qkv = layer.qkv.few(a, early=early) if few else Sums(layer.qkv.many(a, self.dtype)[None])
+            q = rotate(
+                qkv, self._angles, rows.positions, rows.sequences, self.cache, number, self.heads, self.dtype,
+                early=early,
+            )  # fmt: skip
+            b = self._attend(q, rows, number, layer.out)
+            a = self._onwards(layer.out, b, x, layer.second_norm, layer.wide, few)
+            b = self._gated(layer, a, few)
+            last = number + 1 == len(self._layers)
+            norm = self._last_norm if last else self._layers[number + 1].norm
+            a = self._onwards(layer.down, b, x, norm, self._head if last else self._layers[number + 1].qkv, few)
+        if rows.picked is not None:
+            a = (
+                a.view(torch.uint8)[rows.picked.long()].view(a.dtype)
+                if a.element_size() == 1
+                else a[rows.picked.long()]
+            )
+        return self._logits(a, out)
+
+    def _onwards(self, product: Product, b: Tensor, x: Tensor, norm: Tensor, then: Product, few: bool) -> Tensor:
+        """x plus the product of b, in x; returns its norm for the product that comes then."""
+        if few:
+            sums = product.few(b, early=self.early)
+            return add_norm(x, norm, self._eps, then.inverse, then.input, sums=sums, kept=x, early=self.early)
+        product.many(b, self.dtype, x)
+        return add_norm(x, norm, self._eps, then.inverse, then.input)
+
+    def _gated(self, layer: _Layer, a: Tensor, few: bool) -> Tensor:
+        wide, then = layer.wide, layer.down
+        if few:
+            return stream_kernel.gated(
+                a, wide.weight, wide.scale, wide.bias, then.inverse, then.input, early=self.early
+            )
+        return gate(wide.many(a, self.dtype), then.inverse, then.input)
+
+    def _attend(self, q: Tensor, rows: Rows, number: int, then: Product) -> Tensor:
+        cache = self.cache
+        layer = (*cache.layer(number), cache.table)
+        out = torch.empty(q.shape, dtype=then.input, device=q.device)
+        if rows.singles is None or len(rows.singles):
+            decode_kernel.decode(
+                q, *layer, rows.positions, rows.sequences, self._scale, parts=rows.parts, index=rows.singles,
+                inverse=then.inverse, out=out, early=self.early,
+            )  # fmt: skip
+        if rows.tiles is not None:
+            chunks(q, *layer, rows.positions, rows.tiles, self._scale, out, inverse=then.inverse)
+        return out.flatten(1)
+
+    def _logits(self, a: Tensor, out: Tensor | None) -> Tensor:
+        made = torch.empty(len(a), self.vocabulary, device=a.device) if out is None else out
+        for start in range(0, len(a), stream_kernel.MOST_ROWS):
+            part = a[start : start + stream_kernel.MOST_ROWS]
+            to = made[start : start + len(part)]
+            sums = stream_kernel.stream(part, self._head.weight, out=to, early=self.early)
+            if sums.data_ptr() != to.data_ptr() or self._head.scale is not None or self._head.bias is not None:
+                to.copy_(Sums(sums, self._head.scale, self._head.bias).whole())
+        return made
+
+
+def _tile(x: Tensor, columns: int) -> Tile | None:
+    """The tile of the next power of two of rows: steps are of any number, and each other tile is another kernel."""
+    if driver.lacks() is not None:
+        return None
+    rows, depth = x.shape
+    name, processors = torch.cuda.get_device_name(x.device), driver.multiprocessors(x.device.index)
+    return tiles.choose(name, "linear", tiles.bucket(rows), columns, depth, processors)
+
+
+def _beside(weights: Sequence[Tensor]) -> Tensor:
+    if weights[0].dtype == torch.float8_e4m3fn:  # which torch does not concatenate everywhere
+        return torch.cat([weight.view(torch.uint8) for weight in weights]).view(torch.float8_e4m3fn)
+    return torch.cat(list(weights))

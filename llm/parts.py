@@ -1,0 +1,49 @@
+"""What requests bring into one forward: rows of tokens, and which of them are to be answered.
+
+Knows works in the making; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm.choose import Asked
+from llm.kv_cache import Step
+from llm.speculate import Guess
+from llm.work import Work
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A request's share of an iteration: `count` of its tokens from `start` on, then guesses."""
+
+    work: Work
+    start: int
+    count: int
+    last: bool  # whether what follows is wanted
+
+
+def gathered(parts: Sequence[Part], guesses: Sequence[Guess]) -> tuple[Step, dict[int, Asked]]:
+    """All parts as one step, and by their numbers those that want what follows."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    sequences: list[int] = []
+    picked: list[int] = []
+    asked: dict[int, Asked] = {}
+    for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
+        work, start = part.work, part.start
+        if part.count == 1 and not guess.tokens:  # of hundreds, most
+            tokens.append(work.tokens[start])
+            positions.append(start)
+            sequences.append(work.row)
+        else:
+            rows = part.count + len(guess.tokens)
+            tokens += work.tokens[start : start + part.count]
+            tokens += guess.tokens
+            positions += range(start, start + rows)
+            sequences += [work.row] * rows
+        if part.last:
+            asked[i] = Asked(work, len(picked), guess)
+            picked += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
+    return Step.of(tokens, positions, sequences, picked), asked

@@ -1,0 +1,282 @@
+"""Jobs made by one event loop: in order, exactly as many as may be, once each, whatever happens to the connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from core.jobs import submissions as module
+from core.jobs.connection import StoreDown, StoreFull
+from core.jobs.creation import Creation
+from core.jobs.rates import Charge
+from core.jobs.record import Backlog, Draft, JobState, Standing, new_id
+from core.jobs.store import JobStore
+from core.jobs.submissions import Submissions
+from deployment.redis import RedisServer
+from tests.core.jobs import books
+from tests.core.jobs.severed import Severed
+
+PATIENCE_S = 120.0  # no test is decided by it
+REQUESTS = Charge("1000/hour", "key", "requests")
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(work(), PATIENCE_S)
+
+    return asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def submitting(url: str, max_queued: int = 100_000) -> AsyncIterator[Submissions]:
+    submissions = Submissions(url, max_queued)
+    try:
+        yield submissions
+    finally:
+        await submissions.close()
+
+
+def draft(**given: Any) -> Draft:
+    return Draft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
+
+
+async def crowd(submissions: Submissions, n: int, charges: tuple[Charge, ...] = (), always: int = 0) -> list[Creation]:
+    drafts = [draft() for _ in range(n)]
+    return await asyncio.gather(*(submissions.make(one, f"of {one.id}", charges, always) for one in drafts))
+
+
+DRAFTS = st.builds(
+    Draft,
+    id=st.builds(new_id),
+    modality=st.sampled_from(("image", "text")),
+    model=st.text("abc-/é", max_size=9),
+    parameters=st.dictionaries(
+        st.text(max_size=4),
+        st.integers() | st.text() | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    ),
+    priority=st.integers(0, 9),
+    deadline_s=st.none() | st.floats(1000, 1e9),
+    work_ms=st.integers(0, 10**12),
+    owner=st.text("abz09_-", max_size=64),
+    digest=st.text("0123456789abcdef", max_size=32),
+    webhook=st.none() | st.fixed_dictionaries({"url": st.just("https://x/ü"), "base": st.text(max_size=5)}),
+    inputs=st.lists(st.sampled_from(("a.png", "b.png")), max_size=3).map(tuple),
+    trace=st.text("0123-", max_size=9),
+)  # fmt: skip
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(DRAFTS, min_size=1, max_size=4))
+def test_a_job_is_told_as_it_stands_in_redis(
+    redis_url: str, store: JobStore, client: redis.Redis, drafts: list[Draft]
+) -> None:
+    async def work() -> list[Creation]:
+        async with submitting(redis_url) as submissions:
+            return list(await asyncio.gather(*(submissions.make(one) for one in drafts)))
+
+    for one, made in zip(drafts, run(work), strict=True):
+        assert made.made and made.job == store.get(one.id)
+        assert client.hget(f"diptych:job:{one.id}", "trace") == one.trace
+        assert client.zscore("diptych:deadlines", one.id) == (made.job.deadline and round(made.job.deadline * 1000))
+    books.Books.of(client).check()
+
+
+def test_where_each_stands(redis_url: str, store: JobStore) -> None:
+    async def work() -> list[Creation]:
+        async with submitting(redis_url) as submissions:
+            return [await submissions.make(draft(priority=p, work_ms=10)) for p in (5, 9, 0, 4, 9)]
+
+    made = run(work)
+    assert [one.standing.ahead for one in made] == [0, 1, 0, 2, 4]
+    assert made[-1].standing == Standing(4, Backlog(5, 50, 0, 0)) == store.standing(made[-1].job.id)
+
+
+def test_messages_lie_in_the_order_of_the_calls(redis_url: str, client: redis.Redis) -> None:
+    async def work() -> list[str]:
+        async with submitting(redis_url) as submissions:
+            drafts = [draft(priority=(5, 9)[k % 2]) for k in range(300)]  # more than one round trip takes
+            await asyncio.gather(*(submissions.make(one, one.id) for one in drafts))
+            return [one.id for one in drafts]
+
+    ids = run(work)
+    assert client.lrange("image:3", 0, -1)[::-1] == ids[::2]
+    assert client.lrange("image:9", 0, -1)[::-1] == ids[1::2]
+    for level, own in ((3, ids[::2]), (9, ids[1::2])):
+        assert client.zrange(f"diptych:sent:image:{level}", 0, -1) == own
+
+
+def test_no_more_jobs_than_the_quota(redis_url: str, client: redis.Redis) -> None:
+    charges = (REQUESTS, Charge("30/hour", "key", "pictures"))
+
+    async def work() -> list[Creation]:
+        async with submitting(redis_url) as one, submitting(redis_url) as other:  # two APIs
+            halves = await asyncio.gather(crowd(one, 50, charges, 1), crowd(other, 50, charges, 1))
+            return [made for half in halves for made in half]
+
+    made = run(work)
+    jobs = [one for one in made if one.job is not None]
+    assert sorted(one.charges[1].remaining for one in jobs) == list(range(30))
+    assert sorted(one.charges[0].remaining for one in made) == list(range(900, 1000)), "asking was counted every time"
+    assert all(not one.charges[1].allowed and not one.full for one in made if one.job is None)
+    assert len(books.Books.of(client).records) == client.llen("image:3") == 30
+
+
+def test_a_rate_that_is_used_up_costs_no_quota(redis_url: str) -> None:
+    async def work() -> list[Creation]:
+        async with submitting(redis_url) as submissions:
+            return await crowd(
+                submissions, 9, (Charge("4/hour", "key", "requests"), Charge("8/day", "key", "pictures")), 1
+            )
+
+    made = run(work)
+    assert [one.job is not None for one in made] == [True] * 4 + [False] * 5
+    assert [len(one.charges) for one in made] == [2] * 4 + [1] * 5
+    assert made[3].charges[1].remaining == 4
+
+
+def test_a_full_queue_counts_who_asks_and_no_pictures(redis_url: str, client: redis.Redis) -> None:
+    charges = (REQUESTS, Charge("8/day", "key", "pictures"))
+
+    async def work() -> tuple[list[Creation], Creation]:
+        async with submitting(redis_url, max_queued=3) as submissions:
+            made = await crowd(submissions, 5, charges, 1)
+            JobStore(redis_url).cancel(made[0].job.id)  # type: ignore[union-attr]
+            return made, await submissions.make(draft(), "", charges, 1)
+
+    made, last = run(work)
+    assert [(one.job is None, one.full) for one in made] == [(False, False)] * 3 + [(True, True)] * 2
+    assert [one.charges[0].remaining for one in made] == [999, 998, 997, 996, 995]
+    assert [len(one.charges) for one in made[3:]] == [1, 1]
+    assert last.job is not None and last.charges[1].remaining == 4
+    books.Books.of(client).check()
+
+
+def test_what_is_there_is_returned_and_costs_no_quota(redis_url: str, store: JobStore, client: redis.Redis) -> None:
+    charges = (REQUESTS, Charge("8/day", "key", "pictures"))
+    wanted = draft(owner="key", digest="d")
+
+    async def work() -> list[Creation]:
+        async with submitting(redis_url) as submissions:
+            first = await submissions.make(wanted, "m", charges, 1)
+            store.claim(wanted.id, "ada")
+            return [
+                first,
+                await submissions.make(wanted, "m", charges, 1),
+                await submissions.make(wanted, "m", charges, 2),
+            ]
+
+    first, again, counted = run(work)
+    assert first.made and not again.made and again.job == store.get(wanted.id) and again.standing is None
+    assert again.job.state is JobState.RUNNING and [one.remaining for one in again.charges] == [998]
+    assert [one.remaining for one in counted.charges] == [997, 6]
+    assert client.lrange("image:3", 0, -1) == ["m"]
+
+
+def test_an_answer_that_gets_lost(redis_url: str, store: JobStore, client: redis.Redis) -> None:
+    """Redis has done it, and the connection breaks: it is asked again, and the jobs are there once."""
+    severed = Severed(redis_url)
+    charges = (REQUESTS, Charge("8/day", "key", "pictures"))
+
+    async def work() -> list[Creation]:
+        async with submitting(severed.url) as submissions:
+            await submissions.make(draft())  # the script is known from here on
+            severed.cut(wanted[1].id)
+            return list(await asyncio.gather(*(submissions.make(one, one.id, charges, 1) for one in wanted)))
+
+    wanted = [draft() for _ in range(3)]
+    made = run(work)
+    severed.close()
+    assert severed.cuts == 1
+    assert [one.job for one in made] == [store.get(one.id) for one in wanted]
+    assert client.lrange("image:3", 0, -1)[::-1] == [one.id for one in wanted]
+    books.Books.of(client).check()
+    window = next(key for key in client.scan_iter("diptych:limits:*pictures*"))
+    assert client.get(window) == "3", "each picture is counted once"
+
+
+def test_a_redis_that_dies_and_comes_back(redis_url: str, mortal: RedisServer, client: redis.Redis) -> None:
+    async def work() -> list[Creation]:
+        async with submitting(redis_url) as submissions:
+            before = await crowd(submissions, 3)
+            mortal.kill()
+            for refused in await asyncio.gather(*(submissions.make(draft()) for _ in range(5)), return_exceptions=True):
+                assert isinstance(refused, StoreDown)
+            await asyncio.to_thread(mortal.start)  # which has forgotten the script
+            return [*before, *await crowd(submissions, 3)]
+
+    made = run(work)
+    assert client.lrange("image:3", 0, -1)[::-1] == [f"of {one.job.id}" for one in made]
+    books.Books.of(client).check()
+
+
+def test_a_redis_that_hangs(redis_url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
+
+    async def work() -> Creation:
+        async with submitting(redis_url) as submissions:
+            await submissions.make(draft())
+            await asyncio.to_thread(client.client_pause, 1500)
+            refused = await asyncio.gather(*(submissions.make(draft()) for _ in range(3)), return_exceptions=True)
+            assert [type(one) for one in refused] == [StoreDown] * 3
+            monkeypatch.setattr(module, "TIMEOUT_S", PATIENCE_S)
+            return await submissions.make(draft())
+
+    assert run(work).made
+    books.Books.of(client).check()
+
+
+def test_a_full_redis_makes_nothing(redis_url: str, full: redis.Redis) -> None:
+    async def work() -> None:
+        async with submitting(redis_url) as submissions:
+            await submissions.make(draft(), "m", (REQUESTS,), 1)
+            before = sorted(full.scan_iter("*")), books.Books.of(full)
+            full.config_set("maxmemory", 1)
+            for _ in range(2):
+                with pytest.raises(StoreFull):
+                    await submissions.make(draft(), "m", (REQUESTS,), 1)
+            assert (sorted(full.scan_iter("*")), books.Books.of(full)) == before
+            full.config_set("maxmemory", 0)
+            assert (await submissions.make(draft(), "m", (REQUESTS,), 1)).charges[0].remaining == 998
+
+    run(work)
+
+
+def test_a_caller_that_goes_away(redis_url: str, client: redis.Redis) -> None:
+    async def work() -> list[Creation]:
+        async with submitting(redis_url) as submissions:
+            calls = [asyncio.create_task(submissions.make(draft(), str(k))) for k in range(6)]
+            await asyncio.sleep(0)
+            calls[0].cancel()
+            calls[3].cancel()
+            return [await call for k, call in enumerate(calls) if k not in (0, 3)]
+
+    made = run(work)
+    assert all(one.made for one in made)
+    assert [m for m in client.lrange("image:3", 0, -1)[::-1] if m not in "03"] == ["1", "2", "4", "5"]
+
+
+def test_closing_tells_who_waits(redis_url: str, client: redis.Redis) -> None:
+    async def work() -> None:
+        submissions = Submissions(redis_url, 10)
+        await submissions.make(draft())
+        await asyncio.to_thread(client.client_pause, 1500)
+        calls = [asyncio.create_task(submissions.make(draft())) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        await submissions.close()
+        for call in calls:
+            with pytest.raises(StoreDown):
+                await call
+
+    run(work)
+
+
+def test_an_address_of_no_use() -> None:
+    with pytest.raises(ValueError):
+        Submissions("http://a", 1)

@@ -1,0 +1,78 @@
+"""What runs a model where: our CPU kernels, the fused GPU kernels, or torch; and why not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from llm.execution import FUSED, KERNELS, TORCH, Execution
+from llm.kv_cache import Step
+from llm.load import TextModel, TextModelError
+from tests.llm import stage
+
+CUDA = torch.cuda.is_available()
+SIZE: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 64}
+
+
+def test_on_a_cpu_our_kernels_run_and_else_torch() -> None:
+    model = stage.small()
+    assert Execution(model, kernels=stage.kernels(), **SIZE).kind == KERNELS
+    assert Execution(model, **SIZE).kind == TORCH
+
+
+def test_fp8_is_refused_on_a_cpu() -> None:
+    with pytest.raises(TextModelError, match="fp8 does not run on a CPU; take int8 or fp32"):
+        Execution(replace(stage.small(), precision="fp8"), kernels=stage.kernels(), **SIZE)
+
+
+def test_pages_in_e4m3_run_on_torch_where_there_is_no_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    model = stage.small()
+    with caplog.at_level(logging.WARNING):
+        eight = Execution(model, kv="fp8", kernels=stage.kernels(), **SIZE)
+    assert eight.kind == TORCH and "not in E4M3" in caplog.text
+    exact = Execution(model, **SIZE)
+    found = []
+    for execution in (eight, exact):
+        execution.cache.place(0, [3, 7])
+        tokens = list(range(40, 60))
+        found.append(execution(Step.of(tokens, list(range(20)), [0] * 20, [19])).clone())
+    # Each key and value loses up to a sixteenth of itself.
+    assert 0 < (found[0] - found[1]).norm() < 0.1 * found[1].norm()
+
+
+def moved(model: TextModel, dtype: torch.dtype) -> TextModel:
+    network = model.network.to("cuda", dtype)
+    return replace(model, network=network, device=torch.device("cuda"), dtype=dtype)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, FUSED), (torch.float32, TORCH)])
+def test_on_a_gpu_fused_kernels_run_all_but_fp32(
+    dtype: torch.dtype, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from llm import tiny
+    from llm.load import load
+
+    with caplog.at_level(logging.WARNING):
+        execution = Execution(moved(load(tiny.TINY), dtype), **SIZE)
+    assert execution.kind == kind
+    assert (kind == FUSED) != ("not fp32" in caplog.text)
+    execution.cache.place(0, [3, 7])
+    execution.prepare(3, 64)
+    tokens = list(range(40, 60))
+    logits = execution(Step.of(tokens, list(range(20)), [0] * 20, [19]))
+    assert logits.shape == (1, 262) and logits.dtype == torch.float32 and bool(logits.isfinite().all())
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_texts_lane_submits_to_its_own_stream_of_high_priority() -> None:
+    from llm.lane import StreamLane
+
+    lane = StreamLane("text", torch.device("cuda"))
+    streams = [lane.call(torch.cuda.current_stream) for _ in range(2)]
+    lane.close()
+    assert streams[0] == streams[1] != torch.cuda.default_stream() and streams[0].priority < 0
