@@ -28,6 +28,7 @@ RUNGS = (
 )  # fmt: skip
 STATIC_BATCH = 16
 _ONE_AT_A_TIME = 8  # of the requests: a rate needs no more, and the slowest rung would take most of the time
+_WARM_TOKENS = 8
 _MODELS = Path(__file__).resolve().parent.parent / "models"
 _OPENINGS = (
     "A man riding a brown horse", "Two dogs play with", "A plate of food with rice and", "A train is pulling into",
@@ -59,6 +60,8 @@ def run(
     rungs: Sequence[str] = RUNGS,
 ) -> dict[str, Any]:
     """Measure the rungs in turns and report the median turn. `draft` is a model's folder; empty: look-up."""
+    from rich.console import Console
+
     unknown = [name for name in rungs if name not in RUNGS]
     if unknown:
         raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
@@ -67,15 +70,19 @@ def run(
         jobs = bench.jobs(requests)
         rates: dict[str, list[float]] = {name: [] for name in rungs}
         left_out: dict[str, str] = {}
-        for turn in range(turns + 1):  # the first one warms up and does not count
+        console = Console(stderr=True)
+        for turn in range(turns + 1):  # the first one, of few tokens, warms up and does not count
             for name in [name for name in rungs if name not in left_out]:
                 mine = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
+                if not turn:
+                    mine = [replace(job, tokens=_WARM_TOKENS) for job in mine[:_ONE_AT_A_TIME]]
                 started = time.perf_counter()
                 try:
                     bench.writes[name](mine)
                 except record.BenchError as error:
                     left_out[name] = str(error)
                     continue
+                console.print(f"turn {turn} of {turns}: {name} took {time.perf_counter() - started:.1f} s")
                 if turn:
                     rates[name].append(sum(job.tokens for job in mine) / (time.perf_counter() - started))
         acceptance = bench.acceptance()

@@ -48,8 +48,9 @@ class DecodeGraphs:
         self._model = model
         self._most = bucket(sequences) or BUCKETS[-1]
         self.rungs = [size for size in REACHES if size <= rung(reach(context))]
-        self._inputs = torch.zeros(3, self._most, dtype=torch.int32, device=device)
-        self._given = torch.zeros(3, self._most, dtype=torch.int32)
+        width = max(4, self._most)  # 16 bytes, which kernels are compiled for
+        self._inputs = torch.zeros(3, width, dtype=torch.int32, device=device)
+        self._given = torch.zeros(3, width, dtype=torch.int32)
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._given = self._given.pin_memory()

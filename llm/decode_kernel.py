@@ -20,8 +20,12 @@ from llm.pages import PAGE
 
 PART = 256  # tokens of a part, at least
 PARTS = 16  # of a sequence, at most
-_BLOCK = 64  # keys at a time
+_UNIT = 128  # tokens that a part is a multiple of, and of which a block is no more
 _LEAST = 16  # rows of a tile that tensor cores take
+
+# Keys at a time, warps, and blocks in flight, by the bytes of a number: the fastest of those tried on an H200
+# (`benchmarks/h200/text_kernels.py`).
+shapes = {1: (64, 4, 3), 2: (64, 4, 3), 4: (64, 4, 2)}
 
 
 def lacks(cache: KVCache) -> str | None:
@@ -36,22 +40,22 @@ def lacks(cache: KVCache) -> str | None:
 
 def reach(tokens: int) -> int:
     """Into how many parts a sequence of so many tokens is cut."""
-    part = max(PART, -(-tokens // (PARTS * _BLOCK)) * _BLOCK)
+    part = max(PART, -(-tokens // (PARTS * _UNIT)) * _UNIT)
     return max(1, -(-tokens // part))
 
 
 @kernel()
-def _part(count, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part(count, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Tokens of a part of a sequence of `count`."""
-    return tl.maximum(PART, (count + PARTS * BLOCK - 1) // (PARTS * BLOCK) * BLOCK)
+    return tl.maximum(PART, (count + PARTS * UNIT - 1) // (PARTS * UNIT) * UNIT)
 
 
 @kernel("table_stride")
 def _parts(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made_parts, largest,
     sums, scale, table_stride, H: tl.constexpr, KV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    REACH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
+    REACH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`scale` is of powers of two: that of the scores times log2(e)."""
     enter(EARLY)
@@ -60,7 +64,7 @@ def _parts(  # type: ignore[no-untyped-def]
     if index is not None:
         row = tl.load(index + place)
     count = tl.load(positions + row) + 1  # 0 of a row that only fills up a batch
-    part = _part(count, PART, PARTS, BLOCK)
+    part = _part(count, PART, PARTS, UNIT)
     start = split * part
     if (start < count) | (split == 0):
         pages = table + tl.load(sequences + row) * table_stride
@@ -114,7 +118,8 @@ def _parts(  # type: ignore[no-untyped-def]
 @kernel()
 def _together(  # type: ignore[no-untyped-def]
     made_parts, largest, sums, positions, index, inverse, out, H: tl.constexpr, D: tl.constexpr, REACH: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, OUT_INT8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums over all parts that there could be, so that they are made in one order whatever the grid's reach."""
     enter(EARLY)
@@ -123,7 +128,7 @@ def _together(  # type: ignore[no-untyped-def]
     if index is not None:
         row = tl.load(index + place)
     count = tl.load(positions + row) + 1
-    part = _part(count, PART, PARTS, BLOCK)
+    part = _part(count, PART, PARTS, UNIT)
     split, channel = tl.arange(0, PARTS), tl.arange(0, D)
     there = (split * part < count) | (split == 0)
     at = (place * H + head) * REACH + split
@@ -155,7 +160,7 @@ def decode(
     index: Tensor | None = None,
     inverse: Tensor | None = None,
     out: Tensor | None = None,
-    early: bool = False,
+    early: int = 0,
 ) -> Tensor:
     """q [T, heads, d] on one layer's pages, each row on its sequence up to its own position, to [T, heads, d].
 
@@ -177,15 +182,16 @@ def decode(
         largest = torch.empty(rows, heads, parts, device=q.device, dtype=torch.float32)
         sums = torch.empty_like(largest)
     int8 = out.dtype == torch.int8
+    block, warps, stages = shapes[keys.element_size()]
     _parts[(rows, kv_heads, parts)](
         q.contiguous(), keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made,
         largest, sums, scale * 1.4426950408889634, table.stride(0),
-        heads, kv_heads, group, max(_LEAST, power(group)), d, parts, PART, PARTS, _BLOCK, PAGE, int8, early,
-        num_warps=4, num_stages=3, **options(early),
+        heads, kv_heads, group, max(_LEAST, power(group)), d, parts, PART, PARTS, _UNIT, block, PAGE, int8, early,
+        num_warps=warps, num_stages=stages, **options(early),
     )  # fmt: skip
     if parts > 1:
         _together[(rows, heads)](
-            made, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _BLOCK, int8, early,
+            made, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _UNIT, int8, early,
             num_warps=4, **options(early),
         )  # fmt: skip
     return out

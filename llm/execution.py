@@ -175,9 +175,14 @@ class Fused:
         ]
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
         parts = rung(decode_kernel.reach(int(columns[1, singles].max()) + 1)) if len(singles) else 1
-        given = (*columns, picked, singles, cut.ravel())
-        whole = torch.from_numpy(np.concatenate([part.astype(np.int32) for part in given])).to(self._device)
-        tokens, positions, sequences, wanted, alone, taken = whole.split([len(part) for part in given])
+        given = [part.astype(np.int32) for part in (*columns, picked, singles, cut.ravel())]
+        # Each at an address that is a multiple of 16 bytes: kernels are compiled anew for one that is not.
+        padded = [np.pad(part, (0, -len(part) % 4)) for part in given]
+        whole = torch.from_numpy(np.concatenate(padded)).to(self._device)
+        found = whole.split([len(part) for part in padded])
+        tokens, positions, sequences, wanted, alone, taken = (
+            part[: len(real)] for part, real in zip(found, given, strict=True)
+        )
         all_picked = len(picked) == rows and bool((picked == np.arange(rows)).all())
         return Rows(
             tokens, positions, sequences, None if all_picked else wanted, None if len(singles) == rows else alone,

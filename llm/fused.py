@@ -25,6 +25,7 @@ from llm import decode_kernel, family, stream_kernel
 from llm.chunk_kernel import chunks
 from llm.fused_kernels import Sums, add_norm, gate, rotate
 from llm.kv_cache import KVCache
+from llm.launching import LATE
 from llm.pages import PAGE
 
 
@@ -77,7 +78,7 @@ class Product:
     def input(self) -> torch.dtype:
         return self.weight.dtype
 
-    def few(self, x: Tensor, *, early: bool = False) -> Sums:
+    def few(self, x: Tensor, *, early: int = 0) -> Sums:
         """x [T, K] of the input's type, T at most `MOST_ROWS`."""
         return Sums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
 
@@ -137,7 +138,7 @@ class FusedLlama:
         self.cache = cache
         self.heads = int(config.num_attention_heads)
         self.group = self.heads // cache.kv_heads
-        self.early = self._can_be_early(cache.table.device)
+        self.early = LATE if self._can_be_early(cache.table.device) else 0
         self._eps = float(network.model.norm.variance_epsilon)
         self._scale = float(network.model.layers[0].self_attn.scaling)
         self._embeddings = network.model.embed_tokens.weight.detach()

@@ -160,7 +160,7 @@ def add_norm(
     sums: Sums | None = None,
     index: Tensor | None = None,
     kept: Tensor | None = None,
-    early: bool = False,
+    early: int = 0,
 ) -> Tensor:
     """RMSNorm of x [T, C] (its rows `index` [T], where given) plus `sums`, times `inverse` [C] in `dtype`'s levels.
 
@@ -189,7 +189,7 @@ def rotate(
     heads: int,
     dtype: torch.dtype,
     *,
-    early: bool = False,
+    early: int = 0,
 ) -> Tensor:
     """Queries [T, heads, d] as `dtype` of a product's `sums`, with positions; keys and values go into the cache.
 

@@ -1,9 +1,8 @@
 """How this folder's Triton kernels are compiled and chained: once for any number of rows, and early where asked.
 
-While decoding, a few microseconds pass between a kernel's end and the next one's first bytes, as long as a small
-product itself takes. A kernel that is launched early (CUDA's programmatic dependent launch) is on its multiprocessors
-by then, and has asked for weights, which nobody writes; then it waits for all that went before. Knows Triton's
-decorator and Hopper's instructions; knows nothing of what is computed.
+While decoding, a microsecond or two pass between a kernel's end and the next one's beginning, as long as the smaller
+ones take. A kernel that is launched early (CUDA's programmatic dependent launch) is on its multiprocessors by then, and
+waits there for what went before. Knows Triton's decorator and Hopper's instructions; knows nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -26,41 +25,23 @@ def kernel(*free: str) -> Callable[[Callable[..., None]], Any]:
     return made
 
 
-@kernel()
-def let_next(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a kernel does first: the next one may come onto multiprocessors that have room."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@kernel()
-def wait(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a kernel does before it reads what others write, or writes: those before it have ended.
-
-    Everybody waits, and nobody ends before he has waited, so that all kernels before have ended.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+LATE, EAGER = 1, 2  # when a kernel lets the next one come: once it has waited itself, or at once; 0 is never
 
 
 @kernel()
 def enter(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both, for kernels that have nothing to ask for before."""
-    let_next(EARLY)
-    wait(EARLY)
+    """What a kernel does before it reads what others write, or writes: wait until all those before it have ended.
+
+    Everybody waits, and nobody ends before he has waited, so that all kernels before have ended, not the last one only.
+    """
+    if EARLY == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY > 0:
+        tl.extra.cuda.gdc_wait()
+    if EARLY == 1:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
-@kernel()
-def fetch(rows, BYTES: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bring the first bytes of rows, a multiple of 16 at pointers that are such, from memory into the L2."""
-    if EARLY:
-        size = tl.full(rows.shape, BYTES, tl.int32)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [rows.to(tl.int64), size],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-def options(early: bool) -> dict[str, Any]:
+def options(early: int) -> dict[str, Any]:
     """Launch options: only where they are wanted, since the interpreter knows none of them."""
     return {"launch_pdl": True} if early else {}

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from core.quant.kernels.cuda.language import tl
 from core.quant.kernels.cuda.quantize import levels, to_levels
-from llm.launching import fetch, kernel, let_next, options, wait
+from llm.launching import enter, kernel, options
 
 MOST_ROWS = 256  # for more, arithmetic decides and other kernels are better
 FEW = 64  # rows up to which everything is split alike
 _H200_MULTIPROCESSORS = 132
-_AHEAD_BYTES = 1024  # of a row: all programs' together are what memory brings while three small kernels run
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,7 @@ def choose(
 @kernel("rows")
 def _stream(  # type: ignore[no-untyped-def]
     x, weight, out, rows, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr,
-    INT8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    INT8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weights are the left operand: tensor cores take 64 of their rows at a time, and as few of the others as 16."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -77,10 +75,7 @@ def _stream(  # type: ignore[no-untyped-def]
     right = x + m[None, :] * K + k[:, None]
     known = (m < rows)[None, :]
     acc = tl.zeros((BN, BM), tl.int32 if INT8 else tl.float32)
-    let_next(EARLY)
-    if AHEAD:
-        fetch(weight + n.to(tl.int64) * K + split * (STEPS * BK), AHEAD, EARLY)
-    wait(EARLY)
+    enter(EARLY)
     for step in range(0, STEPS):
         if WHOLE:
             w = tl.load(left, eviction_policy="evict_first")
@@ -103,7 +98,7 @@ def _stream(  # type: ignore[no-untyped-def]
 def _gated(  # type: ignore[no-untyped-def]
     x, weight, scale, bias, inverse, out, rows, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr,
     WHOLE: tl.constexpr, INT8: tl.constexpr, OUT_INT8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -115,11 +110,7 @@ def _gated(  # type: ignore[no-untyped-def]
     there = n < N
     g = tl.zeros((BN, BM), tl.int32 if INT8 else tl.float32)
     u = tl.zeros((BN, BM), tl.int32 if INT8 else tl.float32)
-    let_next(EARLY)
-    if AHEAD:
-        fetch(weight + n.to(tl.int64) * K, AHEAD, EARLY)
-        fetch(weight + (n.to(tl.int64) + N) * K, AHEAD, EARLY)
-    wait(EARLY)
+    enter(EARLY)
     for step in range(0, STEPS):
         if WHOLE:
             w = tl.load(gate, eviction_policy="evict_first")
@@ -159,14 +150,7 @@ def _whole(tile: Tile, columns: int, depth: int) -> bool:
     return columns % tile.columns == 0 and depth % (tile.depth * tile.splits) == 0
 
 
-def _ahead(tile: Tile, columns: int, depth: int, size: int) -> int:
-    """Bytes of each weight's row that a program asks for before it waits; 0 where they are not aligned."""
-    return min(depth // tile.splits * size, _AHEAD_BYTES) if _whole(tile, columns, depth) else 0
-
-
-def stream(
-    x: Tensor, weight: Tensor, *, out: Tensor | None = None, tile: Tile | None = None, early: bool = False
-) -> Tensor:
+def stream(x: Tensor, weight: Tensor, *, out: Tensor | None = None, tile: Tile | None = None, early: int = 0) -> Tensor:
     """Sums over parts of the depth: x [T, K] · weight [N, K]ᵀ as [splits, T, N], int32 of int8, else fp32.
 
     T is at most `MOST_ROWS`. Both are int8, both E4M3, or both of one float type, contiguous. `out` [T, N] fp32
@@ -182,8 +166,7 @@ def stream(
     grid = (math.ceil(rows / tile.rows), math.ceil(columns / tile.columns), tile.splits)
     _stream[grid](
         x, weight, made, rows, columns, depth, math.ceil(depth / tile.depth / tile.splits),
-        _whole(tile, columns, depth), int8, tile.rows, tile.columns, tile.depth,
-        _ahead(tile, columns, depth, x.element_size()) if early else 0, early,
+        _whole(tile, columns, depth), int8, tile.rows, tile.columns, tile.depth, early,
         num_warps=tile.warps, num_stages=tile.stages, **options(early),
     )  # fmt: skip
     return made
@@ -198,7 +181,7 @@ def gated(
     dtype: torch.dtype,
     *,
     tile: Tile | None = None,
-    early: bool = False,
+    early: int = 0,
 ) -> Tensor:
     """silu(gate) · up of x [T, K] and weight [2N, K] (the gate's rows first), [T, N] as `dtype`.
 
@@ -210,7 +193,7 @@ def gated(
     _gated[(math.ceil(rows / tile.rows), math.ceil(columns / tile.columns))](
         x, weight, scale, bias, inverse, out, rows, columns, depth, math.ceil(depth / tile.depth),
         _whole(tile, columns, depth), x.dtype == torch.int8, dtype == torch.int8,
-        tile.rows, tile.columns, tile.depth, _ahead(tile, columns, depth, x.element_size()) if early else 0, early,
+        tile.rows, tile.columns, tile.depth, early,
         num_warps=tile.warps, num_stages=tile.stages, **options(early),
     )  # fmt: skip
     return out

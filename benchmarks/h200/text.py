@@ -354,6 +354,7 @@ def main() -> None:
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("numerics", bench.numerics),
         ("kernels", lambda: text_kernels.check("cuda")),
+        ("attention", lambda: text_kernels.attention(bench)),
         ("early", lambda: text_kernels.early(bench)),
         ("steps int8", lambda: bench.steps("int8")),
         ("prefill int8", lambda: bench.prefill("int8")),

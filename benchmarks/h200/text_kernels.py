@@ -18,8 +18,10 @@ from torch import Tensor
 
 from benchmarks.h200.timing import milliseconds, sustained, table
 from core.quant.kernels.cuda.linear import linear_int8
-from llm.decode_kernel import decode, decode_reference
+from llm import decode_kernel
+from llm.decode_kernel import decode, decode_reference, reach
 from llm.kv_cache import Kind, KVCache, Step
+from llm.launching import EAGER, LATE
 from llm.stream_kernel import Tile, choose, gated, gated_reference, stream, stream_reference
 
 SHAPES = {
@@ -133,20 +135,63 @@ def _other_ms(x: Tensor, weights: list[Tensor]) -> float:
 
 
 def early(bench: Any) -> dict[str, Any]:
-    """Kernels launched before those that they wait for have ended: equal bits, and ms of a step."""
+    """ms of a step where kernels are launched as usual, early, and eagerly (`llm.launching`); and equal bits."""
     from benchmarks.h200.text import _size, _step
 
     found: dict[str, Any] = {}
     for batch in (1, 64, 256):
-        made: dict[bool, Tensor] = {}
-        for on in (False, True):
+        made: list[Tensor] = []
+        for mode in (0, LATE, EAGER):
             run = bench.execution("int8", batch, 256)
-            run._fused.model.early = on
+            run._fused.model.early = mode
             step = _step(batch, 192)
-            made[on] = run(step).clone()
+            made.append(run(step).clone())
             graph = run._fused.graphs._graph(*_size(batch, 192))
-            found[f"{batch} rows, {'early' if on else 'usual'}"] = round(sustained(graph, 60), 3)
-        found[f"{batch} rows, equal"] = torch.equal(made[False], made[True])
+            found[f"{batch} rows, {('usual', 'late', 'eager')[mode]}"] = round(sustained(graph, 60), 3)
+        found[f"{batch} rows, equal"] = all(torch.equal(made[0], other) for other in made)
+    return found
+
+
+def attention(bench: Any) -> dict[str, Any]:
+    """µs of one layer's attention of decoding rows, and GB/s, for each shape of the kernel; the best is kept for the
+    parts that follow, and belongs into `llm.decode_kernel.shapes`."""
+    found: dict[str, Any] = {}
+    for kind in ("int8", "bf16"):
+        size = TYPES[kind].itemsize
+        timed: list[tuple[float, tuple[int, int, int]]] = []
+        given = []
+        for batch, context in ((64, 1500), (256, 192)):
+            cache = bench.execution(kind, batch, context, fill=True).cache
+            q = torch.randn(batch, 32, 128, device="cuda", dtype=torch.bfloat16)
+            positions = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
+            sequences = torch.arange(batch, dtype=torch.int32, device="cuda")
+            cache.settle()
+            given.append((cache, q, positions, sequences, context))
+        for shape in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3)):
+            block, warps, _ = shape
+            if block * 2 < warps * 32 or (warps == 1 and block == 128) or (block, warps) == (64, 8):
+                continue
+            decode_kernel.shapes[size] = shape
+            us = []
+            try:
+                for cache, q, positions, sequences, context in given:
+                    layers = len(cache.keys)
+
+                    def run(i: int, c: Any = cache, given: Any = (positions, sequences), q: Tensor = q) -> Tensor:
+                        return decode(q, *c.layer(i), c.table, *given, 128**-0.5, parts=reach(context))
+
+                    us.append(1e3 * milliseconds(run, sets=min(8, layers)))
+            except Exception as error:  # too large for this card
+                print(f"{kind} {shape}: {str(error)[:100]}")
+                continue
+            found[f"{kind} {shape}"] = [round(one, 1) for one in us]
+            timed.append((us[0] + us[1], shape))
+        _, decode_kernel.shapes[size] = min(timed)
+        bytes_of = [len(q) * n * c.size_bytes / len(c.keys) / (c.keys.shape[1] * 16) for c, q, _, _, n in given]
+        best = found[f"{kind} {decode_kernel.shapes[size]}"]
+        found[f"{kind}, best"] = {"shape": decode_kernel.shapes[size],
+                                  "gb_per_s": [round(b / us / 1e3) for b, us in zip(bytes_of, best, strict=True)]}  # fmt: skip
+        print(kind, found, flush=True)
     return found
 
 

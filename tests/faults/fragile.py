@@ -1,4 +1,4 @@
-"""The API with one weakness: it is gone the moment after it made a job whose prompt asks for that, before it sends it.
+"""The API with one weakness: it is gone the moment after it made a job whose prompt asks for that, before it answers.
 
 An entry for the fault tests: `python -m tests.faults.fragile --fd N`. All else is the API as `diptych api` runs it.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from typing import Any
 
 from api.app import serve
 from core.config import read
-from core.jobs.record import Draft, Job
-from core.jobs.store import JobStore
+from core.jobs.creation import Creation
+from core.jobs.record import Draft
+from core.jobs.submissions import Submissions
 
 DIES = "the server dies now"  # in a prompt
 
@@ -21,15 +23,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     options = parser.parse_args()
-    make = JobStore.make
+    make = Submissions.make
 
-    def make_and_die(store: JobStore, draft: Draft) -> tuple[Job, bool]:
-        made = make(store, draft)
+    async def make_and_die(submissions: Submissions, draft: Draft, *given: Any, **named: Any) -> Creation:
+        made = await make(submissions, draft, *given, **named)
         if DIES in draft.parameters.get("prompt", ""):
             os.kill(os.getpid(), signal.SIGKILL)
         return made
 
-    JobStore.make = make_and_die  # type: ignore
+    Submissions.make = make_and_die  # type: ignore
     serve(read(), fd=options.fd)
 
 

@@ -90,7 +90,7 @@ def worker_killed(round: Round, load: Load) -> None:
 
 
 def api_killed(round: Round, load: Load) -> None:
-    """kill -9 of the API after it made a job's record and before it sent its message. Touched: that job."""
+    """kill -9 of the API after it made a job and before it answered. Touched: that job."""
     stack = round.stack
     round.load(load.orders[: load.jobs // 2])
     before = set(stack.keys.scan_iter(keys.job("*")))

@@ -198,7 +198,7 @@ def test_a_deterministic_cached_picture_survives_companions_aborts_and_retries(d
 
 def _broken(_: Any, ticket: Any) -> Any:
     """The forward ran, and then the batch failed: what it computed must not count."""
-    ticket.wait()
+    worlds.await_end(ticket)
 
     class Broken:
         def outcome(self) -> Any:

@@ -182,7 +182,7 @@ def test_what_fails_among_others_and_is_tried_again_draws_the_same() -> None:
         phase = batch.requests[0].phase
         if phase in broken or len(batch.requests) < 2:
             return ticket
-        ticket.wait()
+        worlds.await_end(ticket)
         broken.add(phase)
         return Broken()
 

@@ -19,6 +19,7 @@ from core.batching.request import Request, State
 from core.batching.runner import Lane, Refused
 from pipeline import sigmas
 from pipeline.parameters import ImageParameters
+from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock_picture
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
@@ -154,7 +155,7 @@ def test_deterministic_bytes_do_not_depend_on_companions_aborts_and_retries(data
 
 def _broken(_: Any, ticket: Any) -> Any:
     """The forward ran, and then the batch failed: what it computed must not count."""
-    ticket.wait()
+    worlds.await_end(ticket)
 
     class Broken:
         def outcome(self) -> Any:

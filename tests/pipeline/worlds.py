@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -38,6 +39,13 @@ MORE: dict[str, Shape] = {}
 
 def shape(name: str) -> Shape:
     return SHAPES[name] if name in SHAPES else MORE[name]
+
+
+def await_end(ticket: Ticket) -> None:
+    """Wait until an iteration has ended, without asking what it came to."""
+    ended = threading.Event()
+    ticket.notify(ended.set)
+    assert ended.wait(60)
 
 
 @functools.cache
