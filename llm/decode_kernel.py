@@ -25,7 +25,7 @@ _LEAST = 16  # rows of a tile that tensor cores take
 
 # Keys at a time, warps, and blocks in flight, by the bytes of a number: the fastest of those tried on an H200
 # (`benchmarks/h200/text_kernels.py`).
-shapes = {1: (64, 4, 3), 2: (64, 4, 3), 4: (64, 4, 2)}
+shapes = {1: (32, 2, 2), 2: (32, 2, 2), 4: (64, 4, 2)}
 
 
 def lacks(cache: KVCache) -> str | None:

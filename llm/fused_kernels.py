@@ -52,10 +52,14 @@ def _add_norm(  # type: ignore[no-untyped-def]
     x, index, parts, scale, bias, kept, weight, inverse, out, rows, eps, N: tl.constexpr, SPLITS: tl.constexpr,
     INT8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    enter(EARLY)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < N
+    # All that is read comes before anything is written: no load may be moved over a store.
+    factor = tl.load(weight + c, inside, other=0.0).to(tl.float32)
+    if inverse is not None:
+        factor *= tl.load(inverse + c, inside, other=0.0)
+    enter(EARLY)
     source = row
     if index is not None:
         source = tl.load(index + row).to(tl.int64)
@@ -66,9 +70,9 @@ def _add_norm(  # type: ignore[no-untyped-def]
         rounded = y.to(kept.dtype.element_ty)
         tl.store(kept + row * N + c, rounded, inside)
         y = rounded.to(tl.float32)  # what others will read is what is normed
-    y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps) * tl.load(weight + c, inside, other=0.0).to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps) * factor
     if inverse is not None:
-        tl.store(out + row * N + c, levels(y * tl.load(inverse + c, inside, other=0.0), INT8), inside)
+        tl.store(out + row * N + c, levels(y, INT8), inside)
     else:
         tl.store(out + row * N + c, y.to(out.dtype.element_ty), inside)
 
@@ -95,43 +99,44 @@ def _rotate(  # type: ignore[no-untyped-def]
     here = position >= 0  # rows that only fill up a batch belong to nobody's sequence
     at = tl.maximum(position, 0)
     c = tl.arange(0, HALF)
+    # All that is read comes before anything is written: no load may be moved over a store.
+    page = tl.load(table + tl.load(sequences + row) * table_stride + at // SIZE).to(tl.int64) * KV + head
     cosine, sine = tl.load(angles + at * D + c), tl.load(angles + at * D + HALF + c)
     g = tl.arange(0, GROUP)
     own = (g < G)[:, None]
     column = (head * G + g)[:, None] * D + c[None]
-    lo = _summed(parts, scale, bias, row, rows, column, own, N, SPLITS)
-    hi = _summed(parts, scale, bias, row, rows, column + HALF, own, N, SPLITS)
-    to = q + row * (H * D) + column
-    tl.store(to, (lo * cosine[None] - hi * sine[None]).to(q.dtype.element_ty), own)
-    tl.store(to + HALF, (hi * cosine[None] + lo * sine[None]).to(q.dtype.element_ty), own)
-
-    page = tl.load(table + tl.load(sequences + row) * table_stride + at // SIZE).to(tl.int64) * KV + head
-    place = at % SIZE
     every = c < HALF
+    q_lo = _summed(parts, scale, bias, row, rows, column, own, N, SPLITS)
+    q_hi = _summed(parts, scale, bias, row, rows, column + HALF, own, N, SPLITS)
     first = _summed(parts, scale, bias, row, rows, (H + head) * D + c, every, N, SPLITS)
     second = _summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
-    lo, hi = first * cosine - second * sine, second * cosine + first * sine
-    to = keys + (page * SIZE + place) * D + c
+    v_lo = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
+    v_hi = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
+
+    to = q + row * (H * D) + column
+    tl.store(to, (q_lo * cosine[None] - q_hi * sine[None]).to(q.dtype.element_ty), own)
+    tl.store(to + HALF, (q_hi * cosine[None] + q_lo * sine[None]).to(q.dtype.element_ty), own)
+    k_lo, k_hi = first * cosine - second * sine, second * cosine + first * sine
+    place = at % SIZE
     written = every & here
+    to_key = keys + (page * SIZE + place) * D + c
+    to_value = values + page * (D * SIZE) + c * SIZE + place
     if key_scales is not None:
-        unit = _unit(lo, hi, TOP)
-        tl.store(to, levels(tl.div_rn(lo, unit), INT8), written)
-        tl.store(to + HALF, levels(tl.div_rn(hi, unit), INT8), written)
+        unit = _unit(k_lo, k_hi, TOP)
+        tl.store(to_key, levels(tl.div_rn(k_lo, unit), INT8), written)
+        tl.store(to_key + HALF, levels(tl.div_rn(k_hi, unit), INT8), written)
         tl.store(key_scales + page * SIZE + place, unit, here)
     else:
-        tl.store(to, lo.to(keys.dtype.element_ty), written)
-        tl.store(to + HALF, hi.to(keys.dtype.element_ty), written)
-    lo = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
-    hi = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
-    to = values + page * (D * SIZE) + c * SIZE + place
+        tl.store(to_key, k_lo.to(keys.dtype.element_ty), written)
+        tl.store(to_key + HALF, k_hi.to(keys.dtype.element_ty), written)
     if value_scales is not None:
-        unit = _unit(lo, hi, TOP)
-        tl.store(to, levels(tl.div_rn(lo, unit), INT8), written)
-        tl.store(to + HALF * SIZE, levels(tl.div_rn(hi, unit), INT8), written)
+        unit = _unit(v_lo, v_hi, TOP)
+        tl.store(to_value, levels(tl.div_rn(v_lo, unit), INT8), written)
+        tl.store(to_value + HALF * SIZE, levels(tl.div_rn(v_hi, unit), INT8), written)
         tl.store(value_scales + page * SIZE + place, unit, here)
     else:
-        tl.store(to, lo.to(values.dtype.element_ty), written)
-        tl.store(to + HALF * SIZE, hi.to(values.dtype.element_ty), written)
+        tl.store(to_value, v_lo.to(values.dtype.element_ty), written)
+        tl.store(to_value + HALF * SIZE, v_hi.to(values.dtype.element_ty), written)
 
 
 @kernel("rows")

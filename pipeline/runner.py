@@ -75,7 +75,7 @@ class ImageRunner:
         self.execution = Execution(
             model,
             self._keys.width,
-            buckets=[*(bucket for bucket in buckets if bucket <= max_rows), max_rows],
+            buckets=[*(bucket for bucket in buckets if bucket <= max_rows), *([max_rows] if fused else [])],
             deterministic_rows=deterministic_rows,
             compiled=compiled,
             cache=cache,

@@ -1,6 +1,6 @@
 """Single calls of SDXL's parts: UNet forwards in every precision and width, the VAE, the text encoders.
 
-    python -m benchmarks.h200.forwards fused|stock|compiled|vae|text [--out folder]
+    python -m benchmarks.h200.forwards fused|stock|compiled|vae|encoders [--out folder]
 
 Each prints a table and writes JSON. Through the engine: `engine.py`; how exact: `numerics.py`. Weights are random
 (`sources.py`): speeds are real, pictures are not.
@@ -212,7 +212,7 @@ def vae(options: argparse.Namespace) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def text(options: argparse.Namespace) -> dict[str, Any]:
+def encoders(options: argparse.Namespace) -> dict[str, Any]:
     models = sources.model().text_encoders
     results: dict[str, Any] = {}
     for prompts in (1, 8, 16):
@@ -225,18 +225,18 @@ def text(options: argparse.Namespace) -> dict[str, Any]:
 
         eager = milliseconds(lambda i: run(), warm=2, repeats=5)
         results[str(prompts)] = {"eager_ms": eager}
-        print("text", prompts, results[str(prompts)], flush=True)
+        print("encoders", prompts, results[str(prompts)], flush=True)
         try:
             graph, _ = captured(run)
             results[str(prompts)]["graph_ms"] = sustained(graph, 20)
         except RuntimeError as failure:
-            print("text: no graph:", str(failure).splitlines()[0])
-        print("text", prompts, results[str(prompts)], flush=True)
+            print("encoders: no graph:", str(failure).splitlines()[0])
+        print("encoders", prompts, results[str(prompts)], flush=True)
     return results
 
 
 def main() -> None:
-    kinds = {"fused": fused, "stock": stock, "compiled": compiled, "vae": vae, "text": text}
+    kinds = {"fused": fused, "stock": stock, "compiled": compiled, "vae": vae, "encoders": encoders}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/h200/results"))

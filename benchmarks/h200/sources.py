@@ -22,7 +22,10 @@ from pipeline.load import Model, load
 from pipeline.vae import unscale
 from unet_opt import recipe
 
-PROMPTS = ("a red boat on a lake", "three blue teapots", "the moon over a harbour", "a fox that reads a map")
+PROMPTS = (
+    "a red boat on a lake", "three blue teapots", "the moon over a harbour", "a fox that reads a map",
+    "pink hearts", "a green apple", "a yellow bird in the snow", "a purple flower",
+)  # fmt: skip
 GUIDANCE, STEPS = 8.0, 20
 
 
@@ -41,10 +44,12 @@ def ranges(source: Model) -> tuple[Statistics, Statistics]:
     drawing = Drawing(source, PackedKeys(source.unet), guidance=GUIDANCE, steps=STEPS)
     layers = recipe.unet(source.unet).targets(source.unet)
     seeds = range(len(PROMPTS))
-    with_all = drawing.latents(PROMPTS, seeds, until=4, around=lambda step: unet.observe(source.unet, layers, step))
-    finished = with_all if source.name == sdxl.NAME else drawing.latents(PROMPTS, seeds)
-    with decoder.observe(source.vae, recipe.decoder(source.vae).targets(source.vae), 0):
-        source.vae.decode(unscale(finished[:2].to(source.vae.dtype), source.vae.config), return_dict=False)
+    begun = drawing.latents(PROMPTS, seeds, until=8, around=lambda step: unet.observe(source.unet, layers, step))
+    # Colours that the decoder was not shown would be cut off. Noise has all of them at once.
+    finished = begun if source.name == sdxl.NAME else drawing.latents(PROMPTS, seeds)
+    for part in finished.split(2):
+        with decoder.observe(source.vae, recipe.decoder(source.vae).targets(source.vae), 0):
+            source.vae.decode(unscale(part.to(source.vae.dtype), source.vae.config), return_dict=False)
     plain_attention(source)
     return unet, decoder
 

@@ -177,8 +177,11 @@ def attention(bench: Any) -> dict[str, Any]:
                 for cache, q, positions, sequences, context in given:
                     layers = len(cache.keys)
 
-                    def run(i: int, c: Any = cache, given: Any = (positions, sequences), q: Tensor = q) -> Tensor:
-                        return decode(q, *c.layer(i), c.table, *given, 128**-0.5, parts=reach(context))
+                    places, parts = (positions, sequences, 128**-0.5), reach(context)
+
+                    def run(i: int, c: Any = cache, q: Any = q, places: Any = places, n: int = parts) -> Tensor:
+                        layer: Any = (*c.layer(i), c.table)
+                        return decode(q, *layer, *places, parts=n)
 
                     us.append(1e3 * milliseconds(run, sets=min(8, layers)))
             except Exception as error:  # too large for this card
@@ -189,8 +192,10 @@ def attention(bench: Any) -> dict[str, Any]:
         _, decode_kernel.shapes[size] = min(timed)
         bytes_of = [len(q) * n * c.size_bytes / len(c.keys) / (c.keys.shape[1] * 16) for c, q, _, _, n in given]
         best = found[f"{kind} {decode_kernel.shapes[size]}"]
-        found[f"{kind}, best"] = {"shape": decode_kernel.shapes[size],
-                                  "gb_per_s": [round(b / us / 1e3) for b, us in zip(bytes_of, best, strict=True)]}  # fmt: skip
+        found[f"{kind}, best"] = {
+            "shape": decode_kernel.shapes[size],
+            "gb_per_s": [round(b / us / 1e3) for b, us in zip(bytes_of, best, strict=True)],
+        }
         print(kind, found, flush=True)
     return found
 

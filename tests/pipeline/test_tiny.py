@@ -57,7 +57,7 @@ def test_stock_diffusers_loads_the_saved_folder_and_draws(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("text", ["plain words", "naïve café", "一只猫 🐈‍⬛", "a\tb\nc", "<|endoftext|>"])
 def test_the_tokenizer_reads_any_text(text: str) -> None:
-    tokenizer = tiny._tokenizer()
+    tokenizer = tiny.byte_tokenizer()
     ids = tokenizer(text).input_ids
     assert ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.eos_token_id
     assert len(ids) > 2 and max(ids) < len(tokenizer)

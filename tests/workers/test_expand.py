@@ -105,14 +105,15 @@ def test_an_edit_is_expanded_too(desk: Desk, crew: Crew, works: Works) -> None:
     stream = io.BytesIO()
     Image.effect_noise((32, 32), 60).convert("RGB").save(stream, "PNG")
     edit = {"image": Artifacts(works.settings.artifacts).put(stream.getvalue(), "image/png"), "strength": 0.5}
-    both = images(desk.draw(n=2, seed=5, steps=4, edit=edit))
+    both = images(desk.draw(n=2, seed=5, steps=4, edit=edit, deterministic=True))
     from_noise = images(desk.draw(seed=5, steps=4))[0]
     assert [image["seed"] for image in both] == [5, 6]
     for image in both:
         told = json.loads(Image.open(io.BytesIO(crew.artifacts.get(image["key"]))).text["parameters"])  # type: ignore[attr-defined]
         assert told["prompt"] == image["revised_prompt"] and told["edit"]["strength"] == 0.5
         again = images(desk.draw(
-            seed=image["seed"], steps=4, edit=edit, prompt=image["revised_prompt"], expand_prompt=False
+            seed=image["seed"], steps=4, edit=edit, prompt=image["revised_prompt"], expand_prompt=False,
+            deterministic=True,
         ))  # fmt: skip
         assert again[0]["key"] == image["key"] != from_noise["key"]
     assert both[0]["revised_prompt"] == from_noise["revised_prompt"], "the picture says nothing to the text model"
