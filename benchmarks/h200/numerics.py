@@ -24,6 +24,7 @@ from benchmarks.h200.timing import table
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.quant.convert import Scheme
+from core.quant.linear import Scaled
 from pipeline import sdxl
 from pipeline.denoise import PackedKeys
 from pipeline.drawing import Drawing
@@ -53,7 +54,7 @@ def agreement(actual: Tensor, expected: Tensor) -> dict[str, float]:
 
 def layers(source: Model, variant: Model) -> dict[str, Any]:
     """Each quantized layer on the input that the stock UNet gives it: cosines with the layer in bf16."""
-    names = [n for n, m in variant.unet.named_modules() if type(m).__name__[:4] in ("Int8", "Fp8C", "Fp8L")]
+    names = [n for n, m in variant.unet.named_modules() if isinstance(m, Scaled)]
     cosines: dict[str, float] = {}
     hooks = []
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.quant.linear import LEVELS, Fixed, steps
+from core.quant.linear import LEVELS, ScaledConv2d, ScaledLinear, steps
 
 E4M3_MAX = 448.0
 
@@ -28,21 +28,8 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-class Fp8Linear(Fixed):
+class Fp8Linear(ScaledLinear):
     """y[n] = scale[n] · Σ_k e4m3(x[k] · inverse[k]) · weight[n, k] + bias[n]."""
-
-    weight: Tensor  # E4M3 [N, K]
-    scale: Tensor  # fp32 [N]
-    inverse: Tensor  # fp32 [K]
-    bias: Tensor | None  # fp32 [N]
-
-    def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.register_buffer("inverse", inverse)
-        self.register_buffer("bias", bias)
-        self.out_features, self.in_features = weight.shape
 
     @classmethod
     def of(cls, layer: nn.Linear, inverse: Tensor) -> Fp8Linear:
@@ -73,24 +60,8 @@ class Fp8Linear(Fixed):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
-class Fp8Conv2d(Fixed):
+class Fp8Conv2d(ScaledConv2d):
     """A convolution with input and weights in E4M3, as `Fp8Linear`; `inverse` has one value for each input channel."""
-
-    weight: Tensor  # E4M3 [N, kh, kw, C]: channels last, as the kernels read it
-    scale: Tensor  # fp32 [N]
-    inverse: Tensor  # fp32 [C]
-    bias: Tensor | None  # fp32 [N]
-
-    def __init__(
-        self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None, *, stride: int, padding: int
-    ) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.register_buffer("inverse", inverse)
-        self.register_buffer("bias", bias)
-        self.out_channels, self.in_channels = weight.shape[0], weight.shape[-1]
-        self.stride, self.padding = stride, padding
 
     @classmethod
     def of(cls, layer: nn.Conv2d, inverse: Tensor) -> Fp8Conv2d:
@@ -117,7 +88,3 @@ class Fp8Conv2d(Fixed):
         y = F.conv2d(levels, self.weight.float().permute(0, 3, 1, 2), stride=self.stride, padding=self.padding)
         y = y * self.scale.view(-1, 1, 1)
         return (y if self.bias is None else y + self.bias.view(-1, 1, 1)).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        kernel = tuple(self.weight.shape[1:3])
-        return f"{self.in_channels}, {self.out_channels}, {kernel=}, stride={self.stride}, padding={self.padding}"

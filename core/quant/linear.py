@@ -42,14 +42,10 @@ class Fixed(nn.Module):
         return self
 
 
-class Int8Linear(Fixed):
-    """y = W x + b with x and W in int8: y[n] = scale[n] · Σ_k q(x[k] · inverse[k]) · weight[n, k] + bias[n].
+class Scaled(Fixed):
+    """Weights in 8 bits with a scale for each output channel, and a vector that inputs are multiplied with."""
 
-    `inverse` [K] is one over the scale of each input channel; smoothing (Xiao et al., 2023, section 4) and the scales
-    of the halves of a concatenation are in it, and the weights were divided by it before they were quantized.
-    """
-
-    weight: Tensor  # int8 [N, K]
+    weight: Tensor  # [N, ...], int8 or E4M3
     scale: Tensor  # fp32 [N]
     inverse: Tensor  # fp32 [K]
     bias: Tensor | None  # fp32 [N]
@@ -60,7 +56,40 @@ class Int8Linear(Fixed):
         self.register_buffer("scale", scale)
         self.register_buffer("inverse", inverse)
         self.register_buffer("bias", bias)
+
+
+class ScaledLinear(Scaled):
+    """Of a linear layer; weight [N, K]."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, scale, inverse, bias)
         self.out_features, self.in_features = weight.shape
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class ScaledConv2d(Scaled):
+    """Of a convolution; weight [N, kh, kw, C], channels last, as the kernels read it."""
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None, *, stride: int, padding: int
+    ) -> None:
+        super().__init__(weight, scale, inverse, bias)
+        self.out_channels, self.in_channels = weight.shape[0], weight.shape[-1]
+        self.stride, self.padding = stride, padding
+
+    def extra_repr(self) -> str:
+        kernel = tuple(self.weight.shape[1:3])
+        return f"{self.in_channels}, {self.out_channels}, {kernel=}, stride={self.stride}, padding={self.padding}"
+
+
+class Int8Linear(ScaledLinear):
+    """y = W x + b with x and W in int8: y[n] = scale[n] · Σ_k q(x[k] · inverse[k]) · weight[n, k] + bias[n].
+
+    `inverse` [K] is one over the scale of each input channel; smoothing (Xiao et al., 2023, section 4) and the scales
+    of the halves of a concatenation are in it, and the weights were divided by it before they were quantized.
+    """
 
     @classmethod
     def of(cls, layer: nn.Linear, inverse: Tensor) -> Int8Linear:
@@ -73,28 +102,9 @@ class Int8Linear(Fixed):
         y = F.linear(quantize(x, self.inverse).float(), self.weight.float()) * self.scale
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
-
-class Int8Conv2d(Fixed):
+class Int8Conv2d(ScaledConv2d):
     """A convolution with input and weights in int8, as `Int8Linear`; `inverse` has one value for each input channel."""
-
-    weight: Tensor  # int8 [N, kh, kw, C]: channels last, as the kernels read it
-    scale: Tensor  # fp32 [N]
-    inverse: Tensor  # fp32 [C]
-    bias: Tensor | None  # fp32 [N]
-
-    def __init__(
-        self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None, *, stride: int, padding: int
-    ) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.register_buffer("inverse", inverse)
-        self.register_buffer("bias", bias)
-        self.out_channels, self.in_channels = weight.shape[0], weight.shape[-1]
-        self.stride, self.padding = stride, padding
 
     @classmethod
     def of(cls, layer: nn.Conv2d, inverse: Tensor) -> Int8Conv2d:
@@ -111,10 +121,6 @@ class Int8Conv2d(Fixed):
         y = F.conv2d(whole, self.weight.float().permute(0, 3, 1, 2), stride=self.stride, padding=self.padding)
         y = y * self.scale.view(-1, 1, 1)
         return (y if self.bias is None else y + self.bias.view(-1, 1, 1)).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        kernel = tuple(self.weight.shape[1:3])
-        return f"{self.in_channels}, {self.out_channels}, {kernel=}, stride={self.stride}, padding={self.padding}"
 
 
 def steps(layer: nn.Conv2d) -> tuple[int, int]:

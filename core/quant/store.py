@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from core.quant.convert import swap_
 from core.quant.fp8 import Fp8Conv2d, Fp8Linear
-from core.quant.linear import Int8Conv2d, Int8Linear, steps
+from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, steps
 
 MANIFEST, WEIGHTS = "quantization.json", "model.safetensors"
 _FORMAT = 1
@@ -155,7 +155,7 @@ def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensor
         layer = model.get_submodule(name)
     except AttributeError as error:
         raise StoreError(f"{folder}: the model has no layer {name}") from error
-    if not isinstance(layer, nn.Conv2d if kind in (Int8Conv2d, Fp8Conv2d) else nn.Linear):
+    if not isinstance(layer, nn.Conv2d if issubclass(kind, ScaledConv2d) else nn.Linear):
         found = type(layer).__name__
         raise StoreError(f"{folder}: layer {name} is a {found} in the model, not what became {kind.__name__}")
     if not manifest.weights and layer.weight.dtype != torch.float32:

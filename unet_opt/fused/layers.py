@@ -14,16 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.quant.fp8 import Fp8Conv2d, Fp8Linear
 from core.quant.kernels.cuda import conv as convs
 from core.quant.kernels.cuda import group_norm as group_norms
 from core.quant.kernels.cuda import layer_norm as layer_norms
 from core.quant.kernels.cuda import linear as linears
 from core.quant.kernels.cuda.attention import attention_int8
 from core.quant.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
-from core.quant.linear import Int8Conv2d, Int8Linear
-
-_LINEARS, _CONVS = (Int8Linear, Fp8Linear), (Int8Conv2d, Fp8Conv2d)
+from core.quant.linear import Scaled, ScaledConv2d
 
 
 class Layer:
@@ -36,7 +33,7 @@ class Layer:
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
         first = modules[0]
-        quantized = isinstance(first, (*_LINEARS, *_CONVS))
+        quantized = isinstance(first, Scaled)
         self.base = base
         self.kind: torch.dtype | None = first.weight.dtype if quantized else None
         self.inverse: Tensor | None = first.inverse if quantized else None
@@ -108,7 +105,7 @@ class Conv(Layer):
 
     def __init__(self, module: Any, base: torch.dtype) -> None:
         super().__init__([module], base)
-        stride = module.stride if isinstance(module, _CONVS) else module.stride[0]
+        stride = module.stride if isinstance(module, ScaledConv2d) else module.stride[0]
         self.stride, self.out_channels = int(stride), int(self.weight.shape[0])
         self._plain_bias = self.plain_bias
         if self.kind is None:
