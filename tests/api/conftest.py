@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Error, sync_playwright
 
 from deployment.redis import RedisServer
+from tests.api.easel import Easel
 from tests.api.world import Api, Worker, settings_of
 from tests.servers import redis_server, redis_url
 
@@ -45,3 +46,17 @@ def browser() -> Iterator[Browser]:
             pytest.skip("there is no Chromium (apt install chromium, or playwright install chromium)")
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def worker(shared: Api) -> Iterator[Worker]:
+    """A second worker of `shared`, to be played by the test."""
+    with Worker(shared.settings) as worker:
+        yield worker
+
+
+@pytest.fixture
+def easel(worker: Worker) -> Iterator[Easel]:
+    """It draws by itself."""
+    with Easel(worker) as easel:
+        yield easel

@@ -29,18 +29,6 @@ EDITS = "/v1/images/edits"
 
 
 @pytest.fixture
-def worker(shared: Api) -> Iterator[Worker]:
-    with Worker(shared.settings) as worker:
-        yield worker
-
-
-@pytest.fixture
-def easel(worker: Worker) -> Iterator[Easel]:
-    with Easel(worker) as easel:
-        yield easel
-
-
-@pytest.fixture
 def client(shared: Api) -> Iterator[OpenAI]:
     with OpenAI(base_url=shared.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client

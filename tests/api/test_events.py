@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from api import events as module
 from tests.api.world import PATIENCE_S, Api, Sent, Worker, eventually
-
-
-@pytest.fixture
-def worker(shared: Api) -> Iterator[Worker]:
-    with Worker(shared.settings) as worker:
-        yield worker
 
 
 def run(worker: Worker, id: str, steps: int = 5) -> None:

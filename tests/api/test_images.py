@@ -20,12 +20,6 @@ from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, se
 
 
 @pytest.fixture
-def worker(shared: Api) -> Iterator[Worker]:
-    with Worker(shared.settings) as worker:
-        yield worker
-
-
-@pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(32) as pool:
         yield pool

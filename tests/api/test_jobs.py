@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from core.jobs.record import JobState
 from tests.api.world import Api, Worker, check_error, eventually
-
-
-@pytest.fixture
-def worker(shared: Api) -> Iterator[Worker]:
-    with Worker(shared.settings) as worker:
-        yield worker
 
 
 def test_a_job_is_made_and_sent(shared: Api, worker: Worker) -> None:

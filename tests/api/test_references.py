@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -17,12 +16,6 @@ from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels, we
 from tests.api.world import Api, Worker, check_error
 
 EDITS = "/v1/images/edits"
-
-
-@pytest.fixture
-def worker(shared: Api) -> Iterator[Worker]:
-    with Worker(shared.settings) as worker:
-        yield worker
 
 
 def file(api: Api, data: bytes = PNG, purpose: str = "vision", name: str = "cat.png") -> httpx2.Response:

@@ -16,12 +16,6 @@ from tests.api.world import PATIENCE_S, Api, Worker, eventually
 
 
 @pytest.fixture
-def worker(shared: Api) -> Iterator[Worker]:
-    with Worker(shared.settings) as worker:
-        yield worker
-
-
-@pytest.fixture
 def client(shared: Api) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{shared.url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S) as client:
         yield client

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,12 +12,6 @@ from core.jobs.record import JobState, new_id
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
 
 JOB = {"type": "image", "prompt": "a cat"}
-
-
-@pytest.fixture
-def worker(shared: Api) -> Iterator[Worker]:
-    with Worker(shared.settings) as worker:
-        yield worker
 
 
 def test_an_id_of_ones_own(shared: Api, worker: Worker) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,6 @@ from tests.api.world import Api, Worker, check_error, eventually
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 MARKED = "a (red)1.3 fox--, ((very)) big"
-
-
-@pytest.fixture
-def worker(shared: Api) -> Iterator[Worker]:
-    with Worker(shared.settings) as worker:
-        yield worker
-
-
-@pytest.fixture
-def easel(worker: Worker) -> Iterator[Easel]:
-    with Easel(worker) as easel:
-        yield easel
 
 
 def test_who_asks_for_it_gets_it_at_every_door(shared: Api, easel: Easel, worker: Worker) -> None:
