@@ -105,6 +105,11 @@ def _add_cohost(benches: Commands) -> None:
     one.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each turn; default: %(default)s")
     one.add_argument("--turns", type=int, default=2, metavar="N", help="default: %(default)s")
     one.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded one")
+    one.add_argument(
+        "--strict",
+        action="store_true",
+        help="keep text's objective even if that makes pictures' batches narrow",
+    )
     one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
     add_model(one)
     one.set_defaults(run=_cohost)
@@ -122,7 +127,12 @@ def _cohost(options: argparse.Namespace) -> int:
     try:
         with model_errors():
             cohost.run(
-                chosen, seconds=options.seconds, steps=options.steps, turns=options.turns, results=options.results
+                chosen,
+                seconds=options.seconds,
+                steps=options.steps,
+                turns=options.turns,
+                results=options.results,
+                strict=options.strict,
             )
     except BenchError as error:
         raise UsageError(str(error)) from error

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cohost import Loop
 from benchmarks.h200 import sources
 from benchmarks.h200.timing import Clocks, table
+from benchmarks.loop import Loop
 from benchmarks.traces import Order
 from core.batching.engine import Engine
 from core.batching.request import Request

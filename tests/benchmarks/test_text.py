@@ -50,6 +50,14 @@ def test_both_panels_are_measured(tmp_path: Path) -> None:
     assert made["images_per_s"]["together"] > 0 and made["tokens_per_s"]["together"] > 0
     assert made["sum"] == pytest.approx(made["image_share"] + made["text_share"], abs=1e-3)
     assert made["tpot_p99_s"] > 0 and made["image_p99_s"] > 0
+    objectives = made["objectives"]
+    assert objectives["tpot_s"] == max(objectives["tpot_set_s"], objectives["tpot_free_s"])
+
+
+def test_a_strict_pace_is_that_of_the_settings(tmp_path: Path) -> None:
+    hurried = settings(tmp_path).model_copy(update={"text_token_s": 1e-4})
+    objectives = cohost.run(hurried, seconds=0.1, steps=2, results=tmp_path, turns=1, strict=True)["objectives"]
+    assert objectives["tpot_s"] == 1e-4 < objectives["tpot_free_s"]
 
 
 def test_without_a_text_model_nothing_is_measured(tmp_path: Path) -> None:

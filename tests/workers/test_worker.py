@@ -139,15 +139,20 @@ def test_a_cancelled_job_leaves_the_engine(crew: Crew) -> None:
 
 def test_a_deadline_ends_a_job_wherever_it_stands(crew: Crew) -> None:
     worker = crew.hire(max_requests=1)
-    first = crew.ask(steps=LONG, deadline_s=0.6)
-    second = crew.ask(deadline_s=0.3)  # waits for the first one's place
-    assert [crew.ended(id).state for id in (first, second)] == [JobState.EXPIRED] * 2
-    error = crew.job(first).error
+    holding = crew.ask(steps=LONG, n=8)
+    crew.running(holding)
+    waiting = crew.ask(deadline_s=0.2)  # for the place of the one before
+    assert crew.ended(waiting).state is JobState.EXPIRED
+    assert not crew.job(holding).state.final
+    assert not worker.noted("admit", waiting)
+    crew.store.cancel(holding)
+    drawing = crew.ask(steps=LONG, n=8, deadline_s=1)
+    assert crew.ended(drawing).state is JobState.EXPIRED
+    error = crew.job(drawing).error
     assert error is not None
     assert error["code"] == "expired"
-    assert crew.ended(crew.ask(deadline_s=30)).state is JobState.SUCCEEDED
-    assert not worker.noted("admit", second)
-    eventually(lambda: worker.noted("release", first))
+    assert crew.ended(crew.ask(deadline_s=60)).state is JobState.SUCCEEDED
+    eventually(lambda: len(worker.noted("admit", drawing)) == len(worker.noted("release", drawing)))
 
 
 def test_messages_of_no_use_are_acknowledged_and_ignored(crew: Crew) -> None:
