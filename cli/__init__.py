@@ -1,5 +1,5 @@
-"""The command line: `diptych generate | chat | evaluate | mlperf | quantize | bench | serve | api | worker | keys` and
-`models`.
+"""The command line: `diptych generate | chat | captions | evaluate | mlperf | quantize | bench | serve | api | worker |
+keys` and `models`.
 
 Knows commands, exit codes (2 for input that cannot be used) and how a command ends; each family of commands has a
 file. The rest of the house is imported only when it is needed: imports are most of what a short command costs.
@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from cli import bench, chat, doctor, evaluate, generate, keys, mlperf, quantize, serve, show
+from cli import bench, captions, chat, doctor, evaluate, generate, keys, mlperf, quantize, serve, show
 from cli.arguments import Failure, UsageError
 
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving: SDXL, batched step by step.")
     whole.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for family in (generate, chat, serve, keys, show, doctor, quantize, evaluate, mlperf, bench):
+    for family in (generate, chat, serve, keys, show, doctor, quantize, captions, evaluate, mlperf, bench):
         family.add(commands)
     return whole
 

@@ -1,4 +1,4 @@
-"""The captions that a run draws: read from a prompts file, and kept in the run's own folder.
+"""The captions that a run draws: read from a prompts file, kept in the run's own folder, written as a table.
 
 Knows tables; knows nothing of pictures and scores. Imports no torch.
 """
@@ -6,6 +6,7 @@ Knows tables; knows nothing of pictures and scores. Imports no torch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def read(path: Path, limit: int | None = None) -> list[Caption]:
         if wrong is not None:
             raise PromptsError(f"{path}: row {prompt.row}: {wrong}")
     return [Caption(index, prompt.name, prompt.text) for index, prompt in enumerate(found)]
+
+
+def render(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> bytes:
+    """A `.tsv` that `read` takes. Raises ValueError for a cell that would not come back as it is."""
+    lines = ["\t".join(columns)]
+    for row in rows:
+        for cell in row:
+            if not cell or cell != cell.strip() or set("\t\r\n") & set(cell):
+                raise ValueError(f"{cell!r} is no cell of a table with tabs")
+        lines.append("\t".join(row))
+    return ("\n".join(lines) + "\n").encode()
 
 
 def digest(captions: list[Caption]) -> str:

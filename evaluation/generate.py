@@ -55,7 +55,7 @@ def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, pro
     session, started = run.sessions, time.monotonic()
     pending: dict[Future[Any], tuple[Caption, ImageParameters]] = {}
     failed, notes = 0, dict[str, None]()
-    pulse = _Pulse(progress.console, len(run.records))
+    pulse = Pulse(progress.console, "pictures", len(run.records))
     while True:
         while len(pending) < source.width and (caption := next(missing, None)) is not None:
             wanted = replace(draft, prompt=caption.text, seed=seed_of(caption, seed_offset))
@@ -82,11 +82,12 @@ def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, pro
         pulse.beat(len(run.records), len(run.captions))
 
 
-class _Pulse:
+class Pulse:
     """Says now and then how far it is where bars cannot be drawn: in a log, or through a pipe."""
 
-    def __init__(self, console: Console, done: int) -> None:
+    def __init__(self, console: Console, what: str, done: int) -> None:
         self._console = console
+        self._what = what
         self._first = done
         self._started = self._said = time.monotonic()
 
@@ -97,7 +98,7 @@ class _Pulse:
         self._said = now
         rate = (done - self._first) / (now - self._started)
         left = f"{(total - done) / rate / 60:.0f} min left" if rate else "none yet"
-        _say(self._console, f"{done} of {total} pictures, {rate:.2f}/s, {left}", "")
+        _say(self._console, f"{done} of {total} {self._what}, {rate:.2f}/s, {left}", "")
 
 
 def printed(png: bytes) -> Mapping[str, Any]:

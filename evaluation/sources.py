@@ -7,34 +7,22 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import http.client
 import io
-import json
 import secrets
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
 
 from evaluation.pixels import Pixels
+from evaluation.service import Service
+from evaluation.service import SourceError as SourceError
 
 if TYPE_CHECKING:
     from pipeline.parameters import ImageParameters
     from workers.build import Works
-
-_ATTEMPTS = 8
-_WAIT_S = (0.5, 30.0)  # the first and the longest pause before a service is asked again
-_ANSWER_S = 3600.0  # a picture's place may be behind a long queue
-
-
-class SourceError(RuntimeError):
-    """A source that cannot be used, or that refuses a picture. The message is the source's own."""
 
 
 class Drawn(NamedTuple):
@@ -90,19 +78,9 @@ class Remote:
 
     def __init__(self, url: str, model: str | None = None, *, width: int = 64) -> None:
         """Raises `SourceError` where no service answers, or none has the model."""
-        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise SourceError(f"{url}: must begin with http:// or https://")
-        self.url = url.rstrip("/")
+        self._service = Service(url, width=width)
         self.width = width
-        offered = [one for one in self._get("/v1/models")["data"] if one["diptych"]["modality"] == "image"]
-        found = [one for one in offered if one["id"] == model or (model is None and one["diptych"]["live"])]
-        if not found:
-            there = ", ".join(one["id"] for one in offered) or "none"
-            raise SourceError(f"{url}: no picture model {model or 'that is live'}; there: {there}")
-        self.model: str = found[0]["id"]
-        self.card: dict[str, Any] = found[0]["diptych"]
-        self._threads = ThreadPoolExecutor(width, thread_name_prefix="remote")
-        self._stopping = False
+        self.model, self.card = self._service.model("image", model)
 
     def submit(self, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
         fields = {
@@ -111,8 +89,8 @@ class Remote:
             "negative_prompt": wanted.negative_prompt, "scheduler": wanted.scheduler,
             "deterministic": wanted.deterministic, "deepcache": _schedule(wanted),
         }  # fmt: skip
-        body = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
-        return self._threads.submit(self._draw, body, wanted.steps, tick)
+        given = {name: value for name, value in fields.items() if value is not None}
+        return self._service.submit(self._draw, given, wanted.steps, tick)
 
     def take(self, result: Any) -> Drawn:
         return Drawn(base64.b64decode(result["b64_json"], validate=True), tuple(result.get("warnings", ())))
@@ -121,53 +99,15 @@ class Remote:
         with Image.open(io.BytesIO(self.take(result).png)) as image:
             return np.asarray(image.convert("RGB"))
 
-    def _draw(self, body: bytes, steps: int, tick: Callable[[], None]) -> Any:
-        """One picture. A service that is full, stops or is not there yet is asked again: a seed draws one picture."""
-        pause_s = _WAIT_S[0]
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                answer = self._post("/v1/images/generations", body)
-            except urllib.error.HTTPError as error:
-                said = _message(error)
-                if error.code not in (429, 500, 503) or not left:
-                    raise SourceError(f"the service answered {error.code}: {said}") from None
-                after = error.headers.get("Retry-After", "")
-                pause_s = float(after) if after.isdigit() else pause_s
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                if not left:
-                    raise SourceError(f"the service does not answer ({getattr(error, 'reason', error)})") from None
-            else:
-                for _ in range(steps):
-                    tick()
-                return answer["data"][0]
-            until = time.monotonic() + pause_s
-            while time.monotonic() < until:
-                if self._stopping:
-                    raise SourceError("stopped")
-                time.sleep(0.05)
-            pause_s = min(2 * pause_s, _WAIT_S[1])
-        raise AssertionError
-
-    def _get(self, path: str) -> Any:
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=30) as answer:
-                found = json.loads(answer.read())
-            if all("diptych" in one for one in found["data"]):
-                return found
-        except OSError as error:
-            raise SourceError(f"{self.url}: no service answers ({getattr(error, 'reason', error)})") from None
-        except (http.client.HTTPException, ValueError, KeyError, TypeError):
-            pass
-        raise SourceError(f"{self.url}: something else than Diptych answers there")
-
-    def _post(self, path: str, body: bytes) -> Any:
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-            return json.loads(answer.read())
+    def _draw(self, fields: dict[str, Any], steps: int, tick: Callable[[], None]) -> Any:
+        """One picture. It may be asked for again: a seed draws one picture."""
+        answer = self._service.post("/v1/images/generations", fields)
+        for _ in range(steps):
+            tick()
+        return answer["data"][0]
 
     def close(self) -> None:
-        self._stopping = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._service.close()
 
 
 def _schedule(wanted: ImageParameters) -> dict[str, Any] | str:
@@ -178,10 +118,3 @@ def _schedule(wanted: ImageParameters) -> dict[str, Any] | str:
     if given["deep_steps"] is not None:
         return {"depth": given["depth"], "deep_steps": list(given["deep_steps"])}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
-        return "no reason was given"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evaluation import sources
+from evaluation import service
 from evaluation.run import Run
 from evaluation.sources import Remote, SourceError
 from pipeline.parameters import ImageParameters
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stumbling, Remote]]:
-    monkeypatch.setattr(sources, "_WAIT_S", (0.01, 0.05))
+    monkeypatch.setattr(service, "_WAIT_S", (0.01, 0.05))
     server = Stumbling(*request.param)
     source = Remote(server.url, width=2)
     yield server, source

@@ -1,0 +1,303 @@
+"""`diptych captions`: the text panel writes a prompts file for `diptych evaluate`.
+
+Knows options and how a refusal names them; leaves captions to `evaluation` and texts to the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import Commands, Failure, UsageError, model_errors, read_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from core.config import Settings
+    from evaluation.asking import Asker
+    from evaluation.authors import Author
+    from evaluation.caption_file import CaptionFile
+
+_ABOUT = """examples:
+  diptych captions --count 1000 --out captions.tsv
+  diptych evaluate --prompts captions.tsv --out runs/int8 --precision int8
+
+  diptych captions --count 500 --out zoo.tsv --subjects animals.txt --temperature 1.1
+  diptych captions --count 5000 --out captions.tsv --text-model path/to/llama --template ask.txt --model path/to/sdxl
+
+FILE.json beside the file tells what the captions were asked for with. Where a command was stopped, in whatever way, the
+same command goes on, and ends with the same file. An answer that is no caption, or one that is there already, is made
+again with the row's next seed; a row that never becomes one is left out, told, and listed in FILE.json.
+
+A template is what the model is asked instead of our own words, the subject in place of {subject}: a chat's message, or,
+for a model without a chat template, a text that it continues to the line's end.
+
+exit codes: 0 all captions are there; 1 some could not be made; 2 the input cannot be used, and is named; 130 stopped
+"""
+_MOST = 1_000_000
+_MOST_ATTEMPTS = 1000
+_SHOWN = 10  # rows that could not be made
+
+
+def add(commands: Commands) -> None:
+    captions = commands.add_parser(
+        "captions",
+        help="write a prompts file with the text model",
+        description="The text model writes captions for `evaluate`: distinct ones, that the picture model can read.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    captions.add_argument("--count", type=int, required=True, metavar="N", help="how many captions")
+    captions.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="a .tsv that is not there yet")
+    captions.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds, equal files; default: 0")
+    captions.add_argument(
+        "--subjects", type=Path, metavar="FILE",
+        help="what captions are about, in turn: one a line, or a .tsv or .csv with a column caption, prompt or name",
+    )  # fmt: skip
+    captions.add_argument("--template", type=Path, metavar="FILE", help="what the model is asked; see below")
+    captions.add_argument("--temperature", type=float, metavar="T", help="0.7 of emoji-lm, 1 of others by default")
+    captions.add_argument("--top-p", type=float, metavar="P", help="1 of emoji-lm, 0.95 of others by default")
+    captions.add_argument("--max-tokens", type=int, default=96, metavar="N", help="of an answer; default: %(default)s")
+    captions.add_argument(
+        "--attempts", type=int, default=64, metavar="N", help="at a row, until it is left out; default: %(default)s"
+    )
+    captions.add_argument("--text-model", metavar="NAME", help="that writes; default: the embedded one, emoji-lm")
+    captions.add_argument("--text-precision", choices=("fp32", "bf16", "fp16", "int8", "fp8"), help="of computation")
+    captions.add_argument("--model", metavar="NAME", help="that is to read them; default: the embedded one")
+    captions.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
+    captions.add_argument("--server", metavar="URL", help="of a running service that writes, instead of this process")
+    captions.add_argument("--key", metavar="KEY", help="for a service that asks for one")
+    captions.set_defaults(run=_captions)
+
+
+def _captions(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from core.batching.runner import Refused
+    from evaluation.caption_file import CaptionFile, CaptionFileError
+    from evaluation.compose import HopelessError
+    from evaluation.screen import REASONS
+    from evaluation.service import SourceError
+
+    console = Console(stderr=True)
+    _check(options)
+    subjects, template = _subjects(options), _template(options)
+    settings = read_settings(options)
+    if not options.server and settings.text_model_name is None:
+        raise UsageError("--text-model: none is named, and models/emoji-lm is not there, or DIPTYCH_TEXT_MODEL is off")
+    try:
+        with CaptionFile(options.out, _asked(options, settings, subjects, template), options.count) as file:
+            if not file.finished:
+                _write(file, options, settings, subjects, template, console)
+            return _tell(file, console)
+    except CaptionFileError as error:
+        raise UsageError(f"--out: {error}") from error
+    except SourceError as error:
+        raise Failure(f"--server: {error}") from error
+    except HopelessError as error:
+        said = ", ".join(f"{count} {REASONS[reason]}" for reason, count in error.again.most_common())
+        raise Failure(f"no caption comes of it: of {error.again.total()} answers {said}") from error
+    except Refused as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"--out: {error.filename or options.out} cannot be written ({error.strerror})") from error
+
+
+def _check(options: argparse.Namespace) -> None:
+    from llm.parameters import MAX_SEED, MAX_TEMPERATURE
+
+    for name, low, high in (
+        ("count", 1, _MOST), ("attempts", 1, _MOST_ATTEMPTS), ("max_tokens", 1, MAX_SEED), ("seed", 0, MAX_SEED),
+        ("temperature", 0, MAX_TEMPERATURE), ("top_p", 0, 1),
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise UsageError(f"--{name.replace('_', '-')}: must be between {low:g} and {high:g}, not {value:g}")
+    if options.top_p == 0:
+        raise UsageError("--top-p: must be more than 0")
+    if options.out.suffix.lower() != ".tsv":
+        raise UsageError(f"--out: must end in .tsv, for `evaluate` to find the captions in it, not {options.out}")
+    if options.key and not options.server:
+        raise UsageError("--key: is for --server")
+
+
+def _subjects(options: argparse.Namespace) -> dict[int, str]:
+    """What captions are about, in turn, by row of the file; none where it is not said. Raises `UsageError`."""
+    from evaluation import captions
+    from evaluation.screen import squeeze
+    from pipeline import prompts
+
+    path: Path | None = options.subjects
+    if path is None:
+        return {}
+    try:
+        captions.read(path)
+        found = prompts.read(path, columns=captions.COLUMNS, names=captions.IDS)
+    except captions.PromptsError as error:
+        raise UsageError(f"--subjects: {error}") from error
+    if path.suffix.lower() != ".csv":  # whose cells may hold line ends
+        for before, after in pairwise(found):
+            if after.row > before.row + 1:
+                raise UsageError(f"--subjects: {path}: row {before.row + 1} is empty")
+    for one in found:
+        if not squeeze(one.text):
+            raise UsageError(f"--subjects: {path}: row {one.row} holds no words")
+    return {one.row: squeeze(one.text) for one in found}
+
+
+def _template(options: argparse.Namespace) -> str | None:
+    from core.text import complaint
+    from evaluation.asking import SUBJECT
+    from pipeline.parameters import MAX_PROMPT_CHARACTERS
+
+    path: Path | None = options.template
+    if path is None:
+        return None
+    try:
+        text = path.read_text("utf-8-sig").strip()
+    except OSError as error:
+        raise UsageError(f"--template: {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--template: {path}: is not UTF-8 (byte {error.start})") from error
+    wrong = complaint(text, MAX_PROMPT_CHARACTERS) or (None if text else "is empty")
+    if wrong is not None:
+        raise UsageError(f"--template: {path}: {wrong}")
+    if SUBJECT not in text:
+        raise UsageError(f"--template: {path}: has no {SUBJECT}, where what a caption is about belongs")
+    return text
+
+
+def _asked(
+    options: argparse.Namespace, settings: Settings, subjects: dict[int, str], template: str | None
+) -> dict[str, Any]:
+    """What the captions are asked for with: what must be the same when the file is gone on with."""
+    where: dict[str, Any]
+    if options.server:
+        where = {"server": options.server.rstrip("/"), "text_model": options.text_model}
+    else:
+        where = {
+            "server": None, "text_model": _short(settings.text_model_name or ""),
+            "text_precision": settings.text_precision, "text_draft": settings.text_draft, "text_kv": settings.text_kv,
+        }  # fmt: skip
+    return where | {
+        "seed": options.seed,
+        "subjects": _digest(options.subjects, "\n".join(subjects.values())) if subjects else None,
+        "template": None if template is None else _digest(options.template, template),
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "max_tokens": options.max_tokens,
+        "attempts": options.attempts,
+        "for_model": _short(settings.model_name),
+    }
+
+
+def _short(name: str) -> str:
+    folder = Path(name).expanduser()
+    return folder.resolve().name if folder.is_dir() else name
+
+
+def _digest(path: Path, text: str) -> str:
+    return f"{path.name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _write(
+    file: CaptionFile,
+    options: argparse.Namespace,
+    settings: Settings,
+    subjects: dict[int, str],
+    template: str | None,
+    console: Console,
+) -> None:
+    """Make what the file lacks, and finish it."""
+    from evaluation import generate, screen
+    from evaluation.asking import Asker
+    from evaluation.compose import Composer
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(model_errors())
+        try:
+            sieve = screen.Screen(screen.tokenizers(settings.model_name))
+            author = _author(options, settings, stack, console)
+            asker = Asker(
+                author.name, chat=author.chat, seed=options.seed, subjects=tuple(subjects.values()), template=template,
+                temperature=options.temperature, top_p=options.top_p, max_tokens=options.max_tokens,
+            )  # fmt: skip
+            if not options.server:
+                _try(author, asker, options, tuple(subjects))
+            if file.rows:
+                console.print(f"{len(file.rows)} of {file.count} captions are there", highlight=False)
+            about = {"temperature": asker.temperature, "top_p": asker.top_p}
+            file.begin(author.about | about)
+            Composer(file, asker, author, sieve, options.attempts).run(stack.enter_context(generate.bars(console)))
+        except KeyboardInterrupt:
+            done = f"{len(file.rows)} of {file.count} captions are there; the same command goes on"
+            raise KeyboardInterrupt(done) from None
+    file.finish()
+
+
+def _author(options: argparse.Namespace, settings: Settings, stack: contextlib.ExitStack, console: Console) -> Author:
+    """The engine or the service that writes, open as long as the stack is."""
+    if options.server:
+        from evaluation.authors import Remote
+
+        return stack.enter_context(contextlib.closing(Remote(options.server, options.key, options.text_model)))
+    from core.batching.engine import Engine
+    from core.batching.runner import Lane
+    from evaluation.authors import Local
+    from workers.build import text_lane, text_runner
+
+    with console.status("starting") as status:
+        lane = text_lane(settings) or Lane("text")
+        stack.callback(lane.close)
+        runner = text_runner(settings, lane, status.update)
+        if runner is None:
+            raise UsageError("--text-model: the embedded one does not load; the log says why")
+        stack.callback(runner.close)
+        runner.prepare(measure_s=0.5)
+    return Local(stack.enter_context(Engine([runner])), runner, 2 * settings.text_requests)
+
+
+def _try(author: Author, asker: Asker, options: argparse.Namespace, rows: Sequence[int]) -> None:
+    """Refuse what the model does not take before anything is written: of all rows of --subjects, or of the first."""
+    from core.batching.runner import Refused
+    from evaluation.authors import Local
+
+    assert isinstance(author, Local)
+    for index in range(max(1, len(rows))):
+        try:
+            author.check(asker.first(index, 0))
+        except Refused as error:
+            field, _, wrong = str(error).partition(": ")
+            if field == "max_tokens" or not rows:
+                raise UsageError(f"--{'max-tokens' if field == 'max_tokens' else 'template'}: {wrong}") from error
+            raise UsageError(f"--subjects: {options.subjects}: row {rows[index]}: {wrong}") from error
+
+
+def _tell(file: CaptionFile, console: Console) -> int:
+    """What came of it; 1 where captions are missing."""
+    from evaluation.screen import REASONS
+
+    made = [row for row in file.rows if row.caption is not None]
+    missing = [row for row in file.rows if row.caption is None]
+    again = ", ".join(f"{count} {REASONS[reason]}" for reason, count in file.again.most_common())
+    words = sum(len((row.caption or "").split()) for row in made) / max(1, len(made))
+    tokens = sum(row.tokens for row in made) / max(1, len(made))
+    said = [
+        f"{len(made)} captions of {len(made) + file.again.total()} answers{': ' + again if again else ''}; {words:.1f} "
+        f"words and {tokens:.1f} of the picture model's tokens on average"
+    ]
+    if missing:
+        for row in missing[:_SHOWN]:
+            said.append(f"{row.index:05d}{f' about {row.subject!r}' if row.subject else ''}: {row.again}")
+        left = f"{len(missing)} of {file.count} captions could not be made"
+        said += [f"{left} in {file.settings['attempts']} attempts each; {file.manifest} lists them"]
+    style = "yellow" if missing else ""
+    for line in said:
+        console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    print(file.out, flush=True)
+    return 1 if missing else 0

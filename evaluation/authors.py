@@ -1,0 +1,119 @@
+"""Where texts come from: an engine in this process, or a service that runs.
+
+Knows how each is asked and what it answers; knows nothing of captions.
+"""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from evaluation.asking import Question
+from evaluation.service import Service, SourceError
+
+if TYPE_CHECKING:
+    from core.batching.engine import Engine
+    from llm.runner import TextRunner
+
+
+class Answer(NamedTuple):
+    """A text. `whole`: it ended by itself, and not because it was long enough."""
+
+    text: str
+    whole: bool
+
+
+class Author(Protocol):
+    """Asked from one thread. `width` questions keep it full."""
+
+    width: int
+    name: str
+    chat: bool  # whether it has a chat template
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What must be the same for all captions of a file."""
+        ...
+
+    def submit(self, question: Question) -> Future[Any]: ...
+
+    def answer(self, result: Any) -> Answer:
+        """What a future's result comes to."""
+        ...
+
+
+class Local:
+    """The engine of this process."""
+
+    def __init__(self, engine: Engine, runner: TextRunner, width: int) -> None:
+        from workers.texts import TextPanel
+
+        self.width = width
+        self.name = runner.model.name
+        self.chat = bool(getattr(runner.model.tokenizer, "chat_template", None))
+        self._engine, self._runner, self._panel = engine, runner, TextPanel(runner)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        model = self._runner.model
+        return {"model": model.name, "weights": model.digest, "precision": model.precision, "device": model.device.type}
+
+    def check(self, question: Question) -> None:
+        """Raises `Refused` for a question that the model does not take."""
+        from core.batching.request import Request
+
+        self._runner.check(Request("check", "text", self._wanted(question)))
+
+    def submit(self, question: Question) -> Future[Any]:
+        """Raises `Refused`, as `check` does."""
+        from core.batching.request import Request
+
+        return self._engine.submit(Request(secrets.token_hex(8), "text", self._wanted(question)))
+
+    def answer(self, result: Any) -> Answer:
+        return Answer(result.text, result.finish == "stop")
+
+    def _wanted(self, question: Question) -> Any:
+        given = {} if question.chat else {"prompts": [question.prompt]}
+        return self._panel.requests(question.fields() | given)[0]
+
+
+class Remote:
+    """A service, through its chat or its plain completions. Each request waits on a thread of its own."""
+
+    def __init__(self, url: str, key: str | None = None, model: str | None = None, *, width: int = 64) -> None:
+        """Raises `SourceError` where no service answers, none has the model, or the key does not open it."""
+        self._service = Service(url, key, width=width)
+        self.width = width
+        self.name, self._card = self._service.model("text", model)
+        self.chat = self._chats()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"model": self.name, "precision": self._card.get("precision")}
+
+    def submit(self, question: Question) -> Future[Any]:
+        fields = {"model": self.name, **question.fields()}
+        if question.chat:
+            return self._service.submit(self._service.post, "/v1/chat/completions", fields)
+        return self._service.submit(self._service.post, "/v1/completions", fields | {"prompt": question.prompt})
+
+    def answer(self, result: Any) -> Answer:
+        choice = result["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        return Answer(text or "", choice["finish_reason"] == "stop")
+
+    def _chats(self) -> bool:
+        """Cards do not say whether a model has a chat template, so it is asked for one token."""
+        hello = {"model": self.name, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 1, "seed": 0}
+        try:
+            self._service.post("/v1/chat/completions", hello)
+        except SourceError as error:
+            if "no chat template" in str(error):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        self._service.close()

@@ -1,0 +1,216 @@
+"""A prompts file in the making: its rows as they are settled, one after the other, and the manifest beside it.
+
+Knows files and what is left of them when a process is killed; knows nothing of how captions are made.
+
+    captions.tsv        id, caption, seed, and what it is about where that is known; there when all are made
+    captions.tsv.json   what they were asked for with, what wrote them, how often each was made again and why
+    captions.tsv.part   until then: a line for what was asked for, and one for each row, appended when it is settled
+    captions.tsv.lock   while they are made: no second process may
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from evaluation import captions as tables
+from evaluation.run import write, write_json
+
+VERSION = 1
+
+
+class CaptionFileError(ValueError):
+    """A prompts file that cannot be made. The message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A settled row. `caption` None: none of its attempts was one. `again` counts the others by what was wrong."""
+
+    index: int
+    caption: str | None
+    seed: int
+    subject: str
+    tokens: int  # of the picture model
+    again: dict[str, int] = field(default_factory=dict)
+
+
+class CaptionFile:
+    """One prompts file. Open it, `begin` it when it is known who writes, `add` rows in order, `finish` it."""
+
+    def __init__(self, out: Path, settings: Mapping[str, Any], count: int) -> None:
+        """Raises `CaptionFileError` where `out` holds something else, or a beginning of other settings."""
+        self.out = out
+        self.count = count
+        self.settings = dict(settings) | {"count": count}
+        self.written_by: dict[str, Any] = {}
+        self.rows: list[Row] = []
+        self.finished = False
+        self._log: int | None = None
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self._beside(".lock"))
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise CaptionFileError(f"{out} is being written by another process") from None
+        try:
+            self._look()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def part(self) -> Path:
+        """The rows that are settled, until the file is whole."""
+        return self._beside(".part")
+
+    @property
+    def manifest(self) -> Path:
+        return self._beside(".json")
+
+    @property
+    def made(self) -> int:
+        return sum(row.caption is not None for row in self.rows)
+
+    @property
+    def again(self) -> Counter[str]:
+        """How many attempts were none, by what was wrong."""
+        return sum((Counter(row.again) for row in self.rows), Counter())
+
+    def _beside(self, suffix: str) -> Path:
+        return self.out.with_name(self.out.name + suffix)
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if self.out.exists():
+            head = self._vouched()
+            _refuse_differences(f"{self.out} holds captions of other settings; name another file", head, self.settings)
+            self.finished = True
+            self.part.unlink(missing_ok=True)  # of a process that was killed at its very end
+            return
+        try:
+            data = self.part.read_bytes()
+        except FileNotFoundError:
+            return
+        lines = data.split(b"\n")[:-1]  # what follows the last line end is torn, or nothing
+        if not lines:
+            return
+        head = self._read_head(lines[0])
+        self.rows = [self._read_row(number, line) for number, line in enumerate(lines[1:])]
+        if not self.made:  # a command that brought nothing is no reason to refuse a better one
+            self.rows = []
+            return
+        _refuse_differences(
+            f"{self.part} is a beginning of other settings; remove it, or name another file",
+            head["settings"], self.settings,
+        )  # fmt: skip
+        self.written_by = head["written_by"]
+        os.truncate(self.part, data.rfind(b"\n") + 1)
+
+    def _vouched(self) -> dict[str, Any]:
+        """The settings of the finished file. Raises `CaptionFileError` where its manifest does not speak of it."""
+        try:
+            head = json.loads(self.manifest.read_text("utf-8"))
+            settings, digest = dict(head["settings"]), head["sha256"]
+            whole = hashlib.sha256(self.out.read_bytes()).hexdigest()
+            self.rows = [Row(**row) for row in head["rows"]]
+            self.written_by = head["written_by"]
+        except FileNotFoundError:
+            raise CaptionFileError(f"{self.out} is there, and was not written by this command; name another") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CaptionFileError(f"{self.manifest} is damaged ({error}); name another file") from None
+        if digest != whole:
+            raise CaptionFileError(f"{self.out} was changed after it was written; name another file")
+        return settings
+
+    def _read_head(self, line: bytes) -> dict[str, Any]:
+        try:
+            head = json.loads(line)
+            version, _, _ = head["version"], dict(head["settings"]), dict(head["written_by"])
+        except (ValueError, KeyError, TypeError):
+            raise CaptionFileError(f"{self.part}: line 1 is no head of such a file; remove it") from None
+        if version != VERSION:
+            raise CaptionFileError(f"{self.part}: has version {version}, this program reads {VERSION}; remove it")
+        return dict(head)
+
+    def _read_row(self, index: int, line: bytes) -> Row:
+        try:
+            row = Row(**json.loads(line))
+            if row.index == index:
+                return row
+        except (ValueError, TypeError):
+            pass
+        raise CaptionFileError(f"{self.part}: line {index + 2} is not row {index}; remove the file")
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def begin(self, written_by: Mapping[str, Any]) -> None:
+        """Say who writes. Raises `CaptionFileError` where others wrote the rows that are there."""
+        if self.rows:
+            _refuse_differences(f"{self.part} was written by another model; remove it", self.written_by, written_by)
+        else:
+            self.written_by = dict(written_by)
+            head = {"version": VERSION, "settings": self.settings, "written_by": self.written_by}
+            write(self.part, (json.dumps(head, ensure_ascii=False) + "\n").encode())
+        self._log = os.open(self.part, os.O_WRONLY | os.O_APPEND)
+
+    def add(self, row: Row) -> None:
+        """Write down the next row. Raises OSError, and then it is not there."""
+        assert self._log is not None and row.index == len(self.rows), "begun, and rows in their order"
+        line = (json.dumps(asdict(row), ensure_ascii=False) + "\n").encode()
+        if os.write(self._log, line) != len(line):  # the rest would follow half a line
+            raise OSError(errno.ENOSPC, "half a line was written", str(self.part))
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        """Write the table and its manifest, of all rows. In an order in which a kill costs nothing."""
+        assert len(self.rows) == self.count
+        about = any(row.subject for row in self.rows)
+        cells = [
+            (f"{row.index:05d}", row.caption, str(row.seed), *((row.subject,) if about else ()))
+            for row in self.rows
+            if row.caption is not None
+        ]
+        data = tables.render(("id", "caption", "seed", *(("subject",) if about else ())), cells)
+        made = {"version": VERSION, "settings": self.settings, "written_by": self.written_by}
+        counted = {"captions": self.made, "missing": [row.index for row in self.rows if row.caption is None]}
+        found = {"again": dict(self.again), "sha256": hashlib.sha256(data).hexdigest()}
+        write_json(self.manifest, made | counted | found | {"rows": [asdict(row) for row in self.rows]})
+        write(self.out, data)
+        self.part.unlink()
+        self.finished = True
+
+    def close(self) -> None:
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+        if self._lock.is_locked:
+            if self.finished or not self.part.exists():  # nobody can be waiting for it: who finds it taken goes away
+                self._beside(".lock").unlink(missing_ok=True)
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _refuse_differences(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    differ = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]
+    if differ:
+        said = "; ".join(f"{name} is {there.get(name)!r} there, {here.get(name)!r} here" for name in differ[:5])
+        raise CaptionFileError(f"{what}: {said}")

@@ -1,0 +1,152 @@
+"""Composes a prompts file: keeps the text model busy, screens what it answers, settles the rows one after the other.
+
+What a row becomes depends on its own attempts and on the rows before it: the first attempt that is a caption, and that
+no earlier row has. So the file is the same however wide batches are and whenever it was interrupted; being ahead of the
+row that is next to be settled only makes it faster. Knows questions, answers and rows; nothing of engines and services.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from core.text import complaint
+from evaluation.asking import Asker, Question
+from evaluation.authors import Answer, Author
+from evaluation.caption_file import CaptionFile, Row
+from evaluation.generate import Pulse
+from evaluation.screen import BROKEN, DUPLICATE, EMPTY, UNFINISHED, Screen, squeeze
+from pipeline.parameters import MAX_PROMPT_CHARACTERS
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_AHEAD = 4  # times the author's width: as many rows are open at once
+_HOPELESS = 16  # rows without one caption among them are enough to know
+
+
+class HopelessError(RuntimeError):
+    """No caption comes of what is asked. `again` counts by what was wrong."""
+
+    def __init__(self, again: Counter[str]) -> None:
+        super().__init__("no caption comes of it")
+        self.again = again
+
+
+@dataclass(slots=True)
+class _Open:
+    """A row that is not settled: its attempts as far as they are made, and how many were begun."""
+
+    index: int
+    begun: int = 0
+    under_way: int = 0
+    made: dict[int, tuple[Question, str | None, str]] = field(default_factory=dict)  # question, what is wrong, caption
+    again: Counter[str] = field(default_factory=Counter)
+    looked: int = 0  # so many attempts are known to be none
+
+
+class Composer:
+    """Makes the captions that a file lacks. `attempts` is how often a row is tried at most."""
+
+    def __init__(self, file: CaptionFile, asker: Asker, author: Author, screen: Screen, attempts: int) -> None:
+        self._file, self._asker, self._author, self._screen = file, asker, author, screen
+        self._attempts = attempts
+        self._rows: list[_Open] = []
+        self._asked: dict[Future[Any], tuple[_Open, int, Question]] = {}
+        for row in file.rows:
+            if row.caption is not None:
+                screen.keep(row.caption)
+
+    def run(self, progress: Progress) -> None:
+        """Make all that is missing, row by row.
+
+        Raises what the author raises, OSError where rows cannot be written, and `HopelessError`; what is settled stays.
+        """
+        file, pulse = self._file, Pulse(progress.console, "captions", len(self._file.rows))
+        bar = progress.add_task("captions", total=file.count, completed=len(file.rows))
+        while len(file.rows) < file.count:
+            self._ask()
+            done, _ = wait(self._asked, return_when=FIRST_COMPLETED)
+            for future in done:
+                self._take(future)
+            before = len(file.rows)
+            while self._rows and self._settle(self._rows[0]):
+                self._rows.pop(0)
+            progress.advance(bar, len(file.rows) - before)
+            pulse.beat(len(file.rows), file.count)
+            if len(file.rows) >= min(_HOPELESS, file.count) and not any(row.caption for row in file.rows):
+                raise HopelessError(file.again)
+
+    def _ask(self) -> None:
+        """Begin attempts until the author is full: of the rows that come first, and of the very first several."""
+        while len(self._asked) < self._author.width:
+            row = next((row for row in self._rows if self._wants(row)), None)
+            if row is None:
+                row = self._next()
+            if row is None:
+                return
+            attempt, row.begun, row.under_way = row.begun, row.begun + 1, row.under_way + 1
+            question = self._asker.first(row.index, attempt)
+            self._asked[self._author.submit(question)] = (row, attempt, question)
+
+    def _wants(self, row: _Open) -> bool:
+        """The longer a row took, the more of its attempts are made at once where all others wait for it."""
+        if row.begun == self._attempts:
+            return False
+        if row.begun > row.looked + row.under_way:
+            return False  # one was made that may be it
+        return row.under_way < (max(1, row.looked) if row is self._rows[0] else 1)
+
+    def _next(self) -> _Open | None:
+        index = len(self._file.rows) + len(self._rows)
+        if index == self._file.count or len(self._rows) == _AHEAD * self._author.width:
+            return None
+        self._rows.append(_Open(index))
+        return self._rows[-1]
+
+    def _take(self, future: Future[Any]) -> None:
+        row, attempt, question = self._asked.pop(future)
+        said: Answer = self._author.answer(future.result())
+        if question.idea:
+            idea = squeeze(said.text.replace("\ufffd", ""))
+            wrong = None if said.whole else UNFINISHED
+            wrong = wrong or (None if idea else EMPTY) or (BROKEN if complaint(idea, MAX_PROMPT_CHARACTERS) else None)
+            if wrong is None:
+                then = self._asker.then(question, idea)
+                assert then is not None
+                self._asked[self._author.submit(then)] = (row, attempt, then)
+                return
+            row.made[attempt] = (question, wrong, "")
+        else:
+            row.made[attempt] = (question, self._screen.wrong(said.text, said.whole), squeeze(said.text))
+        row.under_way -= 1
+        self._look(row)
+
+    def _look(self, row: _Open) -> None:
+        """Pass over the attempts that are known to be none by now."""
+        while row.looked in row.made:
+            _, wrong, caption = row.made[row.looked]
+            wrong = wrong or (DUPLICATE if self._screen.has(caption) else None)
+            if wrong is None:
+                return
+            row.again[wrong] += 1
+            row.looked += 1
+
+    def _settle(self, row: _Open) -> bool:
+        """Write the row down if all rows before it are, and it is known what it becomes."""
+        self._look(row)
+        if row.looked not in row.made:
+            if row.looked < self._attempts:
+                return False
+            last = row.made[row.looked - 1][0]
+            self._file.add(Row(row.index, None, last.seed, last.subject, 0, dict(row.again)))
+            return True
+        question, _, caption = row.made[row.looked]
+        self._screen.keep(caption)
+        tokens = self._screen.tokens(caption)
+        self._file.add(Row(row.index, caption, question.seed, question.subject, tokens, dict(row.again)))
+        for other in self._rows:  # whoever has the same is to begin again before it is its turn
+            self._look(other)
+        return True

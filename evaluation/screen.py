@@ -1,0 +1,105 @@
+"""Which answers of a text model are captions: whole, of one line, within the text encoders' reach, and not there yet.
+
+Knows text and the tokenizers of a picture model; knows nothing of who wrote it. Imports no torch of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from core.text import complaint
+from pipeline.parameters import MAX_PROMPT_CHARACTERS
+
+UNFINISHED, EMPTY, BROKEN, LONG, DUPLICATE = "unfinished", "empty", "broken", "too long", "duplicate"
+REASONS = {
+    UNFINISHED: "did not end within --max-tokens",
+    EMPTY: "held no words",
+    BROKEN: "held control characters or half a character",
+    LONG: "had more tokens than the picture model's text encoders read",
+    DUPLICATE: "were there already",
+}
+
+
+def tokenizers(name: str) -> list[Any]:
+    """Both of a picture model: a folder, a hub id, or a seeded model. Raises `pipeline.folder.ModelError`."""
+    from transformers import CLIPTokenizer
+
+    from pipeline import tiny
+    from pipeline.folder import ModelError, first_line, read_json
+    from pipeline.load import seeded
+
+    if seeded(name):
+        return [tiny.byte_tokenizer(), tiny.byte_tokenizer(pad="!")]
+    folder, found = _folder(name), []
+    for part in ("tokenizer", "tokenizer_2"):
+        where = folder / part
+        if not where.is_dir():
+            raise ModelError(f"{name}: the part {part} is missing")
+        read_json(where / "tokenizer_config.json")  # without its files the library makes one that knows no words
+        if not (where / "tokenizer.json").exists():
+            read_json(where / "vocab.json")
+            if not (where / "merges.txt").is_file():
+                raise ModelError(f"{where}: merges.txt is missing")
+        try:
+            found.append(CLIPTokenizer.from_pretrained(str(where), local_files_only=True))
+        except Exception as error:  # many libraries, many exceptions: all say that it does not load
+            raise ModelError(f"{where}: does not load ({type(error).__name__}: {first_line(error)})") from error
+    return found
+
+
+def _folder(name: str) -> Path:
+    """Where the tokenizers lie, downloaded first, and nothing else, if `name` is a hub id and no folder."""
+    from pipeline import folder
+
+    if Path(name).expanduser().is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
+        return folder.find(name, None)  # which says what is wrong with it
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["tokenizer/*", "tokenizer_2/*"]))
+    except Exception as error:  # of many libraries: all say that it cannot be had
+        reason = f"{type(error).__name__}: {folder.first_line(error)}"
+        raise folder.ModelError(f"{name}: cannot be downloaded ({reason})") from error
+
+
+def squeeze(text: str) -> str:
+    """A text on one line, without the quotes that models like to put around what they were asked for."""
+    return " ".join(text.split()).strip(' "“”')
+
+
+def key(text: str) -> str:
+    """Equal for captions that differ in case and spaces alone."""
+    return "".join(text.casefold().split())
+
+
+class Screen:
+    """Says what is wrong with answers, and remembers what was kept."""
+
+    def __init__(self, tokenizers: Sequence[Any]) -> None:
+        self._tokenizers = tokenizers
+        self._kept: set[str] = set()
+
+    def tokens(self, caption: str) -> int:
+        """As many as the encoder sees that splits it finest, both ends included."""
+        return max(len(one(caption, verbose=False).input_ids) for one in self._tokenizers)
+
+    def wrong(self, text: str, whole: bool) -> str | None:
+        """Why an answer is no caption, whatever there is already; None if it is one. `whole`: it ended by itself."""
+        if not whole:
+            return UNFINISHED
+        if "\ufffd" in text or complaint(text, MAX_PROMPT_CHARACTERS) is not None:
+            return BROKEN
+        caption = squeeze(text)
+        if not any(character.isalnum() for character in caption):
+            return EMPTY
+        reach = min(one.model_max_length for one in self._tokenizers)
+        return LONG if self.tokens(caption) > reach else None
+
+    def has(self, caption: str) -> bool:
+        return key(caption) in self._kept
+
+    def keep(self, caption: str) -> None:
+        self._kept.add(key(caption))

@@ -1,0 +1,113 @@
+"""A running service, asked over HTTP from many threads, again where it is full, stops or is not there yet.
+
+Knows addresses, keys and statuses; knows nothing of what is asked for.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+_ATTEMPTS = 8
+_WAIT_S = (0.5, 30.0)  # the first and the longest pause before a service is asked again
+_ANSWER_S = 3600.0  # a request's place may be behind a long queue
+
+
+class SourceError(RuntimeError):
+    """A source that cannot be used, or that refuses what it is asked for. The message is the source's own."""
+
+
+class Service:
+    """One service. Requests are sent by threads of its own; `width` of them wait at once."""
+
+    def __init__(self, url: str, key: str | None = None, *, width: int = 64) -> None:
+        """Raises `SourceError` for an address of another kind."""
+        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+            raise SourceError(f"{url}: must begin with http:// or https://")
+        self.url = url.rstrip("/")
+        self.width = width
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._threads = ThreadPoolExecutor(width, thread_name_prefix="remote")
+        self._stopping = False
+
+    def model(self, modality: str, name: str | None = None) -> tuple[str, dict[str, Any]]:
+        """Name and card of the model of this name; without one, of the first that is live.
+
+        Raises `SourceError` where no service answers, or none has the model.
+        """
+        offered = [one for one in self._models() if one["diptych"]["modality"] == modality]
+        found = [one for one in offered if one["id"] == name or (name is None and one["diptych"]["live"])]
+        if not found:
+            there = ", ".join(one["id"] for one in offered) or "none"
+            kind = "picture" if modality == "image" else modality
+            raise SourceError(f"{self.url}: no {kind} model {name or 'that is live'}; there: {there}")
+        return found[0]["id"], found[0]["diptych"]
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        return self._threads.submit(work, *given)
+
+    def post(self, path: str, fields: dict[str, Any]) -> Any:
+        """The answer to a request that may be sent again. Raises `SourceError` for one that is refused or given up."""
+        body = json.dumps(fields).encode()
+        pause_s = _WAIT_S[0]
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                return self._post(path, body)
+            except urllib.error.HTTPError as error:
+                said = _message(error)
+                if error.code not in (429, 500, 503) or not left:
+                    raise SourceError(f"the service answered {error.code}: {said}") from None
+                after = error.headers.get("Retry-After", "")
+                pause_s = float(after) if after.isdigit() else pause_s
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if not left:
+                    raise SourceError(f"the service does not answer ({getattr(error, 'reason', error)})") from None
+            until = time.monotonic() + pause_s
+            while time.monotonic() < until:
+                if self._stopping:
+                    raise SourceError("stopped")
+                time.sleep(0.05)
+            pause_s = min(2 * pause_s, _WAIT_S[1])
+        raise AssertionError
+
+    def _models(self) -> list[Any]:
+        request = urllib.request.Request(self.url + "/v1/models", headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                found = json.loads(answer.read())["data"]
+            if all("diptych" in one for one in found):
+                return list(found)
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                raise SourceError(f"{self.url}: the service answered {error.code}: {_message(error)}") from None
+            raise SourceError(f"{self.url}: no service answers ({error.reason})") from None
+        except OSError as error:
+            raise SourceError(f"{self.url}: no service answers ({getattr(error, 'reason', error)})") from None
+        except (http.client.HTTPException, ValueError, KeyError, TypeError):
+            pass
+        raise SourceError(f"{self.url}: something else than Diptych answers there")
+
+    def _post(self, path: str, body: bytes) -> Any:
+        request = urllib.request.Request(self.url + path, body, self._headers)
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+            return json.loads(answer.read())
+
+    def close(self) -> None:
+        """Leave what is under way, and take no more."""
+        self._stopping = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        with error:
+            return str(json.loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
+        return "no reason was given"

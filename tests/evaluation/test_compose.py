@@ -1,0 +1,158 @@
+"""Rows are settled alike in whatever order answers come, however many are asked for at once, wherever it stopped.
+
+The author here is a table of answers by seed, so that orders and widths can be tried by the hundred; tests/cli has the
+real one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.progress import Progress
+
+from evaluation import screen
+from evaluation.asking import Asker, Question, seed_of, theme_of
+from evaluation.authors import Answer
+from evaluation.caption_file import CaptionFile
+from evaluation.compose import Composer, HopelessError
+from evaluation.screen import Screen
+from pipeline import tiny
+
+TOKENIZERS = screen.tokenizers(tiny.TINY)
+ATTEMPTS = 6
+
+
+class Stop(Exception):
+    """Where a test stops the composing."""
+
+
+class Table:
+    """Answers by seed, some of which are none; they come late and in any order. Gives up after `most`."""
+
+    name, chat, about = "emoji-lm", True, {"model": "table"}
+
+    def __init__(self, width: int, words: int, most: int | None = None) -> None:
+        self.width, self.words, self.left = width, words, most
+        self.under_way, self.widest = 0, 0
+        self._threads = ThreadPoolExecutor(width)
+
+    def submit(self, question: Question) -> Future[Any]:
+        self.under_way += 1
+        self.widest = max(self.widest, self.under_way)
+        return self._threads.submit(self._say, question)
+
+    def answer(self, result: Any) -> Answer:
+        self.under_way -= 1
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise Stop
+        assert isinstance(result, Answer)
+        return result
+
+    def _say(self, question: Question) -> Answer:
+        time.sleep(random.random() * 1e-3)  # of no seed: any order must do
+        draw = random.Random(question.seed + question.idea)
+        word = f"word {draw.randrange(self.words)}"
+        text = draw.choice([word, word.upper(), f" {word} ", word, "", "x" * 80, "\ufffd"])
+        return Answer(text, draw.random() < 0.9)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+@contextmanager
+def composing(out: Path, count: int, table: Table) -> Iterator[tuple[CaptionFile, Composer, Progress]]:
+    asker = Asker(table.name, chat=True, seed=3)
+    with CaptionFile(out, {}, count) as file, Progress(console=Console(quiet=True)) as progress:
+        try:
+            file.begin(table.about)
+            yield file, Composer(file, asker, table, Screen(TOKENIZERS), ATTEMPTS), progress
+        finally:
+            table.close()
+
+
+def whole(out: Path, count: int, table: Table) -> bytes:
+    with composing(out, count, table) as (file, composer, progress):
+        composer.run(progress)
+        file.finish()
+    return out.read_bytes()
+
+
+@settings(max_examples=25)
+@given(
+    count=st.integers(1, 40), width=st.integers(2, 16), words=st.integers(3, 60),
+    stops=st.lists(st.integers(0, 60), max_size=3),
+)  # fmt: skip
+def test_width_order_and_stops_change_nothing(
+    count: int, width: int, words: int, stops: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("composed")
+    try:
+        one = whole(folder / "one.tsv", count, Table(1, words))
+    except HopelessError:
+        with pytest.raises(HopelessError):
+            whole(folder / "two.tsv", count, Table(width, words))
+        return
+    for stop in stops:
+        with composing(folder / "two.tsv", count, Table(width, words, stop)) as (file, composer, progress):
+            if file.finished:
+                break
+            try:
+                composer.run(progress)
+            except Stop:
+                continue
+            file.finish()
+            break
+    out = folder / "two.tsv"
+    table = Table(width, words)
+    if not out.exists():
+        assert whole(out, count, table) == one
+    assert out.read_bytes() == one and table.widest <= width
+    assert (folder / "two.tsv.json").read_text() == (folder / "one.tsv.json").read_text()
+    texts = [line.split("\t")[1] for line in one.decode().splitlines()[1:]]
+    assert Counter("".join(text.split()).casefold() for text in texts).most_common(1)[0][1] == 1
+    with CaptionFile(out, {}, count) as file:
+        assert len(file.rows) == count and file.made == len(texts)
+        for row in file.rows:  # every attempt is counted, and none is made beyond the bound
+            assert sum(row.again.values()) <= ATTEMPTS - (row.caption is not None)
+            assert row.caption is not None or sum(row.again.values()) == ATTEMPTS
+            last = sum(row.again.values()) - (row.caption is None)
+            assert row.seed == seed_of(3, row.index, last)
+
+
+def test_more_rows_than_words_are_counted(tmp_path: Path) -> None:
+    with composing(tmp_path / "c.tsv", 30, Table(8, 5)) as (file, composer, progress):
+        composer.run(progress)
+        assert file.made == 5 and file.again["duplicate"] > 0
+        file.finish()
+
+
+def test_what_never_brings_a_caption_is_given_up(tmp_path: Path) -> None:
+    class Silent(Table):
+        def _say(self, question: Question) -> Answer:
+            return Answer("", True)
+
+    with (
+        composing(tmp_path / "c.tsv", 1000, Silent(4, 1)) as (file, composer, progress),
+        pytest.raises(HopelessError) as hopeless,
+    ):
+        composer.run(progress)
+    assert hopeless.value.again == {"empty": 16 * ATTEMPTS} and len(file.rows) == 16
+
+
+def test_seeds_and_themes_are_spread() -> None:
+    seeds = {seed_of(seed, row, attempt) for seed in range(5) for row in range(50) for attempt in range(20)}
+    assert len(seeds) == 5000 and all(0 <= seed < 2**63 for seed in seeds)
+    assert len({theme_of(seed) for seed in seeds}) == 288
