@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from api.errors import ApiError, refused
 from api.schemas import MAX_SEED, CacheFields, EditFields, ImageFields
 from api.uploads import Upload
-from core import markup
+from core import loras, markup, schedule
 from core.jobs.broker import level
 from core.jobs.record import Backlog, Draft, new_id
 from core.jobs.registry import ModelCard
@@ -22,6 +23,7 @@ from core.text import complaint
 # A picture's own defaults: SDXL's, at 20 steps.
 _STEPS, _GUIDANCE, _PRIORITY = 20, 5.0, 5
 _STRENGTH = 0.8  # of an edit without a mask
+_QUANTIZED = ("int8", "fp8")
 _CHARACTERS = 10_000  # of a text, where the model's card does not say
 
 
@@ -39,6 +41,8 @@ def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = No
     width, height = _size(fields.size, card, upload)
     if fields.scheduler is not None and fields.scheduler not in card.schedulers:
         raise refused("scheduler", f"must be one of {', '.join(card.schedulers)}")
+    if fields.lora:
+        _check_loras(fields.lora, card)
     n = _at_most("n", fields.n, 1, limits.get("max_images"))
     steps = _at_most("steps", fields.steps, _STEPS, limits.get("max_steps"))
     edit = {} if upload is None else {"edit": {"strength": _strength(fields, upload, int(steps))}}
@@ -46,44 +50,45 @@ def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = No
     guidance = _at_most("guidance_scale", fields.guidance_scale, _GUIDANCE, limits.get("max_guidance"))
     max_seed = int(min(MAX_SEED, limits.get("max_seed", MAX_SEED)))
     seed = _at_most("seed", fields.seed, secrets.randbelow(max_seed + 1), max_seed)
+    parameters = {
+        "prompt": fields.prompt,
+        "negative_prompt": fields.negative_prompt,
+        "n": int(n),
+        "seed": int(seed),
+        "steps": int(steps),
+        "guidance_scale": float(guidance),
+        "width": width,
+        "height": height,
+        "scheduler": fields.scheduler,
+        "deterministic": bool(fields.deterministic),
+        **{name: True for name in ("expand_prompt", "prompt_weighting") if getattr(fields, name)},
+        **({"lora": fields.lora} if fields.lora else {}),
+        **edit,
+        **_cached(fields, made),
+        **_form(fields, made),
+    }
     return Draft(
         id=new_id(),
         modality="image",
         model=card.name,
-        parameters={
-            "prompt": fields.prompt,
-            "negative_prompt": fields.negative_prompt,
-            "n": int(n),
-            "seed": int(seed),
-            "steps": int(steps),
-            "guidance_scale": float(guidance),
-            "width": width,
-            "height": height,
-            "scheduler": fields.scheduler,
-            "deterministic": bool(fields.deterministic),
-            **{name: True for name in ("expand_prompt", "prompt_weighting") if getattr(fields, name)},
-            **edit,
-            **_cached(fields, made),
-            **_form(fields, made),
-        },
+        parameters=parameters,
         priority=_PRIORITY if fields.priority is None else fields.priority,
         deadline_s=fields.deadline_s,
-        work_ms=round(1000 * work_s(card, int(n), made, float(guidance), width, height)),
+        work_ms=round(1000 * work_s(card, parameters)),
     )
 
 
-def work_s(card: ModelCard, n: int, steps: int, guidance: float, width: int, height: int) -> float:
-    """How long one worker is busy with it when its batches are full."""
-    step_s = _rows(guidance) * _step_s(card, "row_step_s", width, height)
-    return n * (_cost_s(card, "encode_s") + steps * step_s + _cost_s(card, "vae_s"))
+def work_s(card: ModelCard, parameters: Mapping[str, Any]) -> float:
+    """How long one worker is busy with a job of these parameters when its batches are full."""
+    steps_s = _rows(parameters) * _steps_s(card, "row_step_s", parameters)
+    return float(parameters["n"]) * (_cost_s(card, "encode_s") + steps_s + _cost_s(card, "vae_s"))
 
 
-def solo_s(card: ModelCard, n: int, steps: int, guidance: float, width: int, height: int) -> float:
+def solo_s(card: ModelCard, parameters: Mapping[str, Any]) -> float:
     """How long it takes at best, on a worker that does nothing else: its n pictures side by side."""
     # Measured with two rows; one row takes at least half of that.
-    step_s = _rows(guidance) / 2 * _step_s(card, "solo_step_s", width, height)
-    one = _cost_s(card, "encode_s") + steps * step_s + _cost_s(card, "vae_s")
-    return max(one, work_s(card, n, steps, guidance, width, height))
+    steps_s = _rows(parameters) / 2 * _steps_s(card, "solo_step_s", parameters)
+    return max(_cost_s(card, "encode_s") + steps_s + _cost_s(card, "vae_s"), work_s(card, parameters))
 
 
 def check_deadline(draft: Draft, card: ModelCard, backlog: Backlog, ready: int) -> None:
@@ -93,9 +98,7 @@ def check_deadline(draft: Draft, card: ModelCard, backlog: Backlog, ready: int) 
     """
     if draft.deadline_s is None or ready < 1:
         return
-    p = draft.parameters
-    made = int(p["steps"] * p["edit"]["strength"]) if "edit" in p else p["steps"]
-    best_s = solo_s(card, p["n"], made, p["guidance_scale"], p["width"], p["height"])
+    best_s = solo_s(card, draft.parameters)
     if level(draft.priority) > 0:  # the most urgent pass by what is queued
         best_s += backlog.queued_ms / 1000 / ready
     if draft.deadline_s < best_s:
@@ -158,6 +161,21 @@ def _check_text(field: str, text: str, limits: dict[str, float]) -> None:
         raise refused(field, wrong)
 
 
+def _check_loras(text: str, card: ModelCard) -> None:
+    try:
+        named = loras.read(text)
+    except ValueError as error:
+        raise refused("lora", str(error)) from error
+    if not named:
+        raise refused("lora", "must name one, or be empty")
+    if not card.loras:
+        why = f"its weights in {card.precision} take none" if card.precision in _QUANTIZED else "it has none"
+        raise refused("lora", f"is not offered with this model: {why}")
+    for lora in named:
+        if lora.name not in card.loras:
+            raise refused("lora", f"{lora.name} is not known; GET /v1/models lists those that are")
+
+
 def _words(fields: ImageFields) -> str:
     """The prompt without the marks of its weights. Raises `ApiError` (400) for weights that are not offered."""
     if not fields.prompt_weighting:
@@ -213,17 +231,38 @@ def _nearest(size: tuple[int, int], card: ModelCard) -> tuple[int, int]:
     return width, height
 
 
-def _rows(guidance: float) -> int:
-    return 2 if guidance > 1 else 1
+def _rows(parameters: Mapping[str, Any]) -> int:
+    return 2 if parameters["guidance_scale"] > 1 else 1
 
 
 def _cost_s(card: ModelCard, name: str) -> float:
     return float(card.costs.get(name, 0.0))
 
 
-def _step_s(card: ModelCard, name: str, width: int, height: int) -> float:
+def _steps_s(card: ModelCard, name: str, parameters: Mapping[str, Any]) -> float:
+    """Seconds of all steps that are made. Shallow ones whose cost nobody announced count as deep."""
+    made = int(parameters["steps"] * parameters.get("edit", {}).get("strength", 1))
+    width, height = parameters["width"], parameters["height"]
+    deep_s = _step_s(card.costs.get(name), width, height)
+    cached = _schedule(card, parameters, made)
+    table = None if cached is None else card.costs.get(f"shallow_{name}", {}).get(cached.depth)
+    if cached is None or not table:
+        return made * deep_s
+    deep = sum(cached.plan(made))
+    return deep * deep_s + (made - deep) * _step_s(table, width, height)
+
+
+def _schedule(card: ModelCard, parameters: Mapping[str, Any], made: int) -> schedule.DeepCache | None:
+    """What the job asks for, or else the worker's own. None: all deep, or something that only its worker can read."""
+    try:
+        found = schedule.read(parameters.get("deepcache", card.deepcache))
+    except ValueError:
+        return None
+    return found if found is not None and found.complaint(made) is None else None
+
+
+def _step_s(table: Mapping[str, float] | None, width: int, height: int) -> float:
     """Seconds of one step at this size; a size that was not measured is scaled by area from the nearest that was."""
-    table: dict[str, float] = card.costs.get(name) or {}
     if not table:
         return 0.0
     exact = table.get(f"{width}x{height}")

@@ -1,12 +1,11 @@
 """/v1/batches: up to 10,000 requests in a file, done as the queue has room, in OpenAI's shape.
 
-Knows the form of a batch and of its lines; trickle.py does the work.
+Knows the form of a batch and of its lines; lines.py knows what these ask for, and trickle.py does the work.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -16,6 +15,7 @@ from api import body, files, schemas
 from api.access import By, Caller, count_pictures, count_request
 from api.errors import ApiError, refused
 from api.service import Given, Service
+from api.text_drafts import CHAT, COMPLETIONS
 from core.jobs.batches import Batch
 
 router = APIRouter(tags=["batches"])
@@ -25,7 +25,18 @@ WINDOW_S = 86_400
 MOST_LINES = 10_000
 _MOST_ERRORS = 100  # that are told of one file
 
+_QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text"}
+_SCOPES = {"image": "images", "text": "text"}
+
 _Word = Annotated[str, Field(max_length=512)]
+
+
+class Line(TypedDict):
+    """A line of a batch's file; `bytes` is how long it is there."""
+
+    custom_id: str
+    body: dict[str, Any]
+    bytes: int
 
 
 class BatchFields(BaseModel):
@@ -34,7 +45,9 @@ class BatchFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="BatchRequest")
 
     input_file_id: str = Field(description="of a file with the purpose batch")
-    endpoint: Literal["/v1/images/generations", "/v1/images/edits"] = Field(description="that every line asks")
+    endpoint: Literal[
+        "/v1/images/generations", "/v1/images/edits", "/v1/chat/completions", "/v1/completions"
+    ] = Field(description="that every line asks")  # fmt: skip
     completion_window: Literal["24h"] = Field(description="after which what is not done is given up")
     metadata: dict[_Word, _Word] | None = Field(default=None, max_length=16, description="kept, and told again")
 
@@ -42,14 +55,14 @@ class BatchFields(BaseModel):
 @router.post("/v1/batches", summary="Make a batch", openapi_extra=schemas.document(BatchFields))
 async def create(request: Request, service: Given, caller: By) -> Response:
     """A file of no use makes a batch that has failed, and says which lines are wrong."""
-    caller.check("images")
     fields = schemas.read(BatchFields, await body.read(request))
+    caller.check(_SCOPES[queue_of(fields.endpoint)])
     await count_request(request, service, caller)
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
     if file.purpose != "batch":
         raise refused("input_file_id", "must be of a file with the purpose batch")
     lines, errors = parse(await files.read(service, file), fields.endpoint)
-    if not errors:
+    if not errors and queue_of(fields.endpoint) == "image":
         await count_pictures(request, service, caller, sum(_pictures(line) for line in lines))
     batch = await service.call(
         service.batches.add, caller.id, fields.endpoint, file, len(lines), service.links(request).base,
@@ -80,17 +93,22 @@ async def cancel(id: str, service: Given, caller: By) -> Response:
     return JSONResponse(_object(await _find(service, id, caller)))
 
 
-def parse(data: bytes, endpoint: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def queue_of(endpoint: str) -> str:
+    """The queue that its lines' jobs go to, which is also their modality."""
+    return _QUEUES[endpoint]
+
+
+def parse(data: bytes, endpoint: str) -> tuple[list[Line], list[dict[str, Any]]]:
     """The lines of a file, and what is wrong with it: then nothing of it is done."""
     raws = [raw for raw in data.split(b"\n") if raw.strip()]
     errors: list[dict[str, Any]] = []
-    lines: list[dict[str, Any]] = []
+    lines: list[Line] = []
     if not raws or len(raws) > MOST_LINES:
         return [], [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {len(raws)}")]
     seen: set[str] = set()
     for number, raw in enumerate(raws, 1):
         try:
-            line = _line(body.parse(raw), endpoint, seen)
+            line = _line(body.parse(raw), endpoint, seen, len(raw))
         except ApiError as error:
             errors.append(_wrong(number, error.param, str(error), error.code))
             if len(errors) >= _MOST_ERRORS:
@@ -101,7 +119,7 @@ def parse(data: bytes, endpoint: str) -> tuple[list[dict[str, Any]], list[dict[s
     return lines, errors
 
 
-def _line(line: dict[str, Any], endpoint: str, seen: set[str]) -> dict[str, Any]:
+def _line(line: dict[str, Any], endpoint: str, seen: set[str], length: int) -> Line:
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
         raise refused("custom_id", "must be text of 1 to 512 characters")
@@ -113,10 +131,10 @@ def _line(line: dict[str, Any], endpoint: str, seen: set[str]) -> dict[str, Any]
         raise refused("url", "must be the batch's endpoint", "mismatched_endpoint")
     if not isinstance(line.get("body"), dict):
         raise refused("body", "must be an object", "invalid_type")
-    return {"custom_id": custom_id, "body": line["body"]}
+    return {"custom_id": custom_id, "body": line["body"], "bytes": length}
 
 
-def _pictures(line: dict[str, Any]) -> int:
+def _pictures(line: Line) -> int:
     n = line["body"].get("n")
     return n if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 10 else 1
 
@@ -156,8 +174,3 @@ def _object(batch: Batch) -> dict[str, Any]:
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "metadata": batch.metadata,
     }
-
-
-def as_lines(results: list[dict[str, Any]]) -> bytes:
-    """A file of them."""
-    return b"".join(json.dumps(result, separators=(",", ":")).encode() + b"\n" for result in results)

@@ -42,13 +42,13 @@ async def read(request: Request) -> dict[str, Any]:
     _check_headers(request)
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > MAX_BYTES):
-        raise _too_large()
+        raise too_large()
     raw = bytearray()
     try:
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > MAX_BYTES:  # whatever it declared
-                raise _too_large()
+                raise too_large()
     except ClientDisconnect:
         raise ApiError(400, "The body ended early.", code="invalid_body") from None
     return parse(bytes(raw))
@@ -155,5 +155,6 @@ def _too_deep() -> ApiError:
     return _invalid(f"The body is nested more than {MAX_DEPTH} deep.")
 
 
-def _too_large() -> ApiError:
+def too_large() -> ApiError:
+    """A 413."""
     return ApiError(413, f"The body is larger than {MAX_BYTES} bytes.", code="body_too_large")

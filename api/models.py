@@ -105,4 +105,6 @@ def _drawing(card: ModelCard) -> dict[str, Any]:
         "sizes": [f"{width}x{height}" for width, height in card.sizes],
         "schedulers": card.schedulers,
         "default_scheduler": card.default_scheduler,
+        "deepcache": card.deepcache,
+        "loras": card.loras,
     }

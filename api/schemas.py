@@ -87,6 +87,10 @@ class ImageFields(BaseModel):
     prompt_weighting: bool | None = Field(
         default=None, description="prompts are read with weights: (words)1.3, (words)+, word++, word--"
     )
+    lora: str | None = Field(
+        default=None,
+        description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
+    )
     expand_prompt: bool | None = Field(
         default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"
     )

@@ -1,41 +1,35 @@
 """Works at batches: hands their lines to the queue, so many of one key at once, and gathers what came of them.
 
 One process of all that answer does so at a time, on a thread of its own; whoever takes over goes on where that stood.
-Knows lines, jobs and results; what a line may ask for, admission.py knows.
+Knows cursors, counts and turns; what a line asks for, and what is answered to it, lines.py knows.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import json
 import logging
-import threading
 import time
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
-from api import admission, files, intake, references, schemas
-from api.batches import EDITS, WINDOW_S, as_lines, parse
-from api.errors import ApiError, unsuccessful
-from api.images import generated
-from api.links import Links
-from api.presentation import results
+from api import batches, files
+from api.batches import WINDOW_S, queue_of
+from api.errors import ApiError
+from api.lines import Lines, Result, given_up, refusal
+from api.poller import Poller
 from api.service import Service
 from core.artifacts import ArtifactError, NoArtifact
 from core.jobs.batches import Batch
 from core.jobs.connection import StoreError
-from core.jobs.record import Draft, Job, JobState
+from core.jobs.record import Job, JobState, to_json
 from core.jobs.store import QueueFull
 
 log = logging.getLogger(__name__)
 
-_EVERY_S = 0.5
 _TURN_S = 10.0  # after so long another takes over
-_PRIORITY = 9  # who waits goes first
 _KNOWN = 8  # files whose lines are remembered
+_LARGE = 16_384  # characters of a result that is laid beside Redis: a thousand tokens' likeliest ones are megabytes
+_LAID_S = 2 * WINDOW_S  # for which it lies there
 
 
 class Trickle:
@@ -44,59 +38,54 @@ class Trickle:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._store = service.batches
-        self._share = service.settings.batch_jobs
-        self._lines: dict[str, list[dict[str, Any]]] = {}
-        self._fitted: tuple[str, tuple[bytes, bytes | None]] | None = None  # of the line that was looked at last
-        self._stop = threading.Event()
-        self._well = True
-        self._thread = threading.Thread(target=self._run, name="trickle", daemon=True)
+        self._shares = {"image": service.settings.batch_jobs, "text": service.settings.batch_texts}
+        self._lines = Lines(service)
+        self._parsed: dict[str, list[batches.Line]] = {}
+        self._poller = Poller("trickle", "batches", self._look)
 
     def start(self) -> None:
-        self._thread.start()
+        self._poller.start()
 
     def stop(self) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_EVERY_S):
-            try:
-                if self._store.my_turn(_TURN_S):
-                    self.work()
-                self._well = True
-            except StoreError as error:
-                if self._well:
-                    log.warning("batches wait: %s", error)
-                self._well = False
-            except Exception:
-                log.exception("a batch cannot be worked at")
+        self._poller.stop()
         with contextlib.suppress(StoreError):
             self._store.my_turn(0.001)  # whose it was: another need not wait for its end
 
+    def _look(self) -> None:
+        if self._store.my_turn(_TURN_S):
+            self.work()
+
     def work(self) -> None:
         """One look at every batch: what has ended is noted, what there is room for is begun."""
-        batches = self._store.active()
-        under_way = {batch.id: self._gather(batch) for batch in batches}
-        busy = Counter(dict.fromkeys({batch.owner for batch in batches}, 0))
-        for batch in batches:
-            busy[batch.owner] += under_way[batch.id]
-        for batch in batches:  # the oldest of a key first
-            if self._stop.is_set():
+        active = self._store.active()
+        under_way = {batch.id: self._gather(batch) for batch in active}
+        busy: Counter[tuple[str, str]] = Counter()  # by key and queue
+        for batch in active:
+            busy[_share(batch)] += under_way[batch.id]
+        for batch in active:  # the oldest of a key first
+            if self._poller.stopping:
                 return
             try:
-                self._lines_of(batch)
-            except NoArtifact:  # somebody cleared the store by hand
-                log.warning("%s has failed: its input is gone", batch.id)
-                self._store.turn(batch, "failed", ended=int(time.time()))
-                continue
-            over = time.time() > batch.created + WINDOW_S
-            if batch.status == "cancelling" or over:
-                self._end_early(batch, "expired" if over else "cancelled")
-            elif batch.next < batch.total:
-                busy[batch.owner] += self._begin(batch, self._share - busy[batch.owner])
-            elif not under_way[batch.id]:
-                self._finish(batch, "completed")
+                busy[_share(batch)] += self._advance(batch, under_way[batch.id], busy[_share(batch)])
+            except ArtifactError as error:
+                log.warning("%s waits: %s", batch.id, error)
+
+    def _advance(self, batch: Batch, under_way: int, busy: int) -> int:
+        """Begin what there is room for, or end the batch. Returns how many lines were begun. Raises `ArtifactError`."""
+        try:
+            self._lines_of(batch)
+        except NoArtifact:  # somebody cleared the store by hand
+            log.warning("%s has failed: its input is gone", batch.id)
+            self._store.turn(batch, "failed", ended=int(time.time()))
+            return 0
+        over = time.time() > batch.created + WINDOW_S
+        if batch.status == "cancelling" or over:
+            self._end_early(batch, "expired" if over else "cancelled")
+        elif batch.next < batch.total:
+            return self._begin(batch, self._shares[queue_of(batch.endpoint)] - busy)
+        elif not under_way:
+            self._finish(batch, "completed")
+        return 0
 
     # -- lines -------------------------------------------------------------------------------------------------------
 
@@ -105,29 +94,45 @@ class Trickle:
         left = 0
         for line, id in self._store.under_way(batch.id).items():
             job = self._service.store.get(id)
-            if job is not None and not job.state.final:
+            if job is None:
+                lost = ApiError(500, "The job's record is gone.", code="job_lost")
+                self._store.note(batch.id, line, refusal(lost, id), well=False)
+            elif not job.state.final or not self._note(batch, line, job):
                 left += 1
-            elif job is not None and job.state is JobState.SUCCEEDED:
-                self._store.note(batch.id, line, self._answer(batch, job), well=True)
-            else:
-                error = (
-                    ApiError(500, "The job's record is gone.", code="job_lost") if job is None else unsuccessful(job)
-                )
-                self._store.note(batch.id, line, _refusal(error, id), well=False)
         return left
+
+    def _note(self, batch: Batch, line: int, job: Job) -> bool:
+        """Note what came of a line whose job has ended. False: it cannot be laid where it belongs; try again."""
+        result = self._lines.answer(batch, job)
+        text = to_json(result)
+        if len(text) > _LARGE:
+            try:
+                result = {"laid": self._lay(text)}
+            except ArtifactError as error:
+                log.warning("%s waits with line %d: %s", batch.id, line + 1, error)
+                return False
+        self._store.note(batch.id, line, result, well=job.state is JobState.SUCCEEDED)
+        return True
+
+    def _lay(self, text: str) -> str:
+        """Keep a large result as an artifact until the batch has ended; returns its key."""
+        keep = self._service.store.keep
+        return self._service.artifacts.put_kept(
+            text.encode("ascii"), "application/jsonl", lambda key: keep(key, _LAID_S)
+        )
 
     def _begin(self, batch: Batch, room: int) -> int:
         """Hand the next lines to the queue; returns how many."""
         lines, begun = self._lines_of(batch), 0
         for number in range(batch.next, batch.total):
-            if begun >= room or self._stop.is_set():
+            if begun >= room or self._poller.stopping:
                 break
             try:
-                draft = self._draft(batch, number, lines[number]["body"])
+                draft = self._lines.draft(batch, number, lines[number])
             except ApiError as error:
                 if error.status >= 500:  # no worker has said what it offers: later
                     break
-                if not self._store.refuse(batch.id, number, _refusal(error, None)):
+                if not self._store.refuse(batch.id, number, refusal(error, None)):
                     break
                 continue
             except ArtifactError as error:
@@ -138,91 +143,68 @@ class Trickle:
             except QueueFull:
                 break
             if not self._store.begin(batch.id, number, job.id):
-                break  # another works at it
+                found = self._store.batch(batch.id)
+                if found is not None and found.next == number and found.status != "in_progress":
+                    self._service.store.cancel(job.id)  # it has ended meanwhile: nobody waits for this one
+                break  # or another works at it
             begun += 1
         return begun
 
-    def _draft(self, batch: Batch, number: int, asked: dict[str, Any]) -> Draft:
-        """The job of a line; its id is the line's, so that one that is begun twice is one job.
-
-        Raises `ApiError` and, of an edit, `ArtifactError`.
-        """
-        kind = schemas.EditBody if batch.endpoint == EDITS else schemas.ImageFields
-        fields = schemas.read(kind, {name: value for name, value in asked.items() if name != "stream"})
-        now = self._service.cards.now
-        card = now.model(fields.model, "image")
-        if card is None:
-            raise admission.unknown_model() if now.model(None, "image") is not None else admission.no_model()
-        admission.check_expansion(fields, now.expands(card.name))
-        upload = None
-        if isinstance(fields, schemas.EditBody):
-            upload = references.fetch(self._service, batch.owner, fields)
-        draft = admission.image_draft(fields, card, upload)
-        id = "job_" + hashlib.sha256(f"{batch.id}/{number}".encode()).hexdigest()[:24]
-        priority = _PRIORITY if fields.priority is None else draft.priority
-        draft = replace(draft, id=id, owner=batch.owner, digest=batch.id, priority=priority)
-        if upload is None:
-            return draft
-        if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is looked at again and again
-            self._fitted = id, upload.fitted((draft.parameters["width"], draft.parameters["height"]))
-        return intake.handed_in(self._service, draft, *self._fitted[1])
-
-    def _lines_of(self, batch: Batch) -> list[dict[str, Any]]:
-        if batch.key not in self._lines:
-            while len(self._lines) >= _KNOWN:
-                del self._lines[next(iter(self._lines))]
-            self._lines[batch.key] = parse(self._service.artifacts.get(batch.key), batch.endpoint)[0]
-        return self._lines[batch.key]
+    def _lines_of(self, batch: Batch) -> list[batches.Line]:
+        if batch.key not in self._parsed:
+            while len(self._parsed) >= _KNOWN:
+                del self._parsed[next(iter(self._parsed))]
+            self._parsed[batch.key] = batches.parse(self._service.artifacts.get(batch.key), batch.endpoint)[0]
+        return self._parsed[batch.key]
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _end_early(self, batch: Batch, status: str) -> None:
         for line, id in self._store.under_way(batch.id).items():
             job = self._service.store.cancel(id)
-            if job is not None and job.state is JobState.SUCCEEDED:
-                self._store.note(batch.id, line, self._answer(batch, job), well=True)
-            else:
-                error = ApiError(409, f"The batch was {status} before this was done.", code=f"batch_{status}")
-                self._store.note(batch.id, line, _refusal(error, id), well=False)
+            if job is None or job.state is not JobState.SUCCEEDED:
+                self._store.note(batch.id, line, given_up(status), well=False)
+            elif not self._note(batch, line, job):
+                return  # it ends when that can be done
         self._finish(batch, status)
 
     def _finish(self, batch: Batch, status: str) -> None:
-        """Write what came of it. Done twice, by two who take turns, it ends once."""
-        lines, found = self._lines_of(batch), self._store.results(batch.id)
-        well: list[dict[str, Any]] = []
-        ill: list[dict[str, Any]] = []
-        for number in sorted(found):
-            result = found[number]
-            keys = result.pop("keys", [])
-            if lines[number]["body"].get("response_format") == "b64_json":
-                self._put_inside(result["body"], keys)
-            line = {
-                "id": f"batch_req_{batch.id.removeprefix('batch_')}_{number}",
-                "custom_id": lines[number]["custom_id"],
-            }
-            (well if result["status_code"] == 200 else ill).append({**line, "response": result, "error": None})
-        made: dict[str, str | int] = {"ended": int(time.time())}
+        """Write what came of it. Done twice, by two who take turns, it ends once. Raises `ArtifactError`."""
+        lines, done = self._lines_of(batch), set()
+        well: list[bytes] = []
+        ill: list[bytes] = []
+
+        def tell(number: int, result: Result) -> None:
+            told = well if result.get("status_code") == 200 else ill
+            told.append(self._lines.written(batch, number, lines[number], result))
+
+        for number, result in self._store.results(batch.id):
+            done.add(number)
+            tell(number, self._fetched(batch, result) if "laid" in result else result)
+        if status != "completed":
+            for number in range(batch.total):
+                if number not in done:
+                    tell(number, given_up(status))
+        made: dict[str, str | int] = {"ended": int(time.time()), "completed": len(well), "failed": len(ill)}
         for name, told in (("output_file", well), ("error_file", ill)):
             if told:
                 title = f"{batch.id}_{name.removesuffix('_file')}.jsonl"
-                made[name] = files.keep(self._service, batch.owner, title, "batch_output", as_lines(told)).id
+                made[name] = files.keep(self._service, batch.owner, title, "batch_output", b"".join(told)).id
         if self._store.turn(batch, status, **made):
             log.info("%s is %s: %d lines well, %d not", batch.id, status, len(well), len(ill))
 
-    def _answer(self, batch: Batch, job: Job) -> dict[str, Any]:
-        """What the endpoint would have answered, with links; and the keys of its pictures."""
-        secret = self._service.cards.now.secret if self._service.cards.now.keys else None
-        links = Links(batch.base, secret, self._service.settings.retention_s)
-        body = json.loads(generated(self._service, job, links))
-        return {"status_code": 200, "request_id": job.id, "body": body, "keys": [made["key"] for made in results(job)]}
-
-    def _put_inside(self, body: dict[str, Any], keys: list[str]) -> None:
-        """Pictures in place of links; of one that is gone by now the link stays."""
-        for image, key in zip(body.get("data", []), keys, strict=False):
-            with contextlib.suppress(ArtifactError):
-                image["b64_json"] = base64.b64encode(self._service.artifacts.get(key)).decode("ascii")
-                del image["url"]
+    def _fetched(self, batch: Batch, result: Result) -> Result:
+        """A result that was laid aside. Raises `ArtifactError` where it may be had later."""
+        try:
+            fetched: Result = json.loads(self._service.artifacts.get(result["laid"]))
+        except ArtifactError as error:
+            if not isinstance(error, NoArtifact) and time.time() < batch.created + _LAID_S:
+                raise
+            log.error("%s has lost a result: %s", batch.id, error)
+            return refusal(ApiError(500, "The answer was made and cannot be read.", code="artifact_unreadable"), None)
+        return fetched
 
 
-def _refusal(error: ApiError, id: str | None) -> dict[str, Any]:
-    return {"status_code": error.status, "request_id": id, "body": error.content}
+def _share(batch: Batch) -> tuple[str, str]:
+    """Whose share of which queue its jobs take."""
+    return batch.owner, queue_of(batch.endpoint)

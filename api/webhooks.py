@@ -16,23 +16,21 @@ import json
 import logging
 import socket
 import ssl
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from api.errors import refused
 from api.links import Links
+from api.poller import Poller
 from api.presentation import job_object
 from api.service import Service
 from core import urls
-from core.jobs.connection import StoreError
 from core.jobs.keyring import webhook_secret
 from core.jobs.webhooks import Webhooks
 
 log = logging.getLogger(__name__)
 
-_EVERY_S = 0.5
 _ANSWER_S = 10.0
 _PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)  # between tries; then it is given up
 _AT_ONCE = 8
@@ -128,32 +126,20 @@ class Teller:
         self._webhooks = Webhooks.of(service.settings)
         self._pauses_s = pauses_s
         self._private = service.settings.webhook_private
-        self._stop = threading.Event()
-        self._well = True
-        self._thread = threading.Thread(target=self._run, name="teller", daemon=True)
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="teller")
+        self._poller = Poller("teller", "webhooks", self._look)
 
     def start(self) -> None:
-        self._thread.start()
+        self._poller.start()
 
     def stop(self) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._poller.stop()
+        self._pool.shutdown()
         self._webhooks.close()
 
-    def _run(self) -> None:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="teller") as pool:
-            while not self._stop.wait(_EVERY_S):
-                try:
-                    # One that hangs is told by nobody else before it must have ended here.
-                    list(pool.map(self._tell, self._webhooks.due(6 * _ANSWER_S, _AT_ONCE)))
-                    self._well = True
-                except StoreError as error:
-                    if self._well:
-                        log.warning("webhooks wait: %s", error)
-                    self._well = False
-                except Exception:
-                    log.exception("webhooks cannot be told")
+    def _look(self) -> None:
+        # One that hangs is told by nobody else before it must have ended here.
+        list(self._pool.map(self._tell, self._webhooks.due(6 * _ANSWER_S, _AT_ONCE)))
 
     def _tell(self, due: tuple[str, int]) -> None:
         id, tries = due

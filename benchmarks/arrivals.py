@@ -18,10 +18,10 @@ from benchmarks import record
 from benchmarks.ladder import stock_pipeline
 from benchmarks.loop import Loop
 from benchmarks.traces import BATCH, Draw, Order, RequestLevel, Server, StepLevel, draw_batch, play, poisson
+from core import schedule
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.config import Settings
-from unet_opt import schedule
 from workers.build import build
 
 LOAD = 0.7  # of what request-level batching can do on the same kernels

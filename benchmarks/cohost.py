@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PICTURES_IN_FLIGHT, TEXTS_IN_FLIGHT = 8, 16
 _WARM_S = 3.0
 _TOKENS = (24, 32, 48, 64, 96)
-_SLACK = 1.5  # of a pace over what the cost curves say of an iteration: measured times vary, and noise only ever adds
+_SLACK = 2.0  # over the means that curves tell: on shared cores one iteration in a hundred takes that long
 
 
 def run(
@@ -112,7 +112,7 @@ def run(
 def free_pace_s(works: Works) -> float:
     """The shortest time per token that lets pictures keep their full width, by the cost curves.
 
-    That is one UNet forward of all pictures in flight and one forward of all answers, and half as much again.
+    That is one UNet forward of all pictures in flight and one forward of all answers, twice over: curves tell means.
     """
     assert works.texts is not None
     native = works.images.model.native

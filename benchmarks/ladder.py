@@ -17,12 +17,12 @@ from threading import Semaphore
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import record
+from core import schedule
 from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
 from pipeline.folder import ModelError
 from pipeline.parameters import ImageParameters
-from unet_opt import schedule
 
 if TYPE_CHECKING:
     from workers.build import Works

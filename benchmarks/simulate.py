@@ -23,8 +23,8 @@ from benchmarks.simulation.plot import Line, draw
 from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
 from benchmarks.simulation.static import RequestLevel
 from benchmarks.simulation.traffic import Bursts, Job, Mix
+from core.schedule import AUTO, AUTOMATIC, BLOCK, DeepCache
 from pipeline.parameters import ImageParameters
-from unet_opt.schedule import AUTO, AUTOMATIC, BLOCK, DeepCache
 
 MOST_GPUS, MOST_PICTURES = 10_000, 10_000_000
 _WARM = 0.1  # of the arrivals come to a fleet that is still filling, and do not count for latencies

@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks import record
 from core.batching.request import Request
+from core.schedule import DeepCache
 from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
-from unet_opt.schedule import DeepCache
 
 BATCH = 8  # pictures of a static batch
 

@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     )
     chat.add_argument("text", nargs="?", help="what to say; default: what is typed, or comes through a pipe")
     chat.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded model")
-    chat.add_argument("--text-precision", choices=("fp32", "bf16", "fp16", "int8"), help="of the computation")
+    chat.add_argument("--text-precision", choices=("fp32", "bf16", "fp16", "int8", "fp8"), help="of the computation")
     chat.add_argument("--text-draft", metavar="NAME", help="a smaller model that makes guesses, or lookup")
     chat.add_argument("--url", metavar="URL", help="of a service to talk through, instead of loading a model here")
     chat.add_argument("--key", metavar="KEY", help="for a service that asks for one")

@@ -29,8 +29,8 @@ _FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "seed
 
 def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) -> ImageParameters:
     """What all pictures share, checked with the first caption; a width of 0 stands for the model's own size."""
+    from core import schedule
     from pipeline.parameters import ImageParameters
-    from unet_opt import schedule
 
     size = _size(options.size)
     draft = ImageParameters(

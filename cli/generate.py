@@ -76,6 +76,11 @@ def add(commands: Commands) -> None:
     generate.add_argument(
         "--weighting", action="store_true", help="read weights in prompts: (words)1.3, (words)+, word++, word--"
     )
+    generate.add_argument(
+        "--lora", dest="loras", default="", metavar="NAMES",
+        help="LoRAs of the folder to draw with: name, name:0.8, or several with commas; not with int8 or fp8",
+    )  # fmt: skip
+    generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_model(generate)
     generate.set_defaults(run=_generate, compile=None)
@@ -84,9 +89,9 @@ def add(commands: Commands) -> None:
 def _generate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from core import schedule
     from core.batching.request import Request
     from pipeline import parameters
-    from unet_opt import schedule
     from workers.draw import draw, folder
 
     console = Console(stderr=True)
@@ -100,11 +105,16 @@ def _generate(options: argparse.Namespace) -> int:
         prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, steps=options.steps, guidance_scale=options.guidance,
         scheduler=options.scheduler, deterministic=options.deterministic, prompt_weighting=options.weighting,
+        lora=options.loras,
     )  # fmt: skip
     settings = read_settings(
         options, compile=False
     )  # compiling takes longer than most commands: who asks for it gets it
     draft = replace(draft, deepcache=schedule.parse(settings.deepcache))
+    if options.loras and settings.precision == "auto":  # which may mean int8, and that takes none
+        from workers.build import device_of, unquantized
+
+        settings = settings.model_copy(update={"precision": unquantized(device_of(settings))})
     if options.scheduler is None:
         offered: Sequence[str] = ()
     else:

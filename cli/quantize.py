@@ -27,7 +27,9 @@ def add(commands: Commands) -> None:
     quantize.add_argument(
         "--model", metavar="NAME", help="a folder in diffusers' format or a hub id; default: the embedded model"
     )
-    quantize.add_argument("--text-model", metavar="NAME", help="a language model instead: DIR then gets its model-int8")
+    quantize.add_argument(
+        "--text-model", metavar="NAME", help="a language model instead: DIR then gets its model-int8 (model-fp8)"
+    )
     quantize.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
     quantize.add_argument("--scheme", choices=("int8", "fp8"), default="int8", help="default: %(default)s")
     quantize.add_argument(
@@ -100,18 +102,19 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
     from llm.quantized import make
     from llm.recipe import ALPHA, llama
 
-    if options.scheme != "int8" or options.scales_only:
-        raise UsageError("--text-model: is quantized with --scheme int8, and with its weights")
+    if options.scales_only:
+        raise UsageError("--scales-only: is for models that draw; a --text-model is written with its weights")
     alpha = None if options.plain else ALPHA if options.alpha is None else options.alpha
     try:
         model = load(options.text_model)
         start = model.tokenizer.bos_token_id
         texts = [model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids for text in prompts]
         texts = [([] if start is None else [start]) + text for text in texts]
-        report = make(model, [text[: model.context] for text in texts], options.out, recipe=llama(alpha))
+        texts = [text[: model.context] for text in texts]
+        report = make(model, texts, options.out, recipe=llama(alpha), scheme=options.scheme)
     except TextModelError as error:
         raise UsageError(f"--text-model: {error}") from error
     except (StatisticsError, RecipeError, StoreError) as error:
         raise UsageError(str(error)) from error
-    print(f"text: {len(report.changed)} layers in int8, {len(report.skipped)} left as they were")
+    print(f"text: {len(report.changed)} layers in {options.scheme}, {len(report.skipped)} left as they were")
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,7 +15,7 @@ from typing import Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from core import urls
+from core import schedule, urls
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
@@ -46,7 +45,11 @@ class Settings(BaseSettings):
     lora: str = Field(
         default="", description="fused into the model as it is loaded: name, name:scale, or several with commas"
     )
-    lora_dir: str = Field(default="", description="where name.safetensors of these lies")
+    lora_dir: str = Field(
+        default="",
+        description="where name.safetensors of these lies, and of those that requests bring; empty: none may",
+    )
+    lora_mib: int = Field(default=1024, ge=1, description="that the LoRAs which requests bring may take, once read")
     deepcache: str = Field(
         default="off", description="of requests that do not say: off, auto, or an interval such as 3 or 3:resnet"
     )
@@ -143,7 +146,8 @@ class Settings(BaseSettings):
     quota: str = Field(
         default="", pattern=f"^{RATE}$", description="pictures of one key, such as 1000/day; empty: no limit"
     )
-    batch_jobs: int = Field(default=16, ge=1, le=10_000, description="jobs of one key's batches in the queue at once")
+    batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
+    batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")
     webhook_private: bool = Field(default=False, description="let webhooks call private addresses, of this network")
     cors_origins: str = Field(default="", description="origins whose pages may call, with commas; empty: none")
     link_s: float = Field(
@@ -157,8 +161,7 @@ class Settings(BaseSettings):
     @field_validator("deepcache")
     @classmethod
     def _is_a_schedule(cls, value: str) -> str:
-        if not re.fullmatch(r"off|auto|([1-9][0-9]{0,2}|1000)(:(block|resnet))?", value):
-            raise ValueError("must be off, auto, or an interval such as 3 or 3:resnet")
+        schedule.parse(value)
         return value
 
     @field_validator("public_url")

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from core.schedule import AUTO, BLOCK, RESNET, DeepCache
 from unet_opt.recipe import ALPHA
-from unet_opt.schedule import AUTO, BLOCK, RESNET, DeepCache
 
 STEPS = 20
 _OTHER_SEEDS = 1_000_000

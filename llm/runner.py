@@ -19,15 +19,16 @@ from core.batching.runner import Lane, LaneTicket, Refused
 from core.batching.slots import Slots
 from core.failures import translated
 from llm import parameters
-from llm.choose import NO_GUESS, Chosen, choose, look
+from llm.choose import Chosen, choose, look
 from llm.constrain import Constraints
 from llm.execution import Execution
+from llm.guessing import Guessing
 from llm.kv_cache import Kind, KVCache, Step
 from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
 from llm.pages import PAGE, Pages
 from llm.parts import Part, gathered
-from llm.speculate import MOST, NOMINAL, Ask, Draft, Guess, Lengths, Line
+from llm.speculate import MOST, Draft, Guess, Lengths
 from llm.work import Work
 
 PREFILL, DECODE = "prefill", "decode"
@@ -82,19 +83,25 @@ class TextRunner:
 
         self.execution = execution(model)
         self._executions = [self.execution]
-        self._draft: Draft | None = None
+        self.guessing = Guessing(lookup=draft == "lookup")
         if draft is not None and not isinstance(draft, str):
             self._check_draft(draft)
-            self._draft = Draft(execution(draft, self.execution.cache))
-            self._executions.append(self._draft.execution)
-        self._lookup = draft == "lookup"
+            self.guessing.draft = Draft(execution(draft, self.execution.cache))
+            self._executions.append(self.guessing.draft.execution)
         self._constraints = Constraints(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._costs = CostTable(guess_s=_GUESS_S)
-        self._line = Line()
-        self._guess_s = 0.0  # of one turn of the draft's
         self._decoding = 0  # requests in the last iteration that brought tokens
         self._chunk_now = self._chunk
-        self.guessed = self.accepted = 0  # tokens, since the start
+
+    @property
+    def guessed(self) -> int:
+        """Tokens, since the start."""
+        return self.guessing.guessed
+
+    @property
+    def accepted(self) -> int:
+        """Of the guessed tokens those that were right."""
+        return self.guessing.accepted
 
     def _check_draft(self, draft: TextModel) -> None:
         if draft.vocabulary != self.model.vocabulary or draft.context < self.context:
@@ -195,7 +202,7 @@ class TextRunner:
 
         def compute() -> tuple[list[Chosen | BaseException | None], list[Guess], int, float]:
             with torch.inference_mode():
-                guesses = self._guesses(parts)
+                guesses = self.guessing.make(parts)
                 started = time.perf_counter()  # making guesses has a price of its own
                 made, rows = self._forward(parts, guesses)
             return made, guesses, rows, time.perf_counter() - started
@@ -203,7 +210,7 @@ class TextRunner:
         def commit(made: tuple[list[Chosen | BaseException | None], list[Guess], int, float]) -> dict[str, Outcome]:
             chosen, guesses, rows, seconds = made
             started = time.perf_counter()
-            self._line.observe(rows, seconds)
+            self.guessing.observe(rows, seconds)
             self._decoding = sum(part.last for part in parts)
             outcomes = {
                 request.id: self._committed(request, part, c, guess)
@@ -222,26 +229,12 @@ class TextRunner:
         count = self.rows(request)
         return Part(work, work.computed, count, work.computed + count == len(work.tokens))
 
-    def _guesses(self, parts: Sequence[Part]) -> list[Guess]:
-        made = [Guess(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
-        asking = [i for i, part in enumerate(parts) if part.work.guesses and made[i] is NO_GUESS]
-        if self._draft is not None and asking:
-            works = [parts[i].work for i in asking]
-            started = time.perf_counter()
-            asks = [Ask(w.row, w.tokens, w.drafted, w.guess_count, w.settings) for w in works]
-            for i, guess in zip(asking, self._draft.guess(asks), strict=True):
-                made[i] = guess
-            turn_s = (time.perf_counter() - started) / max(ask.count for ask in asks)
-            self._guess_s += 0.2 * (turn_s - self._guess_s) if self._guess_s else turn_s
-        return made
-
     def _forward(
         self, parts: Sequence[Part], guesses: Sequence[Guess]
     ) -> tuple[list[Chosen | BaseException | None], int]:
         step, asked = gathered(parts, guesses)
         logits = self.execution(step)
-        if self._draft is not None:
-            self._read_along(parts)
+        self.guessing.read_along(parts)
         made: list[Chosen | BaseException | None] = [None] * len(parts)
         best = look(logits, list(asked.values()), self.execution.best)
         good = list(asked)
@@ -252,16 +245,6 @@ class TextRunner:
         for i, chosen in zip(good, choose(logits, [asked[i] for i in good], best), strict=True):
             made[i] = chosen
         return made, len(step.tokens)
-
-    def _read_along(self, parts: Sequence[Part]) -> None:
-        """The draft reads prompts in the same chunks."""
-        assert self._draft is not None
-        reading = [part for part in parts if part.count > 1 and part.work.drafted == part.start]
-        if reading:
-            tokens = [t for part in reading for t in part.work.tokens[part.start : part.start + part.count]]
-            positions = [n for part in reading for n in range(part.start, part.start + part.count)]
-            sequences = [part.work.row for part in reading for _ in range(part.count)]
-            self._draft.read(Step.of(tokens, positions, sequences, []))
 
     def _committed(self, request: Request, part: Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
         """What goes wrong with one request's text must not have the others written twice."""
@@ -275,20 +258,12 @@ class TextRunner:
         total = work.parameters.max_tokens
         if isinstance(made, BaseException):
             return Outcome(error=made)
-        if part.count > 1 and work.drafted == part.start:
-            work.drafted = part.start + part.count
-        work.computed = part.start + part.count
+        kept = 0 if made is None else len(made.tokens) - 1
+        self.guessing.settle(part, guess, kept)
+        work.computed = part.start + part.count + kept
         if made is None:
             self._publish(work)
             return Outcome(progress=(0, total))
-        count, kept = len(guess.tokens), len(made.tokens) - 1
-        if count:
-            work.pace.learn(count, kept)
-            self.guessed += count
-            self.accepted += kept
-            if self._draft is not None:
-                work.drafted = part.start + 1 + min(kept, count - 1)
-        work.computed += kept
         news, whole = work.take(made.tokens, made.logprobs, self.model.ends)
         self._publish(work)
         return Outcome(progress=(work.answered, total), token=news, result=whole, finished=whole is not None)
@@ -296,7 +271,7 @@ class TextRunner:
     def _publish(self, work: Work) -> None:
         """What is complete may be found by others: the draft's part of it, too."""
         computed = min(work.computed, len(work.tokens) - 1)
-        if self._draft is not None:
+        if self.guessing.draft is not None:
             computed = min(computed, work.drafted)
         if computed >= (work.holding.published + 1) * PAGE:
             self.pages.publish(work.holding, work.tokens, computed)
@@ -306,7 +281,7 @@ class TextRunner:
     def _work(self, wanted: parameters.TextParameters, row: list[int]) -> Work:
         try:
             matcher = None if wanted.json_schema is None else self._constraints.matcher(wanted.json_schema)
-            return Work(wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self._lookup)
+            return Work(wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup)
         except BaseException:
             self._slots.give(row)
             raise
@@ -316,12 +291,7 @@ class TextRunner:
         cost = self._costs[GROUP]
         while self._chunk_now > PAGE and cost(1) <= self.pace_s < cost(self._decoding + self._chunk_now):
             self._chunk_now //= 2
-        lengths = None
-        if (self._draft is not None or self._lookup) and requests:
-            # What a guess costs all that are decoding now: its turn of the draft, and their rows in the forward.
-            n = max(1, self._decoding)
-            forward_s, row_s = self._line(n)
-            lengths = Lengths(forward_s, self._guess_s + n * row_s)
+        lengths = self.guessing.lengths(self._decoding)
         for request in requests:
             self._plan(request, lengths)
 
@@ -329,16 +299,10 @@ class TextRunner:
         """Set the phase and the guesses of the next iteration."""
         work: Work = request.work
         request.phase = DECODE if work.decoding else PREFILL
-        work.guesses = 0
-        if request.phase == PREFILL or not work.guessable or (self._draft is None and not self._lookup):
-            return
-        nominal = NOMINAL["lookup" if self._lookup else "draft"]
-        # Whoever gave a seed is to get the same text whatever the load: it then must not decide how far is guessed.
-        bound = work.settings is not None and work.parameters.seed is not None
-        pays = nominal if bound or lengths is None else lengths
-        most = work.most_guesses(pays(work.pace.acceptance))
-        if most > 0:
-            work.guesses = work.lookup.guess(most) if work.lookup is not None else most
+        if work.decoding:
+            self.guessing.plan(work, lengths)
+        else:
+            work.guesses = 0
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
         """Compile what decoding needs, then time likely widths for so many seconds. Not while the engine runs."""

@@ -7,7 +7,7 @@ is weighting.py's.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ class Encoder:
         self._model = model
         self._compute = compute or partial(embed, model)
         self._capacity = capacity
-        self._known: OrderedDict[tuple[Prompt, int], Embedding] = OrderedDict()
+        self._known: OrderedDict[tuple[Prompt, int, Hashable], Embedding] = OrderedDict()
         self.hits = 0
         self.misses = 0
         hidden = model.unet.config.cross_attention_dim
@@ -77,14 +77,15 @@ class Encoder:
         """What stands for an absent negative prompt in models that were trained so."""
         return self._zero
 
-    def encode(self, prompts: Sequence[Prompt], bucket: int = 0) -> list[Embedding]:
+    def encode(self, prompts: Sequence[Prompt], bucket: int = 0, *, of: Hashable = None) -> list[Embedding]:
         """An embedding for each prompt, in order; what is not remembered goes through the encoders in one batch.
 
         With `bucket` > 0 prompts go through `bucket` at a time, padded, and are remembered apart from others: the
         last bits of an embedding depend on the size of the batch that it came from. A weighted prompt goes alone either
-        way, in batches whose sizes follow from it.
+        way, in batches whose sizes follow from it. `of` names what the encoders are now, where that is not always the
+        same: what they said as others is not taken for it.
         """
-        unknown = list(dict.fromkeys(p for p in prompts if (p, bucket) not in self._known))
+        unknown = list(dict.fromkeys(p for p in prompts if (p, bucket, of) not in self._known))
         self.misses += len(unknown)
         self.hits += len(prompts) - len(unknown)
         fresh: dict[Prompt, Embedding] = {p: self._weighted(p) for p in unknown if isinstance(p, Weighted)}
@@ -94,10 +95,10 @@ class Encoder:
             chunk = plain[start : start + size]
             padded = chunk + [""] * (bucket - len(chunk))
             fresh |= zip(chunk, self._forward(padded), strict=False)
-        found = [fresh.get(p) or self._known[p, bucket] for p in prompts]
+        found = [fresh.get(p) or self._known[p, bucket, of] for p in prompts]
         for prompt, embedding in zip(prompts, found, strict=True):
-            self._known[prompt, bucket] = embedding
-            self._known.move_to_end((prompt, bucket))
+            self._known[prompt, bucket, of] = embedding
+            self._known.move_to_end((prompt, bucket, of))
         while len(self._known) > self._capacity:
             self._known.popitem(last=False)
         return found

@@ -17,6 +17,7 @@ import torch
 from core.batching.cost import CostCurve, CostTable
 from core.cuda_graphs import Graphs
 from core.graphs import Executables, Key
+from core.schedule import AUTO, BLOCK, DEPTHS, RESNET
 from pipeline import denoise, encode, vae
 from pipeline.folder import ModelError
 from pipeline.load import Model
@@ -25,7 +26,6 @@ from unet_opt.deepcache import Split, shapes
 from unet_opt.fused.decoder import FusedDecoder
 from unet_opt.fused.network import FusedUNet
 from unet_opt.program import UNetPrograms
-from unet_opt.schedule import AUTO, BLOCK, DEPTHS, RESNET
 
 KERNELS = "kernels"  # of our own, on a CPU
 GRAPHS = "graphs"  # of fused layers, on a GPU
@@ -40,11 +40,15 @@ _TEXT_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 class Group(NamedTuple):
-    """Requests that may share a forward. `mode` sets deterministic requests apart, "eager" and "compiled"."""
+    """Requests that may share a forward. `mode` sets deterministic requests apart, "eager" and "compiled".
+
+    `adapted`: those with LoRAs of their own, which run on torch alone.
+    """
 
     phase: str
     size: tuple[int, int]  # (width, height) in pixels; (0, 0) where it does not matter
     mode: str = ""
+    adapted: bool = False
 
 
 class Way(NamedTuple):
@@ -71,11 +75,13 @@ class Execution:
         kernels: ctypes.CDLL | None = None,
         fused: bool = False,
         frugal: bool = False,
+        adapted: Model | None = None,
     ) -> None:
         """`kernels` are the CPU kernels that UNet and VAE run on, where there are any: then nothing is compiled.
 
         `fused`: on a GPU all runs on fused layers in CUDA graphs. `frugal`: the model's own weights are let go once
-        they are packed for the CPU kernels. Raises `ModelError` for a model that kernels or layers do not know.
+        they are packed for the CPU kernels. `adapted` is the same model as requests with LoRAs need it: it keeps the
+        UNet's. Raises `ModelError` for a model that kernels or layers do not know.
         """
         self.deterministic_rows = deterministic_rows
         self._model = model
@@ -87,6 +93,7 @@ class Execution:
         self._fused: FusedUNet | None = None
         self._graphs: Graphs | None = None
         phases = _on_torch(model)
+        self._adapted = {} if adapted is None else _on_torch(adapted)
         if fused:
             self._fused, on_gpu = _on_gpu(model, self._buckets[0])
             phases |= on_gpu
@@ -95,7 +102,7 @@ class Execution:
             self._packed = _packed(model, kernels)
             phases |= _on_kernels(model, *self._packed)
             if frugal:
-                for programs in self._packed:
+                for programs in self._packed if adapted is None else self._packed[1:]:
                     programs.layers.release()
         self._executables = Executables(
             phases,
@@ -103,20 +110,20 @@ class Execution:
             cache=cache,
         )
 
-    @property
-    def kinds(self) -> str:
-        """What a request that is not deterministic may meet on its way."""
-        if self.programs:
-            return KERNELS
-        if self._graphs is not None:
-            return GRAPHS
-        return "eager or compiled" if self._executables.enabled else "eager"
+    def told(self, mode: str, *, adapted: bool) -> str:
+        """What a request of this mode may have met on its way, for its fingerprint."""
+        own = KERNELS if self.programs else GRAPHS if self._graphs is not None else ""
+        if adapted and own:
+            return f"eager and {own}"
+        return mode or own or ("eager or compiled" if self._executables.enabled else "eager")
 
-    def fixed_way(self, size: tuple[int, int], depth: str = "") -> str:
+    def fixed_way(self, size: tuple[int, int], depth: str = "", *, adapted: bool = False) -> str:
         """The mode for a deterministic request that begins now: compiled once all that it needs is compiled.
 
         `depth` is that of its shallow steps, if it has any.
         """
+        if adapted:
+            return "eager"
         if self.programs:
             return KERNELS
         if self._graphs is not None:
@@ -127,9 +134,12 @@ class Execution:
 
     def cheapest(self, group: Group, rows: int) -> Way:
         """How one iteration of so many rows is run. For a mode, always in the same bucket by the same executable."""
-        phase, size, mode = group
+        phase, size, mode, adapted = group
         if phase in (ENCODE, IMAGE):
             return Way(self._nothing, False, rows, self._curve(group, False)(rows))
+        if adapted:
+            bucket = self.deterministic_rows if mode else rows
+            return Way(self._adapted[phase], False, bucket, self._curve(group, False)(bucket))
         eager = self._executables.eager(phase)
         if self.programs:  # a row's bits depend neither on its companions nor on their number: nothing is padded
             return Way(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
@@ -153,20 +163,20 @@ class Execution:
             break
         return best
 
-    def feature_shapes(self, depth: str, size: tuple[int, int]) -> list[tuple[int, int, int]]:
+    def feature_shapes(self, depth: str, size: tuple[int, int], *, adapted: bool = False) -> list[tuple[int, int, int]]:
         """What a shallow step of this depth reads: the shape of one row of each map, as `deep` returns it."""
         scale = self._model.vae_scale
         found = shapes(self._model.unet, depth, size[1] // scale, size[0] // scale)
-        channels_last = self.programs or self._fused is not None
+        channels_last = (self.programs or self._fused is not None) and not adapted
         return [(height, width, channels) if channels_last else (channels, height, width)
                 for channels, height, width in found]  # fmt: skip
 
-    def keys(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """`PackedKeys` by our own kernels; None without them."""
+    def keys(self, hidden: torch.Tensor, torch_keys: denoise.PackedKeys) -> torch.Tensor:
+        """`PackedKeys` by our own kernels; by torch's without them."""
         if self._fused is not None:
             with torch.inference_mode():
                 return self._fused.keys(hidden)
-        return None if self._packed is None else self._packed[0].keys(hidden)
+        return torch_keys(hidden) if self._packed is None else self._packed[0].keys(hidden)
 
     def embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """`encode.embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
@@ -290,7 +300,7 @@ class Execution:
         return without_text
 
     def _curve(self, group: Group, compiled: bool) -> CostCurve:
-        return self._costs[group.phase, group.size, compiled]
+        return self._costs[f"{group.phase}, adapted" if group.adapted else group.phase, group.size, compiled]
 
     def _example(self, phase: str, rows: int, size: tuple[int, int]) -> Callable[[Any], Any]:
         """A call of the phase with random inputs of the right shapes."""

@@ -11,10 +11,10 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from core import markup
+from core import loras, markup
 from core.batching.runner import Refused
+from core.schedule import DeepCache
 from core.text import complaint
-from unet_opt.schedule import DeepCache
 
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
@@ -42,7 +42,8 @@ class ImageParameters:
     `negative_prompt` None means what the model says of an absent one (SDXL: zero embeddings), "" an empty prompt.
     Guidance works where `guidance_scale` > 1; below that a request brings one row instead of two. `scheduler` None
     means the model's own. `preview_every` n > 0 asks for a preview after every n-th step. `deepcache` None runs every
-    step deep. With `prompt_weighting` both prompts are read with their weights (core.markup).
+    step deep. With `prompt_weighting` both prompts are read with their weights (core.markup). `lora` names what is
+    added to the model's weights for this picture alone (core.loras).
     """
 
     prompt: str
@@ -58,6 +59,7 @@ class ImageParameters:
     deepcache: DeepCache | None = None
     edit: Edit | None = None
     prompt_weighting: bool = False
+    lora: str = ""
 
     @property
     def skipped(self) -> int:
@@ -74,6 +76,8 @@ class ImageParameters:
         told = asdict(self)
         if not self.prompt_weighting:
             del told["prompt_weighting"]
+        if not self.lora:
+            del told["lora"]
         if self.edit is None:
             del told["edit"]
         else:
@@ -106,6 +110,7 @@ def check(parameters: ImageParameters, sizes: Collection[tuple[int, int]], sched
         raise Refused(f"scheduler: must be one of {', '.join(schedulers)}")
     if not isinstance(parameters.deterministic, bool):
         raise Refused("deterministic: must be true or false")
+    _check_loras(parameters.lora)
     if parameters.edit is not None:
         _check_strength(parameters.edit.strength, parameters)
     if parameters.deepcache is not None:
@@ -149,6 +154,17 @@ def _check_strength(strength: float, parameters: ImageParameters) -> None:
         raise Refused("strength: must be between 0 and 1")
     if parameters.made < 1:
         raise Refused(f"strength: {strength:g} of {parameters.steps} steps is less than one step")
+
+
+def _check_loras(text: str) -> None:
+    if not isinstance(text, str):
+        raise Refused("lora: must be text")
+    try:
+        named = loras.read(text)
+    except ValueError as error:
+        raise Refused(f"lora: {error}") from error
+    if text and not named:
+        raise Refused("lora: must name one, or be empty")
 
 
 def _check_pixels(field: str, pixels: bytes, count: int) -> None:

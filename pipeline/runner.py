@@ -11,21 +11,28 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from core import markup
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, Refused
 from core.failures import translated
 from pipeline import denoise, edit, parameters, sigmas, vae
-from pipeline.encode import Embedding, Encoder, Prompt
+from pipeline.adapted import Adapted
+from pipeline.adapters import Adapters, refused
+from pipeline.conditioning import AdaptedConditioner, Conditioner, Told
+from pipeline.encode import Encoder
 from pipeline.execution import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS, Execution, Group
+from pipeline.folder import ModelError
 from pipeline.load import Model
 from pipeline.picture import Picture, fingerprint
 from pipeline.work import Holdings, Work, gather, keep
+
+T = TypeVar("T")
 
 _ENCODE_ROWS = 32
 _ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
@@ -52,11 +59,13 @@ class ImageRunner:
         fused: bool = False,
         memory_bytes: int | None = None,
         frugal: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code.
 
         `memory_bytes` bounds what requests hold together, features first of all (default: no bound). `kernels` are
         the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's; `fused` and `frugal` as for `Execution`.
+        `adapters` are the LoRAs that requests may bring along; they take a model that is not quantized.
         """
         if deterministic_rows < 2 or max_rows < 2:
             raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
@@ -68,13 +77,15 @@ class ImageRunner:
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
         self._max_rows = max_rows
-        self._keys = denoise.PackedKeys(model.unet)
+        keys = denoise.PackedKeys(model.unet)
+        self.adapters = None if refused(model) else adapters
+        self._adapted = None if self.adapters is None else Adapted(model)
         self._gatherer = denoise.Gatherer(model.dtype)
         self._preview: vae.Preview | None = None
         self._latent: tuple[torch.Tensor, str] | None = None
         self.execution = Execution(
             model,
-            self._keys.width,
+            keys.width,
             buckets=[*(bucket for bucket in buckets if bucket <= max_rows), *([max_rows] if fused else [])],
             deterministic_rows=deterministic_rows,
             compiled=compiled,
@@ -82,9 +93,13 @@ class ImageRunner:
             kernels=kernels,
             fused=fused,
             frugal=frugal,
+            adapted=None if self._adapted is None else self._adapted.model,
         )
-        self._encoder = Encoder(model, compute=self.execution.embed)
-        self.holdings = Holdings(model, self.execution, self._keys.width, max_requests, memory_bytes)
+        encoder = Encoder(model, compute=self.execution.embed)
+        self._conditioners = {False: Conditioner(model, encoder, lambda hidden: self.execution.keys(hidden, keys))}
+        if self._adapted is not None and self.adapters is not None:
+            self._conditioners[True] = AdaptedConditioner(self._adapted, self.adapters)
+        self.holdings = Holdings(model, self.execution, keys.width, max_requests, memory_bytes, self.adapters)
 
     # -- what the scheduler asks -----------------------------------------------------------------------------------
 
@@ -98,6 +113,10 @@ class ImageRunner:
             sigmas.table(self.model.scheduler_config, name, wanted.steps, wanted.skipped)
         except ValueError as error:
             raise Refused(f"scheduler: {error}") from error
+        if wanted.lora:
+            if self.adapters is None:
+                raise Refused(f"lora: {refused(self.model) or 'no folder with LoRAs is named (DIPTYCH_LORA_DIR)'}")
+            _named(partial(self.adapters.check, wanted.lora))
         self.holdings.check(wanted)
 
     def admit(self, request: Request) -> bool:
@@ -112,6 +131,8 @@ class ImageRunner:
     def release(self, request: Request) -> None:
         work, request.work = request.work, None
         self.holdings.give(work)
+        if self._adapted is not None and work.uses:
+            self._adapted.forget()
         if not self.held():
             self._gatherer.forget()
 
@@ -123,10 +144,12 @@ class ImageRunner:
 
     def _group(self, request: Request, phase: str) -> Group:
         wanted, mode = request.parameters, request.work.mode
+        adapted = bool(wanted.lora) and phase in (ENCODE, *STEPS)
         if phase == ENCODE:
-            return Group(ENCODE, (0, 0), mode)
+            return Group(ENCODE, (0, 0), mode, adapted)
         # On our own kernels bits do not depend on the batch: deterministic requests ride with all others.
-        return Group(phase, (wanted.width, wanted.height), "" if mode == KERNELS else mode)
+        free = self.execution.programs and not adapted
+        return Group(phase, (wanted.width, wanted.height), "" if free else mode, adapted)
 
     def rows(self, request: Request) -> int:
         return 1 if request.phase in (VAE, IMAGE) else request.work.rows
@@ -151,7 +174,7 @@ class ImageRunner:
 
     def limit(self, group: Hashable) -> int:
         assert isinstance(group, Group)
-        phase, _, mode = group
+        phase, mode = group.phase, group.mode
         if phase in STEPS:
             return self.execution.deterministic_rows if mode else self._max_rows
         if phase == VAE:
@@ -196,22 +219,22 @@ class ImageRunner:
         wanted = [request.parameters for request in requests]
         works: list[Work] = [request.work for request in requests]
 
-        def compute() -> list[tuple[denoise.Conditioning, list[str]]]:
-            started, before = time.perf_counter(), self._encoder.misses
-            prompts = [p for w, work in zip(wanted, works, strict=True) for p in self._prompts(w, work.rows)]
-            known = dict(zip(prompts, self._encoder.encode(prompts, _ENCODE_BUCKET if group.mode else 0), strict=True))
-            made = [self._condition(w, work.rows, known) for w, work in zip(wanted, works, strict=True)]
+        def compute() -> list[Told]:
+            conditioner = self._conditioners[group.adapted]
+            started, before = time.perf_counter(), conditioner.encoder.misses
+            made = _named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
             for w, work in zip(wanted, works, strict=True):
                 if work.x is None:  # a retry must not draw again
                     work.x, work.kept = self._start(w, work)
             self.execution.synchronize()
             weighted = any(w.prompt_weighting for w in wanted)
-            if self._encoder.misses > before and not weighted:  # remembered prompts say nothing of what encoding costs
+            # Remembered prompts say nothing of what encoding costs.
+            if conditioner.encoder.misses > before and not weighted:
                 rows = sum(work.rows for work in works)
                 self.execution.observe(group, rows, False, time.perf_counter() - started)
             return made
 
-        def commit(made: list[tuple[denoise.Conditioning, list[str]]]) -> dict[str, Outcome]:
+        def commit(made: list[Told]) -> dict[str, Outcome]:
             outcomes = {}
             for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
                 scale = request.parameters.guidance_scale
@@ -235,7 +258,7 @@ class ImageRunner:
         def compute() -> tuple[list[denoise.Trajectory], list[Any]]:
             started = time.perf_counter()
             way = self.execution.cheapest(group, sum(rider.conditioning.rows for rider in present))
-            with torch.inference_mode():
+            with torch.inference_mode(), self._own_rows(group, works):
                 inputs = self._gatherer.inputs(present, way.rows)
                 if group.phase == DEEP:
                     output, *features = inputs.run(way.function)
@@ -280,11 +303,16 @@ class ImageRunner:
             for index, request in enumerate(requests):
                 work: Work = request.work
                 if not finite[index]:
-                    error = FloatingPointError(f"the {self.model.precision} UNet of {self.model.name} returned NaN")
+                    nan = f"the {self.model.precision} UNet of {self.model.name} returned NaN"
+                    error = Refused(f"lora: with it {nan}") if work.uses else FloatingPointError(nan)
                     outcomes[request.id] = Outcome(error=error)
                     continue
                 bucket = None if work.mode in ("", KERNELS) else self.execution.deterministic_rows
-                printed = fingerprint(self.model, executable=work.mode or self.execution.kinds, bucket=bucket)
+                printed = fingerprint(
+                    self.model, executable=self.execution.told(work.mode, adapted=bool(work.uses)), bucket=bucket
+                )
+                if work.uses:
+                    printed["lora"] = {use.name: use.digest for use in work.uses}
                 if self._latent is not None:
                     printed["latent"] = self._latent[1]
                 image = Image.fromarray(edit.finish(request.parameters, pixels[index]).numpy())
@@ -297,37 +325,12 @@ class ImageRunner:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _prompts(self, wanted: parameters.ImageParameters, rows: int) -> list[Prompt]:
-        negative = wanted.negative_prompt
-        if negative is None and not self.model.force_zeros:
-            negative = ""
-        texts = [wanted.prompt] if rows == 1 or negative is None else [negative, wanted.prompt]
-        return [markup.read(text) for text in texts] if wanted.prompt_weighting else [*texts]
-
-    def _condition(
-        self, wanted: parameters.ImageParameters, rows: int, known: Mapping[Prompt, Embedding]
-    ) -> tuple[denoise.Conditioning, list[str]]:
-        found = [known[prompt] for prompt in self._prompts(wanted, rows)]
-        if len(found) < rows:
-            found.insert(0, self._encoder.zero)
-        hidden = torch.stack([embedding.hidden for embedding in found])
-        pooled = torch.stack([embedding.pooled for embedding in found])
-        width = self.model.unet.config.time_cond_proj_dim
-        kv = self.execution.keys(hidden)
-        conditioning = denoise.Conditioning(
-            kv=self._keys(hidden) if kv is None else kv,
-            pooled=pooled,
-            time_ids=denoise.time_ids(wanted.width, wanted.height, rows, pooled),
-            time_cond=None if width is None else denoise.guidance_embedding(wanted.guidance_scale, width, pooled),
-        )
-        fields = ("negative_prompt", "prompt")[-len(found) :] if len(found) > 1 else ("prompt",)
-        limit = self.model.tokenizers[0].model_max_length
-        warnings = [
-            f"{name}: only the first {limit} tokens were read; left out: {embedding.dropped!r}"
-            for name, embedding in zip(fields, found, strict=True)
-            if embedding.dropped
-        ]
-        return conditioning, warnings
+    def _own_rows(self, group: Group, works: Sequence[Work]) -> AbstractContextManager[None]:
+        """While it is open, each row of a forward gets its request's LoRAs."""
+        if not group.adapted:
+            return nullcontext()
+        assert self._adapted is not None
+        return self._adapted.rows([work.uses for work in works for _ in range(work.rows)], apart=bool(group.mode))
 
     def _start(self, wanted: parameters.ImageParameters, work: Work) -> tuple[torch.Tensor, denoise.Kept | None]:
         """Starting noise, for an edit on its image, and what is kept of that.
@@ -374,6 +377,14 @@ class ImageRunner:
         self.execution.close()
         if self._own_lane:
             self._lane.close()
+
+
+def _named(ask: Callable[[], T]) -> T:
+    """Ask for LoRAs; what is wrong with one is wrong with the request's field."""
+    try:
+        return ask()
+    except ModelError as error:
+        raise Refused(f"lora: {str(error).removeprefix('lora ')}") from error
 
 
 class _Iteration(NamedTuple):

@@ -1,6 +1,7 @@
-"""Small SDXL-shaped models with seeded random weights, made in code: for tests and for benchmarks.
+"""Small SDXL-shaped models: what distinguishes one from another, and such models with seeded random weights.
 
-They have every part of SDXL and draw nothing that a person would recognise.
+They have every part of SDXL. With random weights, for tests and benchmarks, they draw nothing that a person would
+recognise; training/ trains them. Knows no weights that were trained.
 """
 
 from __future__ import annotations
@@ -12,10 +13,19 @@ from typing import Any
 EMOJI_XL = "random:emoji-xl"
 TINY = "random:tiny"
 
+FACTOR = 8  # pixels of a latent's side
+TOKENS = 77  # of a prompt
+TIMESTEPS = 1000
+BETAS = (0.00085, 0.012)  # first and last, "scaled_linear"
+
 
 @dataclass(frozen=True)
 class Shape:
-    """What distinguishes one SDXL-shaped model from another. `native` is in pixels, `channels` are the UNet's."""
+    """What distinguishes one SDXL-shaped model from another. `native` is in pixels, `channels` are the UNet's.
+
+    Both text encoders are `text_width` wide, and their feed-forward layers `text_factor` times that. Methods give the
+    configurations that diffusers and transformers make parts from.
+    """
 
     native: int = 32
     channels: tuple[int, ...] = (16, 32)
@@ -24,33 +34,113 @@ class Shape:
     heads: tuple[int, ...] = (2, 4)
     groups: int = 8
     text_width: int = 16
-    text_layers: int = 2
+    text_layers: tuple[int, int] = (2, 2)
+    text_heads: int = 4
+    text_factor: int = 2
+    text_activation: str = "quick_gelu"
     pooled_width: int = 24
     time_width: int = 8
     vae_channels: tuple[int, ...] = (8, 8, 16, 16)
+    vae_groups: int = 8
+    vae_attention: bool = False
+    vae_upcast: bool = True
     prediction_type: str = "epsilon"
     time_cond: int | None = None
     force_zeros: bool = True
     scheduler: dict[str, Any] = field(default_factory=dict)
 
+    def unet(self) -> dict[str, Any]:
+        """Arguments of `UNet2DConditionModel`: SDXL's blocks with `text_time` conditioning."""
+        down = ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * (len(self.channels) - 1)
+        return {
+            "sample_size": self.native // FACTOR,
+            "in_channels": 4,
+            "out_channels": 4,
+            "down_block_types": down,
+            "up_block_types": tuple(name.replace("Down", "Up") for name in reversed(down)),
+            "block_out_channels": self.channels,
+            "layers_per_block": self.resnets,
+            "transformer_layers_per_block": self.transformers,
+            "attention_head_dim": self.heads,
+            "cross_attention_dim": 2 * self.text_width,
+            "use_linear_projection": True,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": self.time_width,
+            "projection_class_embeddings_input_dim": 6 * self.time_width + self.pooled_width,
+            "norm_num_groups": self.groups,
+            "time_cond_proj_dim": self.time_cond,
+        }
 
-SHAPES = {
-    TINY: Shape(heads=(1, 2)),
-    # The shape of models/emoji-xl: 19M UNet parameters, 16×16 latents, 77 tokens.
-    EMOJI_XL: Shape(
-        native=128,
-        channels=(64, 96, 192),
-        transformers=(1, 1, 2),
-        resnets=2,
-        heads=(2, 3, 6),
-        groups=32,
-        text_width=128,
-        text_layers=4,
-        pooled_width=128,
-        time_width=32,
-        vae_channels=(16, 32, 64, 64),
-    ),
-}
+    def vae(self) -> dict[str, Any]:
+        """Arguments of `AutoencoderKL`: four latent channels, one resnet a level less than SDXL's."""
+        levels = len(self.vae_channels)
+        if 2 ** (levels - 1) != FACTOR:
+            raise ValueError(f"vae_channels: {levels} levels do not give factor {FACTOR}")
+        return {
+            "in_channels": 3,
+            "out_channels": 3,
+            "down_block_types": ("DownEncoderBlock2D",) * levels,
+            "up_block_types": ("UpDecoderBlock2D",) * levels,
+            "block_out_channels": self.vae_channels,
+            "layers_per_block": 1,
+            "latent_channels": 4,
+            "norm_num_groups": self.vae_groups,
+            "sample_size": self.native,
+            "scaling_factor": 0.13025,
+            "mid_block_add_attention": self.vae_attention,
+            "force_upcast": self.vae_upcast,
+        }
+
+    def text(self, encoder: int, vocabulary: int, pad: int) -> dict[str, Any]:
+        """Arguments of the `CLIPTextConfig` of encoder 0 or 1; two special tokens close the vocabulary, as in CLIP."""
+        return {
+            "vocab_size": vocabulary,
+            "hidden_size": self.text_width,
+            "intermediate_size": self.text_factor * self.text_width,
+            "num_hidden_layers": self.text_layers[encoder],
+            "num_attention_heads": self.text_heads,
+            "max_position_embeddings": TOKENS,
+            "projection_dim": self.pooled_width,
+            "hidden_act": self.text_activation,
+            "bos_token_id": vocabulary - 2,
+            "eos_token_id": vocabulary - 1,
+            "pad_token_id": pad,
+        }
+
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `EulerDiscreteScheduler`."""
+        return {
+            "num_train_timesteps": TIMESTEPS,
+            "beta_start": BETAS[0],
+            "beta_end": BETAS[1],
+            "beta_schedule": "scaled_linear",
+            "prediction_type": self.prediction_type,
+            "timestep_spacing": "leading",
+            "steps_offset": 1,
+            **self.scheduler,
+        }
+
+
+# What ships as models/emoji-xl: 19M UNet parameters, 16×16 latents.
+EMOJI = Shape(
+    native=128,
+    channels=(64, 96, 192),
+    transformers=(1, 1, 2),
+    resnets=2,
+    heads=(2, 3, 6),
+    groups=32,
+    text_width=128,
+    text_layers=(3, 4),
+    text_factor=4,
+    text_activation="gelu",
+    pooled_width=128,
+    time_width=32,
+    vae_channels=(16, 32, 64, 96),
+    vae_groups=4,
+    vae_attention=True,
+    vae_upcast=False,
+)
+SHAPES = {TINY: Shape(heads=(1, 2)), EMOJI_XL: EMOJI}
 
 
 def save(folder: Path, shape: Shape, seed: int = 0, *, variant: str | None = None, dtype: str = "float32") -> Path:
@@ -72,69 +162,18 @@ def make(shape: Shape, seed: int = 0) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     tokenizer = byte_tokenizer()
-    text = {
-        "vocab_size": len(tokenizer),
-        "intermediate_size": 2 * shape.text_width,
-        "num_hidden_layers": shape.text_layers,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 77,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    levels = len(shape.channels)
-    down = ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * (levels - 1)
+    first_text, second_text = (
+        CLIPTextConfig(**shape.text(encoder, len(tokenizer), tokenizer.pad_token_id)) for encoder in (0, 1)
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        first = CLIPTextModel(CLIPTextConfig(hidden_size=shape.text_width, projection_dim=shape.text_width, **text))
-        second = CLIPTextModelWithProjection(
-            CLIPTextConfig(hidden_size=shape.text_width, projection_dim=shape.pooled_width, **text)
-        )
-        unet = UNet2DConditionModel(
-            sample_size=shape.native // 8,
-            in_channels=4,
-            out_channels=4,
-            down_block_types=down,
-            up_block_types=tuple(name.replace("Down", "Up") for name in reversed(down)),
-            block_out_channels=shape.channels,
-            layers_per_block=shape.resnets,
-            transformer_layers_per_block=shape.transformers,
-            attention_head_dim=shape.heads,
-            cross_attention_dim=2 * shape.text_width,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=shape.time_width,
-            projection_class_embeddings_input_dim=6 * shape.time_width + shape.pooled_width,
-            norm_num_groups=shape.groups,
-            time_cond_proj_dim=shape.time_cond,
-        )
-        vae = AutoencoderKL(
-            in_channels=3,
-            out_channels=3,
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=shape.vae_channels,
-            layers_per_block=1,
-            latent_channels=4,
-            norm_num_groups=8,
-            sample_size=shape.native,
-            scaling_factor=0.13025,
-            mid_block_add_attention=False,
-        )
+        first, second = CLIPTextModel(first_text), CLIPTextModelWithProjection(second_text)
+        unet = UNet2DConditionModel(**shape.unet())
+        vae = AutoencoderKL(**shape.vae())
         # Fresh weights predict next to nothing and decode to grey: louder heads make errors visible in the picture.
         with torch.no_grad():
             unet.conv_out.weight.mul_(3.0)
             vae.decoder.conv_out.weight.mul_(3.0)
-    scheduler = EulerDiscreteScheduler(
-        num_train_timesteps=1000,
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        prediction_type=shape.prediction_type,
-        timestep_spacing="leading",
-        steps_offset=1,
-        **shape.scheduler,
-    )
     return StableDiffusionXLPipeline(
         vae=vae.eval(),
         text_encoder=first.eval(),
@@ -142,7 +181,7 @@ def make(shape: Shape, seed: int = 0) -> Any:
         tokenizer=tokenizer,
         tokenizer_2=byte_tokenizer(pad="!"),
         unet=unet.eval(),
-        scheduler=scheduler,
+        scheduler=EulerDiscreteScheduler(**shape.sampling()),
         force_zeros_for_empty_prompt=shape.force_zeros,
         add_watermarker=False,
     )
@@ -155,7 +194,7 @@ def byte_tokenizer(pad: str = "<|endoftext|>") -> Any:
     letters = _byte_letters()
     tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocabulary, merges=[], pad_token=pad, model_max_length=77)
+    return CLIPTokenizer(vocab=vocabulary, merges=[], pad_token=pad, model_max_length=TOKENS)
 
 
 def _byte_letters() -> list[str]:

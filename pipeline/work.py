@@ -15,6 +15,7 @@ import torch
 from core.batching.runner import Refused
 from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
+from pipeline.adapters import Adapters, Taken, Use
 from pipeline.execution import DEEP, SHALLOW, VAE, Execution
 from pipeline.load import Model
 from pipeline.parameters import ImageParameters
@@ -40,6 +41,8 @@ class Work:
     trajectory: denoise.Trajectory | None = None
     noise: tuple[int, torch.Tensor] | None = None  # (step, what was drawn for it): a retry must not draw again
     warnings: list[str] = field(default_factory=list)
+    taken: Taken | None = None  # the LoRAs that it brought along
+    uses: tuple[Use, ...] = ()  # the same, once its prompts are encoded
 
     @property
     def step(self) -> int:
@@ -57,13 +60,20 @@ class Holdings:
     """The books of what all requests hold together."""
 
     def __init__(
-        self, model: Model, execution: Execution, kv_width: int, max_requests: int, memory_bytes: int | None
+        self,
+        model: Model,
+        execution: Execution,
+        kv_width: int,
+        max_requests: int,
+        memory_bytes: int | None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
         self._model = model
         self._execution = execution
         self._kv_width = kv_width
+        self._adapters = adapters
 
     def check(self, wanted: ImageParameters) -> None:
         """Raise `Refused` for what could never be held."""
@@ -80,16 +90,28 @@ class Holdings:
         if slot is None:
             self.memory.give(needed)
             return None
+        taken = None
+        if wanted.lora:
+            assert self._adapters is not None
+            taken = self._adapters.take(wanted.lora)
+            if taken is None:
+                self._give(slot, needed, None)
+                return None
         try:
-            return self._work(wanted, scheduler, slot, needed)
+            return self._work(wanted, scheduler, slot, needed, taken)
         except BaseException:
-            self.slots.give(slot)
-            self.memory.give(needed)
+            self._give(slot, needed, taken)
             raise
 
     def give(self, work: Work) -> None:
-        self.slots.give(work.slot)
-        self.memory.give(work.size_bytes)
+        self._give(work.slot, work.size_bytes, work.taken)
+
+    def _give(self, slot: list[int], size_bytes: int, taken: Taken | None) -> None:
+        self.slots.give(slot)
+        self.memory.give(size_bytes)
+        if taken is not None:
+            assert self._adapters is not None
+            self._adapters.give(taken)
 
     def size_bytes(self, wanted: ImageParameters) -> int:
         """What it holds: latents, keys and values, and features."""
@@ -107,22 +129,25 @@ class Holdings:
         """The shape of one row of each map."""
         if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.made)):
             return []
-        return self._execution.feature_shapes(wanted.deepcache.depth, (wanted.width, wanted.height))
+        size = (wanted.width, wanted.height)
+        return self._execution.feature_shapes(wanted.deepcache.depth, size, adapted=bool(wanted.lora))
 
-    def _work(self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int) -> Work:
+    def _work(
+        self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int, taken: Taken | None
+    ) -> Work:
         table = sigmas.table(self._model.scheduler_config, scheduler, wanted.steps, wanted.skipped)
         cached, rows = wanted.deepcache, self._rows(wanted)
         plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request is run in one way to its end, whatever is compiled meanwhile.
         size = (wanted.width, wanted.height)
-        mode = self._execution.fixed_way(size, depth) if wanted.deterministic else ""
+        mode = self._execution.fixed_way(size, depth, adapted=bool(taken)) if wanted.deterministic else ""
         features = [
             torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
             for shape in self._features(wanted)
         ]
         generator = torch.Generator().manual_seed(wanted.seed)
-        return Work(slot, size_bytes, rows, mode, table, generator, plan, depth, features)
+        return Work(slot, size_bytes, rows, mode, table, generator, plan, depth, features, taken=taken)
 
 
 def keep(features: Sequence[torch.Tensor], works: Sequence[Work]) -> None:

@@ -39,10 +39,12 @@ FLOORS = {
     "core.artifacts": 1,
     "core.config": 0,
     "core.logs": 0,
+    "core.loras": 0,
     "core.markup": 0,
     "core.text": 0,
     "core.traces": 0,
-    "core.urls": -1,  # which settings are read with
+    "core.schedule": -1,  # this and the next: what settings are read with
+    "core.urls": -1,
     "core": 0,  # the package's own __init__ only
 }
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.

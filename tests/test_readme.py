@@ -48,7 +48,7 @@ def test_every_target_that_is_named_is_one() -> None:
     named = set(re.findall(r"`make (\w+)", README))
     assert {"serve", "test", "check", "fix", "bench", "chaos"} <= named
     for target in named:
-        assert made(target, "DATA=data")
+        assert made(target, "DATA=data", "PROMPTS=captions.tsv")
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert phony is not None and named <= set(phony[1].split())
 

@@ -23,18 +23,18 @@ class Towers(nn.Module):
         from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel
 
         super().__init__()
-        shapes = run.shapes
+        shape, vocabulary = run.picture, run.shapes.vocab
         pad, pad_2 = tokens.pad_ids(run)
         clip_config: Any = CLIPConfig
         config = clip_config(
-            text_config=shapes.clip_text(shapes.text_2, shapes.vocab, pad_2),
-            vision_config=shapes.clip_vision(run.size),
-            projection_dim=shapes.clip_width,
+            text_config=shape.text(1, vocabulary, pad_2),
+            vision_config=run.shapes.clip_vision(run.size),
+            projection_dim=shape.pooled_width,
         )
         torch.manual_seed(run.seed)
         self.clip: Any = CLIPModel(config)
-        self.text: Any = CLIPTextModel(CLIPTextConfig(**shapes.clip_text(shapes.text, shapes.vocab, pad)))
-        self.head = nn.Linear(shapes.text.width, shapes.clip_width, bias=False)
+        self.text: Any = CLIPTextModel(CLIPTextConfig(**shape.text(0, vocabulary, pad)))
+        self.head = nn.Linear(shape.text_width, shape.pooled_width, bias=False)
         self.pad_2 = pad_2
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,12 +50,12 @@ class Towers(nn.Module):
         return torch.as_tensor(loss) / 4, (scores.argmax(1) == target).float().mean()
 
     def see(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Image features [B, clip_width], not normalised."""
+        """Image features [B, pooled_width], not normalised."""
         found: torch.Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
         return found
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
-        """Text features [B, clip_width] of END-padded ids, not normalised."""
+        """Text features [B, pooled_width] of END-padded ids, not normalised."""
         found: torch.Tensor = self.clip.text_projection(self.clip.text_model(input_ids=ids).pooler_output)
         return found
 

@@ -26,16 +26,6 @@ def export_pictures(run: Run) -> Path:
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
     parts = unet.load(run)
-    scheduler = EulerDiscreteScheduler(
-        num_train_timesteps=unet.STEPS,
-        beta_start=unet.BETAS[0],
-        beta_end=unet.BETAS[1],
-        beta_schedule="scaled_linear",
-        prediction_type="epsilon",
-        interpolation_type="linear",
-        timestep_spacing="leading",
-        steps_offset=1,
-    )
     pipeline = StableDiffusionXLPipeline(
         vae=latents.load_codec(run).half(),
         text_encoder=parts.text.half(),
@@ -43,8 +33,8 @@ def export_pictures(run: Run) -> Path:
         tokenizer=tokens.clip_tokenizer(run),
         tokenizer_2=tokens.clip_tokenizer(run, second=True),
         unet=parts.unet.half(),
-        scheduler=scheduler,
-        force_zeros_for_empty_prompt=True,
+        scheduler=EulerDiscreteScheduler(**run.picture.sampling()),
+        force_zeros_for_empty_prompt=run.picture.force_zeros,
         add_watermarker=False,
     )
     folder = _fresh(run, "emoji-xl")

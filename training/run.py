@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from pipeline.tiny import Shape
 from training.shapes import BY_NAME, Shapes
 
 
@@ -40,6 +42,11 @@ class Run:
     compile: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+
+    @property
+    def picture(self) -> Shape:
+        """The picture model's shape, at this run's size."""
+        return dataclasses.replace(self.shapes.picture, native=self.size)
 
     @property
     def on_gpu(self) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from pipeline.tiny import TOKENS
 from training import captions, phrases, pictures
 from training.run import Run, from_options, parser
-from training.shapes import TOKENS
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 LM_SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")

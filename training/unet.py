@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.tiny import BETAS, TIMESTEPS
 from training import captions, clip, latents, loop, pictures, tokens
 from training.run import Run, from_options, parser
 
-STEPS = 1000
-BETAS = (0.00085, 0.012)
 DROP_ALL, DROP_TEXT = 0.08, 0.02  # zeroed embeddings (the pipeline's unconditional), and an empty prompt
 TONED_WEIGHT = 0.5  # a toned picture has four near-copies, an untoned one has none
 
@@ -41,12 +40,12 @@ def build(run: Run) -> Parts:
     from diffusers import UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-    shapes = run.shapes
+    shape, vocabulary = run.picture, run.shapes.vocab
     pad, pad_2 = tokens.pad_ids(run)
     torch.manual_seed(run.seed)
-    unet: Any = UNet2DConditionModel(**shapes.unet(run.size))
-    text: Any = CLIPTextModel(CLIPTextConfig(**shapes.clip_text(shapes.text, shapes.vocab, pad)))
-    config = CLIPTextConfig(**shapes.clip_text(shapes.text_2, shapes.vocab, pad_2))
+    unet: Any = UNet2DConditionModel(**shape.unet())
+    text: Any = CLIPTextModel(CLIPTextConfig(**shape.text(0, vocabulary, pad)))
+    config = CLIPTextConfig(**shape.text(1, vocabulary, pad_2))
     text_2: Any = CLIPTextModelWithProjection(config)
     return Parts(unet.to(run.device), text.to(run.device), text_2.to(run.device))
 
@@ -61,7 +60,7 @@ def adopt_(parts: Parts, towers: clip.Towers) -> None:
 
 def alphas_bar(device: torch.device) -> torch.Tensor:
     """Cumulative signal share per timestep, [1000], of SDXL's `scaled_linear` schedule."""
-    betas = torch.linspace(BETAS[0] ** 0.5, BETAS[1] ** 0.5, STEPS, dtype=torch.float64) ** 2
+    betas = torch.linspace(BETAS[0] ** 0.5, BETAS[1] ** 0.5, TIMESTEPS, dtype=torch.float64) ** 2
     return (1 - betas).cumprod(0).float().to(device)
 
 
@@ -122,7 +121,7 @@ def train(run: Run) -> loop.Outcome:
         clean = values[(colour - 1).clamp(min=0), index].float().repeat_interleave(rows_each, 0)
         # One timestep out of each of `batch` equal intervals: less variance than independent draws.
         order = torch.randperm(batch, generator=generator, device=run.device)
-        step = ((order + draw(batch)) * (STEPS / batch)).long().clamp(max=STEPS - 1)
+        step = ((order + draw(batch)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
         noise = torch.randn(clean.shape, generator=generator, device=run.device)
         share = signal[step][:, None, None, None]
         noisy = share.sqrt() * clean + (1 - share).sqrt() * noise

@@ -24,7 +24,7 @@ def build(run: Run) -> Any:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(run.seed)
-    model: Any = AutoencoderKL(**run.shapes.vae(run.size))
+    model: Any = AutoencoderKL(**run.picture.vae())
     with torch.no_grad():
         # A posterior as wide as the prior would drown every colour in noise at the start.
         model.quant_conv.bias[model.config.latent_channels :] = -4.0

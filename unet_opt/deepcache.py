@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unet_opt.schedule import BLOCK
+from core.schedule import BLOCK
 
 Features = tuple[Tensor, ...]
 """Maps with a row for each of the forward's: what shallow steps of every depth read (see `kept`)."""

@@ -14,16 +14,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from core import schedule
 from core.artifacts import Artifacts
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
 from llm.pages import PAGE
 from pipeline import lora
+from pipeline.adapters import Adapters
 from pipeline.folder import ModelError
 from pipeline.load import Model, load, seeded
 from pipeline.runner import ImageRunner
-from unet_opt import schedule
 from workers.checker import Checker
 from workers.checker import load as load_checker
 from workers.panels import ImagePanel, Panel
@@ -95,7 +96,7 @@ def load_model(settings: Settings) -> Model:
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = _device(settings)
+    device = device_of(settings)
     if settings.model_name == STAND_IN_MODEL:
         log.warning("no model is named and models/emoji-xl is not there: %s draws noise", STAND_IN_MODEL)
     return load(
@@ -108,7 +109,8 @@ def load_model(settings: Settings) -> Model:
     )
 
 
-def _device(settings: Settings) -> str:
+def device_of(settings: Settings) -> str:
+    """The device that the settings mean."""
     import torch
 
     if settings.device != "auto":
@@ -132,7 +134,7 @@ def precision(settings: Settings, device: str) -> str:
         raise ModelError(f"{asked} does not run on {device}: {why}; take bf16")
     if asked != "auto":
         return asked
-    plain = "fp32" if on_cpu else "bf16"
+    plain = unquantized(device)
     try:
         where = None if seeded(settings.model_name) else folder.find(settings.model_name, settings.variant)
         quantized.variant(where, "int8", Path(settings.unet) if settings.unet else None)
@@ -152,11 +154,17 @@ def precision(settings: Settings, device: str) -> str:
     return "int8"
 
 
+def unquantized(device: str) -> str:
+    """The precision of models that are not quantized on this device."""
+    return "fp32" if device == "cpu" else "bf16"
+
+
 def memory_bytes(settings: Settings, model: Model) -> int:
     """What pictures in the making may hold together: as set, else most of what is free now."""
     if settings.memory_mib:
         return settings.memory_mib * 2**20
-    return int(_SHARE * _free_bytes(model.device))
+    beside = settings.lora_mib * 2**20 if settings.lora_dir else 0
+    return int(_SHARE * max(0, _free_bytes(model.device) - beside))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -221,13 +229,20 @@ def fused(settings: Settings, model: Model) -> bool:
     return True
 
 
+def _adapters(settings: Settings, model: Model) -> Adapters | None:
+    """The LoRAs that requests may bring; None where no folder is named."""
+    if not settings.lora_dir:
+        return None
+    return Adapters(Path(settings.lora_dir), model, settings.lora_mib * 2**20)
+
+
 def text_lane(settings: Settings) -> Lane | None:
     """Text's own lane where the device runs several queues at once; None where it takes turns with pictures."""
     import torch
 
     from llm.lane import StreamLane
 
-    device = torch.device(_device(settings))
+    device = torch.device(device_of(settings))
     return StreamLane("text", device) if device.type == "cuda" else None
 
 
@@ -246,7 +261,7 @@ def text_runner(settings: Settings, lane: Lane, say: Callable[[str], None]) -> T
         return None
     say(f"loading {name}")
     found = None
-    device = _device(settings)
+    device = device_of(settings)
     if device == "cpu" and settings.kernels:
         try:
             found = library(settings.compiled_kernels)
@@ -326,6 +341,7 @@ def build(
         buckets=_GPU_BUCKETS if model.device.type == "cuda" else _CPU_BUCKETS,
         memory_bytes=memory_bytes(settings, model),
         frugal=True,
+        adapters=_adapters(settings, model),
     )
     if texts is not None and measure_s:
         say("measuring what tokens cost")

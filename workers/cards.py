@@ -6,10 +6,12 @@ Knows the image runner; knows nothing of Redis and of jobs.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from core.jobs.registry import ModelCard
+from core.schedule import OFF, DeepCache
 from pipeline import parameters
-from pipeline.execution import DEEP, ENCODE, VAE, VAE_ROWS, Group
+from pipeline.execution import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS, Group
 from pipeline.runner import ImageRunner
 from workers.panels import MAX_IMAGES
 
@@ -17,8 +19,8 @@ _STEPS = 20  # of the picture that capacity is counted in, with guidance
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
-def image_card(runner: ImageRunner) -> ModelCard:
-    """The card of the runner's model, with its costs as known now.
+def image_card(runner: ImageRunner, deepcache: DeepCache | None = None) -> ModelCard:
+    """The card of the runner's model, with its costs as known now. `deepcache` is for jobs that do not say.
 
     Safe to call while the engine works, but for a KeyError or RuntimeError where a curve changes this very moment:
     the next call succeeds.
@@ -26,9 +28,11 @@ def image_card(runner: ImageRunner) -> ModelCard:
     model = runner.model
     native = (model.native, model.native)
     # Only what was measured, and the native size in any case: others are told from these by their area.
-    known = {size for phase, size, _ in runner.execution.costs() if phase == DEEP} | {native}
-    solo_s = {size: runner.cost(Group(DEEP, size), 2) for size in known}
-    row_s = {size: _best(runner, Group(DEEP, size), _WIDTHS) for size in known}
+    known: dict[str, set[tuple[int, int]]] = {DEEP: {native}}
+    for phase, size, _ in runner.execution.costs():
+        known.setdefault(phase, set()).add(size)
+    solo_s, row_s = _steps(runner, DEEP, known[DEEP])
+    shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
     encode_s = runner.cost(Group(ENCODE, (0, 0)), 2)  # two prompts, one picture
     vae_s = _best(runner, Group(VAE, native), range(1, VAE_ROWS + 1))
     return ModelCard(
@@ -50,11 +54,28 @@ def image_card(runner: ImageRunner) -> ModelCard:
         costs={
             "encode_s": encode_s,
             "vae_s": vae_s,
-            "solo_step_s": {f"{w}x{h}": seconds for (w, h), seconds in solo_s.items()},
-            "row_step_s": {f"{w}x{h}": seconds for (w, h), seconds in row_s.items()},
+            "solo_step_s": solo_s,
+            "row_step_s": row_s,
+            "shallow_solo_step_s": {depth: solo for depth, (solo, _) in shallow.items()},
+            "shallow_row_step_s": {depth: row for depth, (_, row) in shallow.items()},
         },
-        capacity_per_s=1 / (encode_s + 2 * _STEPS * row_s[native] + vae_s),
+        capacity_per_s=1 / (encode_s + 2 * _STEPS * row_s[_named(native)] + vae_s),
+        deepcache=OFF if deepcache is None else asdict(deepcache),
+        loras=[] if runner.adapters is None else runner.adapters.names(),
     )
+
+
+def _steps(
+    runner: ImageRunner, phase: str, sizes: Iterable[tuple[int, int]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds by size: of a forward of two rows; and of one row of it at the best width."""
+    groups = {_named(size): Group(phase, size) for size in sizes}
+    solo_s = {size: runner.cost(group, 2) for size, group in groups.items()}
+    return solo_s, {size: _best(runner, group, _WIDTHS) for size, group in groups.items()}
+
+
+def _named(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
 
 
 def _best(runner: ImageRunner, group: Group, widths: Iterable[int]) -> float:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from core import schedule
 from core.batching.engine import Engine
 from core.batching.request import Outcome
 from core.batching.runner import Refused
 from core.jobs.registry import ModelCard
+from core.schedule import DeepCache
 from pipeline.parameters import MAX_SEED, ImageParameters
-from unet_opt import schedule
-from unet_opt.schedule import DeepCache
 from workers import sources
 from workers.checker import Checker, check
 from workers.formats import encode
@@ -100,7 +100,7 @@ class ImagePanel:
     def card(self) -> ModelCard:
         from workers.cards import image_card
 
-        return image_card(self._runner)
+        return image_card(self._runner, self._deepcache)
 
     def requests(self, parameters: Mapping[str, Any]) -> list[ImageParameters]:
         if self._checker is not None:
@@ -148,6 +148,7 @@ def pictures(
             deepcache=deepcache,
             edit=edit,
             prompt_weighting=parameters.get("prompt_weighting", False),
+            lora=parameters.get("lora", ""),
         )
         for k in range(n)
     ]

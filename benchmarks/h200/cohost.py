@@ -25,6 +25,7 @@ from benchmarks.loop import Loop
 from benchmarks.traces import Order
 from core.batching.engine import Engine
 from core.batching.request import Request
+from core.schedule import AUTO, DeepCache
 from llm.lane import StreamLane
 from llm.load import load
 from llm.parameters import TextParameters
@@ -32,7 +33,6 @@ from llm.quantized import quantize
 from llm.runner import TextRunner
 from llm.tiny import LLAMA_8B
 from pipeline.runner import ImageRunner
-from unet_opt.schedule import AUTO, DeepCache
 
 WARM_S, CONTEXT, WRITTEN = 3.0, 512, 256
 

@@ -28,11 +28,11 @@ from benchmarks.h200.timing import Clocks, table
 from benchmarks.traces import BATCH, Order, RequestLevel, StepLevel, draw_batch, play, poisson
 from core.batching.engine import Engine, Tick
 from core.quant.convert import Scheme
+from core.schedule import AUTO, DeepCache
 from pipeline import sdxl
 from pipeline.execution import STEPS, Group
 from pipeline.load import Model
 from pipeline.runner import ImageRunner
-from unet_opt.schedule import AUTO, DeepCache
 
 ROWS, IN_FLIGHT = 16, 24
 LOAD, WINDOW_S = 0.8, 3.0

@@ -25,11 +25,11 @@ from benchmarks.h200.numerics import KINDS
 from benchmarks.h200.timing import Clocks, milliseconds, sustained, table
 from core.cuda_graphs import Captured
 from core.quant.kernels.cuda import conv, group_norm, layer_norm, linear
+from core.schedule import DEPTHS
 from unet_opt.deepcache import kept
 from unet_opt.fused import layers
 from unet_opt.fused.decoder import FusedDecoder
 from unet_opt.fused.network import FusedUNet
-from unet_opt.schedule import DEPTHS
 
 T = TypeVar("T")
 ROWS = (16, 8, 4, 2)

@@ -25,6 +25,7 @@ from core.batching.engine import Engine
 from core.batching.request import Request
 from core.quant.convert import Scheme
 from core.quant.linear import Scaled
+from core.schedule import AUTO, DEPTHS, DeepCache
 from pipeline import sdxl
 from pipeline.denoise import PackedKeys
 from pipeline.drawing import Drawing
@@ -34,7 +35,6 @@ from pipeline.runner import ImageRunner
 from unet_opt.deepcache import kept
 from unet_opt.fused.decoder import FusedDecoder
 from unet_opt.fused.network import FusedUNet
-from unet_opt.schedule import AUTO, DEPTHS, DeepCache
 
 KINDS: dict[str, Scheme | None] = {"bf16": None, "int8": "int8", "fp8": "fp8"}
 

@@ -19,8 +19,8 @@ from benchmarks.traces import draw_batch
 from core.batching.request import Request
 from core.batching.runner import Refused
 from core.config import Settings
+from core.schedule import DeepCache
 from pipeline.runner import ImageRunner
-from unet_opt.schedule import DeepCache
 from workers.build import build
 
 _ROUNDS = 6  # curves follow what was cheap: more rounds forget a bad moment

@@ -17,9 +17,9 @@ from benchmarks.simulation import traffic
 from benchmarks.simulation.costs import ANY, Costs, Size
 from benchmarks.simulation.runner import Device
 from benchmarks.simulation.traffic import Bursts, Choice, Mix
+from core import schedule
 from core.config import Settings
 from pipeline.parameters import MAX_STEPS
-from unet_opt import schedule
 
 T = TypeVar("T")
 

@@ -16,24 +16,26 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from core.config import Settings
 from core.jobs.connection import Script, connect, translated
 from core.jobs.keys import PREFIX
-from core.jobs.record import to_json
+from core.jobs.record import milliseconds, to_json
 
 KEPT_S = 30 * 86_400  # files and batches
 LIVE = ("in_progress", "cancelling")
+_PORTION = 100  # results of one command
 
 # batch, line that must be the next, job or '', line's result or '', kind of result ('completed', 'failed')
-# → whether it was the next
+# → whether it was the next, of a batch whose lines are still begun
 _ADVANCE = """
 local P, id = ARGV[1], ARGV[2]
 local key = P .. 'batch:' .. id
-if redis.call('HGET', key, 'next') ~= ARGV[3] then return 0 end
+local v = redis.call('HMGET', key, 'next', 'status')
+if v[1] ~= ARGV[3] or v[2] ~= 'in_progress' then return 0 end
 redis.call('HINCRBY', key, 'next', 1)
 if ARGV[4] ~= '' then
   redis.call('HSET', P .. 'batch_jobs:' .. id, ARGV[3], ARGV[4])
@@ -44,10 +46,18 @@ end
 return 1
 """
 
-# batch, line, result, kind → whether it was under way
+# batch, line, result, kind, retention_ms → whether it was under way
+# A text's record was kept until it is noted, and goes as others from then on. A picture's still names that picture.
 _NOTE = """
 local P, id = ARGV[1], ARGV[2]
-if redis.call('HDEL', P .. 'batch_jobs:' .. id, ARGV[3]) == 0 then return 0 end
+local job = redis.call('HGET', P .. 'batch_jobs:' .. id, ARGV[3])
+if not job then return 0 end
+local v = redis.call('HMGET', P .. 'job:' .. job, 'modality', 'ended', 'owner')
+if v[1] == 'text' and v[2] then
+  redis.call('PEXPIREAT', P .. 'job:' .. job, v[2] + ARGV[6])
+  redis.call('ZADD', P .. 'ended', 'XX', v[2] + ARGV[6], (v[3] or '') .. '|' .. job)
+end
+redis.call('HDEL', P .. 'batch_jobs:' .. id, ARGV[3])
 redis.call('HSET', P .. 'batch_done:' .. id, ARGV[3], ARGV[4])
 redis.call('HINCRBY', P .. 'batch:' .. id, ARGV[5], 1)
 return 1
@@ -144,19 +154,23 @@ class Batch:
 
 
 class BatchStore:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`."""
+    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
 
-    def __init__(self, url: str) -> None:
+    `retention_s`: how long the record of a job that ended is kept, once its batch has noted what came of it.
+    """
+
+    def __init__(self, url: str, *, retention_s: float = 86_400.0) -> None:
         self._client = connect(url)
         self._advance = Script(self._client, _ADVANCE)
         self._note = Script(self._client, _NOTE)
         self._turn = Script(self._client, _TURN)
         self._take_turn = Script(self._client, _TAKE_TURN)
+        self._retention_ms = milliseconds(retention_s)
         self._token = secrets.token_hex(8)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        return cls(settings.redis_url)
+        return cls(settings.redis_url, retention_s=settings.retention_s)
 
     def close(self) -> None:
         """Give the connections back. A later call would open new ones."""
@@ -245,23 +259,29 @@ class BatchStore:
         found: Any = self._client.hgetall(f"{PREFIX}batch_jobs:{id}")
         return {int(line): job for line, job in found.items()}
 
-    @translated()
-    def results(self, id: str) -> dict[int, dict[str, Any]]:
-        """What came of each line that is done."""
-        found: Any = self._client.hgetall(f"{PREFIX}batch_done:{id}")
-        return {int(line): json.loads(text) for line, text in found.items()}
+    def results(self, id: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What came of each line that is done, in their order. Read in portions: all of them may be much."""
+        with translated():
+            keys: Any = self._client.hkeys(f"{PREFIX}batch_done:{id}")
+        lines = sorted(map(int, keys))
+        for at in range(0, len(lines), _PORTION):
+            portion = lines[at : at + _PORTION]
+            with translated():
+                found: Any = self._client.hmget(f"{PREFIX}batch_done:{id}", [str(line) for line in portion])
+            yield from ((line, json.loads(text)) for line, text in zip(portion, found, strict=True) if text)
 
     def begin(self, id: str, line: int, job: str) -> bool:
-        """This job does the batch's next line. False: it is not the next."""
+        """This job does the batch's next line. False: it is not the next, or no more lines are begun."""
         return bool(self._advance(id, line, job, "", ""))
 
     def refuse(self, id: str, line: int, result: dict[str, Any]) -> bool:
-        """The batch's next line cannot be done. False: it is not the next."""
+        """The batch's next line cannot be done. False: as above."""
         return bool(self._advance(id, line, "", to_json(result), "failed"))
 
     def note(self, id: str, line: int, result: dict[str, Any], *, well: bool) -> bool:
         """What came of a line that was under way. False: it was not."""
-        return bool(self._note(id, line, to_json(result), "completed" if well else "failed"))
+        kind = "completed" if well else "failed"
+        return bool(self._note(id, line, to_json(result), kind, self._retention_ms))
 
     def turn(self, batch: Batch, status: str, **fields: str | int) -> bool:
         """Change a batch's status from what it is in this reading. False: it is another by now."""

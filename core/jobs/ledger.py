@@ -77,6 +77,7 @@ ERASE = (
 let_through()
 local job, at = read(ARGV[2]), now()
 if not job then return 0 end
+keep_ms = keep_ms + kept_ms(job, ARGV[3]) - ARGV[3]
 if job.state == 'queued' or job.state == 'running' then
   finish(job, 'cancelled', 'cancel', at, ARGV[3])
   if job.state == 'running' then tell_to_cancel(job.worker, job.id) end

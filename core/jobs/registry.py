@@ -42,8 +42,10 @@ class ModelCard:
 
     `limits`: max_prompt_characters, max_steps, max_guidance, max_seed, max_images. `costs`: encode_s, vae_s,
     solo_step_s and row_step_s, each step_s a dict "WxH" → seconds: of a forward of two rows; of one row at the best
-    width. `capacity_per_s`: pictures a second at 20 steps with guidance at native size. `live`: whether a worker that
-    is ready offers it now; only `Registry.models` sets it.
+    width. Those are of deep steps; shallow_solo_step_s and shallow_row_step_s hold such a dict for each depth of
+    DeepCache that was measured. `capacity_per_s`: pictures a second at 20 deep steps with guidance at native size.
+    `deepcache` is the schedule of jobs that do not say, as they would (core.schedule). `loras` are the names of those
+    that a job may bring. `live`: whether a worker that is ready offers it now; only `Registry.models` sets it.
     """
 
     name: str
@@ -57,6 +59,8 @@ class ModelCard:
     limits: dict[str, Any]
     costs: dict[str, Any]
     capacity_per_s: float
+    deepcache: Any = "off"
+    loras: list[str] = field(default_factory=list)
     live: bool = False
 
 

@@ -43,11 +43,17 @@ end
 local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
-    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs')
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
     lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
-    owner = v[13] or '', webhook = v[14], inputs = v[15] or ''}
+    owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or ''}
+end
+
+-- How long what has ended is kept. What a batch asked for stays until that has read it, even if no API runs for a day.
+local function kept_ms(job, retention_ms)
+  if string.sub(job.digest, 1, 6) == 'batch_' then return math.max(retention_ms, 172800000) end
+  return retention_ms
 end
 
 local function count(job, state, n)
@@ -88,6 +94,7 @@ end
 
 -- The one end of every job.
 local function finish(job, state, by, at, retention_ms, field, value)
+  retention_ms = kept_ms(job, retention_ms)
   leave(job)
   redis.call('ZREM', P .. 'deadlines', job.id)
   redis.call('DEL', P .. 'preview:' .. job.id)
@@ -210,7 +217,7 @@ if job.state == 'running' then
       redis.call('HSET', job.key, 'artifacts', ARGV[8])
       for artifact in string.gmatch(ARGV[8], '%S+') do
         redis.call('HINCRBY', P .. 'naming', artifact, 1)
-        redis.call('ZADD', P .. 'kept', 'GT', at + ARGV[5] + 3600000, artifact)
+        redis.call('ZADD', P .. 'kept', 'GT', at + kept_ms(job, ARGV[5]) + 3600000, artifact)
       end
     end
   end

@@ -127,8 +127,11 @@ def test_cancelling_reaches_its_jobs_and_no_others(world: tuple[Api, Worker, ope
     states = sorted(worker.job(id).state.value for id in mine)
     assert states.count("succeeded") == 1 and set(states) == {"succeeded", "cancelled"}
     assert done.request_counts.completed == 1
-    codes = {line["response"]["body"]["error"]["code"] for line in told(client, done.error_file_id)}
-    assert codes == {"batch_cancelled"}
+    assert done.request_counts.failed == 4
+    left = told(client, done.error_file_id)
+    assert len(left) == 4, "what was never begun is told too"
+    assert {line["error"]["code"] for line in left} == {"batch_cancelled"}
+    assert all(line["response"] is None for line in left)
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
@@ -147,7 +150,7 @@ def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> N
             for _ in range(3):
                 stale = service.batches.active()
                 one.work()
-                other._store = _Stale(redis_url, stale)  # it acts on what it read before
+                other._store = Stale(redis_url, stale)  # it acts on what it read before
                 other.work()
                 other._store.close()
                 for id, _ in worker.messages_left():
@@ -166,7 +169,7 @@ def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> N
             service.queue.close()
 
 
-class _Stale(BatchStore):
+class Stale(BatchStore):
     """Reads the batches as they were."""
 
     def __init__(self, url: str, was: list[Any]) -> None:

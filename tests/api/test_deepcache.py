@@ -1,17 +1,22 @@
-"""DeepCache as a request asks for it: what is passed on to the worker, and what is refused by name."""
+"""DeepCache as a request asks for it: what is passed on to the worker, what it costs, and what is refused by name."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from api import admission
 from api.errors import ApiError
 from api.schemas import ImageFields, read
-from tests.api.world import CARD
-from unet_opt import schedule
-from unet_opt.schedule import AUTO, DeepCache
+from core import schedule
+from core.jobs.record import Backlog, Draft
+from core.schedule import AUTO, DEPTHS, DeepCache
+from tests.api.world import CARD, Api, Worker, check_error, eventually
+from workers.panels import pictures
 
 
 def _passed_on(value: Any, steps: int = 20) -> Any:
@@ -68,3 +73,102 @@ def test_what_is_wrong_is_refused_by_name(value: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         _passed_on(value)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+# -- what it costs -------------------------------------------------------------------------------------------------
+
+CACHED = dataclasses.replace(
+    CARD,
+    costs={
+        **CARD.costs,
+        "shallow_solo_step_s": {"block": {"128x128": 0.04}, "resnet": {"128x128": 0.02}},
+        "shallow_row_step_s": {"block": {"128x128": 0.015, "64x64": 0.004}, "resnet": {"128x128": 0.006}},
+    },
+)
+SCHEDULES = st.sampled_from(["off", "auto"]) | st.fixed_dictionaries(
+    {},
+    optional={
+        "interval": st.integers(1, 9),
+        "depth": st.sampled_from(DEPTHS),
+        "first": st.integers(0, 20),
+        "last": st.integers(0, 20),
+    },
+)
+
+
+def _draft(card: Any = CACHED, **asked: Any) -> Draft:
+    return admission.image_draft(read(ImageFields, {"prompt": "a cat", **asked}), card)
+
+
+@given(SCHEDULES | st.none(), SCHEDULES, st.integers(1, 60), st.sampled_from([1.0, 5.0]), st.integers(1, 3))
+def test_the_estimate_counts_every_step_as_its_worker_makes_it(
+    asked: Any, usual: Any, steps: int, guidance: float, n: int
+) -> None:
+    """`usual` is the worker's own, for who does not say."""
+    card = dataclasses.replace(CACHED, deepcache=usual)
+    draft = _draft(card, steps=steps, deepcache=asked, guidance_scale=guidance, n=n)
+    made = pictures(draft.parameters, schedule.read(usual))
+    each_s = {"block": 0.015, "resnet": 0.006}
+    step_s = [
+        0.03 if deep or picture.deepcache is None else each_s[picture.deepcache.depth]
+        for picture in made
+        for deep in ((True,) * steps if picture.deepcache is None else picture.deepcache.plan(steps))
+    ]
+    rows = 2 if guidance > 1 else 1
+    assert draft.work_ms == pytest.approx(1000 * (0.3 * n + rows * sum(step_s)), abs=1)
+    assert draft.work_ms <= _draft(CARD, steps=steps, guidance_scale=guidance, n=n).work_ms
+
+
+@given(SCHEDULES, st.integers(1, 60), st.floats(0.1, 1.0))
+def test_an_edit_is_counted_by_the_steps_it_makes(asked: Any, steps: int, strength: float) -> None:
+    parameters = {**_draft(steps=steps).parameters, "deepcache": asked}
+    made = int(steps * strength)
+    whole = {**parameters, "steps": made}
+    edited = {**parameters, "edit": {"strength": strength}}
+    assert admission.work_s(CACHED, edited) == pytest.approx(admission.work_s(CACHED, whole))
+    assert admission.solo_s(CACHED, edited) == pytest.approx(admission.solo_s(CACHED, whole))
+
+
+def test_a_size_that_was_not_measured_is_told_from_another() -> None:
+    named = {"depth": "block", "interval": 2}
+    assert _draft(steps=10, size="64x64", deepcache=named).work_ms == 300 + 2 * (5 * 10 + 5 * 4)
+    at_depth = {**named, "depth": "resnet"}  # measured at 128x128 alone
+    assert _draft(steps=10, size="64x64", deepcache=at_depth).work_ms == 300 + 2 * (5 * 10 + 5 * 1.5)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        CARD,
+        dataclasses.replace(CACHED, costs={**CACHED.costs, "shallow_row_step_s": {"block": {}}}),
+        dataclasses.replace(CACHED, deepcache={"rhythm": 3}),
+        dataclasses.replace(CACHED, deepcache={"interval": 0}),
+        dataclasses.replace(CACHED, deepcache=7),
+    ],
+    ids=["silent", "unmeasured", "newer", "wrong", "no schedule"],
+)
+def test_what_nobody_can_tell_counts_as_deep(card: Any) -> None:
+    asked = {"deepcache": "auto"} if card.deepcache == "off" else {}
+    assert _draft(card, steps=10, **asked).work_ms == 300 + 10 * 2 * 30
+
+
+def test_a_deadline_is_held_against_the_steps_that_are_made(shared: Api, worker: Worker) -> None:
+    """All deep it takes 1.9 s at best; by "auto" 11 of 20 steps are deep: 0.3 + 11 × 0.08 + 9 × 0.02 s."""
+    worker.announce(card=CACHED)
+    order = {"type": "image", "prompt": "a cat", "priority": 0, "deadline_s": 1.5}
+    eventually(lambda: shared.client.get(f"/v1/models/{CARD.name}").json()["diptych"]["costs"] == CACHED.costs)
+    check_error(shared.post("/v1/jobs", **order), 400, "deadline_s", "deadline_hopeless")
+    answer = shared.post("/v1/jobs", **order, deepcache="auto")
+    assert answer.status_code == 202, answer.text
+    job = worker.job(answer.json()["id"])
+    assert job.work_ms == 300 + (2 * (11 * 30 + 9 * 6))
+    hopeless = shared.post("/v1/jobs", **{**order, "deadline_s": 1.3}, deepcache="auto")
+    check_error(hopeless, 400, "deadline_s", "deadline_hopeless")
+    assert "1.4 s at best" in hopeless.json()["error"]["message"]
+
+
+def test_the_most_urgent_estimate_adds_what_is_queued() -> None:
+    draft = _draft(deadline_s=2.0, deepcache="auto")
+    admission.check_deadline(draft, CACHED, Backlog(1, 500, 0, 0), 1)
+    with pytest.raises(ApiError, match="cannot be met"):
+        admission.check_deadline(draft, CACHED, Backlog(1, 700, 0, 0), 1)

@@ -58,7 +58,9 @@ def test_models_in_openais_shape(shared: Api) -> None:
     assert card == {
         "modality": "image", "live": True, "precision": "fp32", "device": "cpu", "native_size": "128x128",
         "sizes": ["64x64", "96x168", "128x128", "168x96"], "schedulers": ["euler", "dpm++2m"],
-        "default_scheduler": "euler", "limits": CARD.limits, "costs": CARD.costs, "capacity_per_s": 0.67,
+        "loras": [],
+        "default_scheduler": "euler", "deepcache": "off", "limits": CARD.limits, "costs": CARD.costs,
+        "capacity_per_s": 0.67,
     }  # fmt: skip
     assert shared.client.get("/v1/models/emoji-xl").json() == {**model, "diptych": card}
 

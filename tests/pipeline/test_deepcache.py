@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from core.batching.request import Request, State
 from core.batching.runner import Lane, OutOfMemory, Refused
 from core.quant.kernels.cpu.library import Unavailable, library
+from core.schedule import BLOCK, DEPTHS, RESNET, DeepCache
 from pipeline import quantized, tiny
 from pipeline.load import load
 from pipeline.parameters import ImageParameters
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, stock_picture
 from unet_opt.deepcache import Split, kept
-from unet_opt.schedule import BLOCK, DEPTHS, RESNET, DeepCache
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from core.batching.runner import Lane, Refused
+from core.schedule import DeepCache
 from pipeline import sigmas
 from pipeline.execution import IMAGE
 from pipeline.parameters import Edit, ImageParameters
 from pipeline.vae import encode, scale, unscale
 from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock
-from unet_opt.schedule import DeepCache
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")

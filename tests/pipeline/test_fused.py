@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.schedule import DeepCache
 from pipeline.execution import Group
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
@@ -18,7 +19,6 @@ from pipeline.parameters import ImageParameters
 from tests.pipeline import worlds
 from tests.pipeline.test_kernels import SHAPES, mixture, together
 from tests.pipeline.worlds import Watching, levels, model, solo, stock_picture
-from unet_opt.schedule import DeepCache
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")

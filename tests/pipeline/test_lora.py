@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.pipeline.worlds import Watching, levels, solo
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+ROOT = Path(__file__).resolve().parents[2]
 UNET = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_q"
 TEXT = "encoder.layers.0.self_attn.q_proj"
 RANK = 2
@@ -77,15 +80,28 @@ def test_digests_tell_files_and_scales_apart(tmp_path: Path) -> None:
     assert lora.digest("model", lora.find("a:1", str(tmp_path))) in digests
 
 
-def test_without_peft_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_folder_offers_is_its_files_with_plain_names(tmp_path: Path) -> None:
+    for name in ("b", "a.1", ".hidden", "-x", "ä"):
+        written(tmp_path, name)
+    (tmp_path / "notes.txt").write_text("none")
+    assert lora.offered(tmp_path) == ["a.1", "b"]
+    assert lora.offered(tmp_path / "gone") == []
+
+
+def test_no_peft_is_needed(tmp_path: Path) -> None:
     written(tmp_path, "a")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="peft is not installed"):
-        lora.fuse_({}, lora.find("a", str(tmp_path)))
+    code = f"""
+import sys
+sys.modules["peft"] = None  # as where it is not installed
+from pipeline import lora
+from pipeline.load import load
+print(load("random:tiny").digest != load("random:tiny", loras=lora.find("a", {str(tmp_path)!r})).digest)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_fused_weights_are_the_sum(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     from safetensors.torch import load_file
 
     plain, files = load(tiny.TINY), [written(tmp_path, name, seed) for seed, name in enumerate(("a", "b"))]
@@ -126,7 +142,6 @@ def test_a_picture_equals_diffusers_with_the_same_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["of another shape", "of nothing", "damaged"])
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("peft")
     path = tmp_path / "bad.safetensors"
     if kind == "of another shape":
         save_file(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from pipeline.tiny import TOKENS
 from tests.training.world import Trained
 from training import latents, pictures, tokens, unet
-from training.shapes import EMOJI, TOKENS
+from training.shapes import EMOJI
 
 # EulerDiscreteScheduler converts tensors the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -189,10 +190,10 @@ def test_the_shipped_shapes_keep_to_their_sizes() -> None:
         return sum(p.numel() for p in model.parameters())
 
     with torch.device("meta"):
-        denoiser = count(UNet2DConditionModel(**EMOJI.unet(128)))
-        codec = count(AutoencoderKL(**EMOJI.vae(128)))
-        text = count(CLIPTextModel(CLIPTextConfig(**EMOJI.clip_text(EMOJI.text, EMOJI.vocab, 0))))
-        text += count(CLIPTextModelWithProjection(CLIPTextConfig(**EMOJI.clip_text(EMOJI.text_2, EMOJI.vocab, 0))))
+        denoiser = count(UNet2DConditionModel(**EMOJI.picture.unet()))
+        codec = count(AutoencoderKL(**EMOJI.picture.vae()))
+        text = count(CLIPTextModel(CLIPTextConfig(**EMOJI.picture.text(0, EMOJI.vocab, 0))))
+        text += count(CLIPTextModelWithProjection(CLIPTextConfig(**EMOJI.picture.text(1, EMOJI.vocab, 0))))
     target, draft = (  # not empty: tying the embeddings needs real ones
         count(LlamaForCausalLM(LlamaConfig(**EMOJI.llama(shape, EMOJI.lm_vocab, 1, 2, 0))))
         for shape in (EMOJI.lm, EMOJI.draft)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.schedule import BLOCK, DEPTHS, RESNET
 from pipeline.denoise import PackedKeys
 from tests.core.quant.stage import kernels
 from tests.unet_opt.shapes import UNETS, Inputs, inputs, quantized, stock, unet
 from unet_opt.deepcache import Split, kept, shapes
 from unet_opt.program import UNetPrograms
-from unet_opt.schedule import BLOCK, DEPTHS, RESNET
 
 
 def _call(function: Any, given: Inputs, hidden: Tensor, *first: Any) -> tuple[Tensor, ...]:

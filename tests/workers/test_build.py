@@ -11,10 +11,10 @@ from core.config import Settings
 from core.quant.kernels.cpu import library as kernels
 from core.quant.kernels.cpu.library import Unavailable
 from core.quant.kernels.cuda import language
+from core.schedule import AUTO, DeepCache
 from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
-from unet_opt.schedule import AUTO, DeepCache
 from workers.build import build, memory_bytes, precision
 
 SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,17 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.admission import work_s
+from core import schedule
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, Refused
 from core.config import Settings
 from core.jobs.record import to_json
+from core.schedule import AUTO, DEPTHS, DeepCache
+from pipeline.execution import SHALLOW, Group
+from pipeline.load import load
 from pipeline.parameters import MAX_SEED, ImageParameters
 from pipeline.tiny import TINY
+from tests.pipeline.worlds import Crank, Watching
 from workers.build import Works, build
 from workers.cards import image_card
-from workers.panels import MAX_IMAGES, PictureTally, pictures
+from workers.panels import MAX_IMAGES, ImagePanel, PictureTally, pictures
 from workers.shelf import Shelf
 
 JOB: dict[str, Any] = {
@@ -129,7 +136,9 @@ def test_the_card_tells_what_the_runner_offers(works: Works) -> None:
 def test_costs_follow_the_curves(works: Works) -> None:
     card = image_card(works.images)
     costs = card.costs
-    assert set(costs) == {"encode_s", "vae_s", "solo_step_s", "row_step_s"}
+    assert set(costs) == {
+        "encode_s", "vae_s", "solo_step_s", "row_step_s", "shallow_solo_step_s", "shallow_row_step_s",
+    }  # fmt: skip
     assert "32x32" in costs["solo_step_s"]
     assert 0 < costs["row_step_s"]["32x32"] <= costs["solo_step_s"]["32x32"]
     picture_s = costs["encode_s"] + 40 * costs["row_step_s"]["32x32"] + costs["vae_s"]
@@ -141,3 +150,43 @@ def test_costs_follow_the_curves(works: Works) -> None:
     with Engine([works.images]) as engine:
         engine.submit(Request("r", "image", wanted)).result(60)
     assert image_card(works.images).costs["solo_step_s"][name] > 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_shallow_steps_are_told_of_once_they_were_measured(works: Works, depth: str) -> None:
+    other = works.images.sizes[0] if works.images.sizes[0] != (32, 32) else works.images.sizes[1]
+    name = f"{other[0]}x{other[1]}"
+    before = image_card(works.images).costs["shallow_solo_step_s"]
+    assert name not in before.get(depth, {})
+    wanted = ImageParameters("x", 1, *other, steps=3, deepcache=DeepCache(3, depth))
+    works.engine.submit(Request(f"shallow {depth}", "image", wanted)).result(60)
+    costs = image_card(works.images).costs
+    group = Group(SHALLOW[depth], other)
+    assert costs["shallow_solo_step_s"][depth][name] == pytest.approx(works.images.cost(group, 2), rel=0.5)
+    assert 0 < costs["shallow_row_step_s"][depth][name] <= costs["shallow_solo_step_s"][depth][name]
+
+
+def test_the_card_says_what_jobs_get_that_do_not_say(works: Works) -> None:
+    for usual in (None, AUTO, DeepCache(3, "resnet")):
+        card = ImagePanel(works.images, usual).card()
+        told = json.loads(to_json(dataclasses.asdict(card)))["deepcache"]
+        assert schedule.read(told) == usual
+        assert pictures(JOB, usual)[0].deepcache == pictures({**JOB, "deepcache": told})[0].deepcache == usual
+
+
+@pytest.mark.parametrize("more", [{}, {"deepcache": {"interval": 3}}, {"deepcache": "auto", "steps": 7}])
+def test_the_api_counts_the_steps_that_are_run(more: dict[str, Any]) -> None:
+    """One second a deep step, a thousandth a shallow one: what is estimated says how many of each there are."""
+    runner = Watching(load(TINY), lane=Lane("watched"))
+    parameters = {**JOB, "n": 1, **more}
+    made = ImagePanel(runner, AUTO)
+    crank = Crank(runner)
+    crank.submit("one", made.requests(parameters)[0])
+    crank.pictures()
+    counts = Counter(phase for phase, _ in runner.rides)
+    shallow = sum(counts[phase] for phase in SHALLOW.values())
+    assert shallow, "or there is nothing to see"
+    each = {depth: {"32x32": 0.001} for depth in DEPTHS}
+    costs = {"row_step_s": {"32x32": 1.0}, "shallow_row_step_s": each}
+    card = dataclasses.replace(made.card(), costs=costs)
+    assert work_s(card, parameters) == pytest.approx(2 * (counts["deep"] + shallow / 1000))

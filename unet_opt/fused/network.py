@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.schedule import BLOCK
 from unet_opt.deepcache import Features
 from unet_opt.fused.layers import Conv, Gated, Linear, Norm, UpConv, attend, for_layer
 from unet_opt.program import check
-from unet_opt.schedule import BLOCK
 
 
 class Resnet:

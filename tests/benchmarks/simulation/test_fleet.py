@@ -19,8 +19,8 @@ from benchmarks.simulation.runner import Device, Span, phases_of
 from benchmarks.simulation.static import RequestLevel, draw
 from benchmarks.simulation.traffic import Bursts, Choice, Job, Mix, always, jobs, picture
 from core.jobs.broker import level
+from core.schedule import DeepCache
 from tests.benchmarks.simulation.tables import OTHER, SIZE, affine
-from unet_opt.schedule import DeepCache
 
 SOME = Mix(
     size=Choice((SIZE, OTHER), (2.0, 1.0)),

@@ -10,10 +10,10 @@ from benchmarks.simulation.runner import Device, SimulatedRunner, Span
 from benchmarks.simulation.traffic import picture
 from core.batching.request import Request
 from core.batching.runner import Runner
+from core.schedule import DeepCache
 from pipeline.load import load
 from pipeline.runner import ImageRunner
 from tests.benchmarks.simulation.tables import SIZE, affine
-from unet_opt.schedule import DeepCache
 
 CACHED = [None, DeepCache(2), DeepCache(3, "resnet", first=1, last=1), DeepCache(deep_steps=(0, 3))]
 

@@ -17,8 +17,8 @@ from benchmarks.simulation.runner import Device, SimulatedRunner, SimulatedTicke
 from benchmarks.simulation.static import RequestLevel, draw
 from benchmarks.simulation.traffic import Choice, Job, Mix, always, jobs, picture
 from core.batching.request import Request
+from core.schedule import DeepCache
 from tests.benchmarks.simulation.tables import OTHER, SIZE, affine
-from unet_opt.schedule import DeepCache
 
 WANTED = picture(SIZE, 4, True, None)
 PLAIN = Mix(size=always(SIZE), steps=always(4))

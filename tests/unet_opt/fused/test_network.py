@@ -14,13 +14,13 @@ from torch import Tensor
 
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
+from core.schedule import DEPTHS
 from pipeline.denoise import PackedKeys
 from tests.core.quant.stage import check_close
 from tests.unet_opt.shapes import KNOWN, Inputs, inputs, stock, unet
 from unet_opt import recipe
 from unet_opt.deepcache import kept, shapes
 from unet_opt.fused.network import FusedUNet
-from unet_opt.schedule import DEPTHS
 
 CUDA = torch.cuda.is_available()
 DEVICE, BASE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)

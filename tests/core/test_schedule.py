@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unet_opt.schedule import AUTO, DEPTHS, DeepCache
+from core.schedule import AUTO, DEPTHS, DeepCache
 
 SCHEDULES = st.builds(
     DeepCache,

@@ -1,0 +1,127 @@
+"""What the lines of a batch ask for and what is answered to them: a job by its endpoint, and what that one would say.
+
+Knows endpoints, jobs and answers; knows nothing of cursors, counts and turns, which are trickle.py's.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+from api import admission, body, intake, references, schemas, text_drafts
+from api.batches import EDITS, WINDOW_S, Line, queue_of
+from api.errors import ApiError, refused, unsuccessful
+from api.images import generated
+from api.links import Links
+from api.presentation import results
+from api.service import Service
+from core.artifacts import ArtifactError
+from core.jobs.batches import Batch
+from core.jobs.record import Draft, Job, JobState
+from core.jobs.registry import ModelCard
+
+_PRIORITY = 9  # who waits goes first
+
+# As it is noted: the response's `status_code`, `request_id` and `body`, and `keys` of pictures; or an `error`.
+Result = dict[str, Any]
+
+
+class Lines:
+    """Of one service's batches. Belongs to one thread."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._fitted: tuple[str, tuple[bytes, bytes | None]] | None = None  # of the line that was looked at last
+
+    def draft(self, batch: Batch, number: int, line: Line) -> Draft:
+        """The job of a line; its id is the line's, so that one that is begun twice is one job.
+
+        Raises `ApiError` and, of an edit, `ArtifactError`.
+        """
+        id = "job_" + hashlib.sha256(f"{batch.id}/{number}".encode()).hexdigest()[:24]
+        draft = (self._text if queue_of(batch.endpoint) == "text" else self._picture)(batch, line, id)
+        return replace(draft, id=id, owner=batch.owner, digest=batch.id)
+
+    def _text(self, batch: Batch, line: Line, id: str) -> Draft:
+        if line["bytes"] > body.MAX_BYTES:
+            raise body.too_large()
+        ask = text_drafts.READ[batch.endpoint](line["body"])
+        if ask.fields.stream:
+            raise refused("stream", "must not be true in a batch")
+        draft = text_drafts.draft(ask, self._card(ask.fields.model, "text"), batch.owner)
+        return draft if ask.fields.priority is not None else replace(draft, priority=_PRIORITY)
+
+    def _picture(self, batch: Batch, line: Line, id: str) -> Draft:
+        kind = schemas.EditBody if batch.endpoint == EDITS else schemas.ImageFields
+        fields = schemas.read(kind, {name: value for name, value in line["body"].items() if name != "stream"})
+        card = self._card(fields.model, "image")
+        admission.check_expansion(fields, self._service.cards.now.expands(card.name))
+        upload = None
+        if isinstance(fields, schemas.EditBody):
+            upload = references.fetch(self._service, batch.owner, fields)
+        draft = admission.image_draft(fields, card, upload)
+        if fields.priority is None:
+            draft = replace(draft, priority=_PRIORITY)
+        if upload is None:
+            return draft
+        if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is looked at again and again
+            self._fitted = id, upload.fitted((draft.parameters["width"], draft.parameters["height"]))
+        return intake.handed_in(self._service, draft, *self._fitted[1])
+
+    def _card(self, name: str | None, modality: str) -> ModelCard:
+        now = self._service.cards.now
+        card = now.model(name, modality)
+        if card is None:
+            raise admission.unknown_model() if now.model(None, modality) is not None else admission.no_model()
+        return card
+
+    def answer(self, batch: Batch, job: Job) -> Result:
+        """What the endpoint would have answered to a job that has ended; of pictures with links, and their keys."""
+        if job.state is not JobState.SUCCEEDED:
+            return refusal(unsuccessful(job), job.id)
+        told: Result = {"status_code": 200, "request_id": job.id}
+        if queue_of(batch.endpoint) == "text":
+            return {**told, "body": text_drafts.ANSWERS[batch.endpoint](job).whole(job.result or {})}
+        secret = self._service.cards.now.secret if self._service.cards.now.keys else None
+        kept_s = max(self._service.settings.retention_s, 2 * WINDOW_S)  # as is its record
+        links = Links(batch.base, secret, kept_s)
+        content = json.loads(generated(self._service, job, links))
+        return {**told, "body": content, "keys": [made["key"] for made in results(job)]}
+
+    def written(self, batch: Batch, number: int, line: Line, result: Result) -> bytes:
+        """The line of output, or of errors, that tells what came of this one. OpenAI's form, with a newline."""
+        response: Result = {name: result[name] for name in ("status_code", "request_id", "body") if name in result}
+        if line["body"].get("response_format") == "b64_json":
+            self._put_inside(response, result.get("keys", []))
+        told = {
+            "id": f"batch_req_{batch.id.removeprefix('batch_')}_{number}",
+            "custom_id": line["custom_id"],
+            "response": response or None,
+            "error": result.get("error"),
+        }
+        return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+
+    def _put_inside(self, response: Result, keys: list[str]) -> None:
+        """Pictures in place of links; of one that is gone by now the link stays."""
+        for image, key in zip(response["body"]["data"] if keys else [], keys, strict=False):
+            with contextlib.suppress(ArtifactError):
+                image["b64_json"] = base64.b64encode(self._service.artifacts.get(key)).decode("ascii")
+                del image["url"]
+
+
+def refusal(error: ApiError, id: str | None) -> Result:
+    """What is noted of a line that was not done, by the job of this id, or by none."""
+    return {"status_code": error.status, "request_id": id, "body": error.content}
+
+
+def given_up(status: str) -> Result:
+    """What is noted of a line that the batch, `expired` or `cancelled`, ended before: no response, as OpenAI has it."""
+    why = {
+        "expired": "This request could not be executed before the completion window expired.",
+        "cancelled": "This request was not done before the batch was cancelled.",
+    }[status]
+    return {"error": {"code": f"batch_{status}", "message": why}}

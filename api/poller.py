@@ -1,0 +1,54 @@
+"""A thread that looks again and again whether there is work, until it is told to stop.
+
+Knows when to look and what to say while Redis is away; what there is to do, trickle.py and webhooks.py know.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from core.jobs.connection import StoreError
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 0.5
+
+
+class Poller:
+    """Calls `look` every half second, one call after the other. Outlives Redis and whatever else `look` raises."""
+
+    def __init__(self, name: str, what: str, look: Callable[[], None]) -> None:
+        """`name` is the thread's; `what` waits while Redis is away, as the log says once."""
+        self._what = what
+        self._look = look
+        self._stop = threading.Event()
+        self._well = True
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `look` should return soon."""
+        return self._stop.is_set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the last call has ended."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_EVERY_S):
+            try:
+                self._look()
+                self._well = True
+            except StoreError as error:
+                if self._well:
+                    log.warning("%s wait: %s", self._what, error)
+                self._well = False
+            except Exception:
+                log.exception("%s cannot be worked at", self._what)

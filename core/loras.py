@@ -1,0 +1,51 @@
+"""Which LoRAs a text names, and how much of each: `name:scale,name`, in a setting and in a request alike.
+
+Knows how names are written; knows nothing of files and of what a LoRA is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_LORAS = 8  # of one request
+MAX_SCALE = 100.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")  # no way to another folder
+_SCALE = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,3})?")
+_LONGEST = 4096  # characters
+
+
+class Named(NamedTuple):
+    """One LoRA, and how much of it is added."""
+
+    name: str
+    scale: float
+
+
+def is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
+
+
+def read(text: str) -> tuple[Named, ...]:
+    """What `name:scale,name` means; a scale that is not given is 1. Spaces around names do not count; empty: none.
+
+    Raises ValueError. Its message quotes nothing but names that are well formed.
+    """
+    if len(text) > _LONGEST:
+        raise ValueError(f"must be at most {_LONGEST} characters")
+    found: list[Named] = []
+    for part in filter(None, (part.strip(" ") for part in text.split(","))):
+        name, colon, scale = part.partition(":")
+        if not is_name(name):
+            raise ValueError("a name is letters, digits, _, . and -, and begins with a letter or a digit")
+        if colon and _SCALE.fullmatch(scale) is None:
+            raise ValueError(f"{name}: its scale must be a number")
+        factor = float(scale) if colon else 1.0
+        if abs(factor) > MAX_SCALE:
+            raise ValueError(f"{name}: its scale must be between -{MAX_SCALE:g} and {MAX_SCALE:g}")
+        if name in (lora.name for lora in found):
+            raise ValueError(f"{name}: is named twice")
+        found.append(Named(name, factor))
+    if len(found) > MAX_LORAS:
+        raise ValueError(f"at most {MAX_LORAS} can be named")
+    return tuple(found)

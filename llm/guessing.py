@@ -1,0 +1,90 @@
+"""Who is guessed for, how far, and what came of it: speculate.py's guesses for the requests of one runner.
+
+Knows works in the making and what guesses and rows cost; knows nothing of the scheduler and of the model itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from llm.choose import NO_GUESS
+from llm.kv_cache import Step
+from llm.parts import Part
+from llm.speculate import NOMINAL, Ask, Draft, Guess, Lengths, Line
+from llm.work import Work
+
+
+class Guessing:
+    """By a draft, by looking up what was said before, or not at all."""
+
+    def __init__(self, draft: Draft | None = None, *, lookup: bool = False) -> None:
+        self.draft = draft
+        self.lookup = lookup
+        self.guessed = self.accepted = 0  # tokens, since the start
+        self._line = Line()
+        self._guess_s = 0.0  # of one turn of the draft's
+
+    def make(self, parts: Sequence[Part]) -> list[Guess]:
+        """For each part as much as was planned; the draft's take so many forwards of its own."""
+        made = [Guess(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
+        asking = [i for i, part in enumerate(parts) if part.work.guesses and made[i] is NO_GUESS]
+        if self.draft is not None and asking:
+            works = [parts[i].work for i in asking]
+            started = time.perf_counter()
+            asks = [Ask(w.row, w.tokens, w.drafted, w.guess_count, w.settings) for w in works]
+            for i, guess in zip(asking, self.draft.guess(asks), strict=True):
+                made[i] = guess
+            turn_s = (time.perf_counter() - started) / max(ask.count for ask in asks)
+            self._guess_s += 0.2 * (turn_s - self._guess_s) if self._guess_s else turn_s
+        return made
+
+    def read_along(self, parts: Sequence[Part]) -> None:
+        """The draft reads prompts in the same chunks."""
+        if self.draft is None:
+            return
+        reading = [part for part in parts if part.count > 1 and part.work.drafted == part.start]
+        if reading:
+            tokens = [t for part in reading for t in part.work.tokens[part.start : part.start + part.count]]
+            positions = [n for part in reading for n in range(part.start, part.start + part.count)]
+            sequences = [part.work.row for part in reading for _ in range(part.count)]
+            self.draft.read(Step.of(tokens, positions, sequences, []))
+
+    def settle(self, part: Part, guess: Guess, kept: int) -> None:
+        """Take in what an iteration came to: the first `kept` tokens of the guess were right."""
+        work, count = part.work, len(guess.tokens)
+        if part.count > 1 and work.drafted == part.start:
+            work.drafted = part.start + part.count
+        if not count:
+            return
+        work.pace.learn(count, kept)
+        self.guessed += count
+        self.accepted += kept
+        if self.draft is not None:
+            work.drafted = part.start + 1 + min(kept, count - 1)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """What a forward of the model took, without the making of guesses."""
+        self._line.observe(rows, seconds)
+
+    def lengths(self, decoding: int) -> Lengths | None:
+        """How many guesses pay where so many requests bring tokens; None where nobody guesses."""
+        if self.draft is None and not self.lookup:
+            return None
+        # What a guess costs all that are decoding now: its turn of the draft, and their rows in the forward.
+        n = max(1, decoding)
+        forward_s, row_s = self._line(n)
+        return Lengths(forward_s, self._guess_s + n * row_s)
+
+    def plan(self, work: Work, lengths: Lengths | None = None) -> None:
+        """Set the guesses of the next iteration, of an answer that is being written."""
+        work.guesses = 0
+        if not work.guessable or (self.draft is None and not self.lookup):
+            return
+        nominal = NOMINAL["lookup" if self.lookup else "draft"]
+        # Whoever gave a seed is to get the same text whatever the load: it then must not decide how far is guessed.
+        bound = work.settings is not None and work.parameters.seed is not None
+        pays = nominal if bound or lengths is None else lengths
+        most = work.most_guesses(pays(work.pace.acceptance))
+        if most > 0:
+            work.guesses = work.lookup.guess(most) if work.lookup is not None else most

@@ -1,0 +1,145 @@
+"""A model's UNet and text encoders once more, over the same weights: each row gets what its own LoRAs add.
+
+A forward of a batch adds scale · up(down(x)) to every layer that a row's LoRA knows, to that row alone, as Punica (Chen
+et al., 2023) and S-LoRA (Sheng et al., 2023) do; nothing is merged and no weight is copied. Knows layers and rows;
+knows nothing of files and of requests.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.adapters import Use
+from pipeline.denoise import PackedKeys
+from pipeline.load import Model
+from pipeline.lora_file import PARTS, Factor
+
+Owners = Sequence[tuple[Use, ...]]
+"""Of each row of a forward the LoRAs that it gets; rows beyond these get none."""
+At = tuple[str, str]  # a part and the name of a layer in it
+
+
+class _Share(NamedTuple):
+    """What some rows get of one LoRA."""
+
+    rows: slice | Tensor  # [n]
+    scale: float | Tensor  # [n]
+    factors: Mapping[At, Factor]
+
+
+_Table = dict[At, list[tuple[_Share, Factor]]]
+
+
+class Adapted:
+    """By one thread at a time. Its modules are the model's in all but what rows get inside `rows`."""
+
+    def __init__(self, model: Model) -> None:
+        unet, *encoders = (_twin(part) for part in (model.unet, *model.text_encoders))
+        self.model = replace(model, unet=unet, text_encoders=(encoders[0], encoders[1]))
+        self.keys = PackedKeys(unet)
+        self._now: _Table = {}
+        self._last: tuple[object, Owners, _Table] | None = None
+        for part, module in zip(PARTS, (unet, *encoders), strict=True):
+            for name, layer in module.named_modules():
+                if isinstance(layer, (nn.Linear, nn.Conv2d)):
+                    layer.register_forward_hook(partial(self._add, (part, name)))
+
+    @contextmanager
+    def rows(self, owners: Owners, *, apart: bool = False) -> Iterator[None]:
+        """While it is open, row i of every forward gets `owners[i]`.
+
+        `apart` computes what is added for one row at a time, so that its bits depend on nothing but the row.
+        """
+        key = (apart, tuple(tuple((id(use.factors), use.scale) for use in uses) for uses in owners))
+        last = self._last  # which another thread may forget
+        if last is None or last[0] != key:
+            shares = _each(owners) if apart else _together(owners, self.model.device, self.model.dtype)
+            # The owners are kept beside what was made of them, so that no other can take over their identity.
+            last = self._last = (key, owners, _by_layer(shares))
+        self._now = last[2]
+        try:
+            yield
+        finally:
+            self._now = {}
+
+    @contextmanager
+    def every(self, uses: tuple[Use, ...]) -> Iterator[None]:
+        """While it is open, all rows of every forward get these, however many there are."""
+        self._now = _by_layer([_Share(slice(None), use.scale, use.factors) for use in uses])
+        try:
+            yield
+        finally:
+            self._now = {}
+
+    def forget(self) -> None:
+        """Let go of the last rows' LoRAs. On any thread."""
+        self._last = None
+
+    def _add(self, at: At, layer: Any, given: tuple[Tensor, ...], made: Tensor) -> None:
+        """The hook of a layer: `made` [B, …] is what it says of `given` [B, …]."""
+        for share, factor in self._now.get(at, ()):
+            x = given[0][share.rows]
+            run = partial(_convolved, layer) if factor.down.dim() == 4 else _multiplied
+            scale = factor.scale * share.scale
+            if isinstance(scale, Tensor):
+                scale = scale.view(-1, *[1] * (x.dim() - 1))
+            delta = run(x, factor, scale)
+            if isinstance(share.rows, slice):
+                made[share.rows] += delta
+            else:
+                made.index_add_(0, share.rows, delta)
+
+
+def _multiplied(x: Tensor, factor: Factor, scale: float | Tensor) -> Tensor:
+    return F.linear(F.linear(x, factor.down) * scale, factor.up)
+
+
+def _convolved(layer: Any, x: Tensor, factor: Factor, scale: float | Tensor) -> Tensor:
+    low = F.conv2d(x, factor.down, None, layer.stride, layer.padding, layer.dilation)
+    return F.conv2d(low * scale, factor.up)
+
+
+def _by_layer(shares: Sequence[_Share]) -> _Table:
+    table: _Table = {}
+    for share in shares:
+        for at, factor in share.factors.items():
+            table.setdefault(at, []).append((share, factor))
+    return table
+
+
+def _each(owners: Owners) -> list[_Share]:
+    """A share for each row of each LoRA, in the order of the row's own."""
+    return [_Share(slice(i, i + 1), use.scale, use.factors) for i, uses in enumerate(owners) for use in uses]
+
+
+def _together(owners: Owners, device: torch.device, dtype: torch.dtype) -> list[_Share]:
+    """A share for each LoRA, with all rows that get it: the fewest products."""
+    wanted: dict[int, list[tuple[int, Use]]] = {}
+    for row, uses in enumerate(owners):
+        for use in uses:
+            wanted.setdefault(id(use.factors), []).append((row, use))
+    shares = []
+    for found in wanted.values():
+        numbers, scales = [row for row, _ in found], [use.scale for _, use in found]
+        first, end = numbers[0], numbers[-1] + 1
+        whole = end - first == len(numbers)
+        rows = slice(first, end) if whole else torch.tensor(numbers, device=device)
+        scale = scales[0] if len({*scales}) == 1 else torch.tensor(scales, device=device, dtype=dtype)
+        shares.append(_Share(rows, scale, found[0][1].factors))
+    return shares
+
+
+def _twin(module: Any) -> Any:
+    """A copy of the module that holds the very parameters and buffers of the original."""
+    shared = {id(tensor): tensor for tensor in chain(module.parameters(), module.buffers())}
+    return copy.deepcopy(module, shared)

@@ -1,0 +1,221 @@
+"""What a LoRA file holds: pairs of small matrices for layers of an SDXL's UNet and text encoders (Hu et al., 2021).
+
+Reads the layouts that diffusers reads, by diffusers' own tables of names: kohya's, diffusers' old and new ones, peft's.
+Knows files and layers; knows nothing of requests, and needs no peft.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.folder import ModelError, first_line
+
+PARTS = ("unet", "text_encoder", "text_encoder_2")
+_KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
+_UNKNOWN = {  # what marks tensors of kinds that add something else than a product of two matrices
+    "dora_scale": "DoRA",
+    "lora_magnitude_vector": "DoRA",
+    "hada_": "LoHa",
+    "lokr_": "LoKr",
+    "lora_mid": "LoCon in three factors",
+    "lora_embedding_": "a LoRA of embeddings",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """What one layer gets: `scale` · up(down(x)).
+
+    Of a linear layer `down` is [rank, in] and `up` [out, rank]; of a convolution [rank, in, height, width] and
+    [out, rank, 1, 1]. `scale` is alpha / rank.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+Factors = Mapping[tuple[str, str], Factor]
+"""By part and by the layer's name in it."""
+
+
+def read(name: str, data: bytes, parts: Mapping[str, Any]) -> dict[tuple[str, str], Factor]:
+    """What the file of the LoRA `name` holds for these parts, in the file's own precision.
+
+    `parts` has at least `PARTS`. Computes nothing, so that it may run on any thread. Raises `ModelError`, naming the
+    LoRA, for a file that is damaged, of a kind that is not known, or does not fit these parts.
+    """
+    try:
+        state, alphas, config = _diffusers(data, parts["unet"].config)
+        factors = dict(_factors(state, alphas, config, parts))
+        if not factors:
+            raise ValueError("nothing in it is for an SDXL")
+    except Exception as error:  # of several libraries: all say that it does not fit
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ModelError(f"lora {name}: does not fit ({kind}{first_line(error)[:300]})") from error
+    return factors
+
+
+def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], Factor]:
+    """The same on a device, in a precision, in memory of its own."""
+    return {
+        at: replace(
+            factor,
+            down=factor.down.to(device, dtype, copy=True).contiguous(),
+            up=factor.up.to(device, dtype, copy=True).contiguous(),
+        )
+        for at, factor in factors.items()
+    }
+
+
+def check_finite(name: str, factors: Factors) -> None:
+    """Raise `ModelError`, naming the LoRA, where a number in it is none."""
+    for (_, layer), factor in factors.items():
+        if not all(bool(torch.isfinite(part).all()) for part in (factor.down, factor.up)):
+            raise ModelError(f"lora {name}: {layer} holds what is no finite number")
+
+
+@torch.no_grad()
+def add_(parts: Mapping[str, Any], factors: Factors, scale: float) -> None:
+    """Add so much of it to the layers' weights, in place; computed in fp32 and rounded once."""
+    for (part, layer), factor in factors.items():
+        weight = parts[part].get_submodule(layer).weight
+        product = factor.up.float().flatten(1) @ factor.down.float().flatten(1)
+        sum_ = weight.float() + (scale * factor.scale) * product.view(weight.shape).to(weight.device)
+        weight.copy_(sum_)
+
+
+def _diffusers(data: bytes, unet_config: Any) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Any]]:
+    """The tensors under diffusers' names, kohya's alphas under its names, and the config that diffusers writes."""
+    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+    from diffusers.loaders.lora_pipeline import StableDiffusionXLLoraLoaderMixin
+    from safetensors.torch import load
+
+    state = load(data)
+    for key in state:
+        for mark, kind in _UNKNOWN.items():
+            if mark in key:
+                raise ValueError(f"it is {kind}, which is not supported")
+    state, alphas = StableDiffusionXLLoraLoaderMixin.lora_state_dict(state, unet_config=unet_config)
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    config = (head.get("__metadata__") or {}).get(LORA_ADAPTER_METADATA_KEY)
+    return state, alphas or {}, json.loads(config) if config else {}
+
+
+def _factors(
+    state: Mapping[str, Tensor], alphas: Mapping[str, float], config: Mapping[str, Any], parts: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, str], Factor]]:
+    left = set(state)
+    for part in PARTS:
+        old = [key.removeprefix(f"{part}.") for key in state if key.startswith(f"{part}.")]
+        left -= {f"{part}.{key}" for key in old}
+        new = _renamed(part, old)
+        pairs: dict[str, dict[str, str]] = {}
+        for key, own in new.items():
+            found = _KEY.fullmatch(key)
+            if found is None:
+                raise ValueError(f"{_shown(key)} in the {part} is nothing that is known")
+            pairs.setdefault(found[1], {})[found[2]] = f"{part}.{own}"
+        own_config = {key.removeprefix(f"{part}."): v for key, v in config.items() if key.startswith(f"{part}.")}
+        for layer, pair in pairs.items():
+            if pair.keys() != {"A", "B"}:
+                raise ValueError(f"{_shown(layer)} in the {part} has one of its two matrices")
+            known, module = _layer(part, parts[part], layer)
+            down, up = _fitted(known, module, state[pair["A"]], state[pair["B"]])
+            scale = _scale(layer, down.shape[0], _alpha(alphas, pair["A"]), own_config)
+            if not math.isfinite(scale):
+                raise ValueError(f"the alpha of {_shown(layer)} is no finite number")
+            yield (part, known), Factor(down, up, scale)
+    if left:
+        raise ValueError(f"{_shown(min(left))} is for no part of an SDXL")
+
+
+def _renamed(part: str, keys: list[str]) -> dict[str, str]:
+    """Each key as peft would have it, with what it is called in the file."""
+    from diffusers.utils import state_dict_utils as tables
+
+    own = {key: key for key in keys}
+    if any(".lora_A." in key for key in keys):
+        return own
+    if part == "unet":
+        return dict(tables.convert_unet_state_dict_to_peft(own))
+    for table in (tables.DIFFUSERS_OLD_TO_PEFT, tables.DIFFUSERS_TO_PEFT):
+        own = tables.convert_state_dict(own, table)
+    return own
+
+
+def _layer(part: str, model: Any, name: str) -> tuple[str, nn.Module]:
+    """The layer of this name. Of text encoders some versions of transformers have one level less than others."""
+    text = "text_model."
+    others = () if part == "unet" else (name.removeprefix(text) if name.startswith(text) else text + name,)
+    for candidate in (name, *others):
+        try:
+            module: nn.Module = model.get_submodule(candidate)
+        except AttributeError:
+            continue
+        return candidate, module
+    raise ValueError(f"the {part} has no {_shown(name)}")
+
+
+def _fitted(name: str, module: nn.Module, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Both matrices as this layer's kind wants them. Raises ValueError where they do not fit."""
+    if not (down.is_floating_point() and up.is_floating_point()):
+        raise ValueError(f"{name} is not in floats")
+    rank = down.shape[0] if down.dim() else 0
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    if isinstance(module, nn.Linear):
+        sizes = (rank, module.in_features), (module.out_features, rank)
+    elif isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros":
+        sizes = (rank, module.in_channels, *module.kernel_size), (module.out_channels, rank, 1, 1)
+    else:
+        raise ValueError(f"{name} is a {type(module).__name__}, which takes none")
+    for given, wanted in zip((down, up), sizes, strict=True):
+        # Ones at the end are no difference: a linear layer is a 1×1 convolution.
+        if not rank or _bare(given.shape) != _bare(wanted):
+            raise ValueError(f"{name} has {[*given.shape]}, and this model needs {[*wanted]}")
+    return down.reshape(sizes[0]), up.reshape(sizes[1])
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the ones at the end of a convolution's."""
+    return shape[:2] if len(shape) == 4 and tuple(shape[2:]) == (1, 1) else tuple(shape)
+
+
+def _alpha(alphas: Mapping[str, float], down: str) -> float | None:
+    """kohya's, which diffusers files under the matrix's whole name, or under what stands before its last words."""
+    for name in (down, down.partition(".lora.")[0]):
+        if f"{name}.alpha" in alphas:
+            return alphas[f"{name}.alpha"]
+    return None
+
+
+def _scale(layer: str, rank: int, alpha: float | None, config: Mapping[str, Any]) -> float:
+    """alpha / rank; without an alpha 1, as diffusers has it. `config` is what peft calls a LoraConfig."""
+    root = False
+    if config:
+        if config.get("use_dora"):
+            raise ValueError("it is DoRA, which is not supported")
+        root = bool(config.get("use_rslora"))
+        alpha = next(
+            (value for key, value in (config.get("alpha_pattern") or {}).items() if _names(key, layer)),
+            config.get("lora_alpha", alpha),
+        )
+    return 1.0 if alpha is None else float(alpha) / (math.sqrt(rank) if root else rank)
+
+
+def _names(pattern: str, layer: str) -> bool:
+    plain = pattern.removeprefix("^").removesuffix("$").partition(".lora_")[0]
+    return layer == plain or layer.endswith(f".{plain}")
+
+
+def _shown(text: str) -> str:
+    """A name from a file: it may be anything."""
+    return ascii(text[:120])

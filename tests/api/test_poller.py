@@ -1,0 +1,63 @@
+"""The poller looks again whatever went wrong, says so once while Redis is away, and ends when it is told to."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+import pytest
+
+from api.poller import Poller
+from core.jobs.webhooks import Webhooks
+from tests.api.world import PATIENCE_S, eventually
+
+
+def test_it_outlives_redis_and_mistakes(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
+    away, here = Webhooks(gone), Webhooks(redis_url)
+    looks: list[str] = []
+
+    def look() -> None:
+        looks.append("")
+        if len(looks) in (1, 2, 5):
+            away.due(1.0)
+        if len(looks) == 4:
+            raise ZeroDivisionError("a mistake")
+        here.due(1.0)
+
+    poller = Poller("looks", "webhooks", look)
+    with caplog.at_level(logging.WARNING, "api.poller"):
+        poller.start()
+        eventually(lambda: len(looks) >= 6)
+        poller.stop()
+    for webhooks in (away, here):
+        webhooks.close()
+    said = [record.message.split(":")[0] for record in caplog.records]
+    assert said == ["webhooks wait", "webhooks cannot be worked at", "webhooks wait"]
+
+
+def test_stopping_waits_for_the_last_look() -> None:
+    looking, go_on = threading.Event(), threading.Event()
+    ends: list[bool] = []
+
+    def look() -> None:
+        looking.set()
+        assert go_on.wait(PATIENCE_S)
+        ends.append(poller.stopping)
+
+    poller = Poller("looks", "it", look)
+    poller.start()
+    assert looking.wait(PATIENCE_S) and not poller.stopping
+    stop = threading.Thread(target=poller.stop)
+    stop.start()
+    eventually(lambda: poller.stopping)
+    assert stop.is_alive()
+    go_on.set()
+    stop.join(PATIENCE_S)
+    assert ends == [True] and not stop.is_alive()
+
+
+def test_one_that_never_began_stops() -> None:
+    Poller("looks", "it", lambda: None).stop()

@@ -1,0 +1,123 @@
+"""How long the jobs of a batch are kept: until it has noted what came of them, whatever is asked of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from core.jobs.batches import Batch, BatchStore
+from core.jobs.record import Draft, new_id
+from core.jobs.store import JobStore
+from tests.core.jobs.books import Books
+from tests.core.jobs.test_ledger import pass_time
+
+DAYS_S = 2 * 86_400
+
+
+@pytest.fixture
+def jobs(redis_url: str) -> Iterator[JobStore]:
+    store = JobStore(redis_url, retention_s=60)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def batches(redis_url: str) -> Iterator[BatchStore]:
+    store = BatchStore(redis_url, retention_s=60)
+    yield store
+    store.close()
+
+
+def batch_of(batches: BatchStore) -> Batch:
+    file = batches.add_file("ann", "x.jsonl", "batch", 2, "sha256/00/" + 62 * "0" + ".jsonl")
+    return batches.add("ann", "/v1/chat/completions", file, 9, "http://x/", None, [])
+
+
+def drafted(jobs: JobStore, digest: str, **more: Any) -> str:
+    fields: dict[str, Any] = {"modality": "text", "model": "m", "parameters": {}, "owner": "ann", **more}
+    return jobs.create(Draft(id=new_id(), digest=digest, **fields)).id
+
+
+def end(jobs: JobStore, id: str, way: str, *artifacts: str) -> None:
+    if way == "cancelled":
+        assert jobs.cancel(id)
+        return
+    claim = jobs.claim(id, "ada")
+    assert claim is not None
+    if way == "succeeded":
+        assert jobs.succeed(id, claim.attempt, {}, artifacts)
+    elif way == "failed":
+        assert jobs.fail(id, claim.attempt, "engine_error", "no")
+    else:
+        assert jobs.expire(id, claim.attempt)
+
+
+def left_s(client: redis.Redis, id: str) -> float:
+    """For which the record is kept, which is also what the list of those that ended says."""
+    left_ms: Any = client.pttl(f"diptych:job:{id}")
+    listed: Any = client.zscore("diptych:ended", f"ann|{id}")
+    seconds, micros = client.time()
+    assert abs(listed - 1000 * seconds - micros / 1000 - left_ms) < 10_000
+    return float(left_ms) / 1000
+
+
+@pytest.mark.parametrize("way", ["succeeded", "failed", "cancelled", "expired"])
+def test_a_texts_record_waits_until_it_is_noted(
+    jobs: JobStore, batches: BatchStore, client: redis.Redis, way: str
+) -> None:
+    batch = batch_of(batches)
+    id, other = drafted(jobs, batch.id), drafted(jobs, "of nothing")
+    assert batches.begin(batch.id, 0, id)
+    for job in (id, other):
+        end(jobs, job, way)
+    assert left_s(client, other) <= 60 < DAYS_S - 60 < left_s(client, id) <= DAYS_S
+    Books.of(client).check()
+    assert not batches.note(batch.id, 1, {}, well=True), "another line"
+    assert left_s(client, id) > 60
+    assert batches.note(batch.id, 0, {"said": 1}, well=True)
+    assert left_s(client, id) <= 60
+    assert not batches.note(batch.id, 0, {"said": 2}, well=True)
+    assert list(batches.results(batch.id)) == [(0, {"said": 1})]
+    Books.of(client).check()
+
+
+def test_one_that_should_be_gone_goes_when_it_is_noted(
+    jobs: JobStore, batches: BatchStore, client: redis.Redis
+) -> None:
+    batch = batch_of(batches)
+    id = drafted(jobs, batch.id)
+    assert batches.begin(batch.id, 0, id)
+    end(jobs, id, "succeeded")
+    client.hincrby(f"diptych:job:{id}", "ended", -61_000)
+    assert batches.note(batch.id, 0, {}, well=True)
+    assert jobs.get(id) is None
+    jobs.sweep()
+    page = jobs.page("ann")
+    assert page is not None and not page.jobs
+
+
+def test_a_pictures_record_names_it_until_the_batch_is_written(
+    jobs: JobStore, batches: BatchStore, client: redis.Redis
+) -> None:
+    batch = batch_of(batches)
+    id = drafted(jobs, batch.id, modality="image")
+    assert batches.begin(batch.id, 0, id) and jobs.keep("made")
+    end(jobs, id, "succeeded", "made")
+    assert batches.note(batch.id, 0, {}, well=True)
+    assert left_s(client, id) > DAYS_S - 60
+    pass_time(client, 2 * 24 * 60)
+    assert jobs.due() == []
+    pass_time(client, 61)
+    assert jobs.due() == ["made"]
+
+
+def test_what_is_erased_goes_as_soon_as_anything(jobs: JobStore, client: redis.Redis) -> None:
+    id = drafted(jobs, "batch_0", modality="image", inputs=("begun",))
+    assert jobs.keep("made") and jobs.keep("begun")
+    end(jobs, id, "succeeded", "made")
+    assert jobs.erase(id)
+    pass_time(client)
+    assert sorted(jobs.due()) == ["begun", "made"]

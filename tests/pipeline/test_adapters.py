@@ -1,0 +1,193 @@
+"""Which LoRAs are kept: the last used within a budget, those in use in any case; files that change; many threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import tiny
+from pipeline.adapters import Adapters, Taken
+from pipeline.folder import ModelError
+from pipeline.load import Model, load
+from pipeline.parameters import ImageParameters
+from tests.pipeline import loras
+from tests.pipeline.worlds import Crank, Watching, levels
+
+LAYERS = {"unet": loras.UNET[:2]}
+NAMES = ("a", "b", "c", "d")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(tiny.TINY)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(NAMES):
+        loras.write(model, folder, name, seed, layers=LAYERS)
+    loras.write(model, folder, "big", layers=LAYERS, rank=20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(model: Model) -> int:
+    """Bytes of one LoRA."""
+    return sum(4 * part.numel() for pair in loras.matrices(model, 0, layers=LAYERS).values() for part in pair)
+
+
+def taken(adapters: Adapters, text: str) -> Taken:
+    adapters.check(text)
+    found = adapters.take(text)
+    assert found is not None
+    return found
+
+
+def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: Model, one: int) -> None:
+    adapters = Adapters(folder, model, 2 * one)
+    for name in ("a", "b", "a", "c"):
+        adapters.check(name)
+    assert list(adapters.held) == ["a", "c"] and adapters.reads == 3
+    adapters.check("a")
+    assert adapters.reads == 3
+    adapters.check("b")
+    assert list(adapters.held) == ["a", "b"] and adapters.reads == 4
+
+
+def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: Model, one: int) -> None:
+    adapters = Adapters(folder, model, 2 * one)
+    first, second = taken(adapters, "a"), taken(adapters, "b:0.5")
+    (use,) = adapters.uses(second)
+    adapters.check("c")
+    assert {"a", "b"} <= set(adapters.held)
+    assert adapters.take("c") is None, "not yet"
+    again = adapters.take("a:2,b")
+    assert again is not None, "what is there already takes no more room"
+    adapters.give(first)
+    assert adapters.take("c") is None
+    adapters.give(again)
+    third = adapters.take("c")
+    assert third is not None
+    assert adapters.uses(second)[0].factors is use.factors
+    for one_taken in (second, third):
+        adapters.give(one_taken)
+    assert sum(adapters.held.values()) <= 2 * one
+
+
+def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: Model, one: int) -> None:
+    adapters = Adapters(folder, model, one)
+    adapters.check("a")
+    adapters.check("b")
+    assert list(adapters.held) == ["b"]
+    held = adapters.take("a")
+    assert held is not None
+    (use,) = adapters.uses(held)
+    assert use.factors and adapters.reads == 3
+    assert adapters.uses(held)[0].factors is use.factors and adapters.reads == 3
+
+
+def test_what_never_fits_is_refused_by_name(folder: Path, model: Model, one: int) -> None:
+    adapters = Adapters(folder, model, 2 * one)
+    with pytest.raises(ModelError, match=r"^lora big: needs \d+ bytes"):
+        adapters.check("big")
+    with pytest.raises(ModelError, match=r"^lora a and b and c: needs"):
+        adapters.check("a,b,c")
+    assert sum(adapters.held.values()) <= 2 * one
+
+
+def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
+    tmp_path: Path, model: Model, one: int
+) -> None:
+    path = loras.write(model, tmp_path, "a", 1, layers=LAYERS)
+    adapters = Adapters(tmp_path, model, 4 * one)
+    before = taken(adapters, "a")
+    (old,) = adapters.uses(before)
+    loras.write(model, tmp_path, "a", 2, layers=LAYERS)
+    os.utime(path, ns=(1, 1))
+    after = taken(adapters, "a")
+    (new,) = adapters.uses(after)
+    assert new.digest != old.digest and adapters.uses(before)[0].digest == old.digest
+    path.unlink()
+    with pytest.raises(ModelError, match="is not known"):
+        adapters.check("a")
+    assert adapters.names() == []
+    for held in (before, after):
+        adapters.give(held)
+    assert adapters._pinned_bytes == 0
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(("check", "take", "give")), st.sampled_from((*NAMES, "a,c"))), max_size=40)
+)
+@settings(max_examples=100)
+def test_the_books_balance_whatever_comes(steps: list[tuple[str, str]], folder: Path, model: Model, one: int) -> None:
+    adapters = Adapters(folder, model, 2 * one)
+    held: list[tuple[str, Taken]] = []
+    for what, text in steps:
+        if what == "check":
+            adapters.check(text)
+        elif what == "give" and held:
+            adapters.give(held.pop(0)[1])
+        elif what == "take":
+            adapters.check(text)
+            found = adapters.take(text)
+            in_use = {name for names, _ in held for name in names.split(",")}
+            assert (found is None) == (bool(in_use) and len(in_use | set(text.split(","))) > 2)
+            if found is not None:
+                adapters.uses(found)
+                held.append((text, found))
+        in_use = {name for names, _ in held for name in names.split(",")}
+        assert in_use <= set(adapters.held) and adapters._pinned_bytes == len(in_use) * one
+        assert sum(adapters.held.values()) <= 3 * one, "one more at most, which was read this moment"
+    for _, found in held:
+        adapters.give(found)
+    assert sum(adapters.held.values()) <= 2 * one and adapters._pinned_bytes == 0
+
+
+def test_many_threads_at_once(folder: Path, model: Model, one: int) -> None:
+    adapters = Adapters(folder, model, 2 * one)
+    failures: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            for _ in range(30):
+                adapters.check(name)
+                found = adapters.take(name)
+                if found is not None:
+                    assert [use.name for use in adapters.uses(found)] == [name]
+                    adapters.give(found)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in NAMES * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and adapters._pinned_bytes == 0 and sum(adapters.held.values()) <= 2 * one
+
+
+def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, model: Model, one: int) -> None:
+    wanted = {name: ImageParameters("a hat", 1, 32, 32, steps=2, lora=name) for name in (*NAMES, "a,b")}
+
+    def drawn(room: int, submit: Callable[[Crank], None]) -> dict[str, object]:
+        runner = Watching(model, adapters=Adapters(folder, model, room))
+        crank = Crank(runner)
+        submit(crank)
+        return crank.pictures()
+
+    def all_of(crank: Crank) -> None:
+        for name, one_wanted in wanted.items():
+            crank.submit(name, one_wanted)
+
+    wide, narrow = drawn(100 * one, all_of), drawn(2 * one, all_of)
+    assert wide.keys() == narrow.keys() == wanted.keys()
+    for name in wanted:
+        assert abs(levels(wide[name]) - levels(narrow[name])).max() <= 1

@@ -1,0 +1,119 @@
+"""The pages in docs/ tell of the tree that is here: files, modules, settings, addresses and commands that they name."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import cli
+from api.app import create_app
+from core.config import Settings
+from tests.test_floors import FLOORS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+ROOMS = "api|benchmarks|cli|core|deployment|docs|evaluation|llm|models|pipeline|tests|training|unet_opt|workers"
+
+
+def source_files() -> set[str]:
+    return {
+        str(path.relative_to(ROOT))
+        for kind in ("py", "sh", "h", "cpp", "yml", "toml")
+        for top in (*ROOMS.split("|"), ".")
+        for path in (ROOT / top).glob(f"*.{kind}" if top == "." else f"**/*.{kind}")
+    }
+
+
+@pytest.fixture(scope="module")
+def files() -> set[str]:
+    return source_files()
+
+
+def missing_files(page: str, files: set[str]) -> list[str]:
+    """Source files that a page names, by path or by name alone, and nobody has."""
+    named = set(re.findall(r"(?<![\w./-])[\w./-]*\w\.(?:py|sh|h|cpp|yml|toml)\b(?!/)", page))
+    return sorted(name for name in named if not any(file == name or file.endswith(f"/{name}") for file in files))
+
+
+def missing_paths(page: str) -> list[str]:
+    """Files and folders of our rooms, `*` for any part of a name."""
+    named = set(re.findall(rf"`((?:{ROOMS})/[\w./*-]*)`", page))
+    return sorted(name for name in named if not list(ROOT.glob(name.rstrip("/"))))
+
+
+def missing_modules(page: str) -> list[str]:
+    named = {name.rstrip(".") for name in re.findall(rf"python -m ((?:{ROOMS})\.[\w.]+)", page)}
+    return sorted(name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").is_file())
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_names_is_there(name: str, files: set[str]) -> None:
+    page = PAGES[name]
+    assert missing_files(page, files) == []
+    assert missing_paths(page) == []
+    assert missing_modules(page) == []
+
+
+def test_what_is_not_there_is_found(files: set[str]) -> None:
+    page = (
+        "`core/urls.py`, `urls.py` and `core/cupboard.py`; `attic.sh`. `api/web/`, `llm/attic*`; python -m cli.attic."
+    )
+    assert missing_files(page, files) == ["attic.sh", "core/cupboard.py"]
+    assert missing_paths(page) == ["core/cupboard.py", "llm/attic*"]
+    assert missing_modules(page) == ["cli.attic"]
+
+
+def test_every_room_has_its_floor_in_the_picture() -> None:
+    _, picture, _ = PAGES["architecture.md"].split("```", 2)
+    floor, told = 0, {}
+    for line in picture.splitlines():
+        left = re.match(r"(-?\d) {2}", line)
+        floor = int(left[1]) if left else floor
+        # Names stand before the gap that sets apart what is said of them.
+        names = re.match(r"(?:-?\d)? +((?:[a-z_.]+ {2,})+)", line)
+        told |= dict.fromkeys(names[1].split() if names else (), floor)
+    assert told == {room: floor for room, floor in FLOORS.items() if room != "core"}
+
+
+def test_every_setting_is_told_with_its_default() -> None:
+    def written(value: object) -> str:
+        if value is None or value == "":
+            return "–"
+        return (
+            str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else f"{value}"
+        )
+
+    rows = re.findall(r"^\| `DIPTYCH_(\w+)` \| (.*?) \|", PAGES["operations.md"], re.MULTILINE)
+    told = {name.lower(): default.strip("`") for name, default in rows}
+    assert len(told) == len(rows)
+    home = str(Path.home())
+    found = {name: written(field.default).replace(home, "~") for name, field in Settings.model_fields.items()}
+    assert told == found
+
+
+def test_every_address_is_told() -> None:
+    """In full, or by its end after one that differs in that alone."""
+    page = PAGES["api.md"]
+    paths = list(create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()["paths"])
+    assert len(paths) > 20
+    assert [path for path in paths if path not in page and f"…{path[path.rindex('/') :]}" not in page] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_command_is_one_that_diptych_takes(name: str) -> None:
+    """Those that stand on lines of their own; what stands before them sets variables."""
+    lines = PAGES[name].replace("\\\n", " ").splitlines()
+    for line in lines:
+        command = re.match(r"(?: {4,})?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?diptych ([a-z].*)$", line)
+        if command is not None:
+            cli.parser().parse_args(shlex.split(command[1].rstrip(" &"), comments=True))
+
+
+def test_every_command_is_told() -> None:
+    (commands,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    row = next(line for line in PAGES["README.md"].splitlines() if line.startswith("| `diptych generate`"))
+    assert sorted(re.findall(r"`(?:diptych )?(\w+)`", row)) == sorted(commands.choices)

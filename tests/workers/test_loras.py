@@ -1,0 +1,98 @@
+"""LoRAs of requests in a worker: what its card offers, what jobs get, and what its weights are kept for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.batching.request import Request
+from core.batching.runner import Refused
+from core.config import Settings
+from core.quant.kernels.cpu import library as kernels
+from core.quant.kernels.cpu.library import Unavailable
+from pipeline.load import load
+from pipeline.tiny import TINY
+from tests.pipeline import loras
+from workers.build import Works, build
+from workers.panels import pictures
+
+JOB: dict[str, Any] = {
+    "prompt": "a pizza", "n": 2, "seed": 5, "steps": 3, "guidance_scale": 5.0, "width": 32, "height": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    model = load(TINY)
+    for seed, name in enumerate(("ink", "oil")):
+        loras.write(model, folder, name, seed)
+    (folder / "damaged.safetensors").write_bytes(b"none")
+    (folder / "notes.txt").write_text("none")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def works(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Works]:
+    """On the CPU kernels where there are any."""
+    settings = Settings(
+        model=TINY, lora_dir=str(folder), device="cpu", compile=False, threads=1, cache_dir=tmp_path_factory.mktemp("c")
+    )
+    with build(settings) as works:
+        yield works
+
+
+def drawn(works: Works, **asked: Any) -> list[Any]:
+    wanted = works.panels["image"].requests({**JOB, **asked})
+    futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(wanted)]
+    return [future.result(60) for future in futures]
+
+
+def test_a_job_may_name_them_and_all_its_pictures_get_them() -> None:
+    assert [one.lora for one in pictures({**JOB, "lora": "ink:0.5"})] == ["ink:0.5"] * 2
+    assert [one.lora for one in pictures(JOB)] == ["", ""]
+
+
+def test_the_card_offers_what_lies_in_the_folder_now(works: Works, folder: Path) -> None:
+    card = works.panels["image"].card
+    assert card().loras == ["damaged", "ink", "oil"]
+    late = folder / "late.safetensors"
+    late.write_bytes((folder / "ink.safetensors").read_bytes())
+    assert card().loras == ["damaged", "ink", "late", "oil"]
+    late.unlink()
+
+
+def test_jobs_with_and_without_are_drawn_side_by_side(works: Works) -> None:
+    plain = drawn(works)
+    ink, oil = drawn(works, lora="ink"), drawn(works, lora="ink:0.5,oil")
+    again = drawn(works)
+    for made in zip(plain, ink, oil, strict=True):
+        assert len({picture.image.tobytes() for picture in made}) == 3
+    assert [one.png() for one in plain] == [one.png() for one in again]
+    assert all(np.asarray(one.image).std() > 5 for one in ink + oil)
+
+
+@pytest.mark.parametrize("name", ["damaged", "gone"])
+def test_a_job_that_names_a_bad_one_is_refused_with_its_name(works: Works, name: str) -> None:
+    with pytest.raises(Refused, match=f"^lora: {name}: "):
+        drawn(works, lora=f"ink,{name}")
+    assert len(drawn(works, lora="ink")) == 2
+
+
+def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folder: Path, works: Works) -> None:
+    try:
+        kernels.library(works.settings.compiled_kernels)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    assert works.images.model.unet.conv_in.weight.numel() > 0
+    assert works.images.model.vae.decoder.conv_in.weight.numel() == 0, "nothing is added to what decodes"
+    bare = works.settings.model_copy(update={"lora_dir": ""})
+    with build(bare) as other:
+        assert other.images.model.unet.conv_in.weight.numel() == 0
+        assert other.panels["image"].card().loras == []
+        with pytest.raises(Refused, match=r"^lora: no folder"):
+            drawn(other, lora="ink")
