@@ -8,7 +8,7 @@ enough not to drown in it. Knows the engine and the runner; knows nothing of HTT
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,19 @@ import numpy as np
 from benchmarks import record
 from benchmarks.ladder import stock_pipeline
 from benchmarks.loop import Loop
-from benchmarks.traces import BATCH, Draw, Order, RequestLevel, Server, StepLevel, draw_batch, play, poisson
+from benchmarks.traces import (
+    BATCH,
+    Draw,
+    Order,
+    Played,
+    RequestLevel,
+    Server,
+    StepLevel,
+    draw_batch,
+    play,
+    poisson,
+    summary,
+)
 from core import schedule
 from core.batching.engine import Engine
 from core.batching.request import Request
@@ -28,6 +40,7 @@ LOAD = 0.7  # of what request-level batching can do on the same kernels
 WINDOW_S = 3.0
 _IN_FLIGHT, _COUNTED = 64, 64  # pictures: twice what the engine draws at once, and so many of the throughput of a turn
 _TURNS = 3
+_ROUNDS = 4  # parts of the trace, played to all servers by turns
 _NAMES = {
     "engine": "step-level (engine)",
     "window_free": "request-level, what waits",
@@ -37,7 +50,7 @@ _NAMES = {
 
 
 def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) -> dict[str, Any]:
-    """Measure what full static batches reach, then play one Poisson trace of `pictures` arrivals to each server."""
+    """Measure what full static batches reach, then play Poisson traces of `pictures` arrivals to each server."""
     if pictures < 1:
         raise record.BenchError("--pictures: must be at least 1")
     with record.alone(), build(settings, measure_s=15.0) as works:
@@ -58,7 +71,6 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         stock_capacity = _static(stock, order)
         capacity, saturated, ratio = _throughput(works.engine, same, order)
         rate = LOAD * capacity
-        trace = poisson(rate, pictures)
         servers: dict[str, Server] = {
             "engine": StepLevel(works.engine),
             "window_free": RequestLevel(same, 0.0),
@@ -66,7 +78,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         }
         if rate < 0.95 * stock_capacity:
             servers["diffusers"] = RequestLevel(stock, 0.0)
-        measured = {name: play(name, server, order, trace) for name, server in servers.items()}
+        measured = _play(servers, order, rate, pictures)
         precision = runner.model.precision
     engine = measured["engine"]
     result: dict[str, Any] = {
@@ -103,6 +115,17 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
     )
     record.publish("arrivals", result, results)
     return result
+
+
+def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: int) -> dict[str, dict[str, float]]:
+    """The same traces for every server, a part to each in turn: a shared machine's speed changes meanwhile."""
+    plays: dict[str, list[Played]] = {name: [] for name in servers}
+    each = -(-pictures // _ROUNDS)
+    for part in range(-(-pictures // each)):
+        trace = poisson(rate, min(each, pictures - part * each), seed=part)
+        for name, server in servers.items():
+            plays[name].append(play(name, server, order, trace))
+    return {name: summary(played) for name, played in plays.items()}
 
 
 class _Throughput(NamedTuple):

@@ -110,7 +110,14 @@ def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
     return made
 
 
-def play(name: str, server: Server, order: Order, trace: Sequence[float]) -> dict[str, float]:
+class Played(NamedTuple):
+    """What came of a trace: seconds that each picture took, and all of it together."""
+
+    latencies: list[float]
+    seconds: float
+
+
+def play(name: str, server: Server, order: Order, trace: Sequence[float]) -> Played:
     """Submit at the trace's times, whatever the server does, and take latencies from the times that were due."""
     from rich.console import Console
     from rich.progress import track
@@ -129,10 +136,16 @@ def play(name: str, server: Server, order: Order, trace: Sequence[float]) -> dic
         server.submit(request, done)
     for _ in trace:
         all_done.acquire()
+    return Played(latencies, time.monotonic() - started)
+
+
+def summary(plays: Sequence[Played]) -> dict[str, float]:
+    """Percentiles over the pictures of all traces that one server was played."""
+    latencies = [one for played in plays for one in played.latencies]
     p50, p99 = np.percentile(latencies, [50, 99])
     return {
         "p50_s": round(float(p50), 4),
         "p99_s": round(float(p99), 4),
         "mean_s": round(float(np.mean(latencies)), 4),
-        "images_per_s": round(len(trace) / (time.monotonic() - started), 4),
+        "images_per_s": round(len(latencies) / sum(played.seconds for played in plays), 4),
     }

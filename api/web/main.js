@@ -62,6 +62,10 @@ function choose() {
   fill($("size"), card.sizes.map((size) => [size, size.replace("x", " × ")]), card.native_size);
   fill($("scheduler"), card.schedulers.map((name) => [name, name]), card.default_scheduler);
   $("steps").max = Math.min(60, card.limits.max_steps ?? 60);
+  const loras = card.loras ?? [];
+  $("lora-field").hidden = !loras.length;
+  $("loras").replaceChildren(...loras.map((name) => new Option(name)));
+  if (loras.length) $("lora-hint").textContent = `Such as ${loras[0]}:0.8, several with commas.`;
 }
 
 /** Options of a choice; what is chosen stays, if it is still there. */
@@ -105,6 +109,7 @@ function fields() {
     preview_every: Math.max(1, Math.round(steps / 10)),
   };
   if ($("negative").value.trim()) given.negative_prompt = $("negative").value.trim();
+  if (!$("lora-field").hidden && $("lora").value.trim()) given.lora = $("lora").value.trim();
   if ($("model").value) given.model = $("model").value;
   if ($("size").value) given.size = $("size").value;
   if ($("scheduler").value) given.scheduler = $("scheduler").value;
@@ -142,6 +147,7 @@ function again(picture, { vary = false } = {}) {
   $("prompt").value = asked.prompt;
   grow();
   $("negative").value = asked.negative_prompt ?? "";
+  $("lora").value = asked.lora ?? "";
   for (const [id, value] of [["steps", asked.steps], ["guidance", asked.guidance_scale], ["model", asked.model]]) {
     if (value !== undefined) $(id).value = value;
   }
@@ -162,7 +168,7 @@ function complain(error) {
   if (error.status === 401) askKey(true);
   const wait = error.status === 429 && error.after ? ` Try again in ${error.after} s.` : "";
   $("error").textContent = error.message + wait;
-  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), size: $("size") }[error.param];
+  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), lora: $("lora"), size: $("size") }[error.param];
   at?.classList.add("wrong");
   if (error.param === "prompt") $("prompt").focus();
 }

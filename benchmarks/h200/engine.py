@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.h200 import sources
 from benchmarks.h200.timing import Clocks, table
-from benchmarks.traces import BATCH, Order, RequestLevel, StepLevel, draw_batch, play, poisson
+from benchmarks.traces import BATCH, Order, RequestLevel, StepLevel, draw_batch, play, poisson, summary
 from core.batching.engine import Engine, Tick
 from core.quant.convert import Scheme
 from core.schedule import AUTO, DeepCache
@@ -136,11 +136,11 @@ def arrivals(runner: ImageRunner, cached: DeepCache | None, capacity: float, cou
     trace = poisson(LOAD * capacity, count)
     found: dict[str, Any] = {"rate_per_s": round(LOAD * capacity, 3), "arrivals": count}
     with Engine([runner]) as engine:
-        found["engine"] = play("engine", StepLevel(engine), order, trace)
+        found["engine"] = summary([play("engine", StepLevel(engine), order, trace)])
     print("arrivals", json.dumps(found), flush=True)
     for name, window in (("window_free", 0.0), ("window_3s", WINDOW_S)):
         server = RequestLevel(lambda requests: draw_batch(runner, requests), window)
-        found[name] = play(name, server, order, trace)
+        found[name] = summary([play(name, server, order, trace)])
         print("arrivals", name, json.dumps(found[name]), flush=True)
     return found
 

@@ -23,7 +23,8 @@ def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
     return ImageParameters("a red cat", seed, *SIZE, steps=6, deterministic=deterministic)
 
 
-def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path) -> None:
+def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.setpriority", raising=False)  # nothing is served here that compiling should give way to
     runner = Watching(model("plain"), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
     eager = Watching(model("plain"), deterministic_rows=4)
     bytes_of = {"eager": solo(eager, wanted(3, True)).png()}
