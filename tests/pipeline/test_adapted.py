@@ -17,7 +17,6 @@ from PIL import Image
 
 from core.batching.request import State
 from core.batching.runner import Refused
-from core.quant.kernels.cpu.library import Unavailable, library
 from core.schedule import AUTO, DeepCache
 from pipeline import lora, quantized, tiny
 from pipeline.adapters import Adapters
@@ -47,14 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     loras.write(model, folder, "keys", 2, layers={"unet": (f"{attn2}.to_k", f"{attn2}.to_v")}, loud=1.0)
     loras.write(model, folder, "text", 3, layers={"text_encoder": loras.TEXT, "text_encoder_2": loras.TEXT}, loud=1.0)
     return folder
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    try:
-        return library(tmp_path_factory.mktemp("kernels"))
-    except Unavailable as error:
-        pytest.skip(str(error))
 
 
 def runner_of(folder: Path | None, name: str = tiny.TINY, **options: Any) -> Watching:

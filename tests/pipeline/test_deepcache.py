@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from core.batching.request import Request, State
 from core.batching.runner import Lane, OutOfMemory, Refused
-from core.quant.kernels.cpu.library import Unavailable, library
 from core.schedule import BLOCK, DEPTHS, RESNET, DeepCache
 from pipeline import quantized, tiny
 from pipeline.load import load
@@ -42,14 +41,6 @@ SCHEDULES = (
     DeepCache(deep_steps=(0, 1, 4)),
     DeepCache(interval=50),
 )
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    try:
-        return library(tmp_path_factory.mktemp("kernels"))
-    except Unavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

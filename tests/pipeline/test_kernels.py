@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from core.quant.kernels.cpu.library import Unavailable, library
 from pipeline import tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
@@ -27,13 +26,9 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+@pytest.fixture(scope="module", autouse=True)
+def shapes() -> None:
     worlds.MORE.update(SHAPES)
-    try:
-        return library(tmp_path_factory.mktemp("kernels"))
-    except Unavailable as error:
-        pytest.skip(str(error))
 
 
 def mixture(shape: str) -> list[ImageParameters]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.quant.kernels.cpu.library import Unavailable, library
 from pipeline import quantized, tiny
 from pipeline.load import Model, load
 from pipeline.parameters import ImageParameters
@@ -18,14 +17,6 @@ from tests.pipeline.worlds import Watching, levels, solo
 
 SHAPE = tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
 ONE = ImageParameters("a red hat", 1, 64, 64, steps=4, preview_every=1)
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    try:
-        return library(tmp_path_factory.mktemp("kernels"))
-    except Unavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
