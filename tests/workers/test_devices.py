@@ -110,13 +110,15 @@ def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCa
     [
         ({"kernels": False}, "our own kernels are switched off"),
         ({"precision": "bf16"}, "the CPU kernels know fp32 and int8, not bf16"),
-        ({}, "heads of width 8 are unknown"),
+        ({"model": "narrow"}, "heads of width 8"),
     ],
 )
 def test_torch_is_said_and_announced_with_the_reason(
     given: dict[str, object], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     say.cache_clear()
+    if "model" in given:
+        given = {"model": str(tiny.save(tmp_path / "narrow", tiny.Shape(channels=(16, 32), heads=(2, 4))))}
     with caplog.at_level(logging.INFO), build(settings(tmp_path, device="cpu", **given)) as works:
         card = works.panels["image"].card()
     assert card.kernels == "torch" and reason in card.kernels_reason
