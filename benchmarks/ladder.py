@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Semaphore
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import record
+from benchmarks import provenance, record
 from core import schedule
 from core.batching.request import Request
 from core.batching.runner import Lane
@@ -96,7 +96,6 @@ def run(
     )  # fmt: skip
     result = {
         "rungs": rows,
-        "machine": record.machine(),
         "model": Path(settings.model_name).name,
         "steps": steps,
         "pictures": -(-pictures // _ROUND) * _ROUND,
@@ -104,8 +103,7 @@ def run(
         "static_batch": STATIC_BATCH,
         "resident_mib": record.resident_mib(),
     }
-    record.publish("ladder", result, results)
-    return result
+    return record.publish("ladder", result, results, rooms=(*provenance.IMAGES, "benchmarks/ladder.py"))
 
 
 def _quality(settings: Settings, rung: str) -> dict[str, Any] | None:

@@ -64,7 +64,7 @@ def test_what_is_not_installed_is_left_out_by_name(
     assert set(result["unet_ms"]) == set(result["unet_ms_2_rows"]) == {"diffusers-fp32"} | ours
     assert all(ms > 0 for ms in [*result["unet_ms"].values(), *result["unet_ms_2_rows"].values(), result["keys_ms"]])
     assert result["rows"] == 4 and result["model"] == NAME
-    assert {"torch", "diffusers"} <= set(result["versions"]) and result["machine"]["cores"]
+    assert {"torch", "diffusers"} <= set(result["versions"]) and result["provenance"]["machine"]["cores"]
 
     assert set(result["left_out"]) == set(ALL) - {"diffusers-fp32"} - ours
     assert {result["left_out"][name] for name in OPTIONAL} == {"not installed: openvino"}
