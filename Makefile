@@ -6,7 +6,7 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results serve test check fix bench eval chaos train up down test-compose
+.PHONY: results figures serve test check fix bench eval chaos train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -31,8 +31,11 @@ eval: .venv/.installed  ## draws PROMPTS=captions.tsv into OUT=out/evaluation an
 	$(BIN)/diptych evaluate --prompts $(or $(PROMPTS),$(error PROMPTS= is needed: a .tsv with id and caption)) \
 	    --out $(or $(OUT),out/evaluation) $(ARGS)
 
-results: .venv/.installed  ## what docs/results.md says, measured again: DATA=folder with emoji/; hours, and nothing else may run
-	$(BIN)/python -m benchmarks.results --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/)) $(ARGS)
+results: .venv/.installed  ## what docs cite, measured again: DATA=folder with emoji/, ARGS="--only simulate"; hours, nothing else may run
+	$(BIN)/python -m benchmarks.results $(if $(DATA),--data $(DATA)) $(ARGS)
+
+figures: .venv/.installed  ## writes the figures of README.md and docs/ from the JSON files under benchmarks/
+	$(BIN)/python -m benchmarks.figures
 
 chaos: .venv/.installed  ## kills, pauses and cuts off parts of a running service, and counts what was lost
 	$(BIN)/python -m tests.faults.chaos $(ARGS)

@@ -27,7 +27,7 @@ IMAGES = (*SCHEDULING, *QUANTIZATION, "unet_opt", "pipeline", "workers/build.py"
 TEXTS = (*SCHEDULING, *QUANTIZATION, "llm", "workers/build.py", "models/emoji-lm", "models/emoji-lm-draft")
 GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "unet_opt", "pipeline")
 GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "llm")
-SERVICE = (*IMAGES, "core/jobs", "core/artifacts", "api", "workers", "deployment")
+SERVICE = (*IMAGES, "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
 
 COMMIT_VARIABLE = "DIPTYCH_COMMIT"
 DIRTY = "-dirty"
@@ -114,7 +114,10 @@ def is_source(path: str) -> bool:
 
 
 def files(room: str) -> dict[str, str]:
-    """Source files of a file or folder of the tree, with the ids that git gives to their contents."""
+    """Source files of a file or folder of the tree, with the ids that git gives to their contents.
+
+    Empty where there is no such file or folder any more.
+    """
     top = ROOT / room
     paths = [top] if top.is_file() else sorted(path for path in top.rglob("*") if path.is_file())
     named = {path.relative_to(ROOT).as_posix(): path for path in paths if "__pycache__" not in path.parts}
@@ -132,11 +135,6 @@ def digest(blobs: Mapping[str, str]) -> str:
     """SHA-256 over the names and contents of files, its first 16 digits."""
     lines = "".join(f"{blob} {name}\n" for name, blob in sorted(blobs.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
-
-
-def changed(rooms: Mapping[str, str]) -> list[str]:
-    """Which of the recorded rooms are no longer as they were measured."""
-    return sorted(room for room, was in rooms.items() if digest(files(room)) != was)
 
 
 def differing(commit: str, rooms: Mapping[str, str]) -> list[str]:
