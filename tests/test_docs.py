@@ -19,7 +19,7 @@ PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *so
 MARKED = re.compile(
     r"<!-- figures: .*?<!-- end -->|<!-- = .*?<!-- / -->|<!-- elsewhere: (?!-->)\S.*?<!-- end -->", re.DOTALL
 )
-CODE = re.compile(r"^```.*?^```|^ {4}[^\n]*|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```.*?^```|(?:\A|(?<=\n\n))(?: {4}[^\n]*(?:\n+|\Z))+|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 LIMITS = re.compile(r"<!-- limits: (.*?) -->", re.DOTALL)
 UNITS = (
     r"ns|µs|ms|s|seconds?|minutes?|hours?|W|MHz|GHz|dB|FPS|%|kB|MB|GB|TB|KiB|MiB|GiB|TiB|[a-z]*/s|[kMGT]B/s|TFLOP/s|times|"
@@ -172,7 +172,8 @@ def test_limits_that_a_page_lists_stand_in_it(name: str) -> None:
         ("takes 24 minutes\nand 50 seconds, 2.3 GB, 4.0 TB/s and 45 captions a second",
          ["24 minutes", "50 seconds", "2.3 GB", "4.0 TB/s", "45 captions a second"]),
         ("128×128 and 3×3, SDXL 1.0, `sleep 5 s`, v0.42.1, 16 tokens, 2,048 keys", []),
-        ("```\n24 ms\n```\n    curl 24 ms\n", []),
+        ("```\n24 ms\n```\n\n    curl 24 ms\n\n    25 ms\nand 26 ms", ["26 ms"]),
+        ("- a list\n    goes on: 24 ms", ["24 ms"]),
         ("<!-- figures: ladder -->\n24 ms\n<!-- end --> and <!-- = a | b | c -->24<!-- / --> ms, then 2 ms", ["2 ms"]),
         ("<!-- elsewhere: MLPerf -->2.40 dB<!-- end --> <!-- elsewhere: -->2.3 dB<!-- end -->", ["2.3 dB"]),
         ("| `DIPTYCH_X` | `0.5` | or 0.7 |", []),
