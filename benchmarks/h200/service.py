@@ -31,6 +31,7 @@ from benchmarks import record
 from benchmarks.h200.clients import closed_loop
 from benchmarks.h200.served import H200, POLL_S, TINY, Bench, GraphWatch, Plan, Service, StageError, service
 
+_PARTIAL = "service-partial.json"
 STAGES = ("quantize", "serve", "warm", "engine", "emoji")
 _SCHEDULES: dict[str, Any] = {"off": "off", "auto": "auto", "2": {"interval": 2, "depth": "block"}}
 """DeepCache as the command line says it, and as a request does."""
@@ -237,13 +238,14 @@ def main() -> None:
     results["machine"] = record.machine()
     _table(results["stages"])
     record.publish("service-tiny" if options.tiny else "service", results, bench.results)
+    (bench.results / _PARTIAL).unlink(missing_ok=True)
     if any("failed" in found for found in results["stages"].values()):
         sys.exit(1)
 
 
 def _keep(folder: Path, results: dict[str, Any]) -> None:
     """What is known so far, in case that nothing more comes."""
-    (folder / "service-partial.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / _PARTIAL).write_text(json.dumps(results, indent=2) + "\n")
 
 
 def _table(stages: dict[str, Any]) -> None:
@@ -257,11 +259,11 @@ def _table(stages: dict[str, Any]) -> None:
              str(own.get("pictures_per_s", "–")))
         )  # fmt: skip
     record.table("Over HTTP, and the engine's own", ("", "pictures/s", "p50 s", "p99 s", "engine pictures/s"), rows)
-    graphs = served.get("graphs") or [{}]
+    graphs = (served.get("graphs") or [None])[-1]
     said = [
         ("cold, seconds to ready", served.get("cold_ready_s")),
         ("warm, seconds to ready", stages.get("warm", {}).get("ready_s")),
-        ("graphs recorded, of how many, after seconds", [graphs[-1].get(k) for k in ("recorded", "wanted", "at_s")]),
+        ("graphs: after seconds, recorded, of how many", graphs and list(graphs.values())),
         ("pictures/s while they were recorded", served.get("while_recording", {}).get("pictures_per_s")),
         *((f"emoji-xl {name}: PSNR mean, median, min in dB",
            [figures[f"psnr_{k}_db"] for k in ("mean", "median", "min")])
