@@ -107,4 +107,5 @@ def _drawing(card: ModelCard) -> dict[str, Any]:
         "default_scheduler": card.default_scheduler,
         "deepcache": card.deepcache,
         "loras": card.loras,
+        "graphs": card.graphs,
     }

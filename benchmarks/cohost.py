@@ -20,7 +20,8 @@ from benchmarks import provenance, record
 from benchmarks.loop import Loop
 from core.batching.request import Request
 from llm.runner import GROUP
-from pipeline.execution import DEEP, Group
+from pipeline.execution import Group
+from pipeline.phases import DEEP
 
 if TYPE_CHECKING:
     from core.config import Settings

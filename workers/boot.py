@@ -165,7 +165,7 @@ class Ending:
 def _speak_plainly() -> None:
     """One line for each event. What others say of a Redis that comes and goes, the outage says in two."""
     logging.basicConfig(format="%(levelname)s %(message)s")
-    for name in ("workers", "core"):
+    for name in ("workers", "core", "pipeline"):
         logging.getLogger(name).setLevel(min(logging.INFO, logging.getLogger().level))
     for name in ("celery", "kombu", "core.jobs.reaper"):
         logging.getLogger(name).setLevel(logging.ERROR)

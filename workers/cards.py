@@ -11,7 +11,8 @@ from dataclasses import asdict
 from core.jobs.registry import ModelCard
 from core.schedule import OFF, DeepCache
 from pipeline import parameters
-from pipeline.execution import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS, Group
+from pipeline.execution import Group
+from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
 from workers.panels import MAX_IMAGES
 
@@ -62,6 +63,9 @@ def image_card(runner: ImageRunner, deepcache: DeepCache | None = None) -> Model
         capacity_per_s=1 / (encode_s + 2 * _STEPS * row_s[_named(native)] + vae_s),
         deepcache=OFF if deepcache is None else asdict(deepcache),
         loras=[] if runner.adapters is None else runner.adapters.names(),
+        graphs=dict(zip(("recorded", "wanted"), runner.execution.graphs, strict=True))
+        if any(runner.execution.graphs)
+        else {},
     )
 
 

@@ -31,8 +31,9 @@ from core.batching.engine import Engine, Tick
 from core.quant.convert import Scheme
 from core.schedule import AUTO, DeepCache
 from pipeline import sdxl
-from pipeline.execution import STEPS, Group
+from pipeline.execution import Group
 from pipeline.load import Model
+from pipeline.phases import STEPS
 from pipeline.runner import ImageRunner
 
 ROWS, IN_FLIGHT = 16, 24

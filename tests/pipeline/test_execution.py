@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from core.graphs import Key, compiler
-from pipeline.execution import DEEP, VAE, Group
+from pipeline.execution import Group
 from pipeline.parameters import ImageParameters
+from pipeline.phases import DEEP, VAE
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 
 pytestmark = [

@@ -21,9 +21,10 @@ from core.batching.runner import Lane, Refused
 from core.config import Settings
 from core.jobs.record import to_json
 from core.schedule import AUTO, DEPTHS, DeepCache
-from pipeline.execution import SHALLOW, Group
+from pipeline.execution import Group
 from pipeline.load import load
 from pipeline.parameters import MAX_SEED, ImageParameters
+from pipeline.phases import SHALLOW
 from pipeline.tiny import TINY
 from tests.pipeline.worlds import Crank, Watching
 from workers.build import Works, build
