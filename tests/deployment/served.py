@@ -33,8 +33,9 @@ def wait_until(seen: Callable[[], Any], what: str, timeout_s: float = READY_S) -
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without settings, and with these."""
-    inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith("DIPTYCH_")}
+    """This process's environment without settings and the tests' Triton, and with these."""
+    names = [name for name in os.environ if not name.upper().startswith("DIPTYCH_") and name != "TRITON_INTERPRET"]
+    inherited = {name: os.environ[name] for name in names}
     return (
         inherited
         | {"PYTHONPATH": str(ROOT), "DIPTYCH_THREADS": "1", "DIPTYCH_COMPILE": "0", "DIPTYCH_KERNELS": "0"}
