@@ -6,7 +6,7 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results serve test check fix bench eval chaos train up down test-compose
+.PHONY: results serve test test-cpus check fix bench eval chaos train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -14,6 +14,9 @@ serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model 
 
 test: .venv/.installed  ## everything, on all cores; ARGS="-k floors -x" is handed to pytest
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-cpus: .venv/.installed  ## rooms that compute (core/quant, unet_opt, pipeline, llm …) as on other processors; ARGS="avx2 -- -x"
+	$(BIN)/python -m tests.cpus --jobs $(JOBS) $(ARGS)
 
 check: .venv/.installed  ## style and types; changes nothing
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from core.quant.kernels.cpu import library as kernels
 from core.quant.kernels.cpu.library import Unavailable
 from pipeline.load import load
 from pipeline.tiny import TINY
+from tests.core.quant.stage import CACHE
 from tests.pipeline import loras
 from workers.build import Works, build
 from workers.panels import pictures
@@ -37,10 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def works(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Works]:
+def works(folder: Path) -> Iterator[Works]:
     """On the CPU kernels where there are any."""
     settings = Settings(
-        model=TINY, lora_dir=str(folder), device="cpu", compile=False, threads=1, cache_dir=tmp_path_factory.mktemp("c")
+        model=TINY, lora_dir=str(folder), device="cpu", compile=False, threads=1, cache_dir=CACHE.parent
     )
     with build(settings) as works:
         yield works
