@@ -1,4 +1,4 @@
-"""Triton for tests: on a GPU as it is, else its interpreter, which tests/conftest.py switches on. Skips without Triton."""
+"""Triton for tests: on a GPU as it is, else its interpreter, which tests/conftest.py switches on."""
 
 from __future__ import annotations
 
