@@ -6,7 +6,7 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results figures serve test check fix bench eval chaos train up down test-compose test-gpu
+.PHONY: results figures serve test test-cpus test-gpu check fix bench eval chaos train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -21,6 +21,9 @@ GPU_TESTS := tests/gpu tests/pipeline/test_fused.py tests/unet_opt/fused tests/c
 
 test-gpu: .venv/.installed  ## the GPU's part of the tests, on one; elsewhere what needs it is skipped and says so
 	$(BIN)/pytest $(GPU_TESTS) $(ARGS)
+
+test-cpus: .venv/.installed  ## rooms that compute (core/quant, unet_opt, pipeline, llm …) as on other processors; ARGS="avx2 -- -x"
+	$(BIN)/python -m tests.cpus --jobs $(JOBS) $(ARGS)
 
 check: .venv/.installed  ## style and types; changes nothing
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from core.schedule import AUTO, DeepCache
 from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
+from tests.core.quant.stage import CACHE
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision
 
@@ -25,8 +26,9 @@ SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def cache() -> Path:
+    """Where the tests' kernels are kept."""
+    return CACHE.parent
 
 
 @pytest.fixture(scope="module")
