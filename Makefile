@@ -6,7 +6,7 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results figures serve test test-cpus test-gpu check fix bench eval chaos train up down test-compose
+.PHONY: results figures serve test test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -49,6 +49,9 @@ figures: .venv/.installed  ## writes the figures of README.md and docs/ from the
 
 chaos: .venv/.installed  ## kills, pauses and cuts off parts of a running service, and counts what was lost
 	$(BIN)/python -m tests.faults.chaos $(ARGS)
+
+mutants: .venv/.installed  ## changes ROOM=core/jobs/keyring.py in small ways and says what no test notices; ARGS="--sample 60"
+	$(BIN)/python -m tests.mutants $(or $(ROOM),$(error ROOM= is needed: a file, such as core/jobs/keyring.py)) $(ARGS)
 
 up:  ## the whole service in containers, on http://127.0.0.1:8000; PORT=8080 for another port
 	PORT=$(or $(PORT),8000) $(COMPOSE) up --detach --build

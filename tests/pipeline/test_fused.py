@@ -57,6 +57,11 @@ def runner_of(shape: str, *, recorded: bool = True, **options: Any) -> Watching:
     return runner
 
 
+# Mean levels from fp32 that bf16 may cost. Torch's own bf16 on a CPU costs these pictures 0.6 to 3.0; another order of
+# sums, in fp32 within a layer, may move that by a third, and no layer may add to it.
+BF16 = 4.0
+
+
 def off(picture: object, expected: np.ndarray) -> float:
     return float(np.abs(levels(picture).astype(float) - expected).mean())  # type: ignore[arg-type]
 
@@ -69,8 +74,8 @@ def test_pictures_equal_diffusers(shape: str, recorded: bool) -> None:
     for one, picture in zip(parameters, together(runner, parameters), strict=True):
         expected = stock_picture(shape, one)
         assert expected.std() > 10, "a flat picture would prove nothing"
-        if CUDA:  # bf16, which few steps of random weights make visible
-            assert off(picture, expected) < 6
+        if CUDA:
+            assert off(picture, expected) < BF16
         else:
             assert np.abs(levels(picture) - expected).max() <= 1, one
 
@@ -86,7 +91,7 @@ def test_deepcache_is_the_requests_own_in_any_company(shape: str, depth: str) ->
     for one, picture, wanted in zip(parameters, mixed, torch_mixed, strict=True):
         alone = solo(runner, one)
         if CUDA:
-            assert off(picture, levels(wanted)) < 6 and off(picture, levels(alone)) < 3
+            assert off(picture, levels(wanted)) < BF16 and off(picture, levels(alone)) < 3
         else:
             assert np.abs(levels(picture) - levels(wanted)).max() <= 1
             assert np.abs(levels(picture) - levels(alone)).max() <= 1

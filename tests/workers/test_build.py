@@ -19,6 +19,7 @@ from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
 from tests.core.quant.stage import CACHE
+from workers import app
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision
 
@@ -98,6 +99,30 @@ def test_what_requests_may_hold_is_set_or_most_of_what_is_free(model: Path, cach
     assert memory_bytes(settings(model, cache, memory_mib=3), loaded) == 3 * 2**20
     free = memory_bytes(settings(model, cache), loaded)
     assert free > 2**26
+
+
+@pytest.mark.parametrize("free", [2**20, 3 * 2**30, 141 * 2**30])
+def test_forwards_buffers_and_loras_get_what_requests_may_not_hold(
+    free: int, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven tenths are for requests, after what was set aside for LoRAs; never less than nothing."""
+    loaded = load(str(model))
+    monkeypatch.setattr("workers.build._free_bytes", lambda device: free)
+    assert memory_bytes(settings(model, cache), loaded) == pytest.approx(0.7 * free, abs=1)
+    beside = memory_bytes(settings(model, cache, lora_dir=str(cache), lora_mib=1024), loaded)
+    assert beside == pytest.approx(max(0.0, 0.7 * (free - 2**30)), abs=1)
+
+
+def test_a_worker_measures_what_forwards_cost_before_its_first_job(cache: Path) -> None:
+    """The scheduler chooses widths by cost curves: without them its first jobs would be batched blindly."""
+    said: list[str] = []
+    with app._build(settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False), said.append) as works:
+        curves = works.images.execution.costs()
+        assert {key[0] for key in curves} >= {"deep", "vae"}
+        assert all(seconds > 0 for curve in curves.values() for seconds in curve.values())
+        deep = [rows for key, curve in curves.items() if key[0] == "deep" for rows in curve]
+        assert len(deep) > 1, "a curve has more than one point"
+    assert "measuring what forwards cost" in said
 
 
 @pytest.mark.parametrize(
