@@ -82,7 +82,8 @@ class Bench:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DIPTYCH_", "TRITON_CACHE", "TORCHINDUCTOR"))}
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
-        found = {"HOME": str(home), "PYTHONUSERBASE": site.getuserbase(), "PYTHONPATH": str(_ROOT)}
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        found = {"HOME": str(home), "PYTHONUSERBASE": site.getuserbase(), "PYTHONPATH": path}
         return kept | found | {"DIPTYCH_DEVICE": self.plan.device}
 
     @property
