@@ -7,6 +7,7 @@ To be used by one thread at a time.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -62,7 +63,9 @@ class CudaRecorder:
             try:
                 made = function()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the capture is invalid, and says so a second time
+                # The capture is invalid and says so a second time, or warns that it is empty.
+                with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
                     graph.capture_end()
                 raise
             graph.capture_end()

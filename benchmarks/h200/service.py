@@ -235,7 +235,6 @@ def main() -> None:
                 print(f"  FAILED {found['failed']}", flush=True)
             results["stages"][stage] = {**found, "stage_s": round(time.monotonic() - began, 1)}
             _keep(bench.results, results)
-    results["machine"] = record.machine()
     _table(results["stages"])
     record.publish("service-tiny" if options.tiny else "service", results, bench.results)
     (bench.results / _PARTIAL).unlink(missing_ok=True)
