@@ -6,8 +6,6 @@ To be used by one thread at a time.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -62,15 +60,19 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 made = function()
+                graph.capture_end()
             except BaseException:
-                # The capture is invalid and says so a second time, or warns that it is empty.
-                with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    graph.capture_end()
+                self._give_up(graph)
                 raise
-            graph.capture_end()
         current.wait_stream(self._stream)
         return graph.replay, made
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # A capture that CUDA called off, as for what it cannot record, leaves the pool unfit for another.
+            self._pool = torch.cuda.graph_pool_handle()
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -354,7 +354,7 @@ class Execution:
     def _curve(self, group: Group, compiled: bool) -> CostCurve:
         return self._costs[f"{group.phase}, adapted" if group.adapted else group.phase, group.size, compiled]
 
-    def _example(self, phase: str, rows: int, size: tuple[int, int]) -> Callable[[Any], Any]:
+    def _example(self, phase: str, rows: int, size: tuple[int, int], seed: int = 0) -> Callable[[Any], Any]:
         """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
         model, unet = self._model, self._model.unet.config
         tokens, pooled = model.tokenizers[0].model_max_length, model.text_encoders[1].config.projection_dim
@@ -362,8 +362,11 @@ class Execution:
         depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
         features = [] if depth is None else self.feature_shapes(depth, size)
 
+        # Its own: a recording that fails may leave the device's default generator unusable.
+        generator = torch.Generator(model.device).manual_seed(seed)
+
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, device=model.device, dtype=model.dtype)
+            return torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator)
 
         def call(fn: Any) -> Any:
             if phase == TEXT:

@@ -27,6 +27,7 @@ def image_card(runner: ImageRunner, deepcache: DeepCache | None = None) -> Model
     the next call succeeds.
     """
     model = runner.model
+    recorded, wanted = runner.execution.graphs
     native = (model.native, model.native)
     # Only what was measured, and the native size in any case: others are told from these by their area.
     known: dict[str, set[tuple[int, int]]] = {DEEP: {native}}
@@ -63,9 +64,7 @@ def image_card(runner: ImageRunner, deepcache: DeepCache | None = None) -> Model
         capacity_per_s=1 / (encode_s + 2 * _STEPS * row_s[_named(native)] + vae_s),
         deepcache=OFF if deepcache is None else asdict(deepcache),
         loras=[] if runner.adapters is None else runner.adapters.names(),
-        graphs=dict(zip(("recorded", "wanted"), runner.execution.graphs, strict=True))
-        if any(runner.execution.graphs)
-        else {},
+        graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
     )
 
 

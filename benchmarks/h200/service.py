@@ -31,6 +31,7 @@ from benchmarks import record
 from benchmarks.h200.clients import closed_loop
 from benchmarks.h200.served import H200, POLL_S, TINY, Bench, GraphWatch, Plan, Service, StageError, service
 
+_RECORDED_S = 30.0  # the longest to wait for the last graph, without traffic
 _PARTIAL = "service-partial.json"
 STAGES = ("quantize", "serve", "warm", "engine", "emoji")
 _SCHEDULES: dict[str, Any] = {"off": "off", "auto": "auto", "2": {"interval": 2, "depth": "block"}}
@@ -63,7 +64,8 @@ def serve(bench: Bench) -> dict[str, Any]:
             found["first_picture_s"] = _alone(on, 1)["p50_s"]
             found["while_recording"] = _window(on, "off", ramp_s=0.0, window_s=plan.recording_s)
             if watch.seen:  # without traffic the rest takes seconds
-                while not watch.complete and time.monotonic() < bench.until - 3 * (plan.window_s + plan.ramp_s):
+                until = time.monotonic() + _RECORDED_S
+                while not watch.complete and time.monotonic() < until:
                     time.sleep(POLL_S)
             for schedule in _SCHEDULES:
                 found[f"deepcache {schedule}"] = _window(on, schedule, ramp_s=plan.ramp_s, window_s=plan.window_s)
@@ -110,7 +112,7 @@ def warm(bench: Bench) -> dict[str, Any]:
         print(f"  ready after {found['ready_s']} s, warm", flush=True)
         with GraphWatch(on) as watch:
             found["first_picture_s"] = _alone(on, 1)["p50_s"]
-            until = min(bench.until, time.monotonic() + 30.0)
+            until = time.monotonic() + _RECORDED_S
             while bench.plan.device == "cuda" and not watch.complete and time.monotonic() < until:
                 time.sleep(POLL_S)
         found["graphs"] = watch.seen
