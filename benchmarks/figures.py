@@ -105,9 +105,9 @@ def _files(mark: str) -> tuple[str, tuple[str, ...]]:
 def _block(mark: str, results: Results) -> str:
     kind, names = _files(mark)
     found = [results(name) for name in names]
-    missing = [results.shown(name) for name, one in zip(names, found, strict=True) if one is None]
+    missing = [name for name, one in zip(names, found, strict=True) if one is None]
     if missing:
-        return f"Not measured yet: there is no `{'`, no `'.join(missing)}`."
+        return f"Not measured yet: {', '.join(missing)}."
     lines = [] if kind == SOURCE else [*TABLES[kind].rows(*found), ""]
     return "\n".join([*lines, *sources(names, results)])
 
