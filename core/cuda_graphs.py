@@ -6,6 +6,7 @@ To be used by one thread at a time.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -69,7 +70,9 @@ class CudaRecorder:
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
-            graph.capture_end()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a capture that held nothing yet
+                graph.capture_end()
         except RuntimeError:
             # A capture that CUDA called off, as for what it cannot record, leaves the pool unfit for another.
             self._pool = torch.cuda.graph_pool_handle()
