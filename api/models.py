@@ -88,6 +88,8 @@ def _object(card: ModelCard, service: Service) -> dict[str, Any]:
             "live": card.live,
             "precision": card.precision,
             "device": card.device,
+            "kernels": card.kernels,
+            "kernels_reason": card.kernels_reason,
             **_drawing(card),
             "limits": card.limits,
             "costs": card.costs,

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from cli.arguments import Commands, read_settings
 
 if TYPE_CHECKING:
     from core.config import Settings
+    from core.quant.kernels.device import Device
 
 _LITTLE_DISK = 2 * 2**30
 _OLDEST_REDIS = (6, 2)
@@ -78,22 +79,46 @@ def _machine(settings: Settings) -> Iterator[Finding]:
         return
     import torch
 
+    from core.quant.kernels.describe import cuda_versions, describe
+
     if torch.cuda.is_available():
         for k in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(k)
-            yield Finding("well", f"cuda:{k}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+            memory = torch.cuda.get_device_properties(k).total_memory
+            yield from gpu(f"cuda:{k}", describe(torch.device("cuda", k), settings.compiled_kernels), memory)
+        versions = [f"{name} {number or 'is not there'}" for name, number in cuda_versions().items()]
+        yield Finding("well", "cuda", ", ".join(versions))
     elif settings.device.startswith("cuda"):
         yield Finding(
             "ill", "device", f"DIPTYCH_DEVICE is {settings.device}, and torch {torch.__version__} sees no GPU"
         )
-    yield Finding("well", "cpu", f"{os.cpu_count()} cores, torch {torch.__version__}")
-    from core.quant.kernels.cpu.library import Unavailable, library
+    cpu = describe(torch.device("cpu"), settings.compiled_kernels)
+    yield Finding("well", "cpu", f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}")
+    yield from kernels("cpu", cpu, ("int8", "fp32"))
 
-    try:
-        library(settings.compiled_kernels)
-        yield Finding("well", "kernels", "our own, for this processor")
-    except Unavailable as error:
-        yield Finding("note", "kernels", f"torch's: {error}")
+
+def gpu(what: str, device: Device, memory_bytes: int) -> Iterator[Finding]:
+    """What a GPU is, and what would draw on it in each precision."""
+    yield Finding("well", what, f"{device}, {memory_bytes / 2**30:.0f} GiB")
+    yield from kernels(what, device, ("int8", "fp8", "bf16"))
+
+
+def kernels(what: str, device: Device, precisions: Iterable[str]) -> Iterator[Finding]:
+    """For each precision the kernels that would run, with the operations of each, and why no faster ones."""
+    from core.quant.kernels.device import EVERY_LAYER, TITLES, decisions, instead, lacks
+
+    for precision in precisions:
+        why = lacks(device, precision)
+        if why is not None and precision in ("int8", "fp8"):  # which torch would emulate, slower than what it replaces
+            yield Finding("note", f"{what} {precision}", f"does not run: {why}; take {instead(device, precision)}")
+            continue
+        alike: dict[tuple[str, str], list[str]] = {}
+        for decision in decisions(device, precision):
+            alike.setdefault((decision.implementation, decision.reason), []).append(decision.operation)
+        said = []
+        for (implementation, reason), operations in alike.items():
+            names = "" if operations == [EVERY_LAYER] else f" ({', '.join(operations)})"
+            said.append(f"{TITLES[implementation]}{names}" + (f": {reason}" if reason else ""))
+        yield Finding("well" if why is None else "note", f"{what} {precision}", "; ".join(said))
 
 
 def _model(settings: Settings) -> Iterator[Finding]:
@@ -146,7 +171,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
             yield Finding("ill", "redis", "appendonly is off: what was accepted is lost with the process")
         workers = registry.workers()
         for worker in workers:
-            models = ", ".join(f"{model.name} {model.precision}" for model in worker.models)
+            models = ", ".join(f"{model.name} {model.precision} {model.kernels}".rstrip() for model in worker.models)
             state = "well" if worker.state == "ready" else "note"
             yield Finding(state, "worker", f"{worker.id}, {worker.state} ({worker.message or models}); {models}")
         if not workers:

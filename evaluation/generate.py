@@ -73,7 +73,7 @@ def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, pro
             drawn: Drawn = source.take(future.result())
             for warning in drawn.warnings:
                 _say(progress.console, f"{caption.id}: {warning}", "yellow")
-            notes |= dict.fromkeys(f"pictures differ in {name}" for name in run.confirm(printed(drawn.png)))
+            notes |= dict.fromkeys(run.confirm(printed(drawn.png)))
             run.add(
                 caption, wanted.seed, file_name(wanted, f"{caption.index:05d}"), drawn.png,
                 session=session, seconds=time.monotonic() - started,

@@ -187,20 +187,28 @@ class Run:
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def confirm(self, fingerprint: Mapping[str, Any]) -> list[str]:
-        """Hold a picture's fingerprint against the first one's; returns what differs and may.
+        """Hold a picture's fingerprint against the first one's; returns a sentence for all that differs and may.
 
-        Raises `RunError` where model, weights or precision differ: those pictures are not of this run.
+        An older version printed less: what only one of the two holds is then unknown, and told as that. Raises
+        `RunError` where model, weights or precision differ: those pictures are not of this run.
         """
         if not self.drawn_by:
             self.drawn_by = dict(fingerprint)
             self._write_head()
         same = {name: fingerprint.get(name) for name in SAME}
         _refuse_differences(f"{self.folder} was drawn by another model", self.drawn_by, dict(fingerprint), same)
-        return [
-            f"{name}: {self.drawn_by.get(name)!r} and {fingerprint.get(name)!r}"
-            for name in sorted({*self.drawn_by, *fingerprint} - {*SAME})
-            if self.drawn_by.get(name) != fingerprint.get(name)
+        names = sorted({*self.drawn_by, *fingerprint} - {*SAME})
+        unknown: list[str] = []
+        if ("version" in self.drawn_by) != ("version" in fingerprint):
+            unknown = [name for name in names if (name in self.drawn_by) != (name in fingerprint)]
+        said = [
+            f"pictures differ in {name}: {self.drawn_by.get(name)!r} and {fingerprint.get(name)!r}"
+            for name in names
+            if name not in unknown and self.drawn_by.get(name) != fingerprint.get(name)
         ]
+        if unknown:
+            said.append(f"an older version drew some pictures, whose fingerprints do not hold {', '.join(unknown)}")
+        return said
 
     def add(self, caption: Caption, seed: int, file: str, png: bytes, *, session: int, seconds: float) -> None:
         """Write a picture whole, then its record. Raises OSError, and then neither is there."""

@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.quant.kernels.cpu.library import identity
+from core.quant.kernels.cuda import driver
+from core.quant.kernels.device import HOPPER, TRITON
 from llm import decode_kernel
 from llm.attention import Paged
 from llm.chunk_kernel import tiles
@@ -46,6 +49,8 @@ class Execution:
         Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any.
         """
         self.model = model
+        self.kernels_reason = ""  # why no faster kernels run it
+        self._library = kernels
         self.cache = KVCache(
             layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=pages, sequences=sequences,
             context=context, dtype=model.dtype if model.device.type != "cpu" else torch.float32, device=model.device,
@@ -58,6 +63,16 @@ class Execution:
     def best(self) -> Tensor | None:
         """`sample.likeliest` of the last step's logits, where it was found with them."""
         return None if self._fused is None else self._fused.best
+
+    @property
+    def kernels(self) -> str:
+        """The kernels that run the model, by their name in `core.quant.kernels.device`."""
+        if self._programs is not None and self._library is not None:
+            return identity(self._library).instructions
+        if self._fused is None:
+            return TORCH
+        in_8_bits = self.model.precision in ("int8", "fp8")  # whose products alone may be Hopper's
+        return HOPPER if in_8_bits and driver.lacks(self.model.device) is None else TRITON
 
     @property
     def kind(self) -> str:
@@ -105,9 +120,11 @@ class Execution:
             except ValueError as error:
                 if model.precision == "int8":
                     raise TextModelError(f"int8 does not run here: {error}; take fp32") from error
-                log.warning("%s is run by torch's own kernels: %s", model.name, error)
+                self._on_torch(str(error))
         elif model.device.type == "cpu" and model.precision == "int8":
             raise TextModelError("int8 does not run here: without our CPU kernels it would be slower than fp32")
+        elif model.device.type == "cpu":
+            self.kernels_reason = "our CPU kernels are switched off, or do not run here or in this precision"
         return None
 
     def _on_gpu(self, sequences: int, context: int) -> Fused | None:
@@ -115,16 +132,17 @@ class Execution:
         if model.device.type != "cuda":
             return None
         if model.dtype == torch.float32:
-            log.warning("%s is run by torch's own kernels: ours multiply bf16 and 8 bits, not fp32", model.name)
-            return None
+            return self._on_torch("ours multiply bf16 and 8 bits, not fp32")
         if (why := lacks(model.network, self.cache)) is not None:
-            log.warning("%s is run by torch's own kernels: %s", model.name, why)
-            return None
+            return self._on_torch(why)
         try:
             return Fused(FusedLlama(model.network, self.cache), self.cache, sequences, context)
         except ValueError as error:
-            log.warning("%s is run by torch's own kernels: %s", model.name, error)
-            return None
+            return self._on_torch(str(error))
+
+    def _on_torch(self, why: str) -> None:
+        self.kernels_reason = why
+        log.warning("%s is run by torch's own kernels: %s", self.model.name, why)
 
 
 class Fused:

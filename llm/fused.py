@@ -243,7 +243,7 @@ class FusedLlama:
 
 def _tile(x: Tensor, columns: int) -> Tile | None:
     """The tile of the next power of two of rows: steps are of any number, and each other tile is another kernel."""
-    if driver.lacks() is not None:
+    if driver.lacks(x.device) is not None:
         return None
     rows, depth = x.shape
     name, processors = torch.cuda.get_device_name(x.device), driver.multiprocessors(x.device.index)

@@ -6,25 +6,19 @@ Knows PNG text chunks; knows nothing of how the picture was drawn. Equal picture
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import re
 import secrets
 import unicodedata
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from pipeline.parameters import ImageParameters
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from pipeline.load import Model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,38 +62,6 @@ def file_name(parameters: ImageParameters, name: str = "") -> str:
     words = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].rstrip("-") or "picture"
     safe = re.sub(r"[^\w.-]+", "_", name).strip(".").encode()[:96].decode("utf-8", "ignore")
     return "-".join(part for part in (safe, words, str(parameters.seed)) if part) + ".png"
-
-
-def fingerprint(model: Model, *, executable: str, bucket: int | None) -> dict[str, Any]:
-    """Everything beside the parameters that can change a picture's bits.
-
-    `executable` is "eager", "compiled", or "eager or compiled" where the engine chose at each step.
-    `bucket` is the fixed number of rows of a deterministic request's forwards. None says that the request shared
-    batches of any size, and that its last bits may depend on them.
-    """
-    return {
-        "model": model.name,
-        "weights": model.digest,
-        "precision": model.precision,
-        "device": _device(model.device),
-        "torch": torch.__version__,
-        "diffusers": _version("diffusers"),
-        "transformers": _version("transformers"),
-        "executable": executable,
-        "bucket": bucket,
-    }
-
-
-@functools.cache
-def _version(package: str) -> str:
-    return version(package)  # reads a file each time
-
-
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    # Sums are split over threads and vector lanes, so both show in the last bits.
-    return f"cpu {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
 
 
 def _json(value: dict[str, Any]) -> str:

@@ -28,9 +28,10 @@ from pipeline.adapters import Adapters, named, refused
 from pipeline.conditioning import AdaptedConditioner, Conditioner, Told
 from pipeline.encode import Encoder
 from pipeline.execution import Execution, Group
+from pipeline.fingerprint import Kernels, code_digest, fingerprint
 from pipeline.load import Model
 from pipeline.phases import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS
-from pipeline.picture import Picture, fingerprint
+from pipeline.picture import Picture
 from pipeline.recording import BackgroundRecorder
 from pipeline.work import Holdings, Work, gather, keep
 
@@ -85,6 +86,8 @@ class ImageRunner:
         self._gatherer = denoise.Gatherer(model.dtype)
         self._preview: vae.Preview | None = None
         self._latent: tuple[torch.Tensor, str] | None = None
+        code_digest()  # of the sources as they are now, not as they may be when a picture is done
+        self.kernels = Kernels.of(model, kernels, fused=fused)
         self.execution = Execution(
             model,
             keys.width,
@@ -319,9 +322,8 @@ class ImageRunner:
                     outcomes[request.id] = Outcome(error=error)
                     continue
                 bucket = None if work.mode in ("", KERNELS) else self.execution.deterministic_rows
-                printed = fingerprint(
-                    self.model, executable=self.execution.told(work.mode, adapted=bool(work.uses)), bucket=bucket
-                )
+                told = self.execution.told(work.mode, adapted=bool(work.uses))
+                printed = fingerprint(self.model, executable=told, bucket=bucket, kernels=self.kernels)
                 if work.uses:
                     printed["lora"] = {use.name: use.digest for use in work.uses}
                 if self._latent is not None:

@@ -19,6 +19,7 @@ from core.artifacts import Artifacts
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
+from core.quant.kernels.device import Decision, lacks
 from llm.pages import PAGE
 from pipeline import lora
 from pipeline.adapters import Adapters
@@ -27,6 +28,7 @@ from pipeline.load import Model, load, seeded
 from pipeline.runner import ImageRunner
 from workers.checker import Checker
 from workers.checker import load as load_checker
+from workers.devices import check_gpu, decided, describe, keep_compiled
 from workers.panels import ImagePanel, Panel
 from workers.texts import TextPanel
 
@@ -55,13 +57,14 @@ class Works:
     texts: TextRunner | None = None
     text_lane: Lane | None = None  # where it is another than pictures'
     checker: Checker | None = None
+    decisions: tuple[Decision, ...] = ()  # which kernels draw, and why
 
     @property
     def panels(self) -> dict[str, Panel]:
         """What a worker serves with it, by queue."""
         panels: dict[str, Panel] = {
             self.images.modality: ImagePanel(
-                self.images, schedule.parse(self.settings.deepcache), self._fetch, self.checker
+                self.images, schedule.parse(self.settings.deepcache), self._fetch, self.checker, self.decisions
             )
         }
         if self.texts is not None:
@@ -97,6 +100,7 @@ def load_model(settings: Settings) -> Model:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = device_of(settings)
+    keep_compiled(settings, device)
     if settings.model_name == STAND_IN_MODEL:
         log.warning("no model is named and models/emoji-xl is not there: %s draws noise", STAND_IN_MODEL)
     return load(
@@ -124,14 +128,13 @@ def precision(settings: Settings, device: str) -> str:
     Raises `ModelError` for one that the device cannot compute in: emulated it would be slower than fp32.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
-    from core.quant.kernels.cuda import language
     from pipeline import folder, quantized
 
     on_cpu, asked = device == "cpu", settings.precision
     if asked == "fp8" and on_cpu:
         raise ModelError("fp8 does not run on a CPU; take int8 or fp32")
-    if asked in ("int8", "fp8") and not on_cpu and (why := language.lacks()) is not None:
-        raise ModelError(f"{asked} does not run on {device}: {why}; take bf16")
+    if not on_cpu:
+        check_gpu(settings, device, asked)
     if asked != "auto":
         return asked
     plain = unquantized(device)
@@ -146,7 +149,7 @@ def precision(settings: Settings, device: str) -> str:
     try:
         if on_cpu:
             library(settings.compiled_kernels)
-        elif (why := language.lacks()) is not None:
+        elif (why := lacks(describe(settings, device), "int8")) is not None:
             raise Unavailable(why)
     except Unavailable as error:
         log.warning("%s instead of int8: %s", plain, error)
@@ -175,58 +178,56 @@ def _free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def kernels(settings: Settings, model: Model) -> ctypes.CDLL | None:
-    """The CPU kernels for this model; None, said in the log, where torch's are to be used.
+def kernels(settings: Settings, model: Model) -> tuple[ctypes.CDLL | None, str]:
+    """The CPU kernels for this model; or None, and on a CPU the reason why torch's are used.
 
     Raises `ModelError` for INT8 without them: emulated it would be slower than fp32.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
     from unet_opt.program import check
 
-    if model.device.type != "cpu" or not (settings.kernels or model.precision == "int8"):
-        return None
+    if model.device.type != "cpu":
+        return None, ""
+    if not (settings.kernels or model.precision == "int8"):
+        return None, "our own kernels are switched off"
     if model.precision not in ("fp32", "int8"):
-        log.info("%s runs on torch: the CPU kernels know fp32 and int8", model.precision)
-        return None
+        return None, f"the CPU kernels know fp32 and int8, not {model.precision}"
     try:
         check(model.unet)
-        return library(settings.compiled_kernels)
+        return library(settings.compiled_kernels), ""
     except (Unavailable, ValueError) as error:
         if model.precision == "int8":
             raise ModelError(f"int8 does not run here: {error}; take fp32") from error
-        log.warning("pictures are drawn by torch's own kernels: %s", error)
-        return None
+        return None, str(error)
 
 
-def fused(settings: Settings, model: Model) -> bool:
-    """Whether fused layers in CUDA graphs draw with this model; if not on a GPU, the log says why.
+def fused(settings: Settings, model: Model) -> tuple[bool, str]:
+    """Whether fused layers in CUDA graphs draw with this model, and on a GPU the reason why not.
 
     Raises `ModelError` for 8 bits without them: emulated they would be slower than bf16.
     """
     import torch
 
-    from core.quant.kernels.cuda import language
     from unet_opt.decoder import check as check_decoder
     from unet_opt.fused.network import check_layout
 
     if model.device.type != "cuda":
-        return False
+        return False, ""
     in_8_bits = model.precision in ("int8", "fp8")
     try:
         if not (settings.kernels or in_8_bits):
             raise ValueError("our own kernels are switched off")
         if model.dtype is not torch.bfloat16:
-            raise ValueError(f"they know bf16, and this is {model.precision}")
-        if (why := language.lacks()) is not None:
+            raise ValueError(f"the GPU kernels know bf16 and 8 bits, not {model.precision}")
+        if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
         check_layout(model.unet)
         check_decoder(model.vae)
     except ValueError as error:
         if in_8_bits:
             raise ModelError(f"{model.precision} does not run here: {error}; take bf16") from error
-        log.warning("pictures are drawn by torch's own kernels: %s", error)
-        return False
-    return True
+        return False, str(error)
+    return True, ""
 
 
 def widest(settings: Settings, model: Model) -> int:
@@ -287,7 +288,10 @@ def text_runner(settings: Settings, lane: Lane, say: Callable[[str], None]) -> T
     say(f"loading {name}")
     found = None
     device = device_of(settings)
-    if device == "cpu" and settings.kernels:
+    keep_compiled(settings, device)
+    if device != "cpu":
+        check_gpu(settings, device, settings.text_precision)
+    elif settings.kernels:
         try:
             found = library(settings.compiled_kernels)
         except Unavailable as error:
@@ -354,19 +358,21 @@ def build(
     texts = text_runner(settings, beside or lane, say) if text else None
     say(f"loading {settings.model_name}")
     model = lane.call(lambda: load_model(settings))
-    on_layers = fused(settings, model)
-    rows = widest(settings, model) if on_layers else settings.max_rows
+    compiled, why_torch = lane.call(lambda: kernels(settings, model))
+    fuse, why_eager = fused(settings, model)
+    decisions = decided(settings, model, why_torch or why_eager)
+    rows = widest(settings, model) if fuse else settings.max_rows
     images = ImageRunner(
         model,
         lane=lane,
         max_requests=settings.max_requests,
         max_rows=rows,
-        deterministic_rows=min(settings.deterministic_rows, rows) if on_layers else settings.deterministic_rows,
+        deterministic_rows=min(settings.deterministic_rows, rows) if fuse else settings.deterministic_rows,
         compiled=settings.compile,
         cache=settings.compiled_code,
         patience_s=settings.image_objective_s,
-        kernels=lane.call(lambda: kernels(settings, model)),
-        fused=on_layers,
+        kernels=compiled,
+        fused=fuse,
         buckets=_GPU_BUCKETS if model.device.type == "cuda" else _CPU_BUCKETS,
         memory_bytes=memory_bytes(settings, model),
         frugal=True,
@@ -380,4 +386,4 @@ def build(
         images.prepare(measure_s=measure_s)
     runners: list[Runner] = [images] if texts is None else [images, texts]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
-    return Works(settings, engine, images, lane, texts, beside, checker)
+    return Works(settings, engine, images, lane, texts, beside, checker, decisions)

@@ -5,10 +5,11 @@ Knows the image runner; knows nothing of Redis and of jobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from core.jobs.registry import ModelCard
+from core.quant.kernels.device import Decision, summary
 from core.schedule import OFF, DeepCache
 from pipeline import parameters
 from pipeline.execution import Group
@@ -20,8 +21,12 @@ _STEPS = 20  # of the picture that capacity is counted in, with guidance
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
-def image_card(runner: ImageRunner, deepcache: DeepCache | None = None) -> ModelCard:
+def image_card(
+    runner: ImageRunner, deepcache: DeepCache | None = None, decisions: Sequence[Decision] = ()
+) -> ModelCard:
     """The card of the runner's model, with its costs as known now. `deepcache` is for jobs that do not say.
+
+    `decisions` are which kernels draw, and why no faster ones.
 
     Safe to call while the engine works, but for a KeyError or RuntimeError where a curve changes this very moment:
     the next call succeeds.
@@ -63,6 +68,8 @@ def image_card(runner: ImageRunner, deepcache: DeepCache | None = None) -> Model
         },
         capacity_per_s=1 / (encode_s + 2 * _STEPS * row_s[_named(native)] + vae_s),
         deepcache=OFF if deepcache is None else asdict(deepcache),
+        kernels=runner.kernels.name,
+        kernels_reason=summary(decisions)[1] if decisions else "",
         loras=[] if runner.adapters is None else runner.adapters.names(),
         graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
     )

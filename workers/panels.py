@@ -22,6 +22,7 @@ from workers.formats import encode
 from workers.shelf import Shelf
 
 if TYPE_CHECKING:
+    from core.quant.kernels.device import Decision
     from pipeline.picture import Picture
     from pipeline.runner import ImageRunner
 
@@ -86,21 +87,23 @@ class ImagePanel:
         deepcache: DeepCache | None = None,
         fetch: Callable[[str], bytes] | None = None,
         checker: Checker | None = None,
+        decisions: Sequence[Decision] = (),
     ) -> None:
         """`deepcache` is for jobs that do not say. `fetch` gets what edits begin with; without it there are none.
 
-        `checker` may refuse pictures; with one nobody sees any before it did.
+        `checker` may refuse pictures; with one nobody sees any before it did. `decisions` say which kernels draw.
         """
         self._runner = runner
         self._deepcache = deepcache
         self._fetch = fetch
         self._checker = checker
+        self._decisions = decisions
         self.name = runner.model.name
 
     def card(self) -> ModelCard:
         from workers.cards import image_card
 
-        return image_card(self._runner, self._deepcache)
+        return image_card(self._runner, self._deepcache, self._decisions)
 
     def requests(self, parameters: Mapping[str, Any]) -> list[ImageParameters]:
         if self._checker is not None:

@@ -48,6 +48,8 @@ class TextPanel:
             name=self.name,
             modality=runner.modality,
             precision=runner.model.precision,
+            kernels=runner.execution.kernels,
+            kernels_reason=runner.execution.kernels_reason,
             device=str(runner.model.device),
             native=0,
             sizes=[],

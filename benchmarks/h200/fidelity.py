@@ -37,11 +37,11 @@ def prompts(count: int) -> list[str]:
 def draw(device: str, precision: str, count: int) -> tuple[NDArray[np.uint8], dict[str, Any]]:
     """Pictures [N, H, W, 3] of the shipped model through the engine that serves, and what drew them."""
     from core.batching.request import Request
-    from core.config import Settings
+    from core.config import read
     from pipeline.parameters import ImageParameters
     from workers.build import build
 
-    settings = Settings(device=device, precision=precision, compile=False)
+    settings = read(device=device, precision=precision, compile=False)
     with build(settings) as works:
         side = works.images.model.native
         requests = [

@@ -8,8 +8,11 @@ import pytest
 import redis
 
 import cli
+from cli.doctor import gpu
 from core.jobs.keyring import Keyring
+from core.quant.kernels.device import Device
 from deployment.redis import free_port
+from tests.core.quant.kernels.test_device import A100, B200, H200, L4, NO_NVRTC, V100
 from tests.servers import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
@@ -39,7 +42,8 @@ def test_all_is_well(healthy: Path, capsys: pytest.CaptureFixture[str], redis_ur
     keyring.close()
     code, found = run(capsys)
     assert code == 0 and "✗" not in found.values()
-    assert {"python", "cpu", "model", "data", "redis", "artifacts", "port", "access"} <= found.keys()
+    looked_at = {"python", "cpu", "cpu int8", "cpu fp32", "model", "data", "redis", "artifacts", "port", "access"}
+    assert looked_at <= found.keys()
     assert found["worker"] == "·", "there is none"
     assert not [path for path in healthy.rglob("*") if path.is_file()], "what was written is gone"
 
@@ -71,3 +75,55 @@ def test_what_is_broken_is_named(
         with redis.Redis.from_url(redis_url) as client:
             client.config_set("maxmemory-policy", "noeviction")
     assert code == 1 and found[what] == "✗"
+
+
+OLDER = "not a Hopper device (compute capability {})"
+TRITONS = "linear, geglu, conv, upsample conv, layer norm"
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        (
+            H200,
+            [
+                "✓ cuda:0: NVIDIA H200, compute capability 9.0, 80 GiB",
+                f"✓ cuda:0 int8: Hopper kernels ({TRITONS}, attention); Triton kernels (group norm, quantize)",
+                f"✓ cuda:0 fp8: Hopper kernels ({TRITONS}, attention); Triton kernels (group norm, quantize)",
+                "✓ cuda:0 bf16: torch (linear, conv): ours multiply 8 bits; torch (layer norm): ours writes 8 bits; "
+                "Hopper kernels (attention); Triton kernels (group norm)",
+            ],
+        ),
+        (
+            A100,
+            [
+                "✓ cuda:0: NVIDIA A100, compute capability 8.0, 80 GiB",
+                f"✓ cuda:0 int8: Triton kernels ({TRITONS}): {OLDER.format('8.0')}; "
+                f"torch (attention): {OLDER.format('8.0')}; Triton kernels (group norm, quantize)",
+                "· cuda:0 fp8: does not run: fp8 needs compute capability 8.9, NVIDIA A100 has 8.0; take int8 or bf16",
+                "✓ cuda:0 bf16: torch (linear, conv): ours multiply 8 bits; torch (layer norm): ours writes 8 bits; "
+                f"torch (attention): {OLDER.format('8.0')}; Triton kernels (group norm)",
+            ],
+        ),
+        (
+            V100,
+            [
+                "✓ cuda:0: Tesla V100, compute capability 7.0, 80 GiB",
+                "· cuda:0 int8: does not run: int8 needs compute capability 8.0, Tesla V100 has 7.0; take fp16",
+                "· cuda:0 fp8: does not run: fp8 needs compute capability 8.9, Tesla V100 has 7.0; take fp16",
+                "· cuda:0 bf16: torch: bf16 needs compute capability 8.0, Tesla V100 has 7.0",
+            ],
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Device) else "",
+)
+def test_what_draws_on_a_gpu_is_said_for_each_precision(device: Device, said: list[str]) -> None:
+    marks = {"well": "✓", "note": "·", "ill": "✗"}
+    assert [f"{marks[one.state]} {one.what}: {one.says}" for one in gpu("cuda:0", device, 80 * 2**30)] == said
+
+
+@pytest.mark.parametrize("device", [L4, B200, NO_NVRTC], ids=lambda device: device.name)
+def test_fp8_runs_from_ada_on(device: Device) -> None:
+    (fp8,) = [one for one in gpu("cuda:0", device, 2**30) if one.what == "cuda:0 fp8"]
+    assert fp8.state == "well" and fp8.says.startswith("Triton kernels")
+    assert (NO_NVRTC.nvrtc_lacks or "") in fp8.says if device is NO_NVRTC else "not a Hopper device" in fp8.says

@@ -110,12 +110,32 @@ def test_another_model_is_refused_and_other_threads_are_told(tmp_path: Path) -> 
     printed = {"model": "m", "weights": "w", "precision": "fp32", "device": "cpu 2 threads"}
     with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run:
         assert run.confirm(printed) == []
-        assert run.confirm(printed | {"device": "cpu 4 threads"}) == ["device: 'cpu 2 threads' and 'cpu 4 threads'"]
+        assert run.confirm(printed | {"device": "cpu 4 threads"}) == [
+            "pictures differ in device: 'cpu 2 threads' and 'cpu 4 threads'"
+        ]
         with pytest.raises(RunError, match="weights is 'w' there, 'v' here"):
             run.confirm(printed | {"weights": "v"})
         run.add(CAPTIONS[0], 7, "0.png", png(0), session=0, seconds=0.0)
     with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run, pytest.raises(RunError, match="precision"):
         run.confirm(printed | {"precision": "int8"})
+
+
+def test_pictures_of_an_older_version_may_be_joined_and_what_they_do_not_tell_is_told(tmp_path: Path) -> None:
+    older = {"model": "m", "weights": "w", "precision": "fp32", "device": "cpu", "torch": "2.12"}
+    newer = older | {"torch": "2.13", "version": "0.2.0", "code": "c", "kernels": "avx2 d", "compiler": "g++ 12"}
+    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run:
+        assert run.confirm(older) == []
+        assert run.confirm(newer) == [
+            "pictures differ in torch: '2.12' and '2.13'",
+            "an older version drew some pictures, whose fingerprints do not hold code, compiler, kernels, version",
+        ]
+    with Run.draw_into(tmp_path / "s", SETTINGS, CAPTIONS) as run:
+        assert run.confirm(newer) == []
+        assert run.confirm(newer | {"code": "e"}) == ["pictures differ in code: 'c' and 'e'"]
+        left = {name: value for name, value in newer.items() if name != "compiler"}
+        assert run.confirm(left) == ["pictures differ in compiler: 'g++ 12' and None"], "not every one has each field"
+        with pytest.raises(RunError, match="weights"):
+            run.confirm(older | {"weights": "v"})
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline import picture as pictures
-from pipeline import tiny
-from pipeline.load import load
 from pipeline.parameters import ImageParameters
-from pipeline.picture import Picture, file_name, fingerprint
+from pipeline.picture import Picture, file_name
 
 PRINT = {"model": "m", "weights": "abc", "bucket": None, "executable": "eager"}
 
@@ -157,16 +154,6 @@ def test_file_names_stay_in_their_folder_and_within_limits(prompt: str, name: st
     assert Path(found).name == found and found.endswith(f"-{seed}.png")
     assert not found.startswith(".") and "\0" not in found
     assert len(found.encode()) < 200
-
-
-def test_the_fingerprint_names_all_that_can_change_bits() -> None:
-    model = load(tiny.TINY)
-    found = fingerprint(model, executable="eager", bucket=8)
-    assert json.loads(pictures._json(found)) == found
-    assert found["weights"] == model.digest and found["bucket"] == 8 and "threads" in found["device"]
-    fields = ["bucket", "device", "diffusers", "executable", "model", "precision", "torch", "transformers", "weights"]
-    assert sorted(found) == fields
-    assert fingerprint(model, executable="eager", bucket=None) != found
 
 
 def test_a_picture_cannot_be_altered() -> None:

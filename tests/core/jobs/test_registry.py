@@ -23,6 +23,7 @@ MODEL = ModelCard(
     modality="image",
     precision="fp32",
     device="cpu",
+    kernels="avx512-vnni",
     native=128,
     sizes=[[128, 128], [128, 96]],
     schedulers=["euler", "lcm"],
@@ -107,6 +108,18 @@ def test_cards_of_a_newer_version(registry: Registry, client: redis.Redis) -> No
     client.hset("diptych:models", "emoji-xl", json.dumps(card["models"][0]))
     assert registry.workers() == [WORKER]
     assert registry.models() == [replace(MODEL, live=True)]
+
+
+def test_cards_of_an_older_version(registry: Registry, client: redis.Redis) -> None:
+    registry.announce(WORKER, 15.0)
+    card = json.loads(client.get("diptych:worker:ada") or "")
+    for name in ("kernels", "kernels_reason", "loras"):
+        del card["models"][0][name]
+    client.set("diptych:worker:ada", json.dumps(card))
+    client.hset("diptych:models", "emoji-xl", json.dumps(card["models"][0]))
+    older = replace(MODEL, kernels="", kernels_reason="", loras=[])
+    assert registry.workers() == [replace(WORKER, models=[older])]
+    assert registry.models() == [replace(older, live=True)]
 
 
 def test_control(registry: Registry, store: JobStore) -> None:

@@ -10,6 +10,7 @@
 
 namespace diptych {
 
+constexpr const char* INSTRUCTIONS = "avx2";
 constexpr int LANES = 16;  // floats of one vector
 
 struct Vec {

@@ -10,6 +10,7 @@
 
 namespace diptych {
 
+constexpr const char* INSTRUCTIONS = "avx512-vnni";
 constexpr int LANES = 16;  // floats of one vector
 
 using Vec = __m512;  // + - * / are the compiler's

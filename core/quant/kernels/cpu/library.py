@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -21,6 +22,7 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +37,20 @@ _PARTIAL = ".part"  # folders that a killed compiler leaves behind
 
 class Unavailable(RuntimeError):
     """There are no INT8 kernels for this machine. The message says why."""
+
+
+class Identity(NamedTuple):
+    """What a compiled library says of itself: all that its results depend on beside its arguments."""
+
+    instructions: str  # avx512-vnni or avx2
+    digest: str  # of the sources, the compiler, its flags and the processor's
+    compiler: str  # the first line of its --version
+
+
+def identity(loaded: ctypes.CDLL) -> Identity:
+    """What a library was compiled from, by what and for which instructions, as it was written into it."""
+    told = (loaded.diptych_instructions(), loaded.diptych_digest(), loaded.diptych_compiler())
+    return Identity(*(text.decode("utf-8", "replace") for text in told))
 
 
 @cache
@@ -56,14 +72,24 @@ def library(cache_dir: Path) -> ctypes.CDLL:
     return _load(path)
 
 
+def processor() -> str:
+    """What the processor calls itself."""
+    return _cpuinfo("model name") or platform.machine()
+
+
 def _processor_flags() -> set[str]:
+    return set(_cpuinfo("flags").split())
+
+
+def _cpuinfo(name: str) -> str:
+    """What Linux tells of the first processor; empty where it does not."""
     try:
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("flags"):
-                return set(line.split(":", 1)[1].split())
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
     except OSError:
         pass
-    return set()
+    return ""
 
 
 def _compiler() -> list[str]:
@@ -76,14 +102,29 @@ def _compiler() -> list[str]:
     raise Unavailable("INT8 kernels need a C++ compiler (CXX, g++ or clang++), and none was found")
 
 
+@cache
+def compiler_version() -> str:
+    """What the C++ compiler calls itself; empty where there is none. torch.compile takes the same."""
+    try:
+        return _said([*_compiler(), "--version"]).strip().partition("\n")[0]
+    except Unavailable:
+        return ""
+
+
 def _key(compiler: list[str]) -> str:
-    """Changes with whatever the machine code depends on."""
+    """Names the compiled file: it changes with the code and with what the file is linked to."""
+    digest, version = _digest(compiler)
+    return hashlib.sha256(repr((digest, version, compiler, str(_openmp()))).encode()).hexdigest()[:16]
+
+
+def _digest(compiler: list[str]) -> tuple[str, str]:
+    """A digest of all that the machine code depends on, and the compiler's version; no path is in either."""
     made = hashlib.sha256()
     for name in sorted(path.name for path in _HERE.iterdir() if path.suffix in (".cpp", ".h")):
         made.update(name.encode() + (_HERE / name).read_bytes())
-    version = _said([*compiler, "--version"])
-    made.update(repr((compiler, _FLAGS, version, sorted(_processor_flags()), str(_openmp()))).encode())
-    return made.hexdigest()[:16]
+    version = _said([*compiler, "--version"]).strip()
+    made.update(repr((compiler[1:], _FLAGS, version, sorted(_processor_flags()))).encode())
+    return made.hexdigest()[:16], version.partition("\n")[0]
 
 
 def _openmp() -> Path | None:
@@ -99,6 +140,8 @@ def _load(path: Path) -> ctypes.CDLL:
         loaded.diptych_run.restype = None
         loaded.diptych_size.argtypes = (ctypes.c_int64,)
         loaded.diptych_size.restype = ctypes.c_int64
+        for told in (loaded.diptych_instructions, loaded.diptych_digest, loaded.diptych_compiler):
+            told.argtypes, told.restype = (), ctypes.c_char_p
         pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         loaded.diptych_pack.argtypes = (pointer, pointer, count, count, count, flag, flag)
         loaded.diptych_pack.restype = None
@@ -116,7 +159,10 @@ def _compile(compiler: list[str], path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="int8-", suffix=_PARTIAL) as folder:
             work = Path(folder)
             whole, made = work / "kernels.cpp", work / "kernels.so"
-            whole.write_text("".join(f'#include "{_HERE / name}"\n' for name in SOURCES), "utf-8")
+            lines = [f'#include "{_HERE / name}"\n' for name in SOURCES]
+            for name, text in zip(("digest", "compiler"), _digest(compiler), strict=True):
+                lines.append(f'extern "C" const char* diptych_{name}() {{ return {json.dumps(text)}; }}\n')
+            whole.write_text("".join(lines), "utf-8")
             linked = [str(runtime), f"-Wl,-rpath,{runtime.parent}"] if runtime else ["-fopenmp"]
             _said([*compiler, *_FLAGS, "-c", str(whole), "-o", str(work / "kernels.o")])
             _said([*compiler, "-shared", str(work / "kernels.o"), *linked, "-o", str(made)])

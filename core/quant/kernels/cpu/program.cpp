@@ -21,6 +21,9 @@ int64_t diptych_size(int64_t kind) {
   return kind >= 0 && kind < 8 ? sizes[kind] : -1;
 }
 
+// The instruction set that all of it was compiled for.
+const char* diptych_instructions() { return diptych::INSTRUCTIONS; }
+
 void diptych_run(const Call* calls, int64_t count) {
   using namespace diptych;
   for (int64_t i = 0; i < count; ++i) switch (calls[i].kind) {

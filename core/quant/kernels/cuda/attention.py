@@ -17,6 +17,7 @@ from torch import Tensor
 from core.quant.kernels.cuda import driver
 from core.quant.kernels.cuda.attention_source import Variant, source
 from core.quant.kernels.cuda.quantize import per_channel, quantize, quantize_reference, to_levels
+from core.quant.kernels.device import ATTENTION, TORCH, Decision, say
 
 _HEAD = 64
 _OUTPUTS = {torch.bfloat16: "bf16", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
@@ -57,7 +58,7 @@ def variant_for(queries: int, keys: int, output: str) -> Variant:
 
 def lacks(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why this attention is not for the Hopper kernel, or None."""
-    if (why := driver.lacks()) is not None:
+    if (why := driver.lacks(q.device)) is not None:
         return why
     for x in (q, k, v):
         if x.dtype != torch.bfloat16 or x.shape[3] != _HEAD or x.stride(3) != 1:
@@ -84,7 +85,8 @@ def attention_int8(
     images, queries, heads, _ = q.shape
     channels = heads * q.shape[3]
     step = 0 if out_inv_scale is None else per_channel(out_inv_scale, channels)
-    if lacks(q, k, v) is not None:
+    if (why := lacks(q, k, v)) is not None:
+        say(Decision(ATTENTION, TORCH, why))
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         y = y.transpose(1, 2).reshape(images, queries, channels)
         if out_inv_scale is None:

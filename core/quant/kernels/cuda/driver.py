@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from core.quant.kernels.device import hopper_lacks
 
 _DATA_TYPES = {
     torch.int8: 0,  # the copy engine moves bytes; unsigned is as good as signed
@@ -29,8 +32,9 @@ _DATA_TYPES = {
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
-cache_folder: Path | None = None
-"""Where compiled programs are kept. None: `~/.cache/diptych/kernels`."""
+log = logging.getLogger(__name__)
+
+_kept_in = Path("~/.cache/diptych/kernels")
 
 
 class DriverError(RuntimeError):
@@ -74,19 +78,43 @@ def _nvrtc() -> ctypes.CDLL:
     raise DriverError(f"libnvrtc.so.{major} was not found; it comes with torch's CUDA packages")
 
 
+def keep_in(folder: Path) -> None:
+    """Keep compiled programs in this folder from now on; by default it is `~/.cache/diptych/kernels`."""
+    global _kept_in
+    _kept_in = folder
+
+
 @functools.cache
-def lacks() -> str | None:
-    """Why programs for Hopper cannot be built and run in this process, or None if they can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "not a Hopper device (compute capability 9.0)"
+def lacks(device: torch.device) -> str | None:
+    """Why programs for Hopper cannot be built and run on this device, or None if they can."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return hopper_lacks(None)
+    return hopper_lacks(torch.cuda.get_device_capability(device), nvrtc_lacks())
+
+
+@functools.cache
+def nvrtc_lacks() -> str | None:
+    """Why programs cannot be compiled and loaded in this process, or None if they can."""
     try:
         _nvrtc()
         _cuda()
     except (DriverError, OSError) as error:
         return str(error)
     return None
+
+
+def nvrtc_version() -> str:
+    """Raises `DriverError` where there is no NVRTC."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def driver_version() -> str:
+    """The CUDA version that the driver is made for. Raises OSError where there is no driver."""
+    number = ctypes.c_int()
+    _check(_cuda().cuDriverGetVersion(ctypes.byref(number)), "cuDriverGetVersion")
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _check(code: int, what: str) -> None:
@@ -131,10 +159,8 @@ def compile_program(text: str) -> bytes:
 
 def compiled(text: str) -> bytes:
     """The cubin of a program, from disk if it was compiled before by the same NVRTC."""
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    digest = hashlib.sha256(f"{major.value}.{minor.value}\n{text}".encode()).hexdigest()[:32]
-    folder = cache_folder or Path("~/.cache/diptych/kernels").expanduser()
+    digest = hashlib.sha256(f"{nvrtc_version()}\n{text}".encode()).hexdigest()[:32]
+    folder = _kept_in.expanduser()
     path = folder / f"{digest}.cubin"
     if path.is_file():
         return path.read_bytes()
@@ -145,9 +171,15 @@ def compiled(text: str) -> bytes:
         with os.fdopen(handle, "wb") as file:
             file.write(binary)
         Path(name).replace(path)
-    except OSError:
-        pass  # a folder that cannot be written costs seconds at the next start, no more
+    except OSError as error:
+        _not_kept(folder, error.strerror or str(error))
     return binary
+
+
+@functools.cache
+def _not_kept(folder: Path, why: str) -> None:
+    """Said once: there is one reason for all programs."""
+    log.warning("GPU kernels are compiled at every start: %s cannot be written (%s)", folder, why)
 
 
 class Kernel:

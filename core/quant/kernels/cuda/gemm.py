@@ -185,7 +185,7 @@ def product(
 
 def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: Extras) -> str | None:
     """Why this product is not for the Hopper kernel, or None: what the copy engine and 16-byte stores demand."""
-    if (why := driver.lacks()) is not None:
+    if (why := driver.lacks(x.device)) is not None:
         return why
     if out.shape[-1] % 32 or x.shape[-1] % 16:
         return "columns must be a multiple of 32 and channels of 16"

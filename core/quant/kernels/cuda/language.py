@@ -6,9 +6,15 @@ Knows nothing of kernels.
 from __future__ import annotations
 
 import importlib
+import logging
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 triton: Any = None
 tl: Any = None
@@ -19,6 +25,23 @@ with suppress(ModuleNotFoundError):
 def lacks() -> str | None:
     """Why Triton's kernels cannot be launched, or None if they can."""
     return "triton is not installed" if triton is None else None
+
+
+def keep_in(folder: Path) -> None:
+    """Have Triton keep compiled kernels in this folder, unless TRITON_CACHE_DIR names another one.
+
+    Triton fails where it cannot write; so where this folder cannot be, it gets one that ends with the machine's others
+    for temporary files, and the log says so.
+    """
+    if os.environ.get("TRITON_CACHE_DIR"):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        log.warning("Triton kernels are compiled at every start: %s cannot be written (%s)", folder, error.strerror)
+        folder = Path(tempfile.mkdtemp(prefix="diptych-triton-"))
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def kernel(function: Callable[..., None]) -> Any:

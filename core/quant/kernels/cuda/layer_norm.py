@@ -17,6 +17,7 @@ from core.quant.kernels.cuda import driver
 from core.quant.kernels.cuda.language import kernel, power, tl
 from core.quant.kernels.cuda.layer_norm_source import Variant, source
 from core.quant.kernels.cuda.quantize import levels, per_channel, to_levels
+from core.quant.kernels.device import LAYER_NORM, TRITON, Decision, say
 
 
 @kernel
@@ -69,7 +70,7 @@ def _kernel(variant: Variant, device: int) -> driver.Kernel:
 
 def lacks(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
     """Why these rows are not for the Hopper kernel, or None."""
-    if (why := driver.lacks()) is not None:
+    if (why := driver.lacks(x.device)) is not None:
         return why
     if any(t.dtype != torch.bfloat16 or t.data_ptr() % 16 or t.stride(-1) != 1 for t in (x, weight, bias)):
         return "not bf16 at multiples of 16 bytes"
@@ -87,7 +88,8 @@ def layer_norm_int8(
     """
     rows, channels = x.shape
     out = torch.empty((rows, channels), dtype=dtype, device=x.device)
-    if rows and lacks(x, weight, bias) is None:
+    why = lacks(x, weight, bias)
+    if rows and why is None:
         problem = Problem(
             x=x.data_ptr(),
             weight=weight.data_ptr(),
@@ -102,6 +104,8 @@ def layer_norm_int8(
         blocks = min((rows + 3) // 4, 8 * driver.multiprocessors(x.device.index))
         _kernel(Variant(channels, dtype == torch.float8_e4m3fn), x.device.index).launch(blocks, problem)
         return out
+    if why is not None:
+        say(Decision(LAYER_NORM, TRITON, why))
     block = power(channels)
     together = max(1, 2048 // block)
     _layer_norm[((rows + together - 1) // together,)](

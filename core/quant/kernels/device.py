@@ -1,0 +1,145 @@
+"""Decides which kernels run on a device in a precision, from a description of the device alone.
+
+Nothing here looks at hardware: `describe.py` does, so that every decision can be tested for devices that are not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+Capability = tuple[int, int]
+
+HOPPER, TRITON, AVX512, AVX2, TORCH = "hopper", "triton", "avx512-vnni", "avx2", "torch"  # fastest first on each kind
+_RANK = (HOPPER, TRITON, AVX512, AVX2, TORCH)
+TITLES = {
+    HOPPER: "Hopper kernels", TRITON: "Triton kernels", AVX512: "AVX-512 VNNI kernels", AVX2: "AVX2 kernels",
+    TORCH: "torch",
+}  # fmt: skip
+EVERY_LAYER = "all layers"
+LINEAR, GEGLU, CONV, UPSAMPLE = "linear", "geglu", "conv", "upsample conv"
+LAYER_NORM, GROUP_NORM, ATTENTION, QUANTIZE = "layer norm", "group norm", "attention", "quantize"
+
+# The least compute capability that Triton multiplies a precision on. bf16 and int8: that of Triton itself (Ampere).
+# fp8: E4M3, which tensor cores know since Ada.
+_LEAST: dict[str, Capability] = {"bf16": (8, 0), "int8": (8, 0), "fp8": (8, 9)}
+_HOPPER: Capability = (9, 0)  # `wgmma` is in this one alone: neither older nor newer GPUs have it
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the choice of kernels depends on.
+
+    `capability` is None for a CPU, and where there is no such GPU. `triton` is its version, None where it is not
+    installed. `nvrtc_lacks` says why CUDA programs cannot be compiled, `cpu_lacks` why there are no (or no faster) CPU
+    kernels; `instructions` is what the CPU kernels are compiled for, None without them.
+    """
+
+    kind: str  # cpu or cuda
+    name: str
+    capability: Capability | None = None
+    triton: str | None = None
+    nvrtc_lacks: str | None = None
+    instructions: str | None = None
+    cpu_lacks: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.capability is None else f"{self.name}, compute capability {_dotted(self.capability)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which kernels run an operation. `reason` is why no faster ones do, empty where these are the fastest."""
+
+    operation: str
+    implementation: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        said = f"{self.operation}: {TITLES[self.implementation]}"
+        return f"{said}: {self.reason}" if self.reason else said
+
+
+def lacks(device: Device, precision: str) -> str | None:
+    """Why our kernels do not run a model of this precision on the device, or None if they do."""
+    if device.kind == "cpu":
+        if precision not in ("fp32", "int8"):
+            return f"the CPU kernels know fp32 and int8, not {precision}"
+        return None if device.instructions is not None else device.cpu_lacks or "there are no CPU kernels"
+    if precision not in _LEAST:
+        return f"the GPU kernels know {', '.join(_LEAST)}, not {precision}"
+    if device.triton is None:
+        return "Triton is not installed"
+    if device.capability is None:
+        return "no CUDA device"
+    least = _LEAST[precision]
+    if device.capability < least:
+        return f"{precision} needs compute capability {_dotted(least)}, {device.name} has {_dotted(device.capability)}"
+    return None
+
+
+def instead(device: Device, precision: str) -> str:
+    """What a user may take in place of a precision that the device lacks, in words."""
+    found = [other for other in ("int8", "bf16") if other != precision and lacks(device, other) is None]
+    if device.kind == "cpu":
+        found = [*(other for other in found if other != "bf16"), "fp32"]
+    elif not found:  # torch multiplies them by itself
+        found = ["bf16" if (device.capability or _HOPPER) >= _LEAST["bf16"] else "fp16"]
+    return " or ".join(found)
+
+
+def hopper_lacks(capability: Capability | None, nvrtc_lacks: str | None = None) -> str | None:
+    """Why the Hopper kernels do not run, or None if they do."""
+    if capability is None:
+        return "no CUDA device"
+    if capability != _HOPPER:
+        return f"not a Hopper device (compute capability {_dotted(capability)})"
+    return nvrtc_lacks
+
+
+def decisions(device: Device, precision: str) -> tuple[Decision, ...]:
+    """Which kernels run each operation of an image model of this precision, as far as the device decides it.
+
+    8 bits that `lacks` gives a reason against are refused before anything is drawn (`workers.devices`), as torch would
+    only emulate them. A layer whose shape the Hopper kernels do not take falls back to Triton's, and says so (`say`).
+    """
+    why = lacks(device, precision)
+    if why is not None:
+        return (Decision(EVERY_LAYER, TORCH, why),)
+    if device.instructions is not None:
+        return (Decision(EVERY_LAYER, device.instructions, device.cpu_lacks or ""),)
+    why = hopper_lacks(device.capability, device.nvrtc_lacks)
+
+    def best(operation: str, otherwise: str) -> Decision:
+        return Decision(operation, HOPPER) if why is None else Decision(operation, otherwise, why)
+
+    attention, group_norm = best(ATTENTION, TORCH), Decision(GROUP_NORM, TRITON)
+    if precision == "bf16":
+        plain = "ours multiply 8 bits"
+        layer_norm = Decision(LAYER_NORM, TORCH, "ours writes 8 bits")
+        return (Decision(LINEAR, TORCH, plain), Decision(CONV, TORCH, plain), layer_norm, attention, group_norm)
+    eight_bits = [best(operation, TRITON) for operation in (LINEAR, GEGLU, CONV, UPSAMPLE, LAYER_NORM)]
+    return (*eight_bits, attention, group_norm, Decision(QUANTIZE, TRITON))
+
+
+def summary(found: Sequence[Decision]) -> tuple[str, str]:
+    """The fastest kernels among the decisions, and why no faster ones run ("" where these are the fastest)."""
+    best = min(found, key=lambda decision: _RANK.index(decision.implementation))
+    # The operations that are Triton's everywhere have no reason to be; attention is Hopper's wherever anything is.
+    reason = next((one.reason for one in found if one.operation == ATTENTION), best.reason)
+    return best.implementation, reason
+
+
+@functools.cache
+def say(decision: Decision) -> None:
+    """Log a decision, once in the life of the process."""
+    warn = decision.operation == EVERY_LAYER and decision.implementation == TORCH
+    log.log(logging.WARNING if warn else logging.INFO, "%s", decision)
+
+
+def _dotted(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"

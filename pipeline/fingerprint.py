@@ -1,0 +1,126 @@
+"""The fingerprint of a picture: all that can change its bits beside its parameters.
+
+Equal parameters and equal fingerprints give equal bytes where the request was deterministic. It holds no time, no name
+of a machine and no path, so that equal installations of equal code print the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from core.quant.kernels.cpu import library
+from core.quant.kernels.describe import cuda_versions, describe, digest
+from core.quant.kernels.device import TORCH, decisions, summary
+
+if TYPE_CHECKING:
+    from pipeline.load import Model
+
+ROOT = Path(__file__).resolve().parent.parent
+# The sources that a picture's bits come from: every module of ours that drawing imports and that computes or decides
+# something about it, and what writes WebP and JPEG. Paths below ROOT.
+CODE = (
+    "core/cuda_graphs.py", "core/graphs.py", "core/loras.py", "core/markup.py", "core/quant", "core/schedule.py",
+    "core/text.py", "pipeline", "unet_opt", "workers/formats.py",
+)  # fmt: skip
+_CUDA = ("core/quant/kernels/cuda", "unet_opt/fused")
+_PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "numpy")
+# By these a user has torch's libraries compute otherwise.
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+
+
+class Kernels(NamedTuple):
+    """What a model's UNet and VAE run on: a name of `core.quant.kernels.device`, and what it was made of.
+
+    `digest` is of their sources and, on a CPU, of what compiled them by `compiler`; all but the name are empty for
+    torch's.
+    """
+
+    name: str = TORCH
+    digest: str = ""
+    compiler: str = ""
+
+    @classmethod
+    def of(cls, model: Model, library_: ctypes.CDLL | None, *, fused: bool) -> Kernels:
+        """Of a model on the compiled CPU kernels, on fused layers, or, without either, on torch."""
+        if library_ is not None:
+            return cls(*library.identity(library_))
+        if not fused or model.device.type != "cuda":  # on a CPU fused layers run on torch
+            return cls()
+        found = describe(model.device, Path())  # of a GPU, for which nothing is compiled
+        return cls(summary(decisions(found, model.precision))[0], digest(ROOT, _CUDA))
+
+
+def code_digest() -> str:
+    """A digest of our sources, as they were when it was first asked for in this process."""
+    return digest(ROOT, CODE)
+
+
+def fingerprint(model: Model, *, executable: str, bucket: int | None, kernels: Kernels | None = None) -> dict[str, Any]:
+    """What can change the bits of a picture that this model draws in this process.
+
+    `executable` is "eager", "compiled", or "eager or compiled" where the engine chose at each step; "kernels" and
+    "graphs" run on `kernels`. `bucket` is the fixed number of rows of a deterministic request's forwards. None says
+    that the request shared batches of any size, and that its last bits may depend on them.
+    """
+    kernels = kernels or Kernels()
+    found = {
+        "model": model.name,
+        "weights": model.digest,
+        "precision": model.precision,
+        "device": _device(model.device),
+        "version": _version("diptych"),
+        "code": code_digest(),
+        "kernels": f"{kernels.name} {kernels.digest}".rstrip(),
+        **{package: _version(package) for package in _PACKAGES},
+        "pillow": _pillow(),
+        "libc": " ".join(platform.libc_ver()).strip(),
+        "executable": executable,
+        "bucket": bucket,
+    }
+    if compiler := kernels.compiler or (library.compiler_version() if "compiled" in executable else ""):
+        found["compiler"] = compiler
+    if model.device.type == "cuda":
+        found |= cuda_versions()
+    if given := {name: os.environ[name] for name in _VARIABLES if name in os.environ}:
+        found["environment"] = given
+    return found
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    try:
+        return version(package)  # reads a file each time
+    except PackageNotFoundError:  # of ours: a checkout that was never installed
+        return None
+
+
+@functools.cache
+def _pillow() -> str:
+    """Pillow and the libraries that write PNG, JPEG and WebP for it, which its wheels bring along."""
+    from PIL import features
+
+    codecs = {
+        "zlib": features.version_feature("zlib_ng") or features.version_codec("zlib"),
+        "jpeg": features.version_feature("libjpeg_turbo") or features.version_codec("jpg"),
+        "webp": features.version_module("webp"),
+    }
+    return ", ".join([str(_version("pillow")), *(f"{name} {number}" for name, number in codecs.items() if number)])
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    # Sums are split over threads, vector lanes and blocks that fit a processor's caches: all show in the last bits.
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"cpu {library.processor()} {capability} {threads} threads"

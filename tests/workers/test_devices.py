@@ -1,0 +1,134 @@
+"""What a device lacks is refused early and by name, and what draws is said in the log and in the card."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from core.config import Settings
+from core.quant.kernels import describe as description
+from core.quant.kernels.cpu.library import identity
+from core.quant.kernels.cuda import driver
+from core.quant.kernels.device import Device, say
+from llm import tiny as tiny_text
+from pipeline import tiny
+from pipeline.folder import ModelError
+from tests.core.quant import stage
+from tests.core.quant.kernels.test_device import A100, B200, H200, L4, NO_TRITON, V100
+from workers.build import build, precision, text_runner
+from workers.devices import keep_compiled
+
+DEVICES = {"V100": V100, "A100": A100, "L4": L4, "H200": H200, "B200": B200, "H200 without Triton": NO_TRITON}
+
+
+def settings(cache: Path, **given: object) -> Settings:
+    return Settings(cache_dir=cache, **{"model": tiny.TINY, "compile": False, **given})  # type: ignore[arg-type]
+
+
+def stand(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this device were there, up to where something would be computed on it."""
+    monkeypatch.setattr(description, "describe", lambda *_: device)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("V100", "int8", "int8 needs compute capability 8.0, Tesla V100 has 7.0; take fp16"),
+        ("V100", "fp8", "fp8 needs compute capability 8.9, Tesla V100 has 7.0; take fp16"),
+        ("A100", "int8", None),
+        ("A100", "fp8", "fp8 needs compute capability 8.9, NVIDIA A100 has 8.0; take int8 or bf16"),
+        ("L4", "fp8", None),
+        ("H200", "fp8", None),
+        ("B200", "int8", None),
+        ("H200 without Triton", "int8", "Triton is not installed; take bf16"),
+        ("V100", "fp16", None),
+    ],
+)
+def test_eight_bits_are_refused_where_the_device_does_not_multiply_them(
+    name: str, asked: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand(DEVICES[name], monkeypatch)
+    wanted = settings(tmp_path, precision=asked)
+    if said is None:
+        assert precision(wanted, "cuda") == asked
+        return
+    with pytest.raises(ModelError) as refused:
+        precision(wanted, "cuda")
+    assert str(refused.value) == f"{asked} does not run on cuda: {said}"
+
+
+def test_a_texts_precision_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand(A100, monkeypatch)
+    monkeypatch.setattr(driver, "_kept_in", driver._kept_in)
+    wanted = settings(tmp_path, device="cuda", text_model="nowhere", text_precision="fp8")
+    said: list[str] = []
+    with pytest.raises(ModelError, match=r"fp8 does not run on cuda: .* 8\.9, NVIDIA A100 has 8\.0; take int8 or bf16"):
+        text_runner(wanted, None, said.append)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "cpu"])
+def test_what_is_compiled_for_a_gpu_is_kept_in_the_settings_cache(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = driver._kept_in
+    monkeypatch.setattr(driver, "_kept_in", before)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # which is put back
+    keep_compiled(settings(tmp_path / "cache"), device)
+    on_gpu = device != "cpu"
+    assert driver._kept_in == (tmp_path / "cache" / "kernels" if on_gpu else before)
+    assert os.environ["TRITON_CACHE_DIR"] == (str(tmp_path / "cache" / "kernels" / "triton") if on_gpu else "")
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith(("workers", "core.quant"))]
+
+
+def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    instructions = identity(stage.kernels()).instructions
+    say.cache_clear()
+    folder = tiny.save(tmp_path / "tiny", tiny.Shape(channels=(16, 32), heads=(1, 2)))
+    cache = stage.CACHE.parent  # whose folder "kernels" has them compiled
+    with caplog.at_level(logging.INFO), build(settings(cache, model=str(folder), device="cpu")) as works:
+        card = works.panels["image"].card()
+    assert card.kernels == instructions
+    title = {"avx512-vnni": "AVX-512 VNNI kernels", "avx2": "AVX2 kernels"}[instructions]
+    found = lines(caplog)
+    (said,) = [line for line in found if line.startswith("all layers")]
+    assert said.startswith(f"all layers: {title}") and said.endswith(card.kernels_reason)
+    (drawn,) = [line for line in found if " draws in " in line]
+    assert drawn.startswith("tiny draws in fp32 on ")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"kernels": False}, "our own kernels are switched off"),
+        ({"precision": "bf16"}, "the CPU kernels know fp32 and int8, not bf16"),
+        ({}, "heads of width 8 are unknown"),
+    ],
+)
+def test_torch_is_said_and_announced_with_the_reason(
+    given: dict[str, object], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    say.cache_clear()
+    with caplog.at_level(logging.INFO), build(settings(tmp_path, device="cpu", **given)) as works:
+        card = works.panels["image"].card()
+    assert card.kernels == "torch" and reason in card.kernels_reason
+    assert f"all layers: torch: {card.kernels_reason}" in lines(caplog)
+    assert [record.levelname for record in caplog.records if "all layers" in record.getMessage()] == ["WARNING"]
+
+
+def test_a_text_model_announces_its_kernels(tmp_path: Path) -> None:
+    instructions = identity(stage.kernels()).instructions
+    for kernels, wanted, said in ((True, instructions, ""), (False, "torch", "our CPU kernels are switched off")):
+        given = settings(stage.CACHE.parent, device="cpu", text_model=tiny_text.TINY, kernels=kernels)
+        with build(given, text=True) as works:
+            card = works.panels["text"].card()
+        assert card.kernels == wanted
+        assert card.kernels_reason.startswith(said) and bool(card.kernels_reason) == bool(said)
