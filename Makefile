@@ -6,7 +6,7 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results serve test check fix bench eval chaos train up down test-compose
+.PHONY: results figures serve test test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -14,6 +14,17 @@ serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model 
 
 test: .venv/.installed  ## everything, on all cores; ARGS="-k floors -x" is handed to pytest
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+# On a CUDA device: what only it shows, and tests that run on one where there is one. What torch, Triton or a driver of
+# another version than CI's warns of is shown, and is no failure.
+GPU_TESTS := tests/gpu tests/pipeline/test_fused.py tests/unet_opt/fused tests/core/quant/kernels/test_cuda_kernels.py \
+    tests/llm/test_fused.py tests/llm/test_decode_kernel.py tests/llm/test_execution.py
+
+test-gpu: .venv/.installed  ## the GPU's part of the tests, on one; elsewhere what needs it is skipped and says so
+	$(BIN)/pytest -W default $(GPU_TESTS) $(ARGS)
+
+test-cpus: .venv/.installed  ## rooms that compute (core/quant, unet_opt, pipeline, llm …) as on other processors; ARGS="avx2 -- -x"
+	$(BIN)/python -m tests.cpus --jobs $(JOBS) $(ARGS)
 
 check: .venv/.installed  ## style and types; changes nothing
 	$(BIN)/ruff check .
@@ -31,11 +42,17 @@ eval: .venv/.installed  ## draws PROMPTS=captions.tsv into OUT=out/evaluation an
 	$(BIN)/diptych evaluate --prompts $(or $(PROMPTS),$(error PROMPTS= is needed: a .tsv with id and caption)) \
 	    --out $(or $(OUT),out/evaluation) $(ARGS)
 
-results: .venv/.installed  ## what docs/results.md says, measured again: DATA=folder with emoji/; hours, and nothing else may run
-	$(BIN)/python -m benchmarks.results --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/)) $(ARGS)
+results: .venv/.installed  ## what docs cite, measured again: DATA=folder with emoji/, ARGS="--only simulate"; hours, nothing else may run
+	$(BIN)/python -m benchmarks.results $(if $(DATA),--data $(DATA)) $(ARGS)
+
+figures: .venv/.installed  ## writes the figures of README.md and docs/ from the JSON files under benchmarks/
+	$(BIN)/python -m benchmarks.figures
 
 chaos: .venv/.installed  ## kills, pauses and cuts off parts of a running service, and counts what was lost
 	$(BIN)/python -m tests.faults.chaos $(ARGS)
+
+mutants: .venv/.installed  ## changes ROOM=core/jobs/keyring.py in small ways and says what no test notices; ARGS="--sample 60"
+	$(BIN)/python -m tests.mutants $(or $(ROOM),$(error ROOM= is needed: a file, such as core/jobs/keyring.py)) $(ARGS)
 
 up:  ## the whole service in containers, on http://127.0.0.1:8000; PORT=8080 for another port
 	PORT=$(or $(PORT),8000) $(COMPOSE) up --detach --build

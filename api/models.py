@@ -109,4 +109,5 @@ def _drawing(card: ModelCard) -> dict[str, Any]:
         "default_scheduler": card.default_scheduler,
         "deepcache": card.deepcache,
         "loras": card.loras,
+        "graphs": card.graphs,
     }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import record
+from benchmarks import provenance, record
 from benchmarks.ladder import stock_pipeline
 from benchmarks.loop import Loop
 from benchmarks.traces import (
@@ -96,7 +96,6 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "precision": precision,
         "deepcache": settings.deepcache,
         "kernels": runner.execution.programs,
-        "machine": record.machine(),
     }
     record.table(
         f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of full static batches' {capacity:.2f}/s "
@@ -113,8 +112,8 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
             for name, m in measured.items()
         ],
     )
-    record.publish("arrivals", result, results)
-    return result
+    rooms = (*provenance.IMAGES, "benchmarks/arrivals.py", "benchmarks/traces.py", "benchmarks/loop.py")
+    return record.publish("arrivals", result, results, rooms=rooms)
 
 
 def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: int) -> dict[str, dict[str, float]]:

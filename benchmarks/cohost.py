@@ -16,11 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import record
+from benchmarks import provenance, record
 from benchmarks.loop import Loop
 from core.batching.request import Request
 from llm.runner import GROUP
-from pipeline.execution import DEEP, Group
+from pipeline.execution import Group
+from pipeline.phases import DEEP
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -103,10 +104,9 @@ def run(
         "steps": steps,
         "model": model,
         "text_model": text_model,
-        "machine": record.machine(),
     }
-    record.publish("cohost", result, results)
-    return result
+    rooms = (*provenance.IMAGES, *provenance.TEXTS, "benchmarks/cohost.py", "benchmarks/loop.py")
+    return record.publish("cohost", result, results, rooms=rooms)
 
 
 def free_pace_s(works: Works) -> float:

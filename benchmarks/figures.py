@@ -1,147 +1,204 @@
-"""Fills docs/results.md with figures and tables of what was measured: `python -m benchmarks.figures`.
+"""`make figures` writes every measured figure of README.md and docs/ from the JSON files under benchmarks/.
 
-Knows the results' files; measures nothing.
+A page marks where figures go, in comments that render as nothing:
+
+    <!-- figures: ladder --> … <!-- end -->                      a table of `benchmarks.tables`
+    <!-- figures: serve h200/serve --> … <!-- end -->            the same table of another file
+    <!-- figures: source h200/engine --> … <!-- end -->          only where a file's figures come from
+    <!-- = serve | p99_s | .2f -->15.22<!-- / -->                one figure: file, keys, format; `1000*.0f` scales it
+
+Below each table stands what its files' provenance says, and which of the measured parts of the tree have changed since.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.ladder import QUALITY
-from benchmarks.simulation.plot import Line, draw
+from benchmarks import plots, provenance, simulate
+from benchmarks.h200.tables import TABLES as GPU_TABLES
+from benchmarks.tables import TABLES as CPU_TABLES
+from benchmarks.tables import Table
 
-_DOCS = Path(__file__).resolve().parent.parent / "docs"
-_ALPHAS = {0.0: "int8-plain", 0.3: "int8-alpha0.3", 0.5: "int8-alpha0.5", 0.65: "int8-alpha0.65", 0.8: "int8"}
-_INTERVALS = (2, 3, 5)
-
-
-def alphas(variants: dict[str, Any]) -> str:
-    """Quality of INT8 by SmoothQuant's alpha; plain INT8 stands at the left as a line."""
-    found = {alpha: variants[name] for alpha, name in _ALPHAS.items() if name in variants}
-    plain = found.pop(0.0)["psnr_db"]
-    ends = (min(found), max(found))
-    return draw(
-        [
-            Line("SmoothQuant", [(alpha, one["psnr_db"]) for alpha, one in sorted(found.items())], 0),
-            Line("plain INT8", [(end, plain) for end in ends], 1, dashed=True),
-        ],
-        "INT8 against fp32, by SmoothQuant's alpha",
-        "alpha",
-        "PSNR, dB (median picture)",
-    )
+TABLES: dict[str, Table] = {**CPU_TABLES, **GPU_TABLES}
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (provenance.ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+INLINE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- / -->)", re.DOTALL)
+SOURCE = "source"
 
 
-def intervals(variants: dict[str, Any]) -> str:
-    """The captions' score against the share of steps that are deep, for each way of caching."""
-    kinds = {
-        "fp32, block": "fp32-block{}",
-        "fp32, resnet": "fp32-resnet{}",
-        "DeepCache package": "published-{}",
-        "INT8, block": "int8-block{}",
-        "INT8, resnet": "int8-resnet{}",
-    }
+class FigureError(ValueError):
+    """A mark that cannot be filled. The message names the mark and what is wrong with it."""
+
+
+class Plot(NamedTuple):
+    """A drawing in docs/ and what it is drawn from."""
+
+    file: str
+    draw: Callable[[dict[str, Any]], str]
+
+
+PLOTS = {
+    "docs/alpha.svg": Plot("sweep", plots.alphas),
+    "docs/deepcache.svg": Plot("sweep", plots.intervals),
+    "docs/planning-h200.svg": Plot("simulate-h200", simulate.plot),
+    "docs/planning-fleet.svg": Plot("simulate-fleet", simulate.plot),
+}
+
+
+class Results:
+    """The JSON files under benchmarks/, by names such as `ladder` and `h200/engine`."""
+
+    def __init__(self, root: Path = provenance.ROOT) -> None:
+        self._root = root
+
+    def path(self, name: str) -> Path:
+        folder, _, stem = name.rpartition("/")
+        return self._root / "benchmarks" / folder / "results" / f"{stem}.json"
+
+    def shown(self, name: str) -> str:
+        return self.path(name).relative_to(self._root).as_posix()
+
+    @functools.cache  # noqa: B019 - lives as long as the command
+    def __call__(self, name: str) -> dict[str, Any] | None:
+        """None where nothing was measured yet."""
+        path = self.path(name)
+        if not path.is_file():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return found
+
+
+def fill(page: str, results: Results) -> str:
+    """The page with every mark filled anew. Raises `FigureError`."""
+    page = BLOCK.sub(lambda mark: f"{mark[1]}{_block(mark[2], results)}\n{mark[4]}", page)
+    return INLINE.sub(lambda mark: f"{mark[1]}{_figure(mark[2], results)}{mark[4]}", page)
+
+
+def cited(page: str) -> set[str]:
+    """Names of the files that a page's tables and sources are filled from."""
+    return {name for mark in BLOCK.finditer(page) for name in _files(mark[2])[1]}
+
+
+def cited_inline(page: str) -> set[str]:
+    """Names of the files that single figures in a page's text are from."""
+    return {mark[2].split("|")[0].strip() for mark in INLINE.finditer(page)}
+
+
+def _files(mark: str) -> tuple[str, tuple[str, ...]]:
+    """What a block is, and the files that it is filled from."""
+    kind, *named = mark.split()
+    if kind == SOURCE and named:
+        return kind, tuple(named)
+    if kind not in TABLES:
+        raise FigureError(f"figures: {mark}: there is no table {kind}; there are {', '.join(sorted(TABLES))}")
+    if named and len(named) != len(TABLES[kind].files):
+        raise FigureError(f"figures: {mark}: {kind} is made of {len(TABLES[kind].files)} files")
+    return kind, tuple(named) or TABLES[kind].files
+
+
+def _block(mark: str, results: Results) -> str:
+    kind, names = _files(mark)
+    found = [results(name) for name in names]
+    missing = [name for name, one in zip(names, found, strict=True) if one is None]
+    if missing:
+        return f"Not measured yet: {', '.join(missing)}."
+    lines = [] if kind == SOURCE else [*TABLES[kind].rows(*found), ""]
+    return "\n".join([*lines, *sources(names, results)])
+
+
+def _figure(mark: str, results: Results) -> str:
+    name, *keys, form = (part.strip() for part in mark.split("|"))
+    value: Any = results(name)
+    if value is None:
+        raise FigureError(f"= {mark}: there is no {results.shown(name)}")
+    try:
+        for key in keys:
+            value = value[int(key) if isinstance(value, list) else key]
+        factor, _, form = form.rpartition("*")
+        return format(value * float(factor or 1), form)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise FigureError(f"= {mark}: {type(error).__name__}: {error}") from error
+
+
+# -- where figures come from -------------------------------------------------------------------------------------------
+
+
+def sources(names: tuple[str, ...], results: Results) -> list[str]:
+    """One line for each file: commit, date, machine, command, and what has changed since."""
     lines = []
-    for number, (label, name) in enumerate(kinds.items()):
-        series = number % 3  # INT8's two lines have the colours of fp32's
-        start = variants["int8" if label.startswith("INT8") else "fp32"]
-        dots = [(1.0, 100 * start["clip_ratio"][0])]
-        dots += [(float(n), 100 * variants[name.format(n)]["clip_ratio"][0]) for n in _INTERVALS]
-        lines.append(Line(label, dots, series, dashed=not label.startswith("fp32")))
-    return draw(lines, "Captions' score by DeepCache's interval", "interval", "emoji-clip score, % of fp32's")
-
-
-def ladder(found: dict[str, Any]) -> list[str]:
-    rows = ["| rung | pictures/s | speedup | FID | score | PSNR |", "|---|---|---|---|---|---|"]
-    for rung in found["rungs"]:
-        quality = rung["quality"]
-        seen = "– | – | –" if quality is None else _seen(quality)
-        rows.append(f"| {rung['name']} | {rung['images_per_s']:.2f} | {rung['speedup']:.2f}× | {seen} |")
-    return rows
-
-
-def quality(found: dict[str, Any]) -> list[str]:
-    rows = ["| drawn as | FID | above fp32's | score | of fp32's | PSNR |", "|---|---|---|---|---|---|"]
-    for name, one in found["variants"].items():
-        more, ratio = one["fid_more"], one["clip_ratio"]
-        psnr = one["psnr_db"]
-        rows.append(
-            f"| {name} | {one['fid'][0]:.5f} | {more[0]:+.5f} ({more[1]:+.5f} to {more[2]:+.5f}) "
-            f"| {one['clip'][0]:.2f} | {ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%}) "
-            f"| {'–' if psnr is None or psnr > 90 else f'{psnr:.1f} dB'} |"
+    for name in names:
+        found = results(name)
+        about = found["provenance"] if found else {}
+        verb = "simulated" if name.startswith("simulate") else "measured"
+        machine = _machine(about["machine"])
+        command = f" by `{about['command']}`" if about["command"] else ""
+        commit = f"at commit `{about['commit']}`" if about["commit"] else "at a commit that was not recorded"
+        lines.append(
+            f"<sub>`{results.shown(name)}`: {verb} {commit} on {about['date']}{command}{machine}. "
+            f"{_since(about['rooms'])}</sub>"
         )
-    return [*rows, "", f"FID between the two halves of the real pictures: {found['halves_fid']:.5f}."]
+    return [line + ("\\" if number < len(lines) else "") for number, line in enumerate(lines, 1)]
 
 
-def sweep(found: dict[str, Any]) -> list[str]:
-    """Of few captions a FID says little, so there is none."""
-    rows = [f"| {found['captions']} captions | score, of fp32's | PSNR |", "|---|---|---|"]
-    for name, one in found["variants"].items():
-        ratio, psnr = one["clip_ratio"], one["psnr_db"]
-        seen = "–" if psnr is None or psnr > 90 else f"{psnr:.1f} dB"
-        rows.append(f"| {name} | {ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%}) | {seen} |")
-    return rows
+def _machine(found: dict[str, Any] | None) -> str:
+    if not found:
+        return ", on a machine that was not recorded"
+    gpus = found.get("gpus", 1)
+    chip = (f"{gpus} × {found['gpu']}" if gpus > 1 else found["gpu"]) if found.get("gpu") else _chip(found)
+    versions = [f"{name} {found[name]}" for name in ("torch", "triton", "driver") if found.get(name)]
+    return f" ({', '.join([chip, *versions])})"
 
 
-def arrivals(found: dict[str, Any]) -> list[str]:
-    names = {
-        "engine": "the engine", "window_free": "request-level, what waits", "window_3s": "request-level, 3 s window",
-        "diffusers": "stock diffusers, what waits",
-    }  # fmt: skip
-    rows = [
-        f"{found['rate_per_s']:.2f}/s, {found['precision']}, DeepCache {found['deepcache']}.", "",
-        "| | mean | p50 | p99 | engine's p99 against it |", "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for name, label in names.items():
-        if name in found:
-            one = found[name]
-            ratio = found["engine"]["p99_s"] / one["p99_s"]
-            rows.append(
-                f"| {label} | {one['mean_s']:.2f} s | {one['p50_s']:.2f} s | {one['p99_s']:.2f} s | {ratio:.2f}× |"
-            )
-    return [
-        *rows, "",
-        f"With a full queue the engine draws {found['saturated_per_s']:.2f}/s, {found['saturated_ratio']:.2f}× of full "
-        f"static batches' {found['capacity_per_s']:.2f}/s; stock diffusers in such batches draws "
-        f"{found['diffusers_capacity_per_s']:.2f}/s.",
-    ]  # fmt: skip
+def _chip(found: dict[str, Any]) -> str:
+    return f"{found['processor']}, {found['cores']} cores, {found['capability']}"
 
 
-def peers(found: dict[str, Any]) -> list[str]:
-    rows = [f"| contender | {found['rows']} rows |", "|---|---|"]
-    return rows + [f"| {name} | {ms:.1f} ms |" for name, ms in found["unet_ms"].items() if ms is not None]
+def _since(rooms: dict[str, str]) -> str:
+    if not rooms:
+        return "What has changed since is not known."
+    changed = [room for room, was in sorted(rooms.items()) if _now(room) != was]
+    if not changed:
+        return "Nothing that was measured has changed since."
+    return f"Changed since: {', '.join(f'`{room}`' for room in changed)}."
 
 
-def _seen(quality: dict[str, Any]) -> str:
-    psnr = quality["psnr_db"]
-    exact = psnr is None or psnr > 90
-    return f"{quality['fid'][0]:.5f} | {quality['clip'][0]:.2f} | {'–' if exact else f'{psnr:.1f} dB'}"
+@functools.cache
+def _now(room: str) -> str:
+    return provenance.digest(provenance.files(room))
 
 
-TABLES = {"ladder": ladder, "quality": quality, "sweep": sweep, "arrivals": arrivals, "peers": peers}
-SWEEP = QUALITY.with_name("sweep.json")
+def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:
+    """Every file that figures are written into, and what it should hold. Raises `FigureError`."""
+    results = Results(root)
+    for name in PAGES:
+        try:
+            yield root / name, fill((root / name).read_text("utf-8"), results)
+        except FigureError as error:
+            raise FigureError(f"{name}: {error}") from error
+    for name, plot in PLOTS.items():
+        found = results(plot.file)
+        if found is None:
+            raise FigureError(f"{name}: there is no {results.shown(plot.file)}")
+        yield root / name, plot.draw(found)
 
 
-def fill(page: str, results: Path) -> str:
-    """The page with each table between its two marks; a table whose result is not there stays as it is."""
-    for name, table in TABLES.items():
-        path = results / f"{name}.json"
-        start, found, rest = page.partition(f"<!-- {name} -->\n")
-        if path.is_file() and found:
-            rows = "\n".join(table(json.loads(path.read_text("utf-8"))))
-            _, end, after = rest.partition("<!-- end -->")
-            page = f"{start}{found}{rows}\n{end}{after}"
-    return page
-
-
-def main() -> None:
-    variants: dict[str, Any] = json.loads(SWEEP.read_text("utf-8"))["variants"]
-    (_DOCS / "alpha.svg").write_text(alphas(variants), "utf-8")
-    (_DOCS / "deepcache.svg").write_text(intervals(variants), "utf-8")
-    page = _DOCS / "results.md"
-    page.write_text(fill(page.read_text("utf-8"), QUALITY.parent), "utf-8")
+def main() -> int:
+    try:
+        changed = [(path, text) for path, text in written() if not path.is_file() or path.read_text("utf-8") != text]
+    except FigureError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path, text in changed:
+        path.write_text(text, "utf-8")
+        print(f"written: {path.relative_to(provenance.ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

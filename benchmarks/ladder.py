@@ -1,12 +1,10 @@
 """The ladder: pictures per second of one model, one optimization a rung, all measured in one run.
 
-Knows the stock diffusers pipeline and the engine; measures speed. What a rung costs in quality is read from what
-`evaluation.variants` has found, and said beside it.
+Measures speed alone: what a rung costs in quality is measured by `evaluation.variants`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 import time
@@ -16,7 +14,7 @@ from pathlib import Path
 from threading import Semaphore
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import record
+from benchmarks import provenance, record
 from core import schedule
 from core.batching.request import Request
 from core.batching.runner import Lane
@@ -38,8 +36,6 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "+deepcache": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "auto"},
 }
 RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
-_DRAWN_AS = {"+int8": "int8", "+deepcache": "int8-auto"}  # variants of evaluation.variants; all else is fp32
-QUALITY = Path(__file__).resolve().parent / "results" / "quality.json"
 STATIC_BATCH = 8
 IN_FLIGHT = 16
 _ROUND = 32  # pictures of each rung before it is the next one's turn: drift of the machine meets all rungs alike
@@ -78,25 +74,20 @@ def run(
             "images_per_s": round(rate, 4),
             "speedup": round(rate / first[0], 3),
             "spread": [round(value, 4) for value in (low, high)],
-            "quality": _quality(settings, name),
             "memory": memory.get(name),
         }
         for name, (rate, low, high) in measured.items()
     ]
     record.table(
         f"{Path(settings.model_name).name}, {steps} steps, guidance",
-        ("rung", "pictures/s", "speedup", "lowest to highest", "emoji-clip FID", "emoji-clip score", "PSNR to fp32"),
+        ("rung", "pictures/s", "speedup", "lowest to highest"),
         [
-            (
-                r["name"], f"{r['images_per_s']:.3f}", f"{r['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*r["spread"]),
-                *_seen(r["quality"]),
-            )
+            (r["name"], f"{r['images_per_s']:.3f}", f"{r['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*r["spread"]))
             for r in rows
         ],
-    )  # fmt: skip
+    )
     result = {
         "rungs": rows,
-        "machine": record.machine(),
         "model": Path(settings.model_name).name,
         "steps": steps,
         "pictures": -(-pictures // _ROUND) * _ROUND,
@@ -104,27 +95,7 @@ def run(
         "static_batch": STATIC_BATCH,
         "resident_mib": record.resident_mib(),
     }
-    record.publish("ladder", result, results)
-    return result
-
-
-def _quality(settings: Settings, rung: str) -> dict[str, Any] | None:
-    """What the rung's pictures were found to be worth; None for a model that nobody looked at."""
-    try:
-        found = json.loads(QUALITY.read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    if found["model"] != Path(settings.model_name).name:
-        return None
-    variant: dict[str, Any] = found["variants"][_DRAWN_AS.get(rung, "fp32")]
-    return variant
-
-
-def _seen(quality: dict[str, Any] | None) -> tuple[str, str, str]:
-    if quality is None:
-        return "–", "–", "–"
-    psnr = quality["psnr_db"]
-    return f"{quality['fid'][0]:.5f}", f"{quality['clip'][0]:.2f}", "–" if psnr > 90 else f"{psnr:.1f} dB"
+    return record.publish("ladder", result, results, rooms=(*provenance.IMAGES, "benchmarks/ladder.py"))
 
 
 def _in_batches(draw: Draw, jobs: Sequence[tuple[str, int]], size: int) -> None:

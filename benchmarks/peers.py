@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import openvino_unet, record
+from benchmarks import openvino_unet, provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
 from core.graphs import Executables, Key
@@ -100,7 +100,6 @@ def run(
     if settings.device.startswith("cuda"):
         raise record.BenchError("--device: the peers are compared on a processor, not on a GPU")
     with record.alone():
-        machine = record.machine()
         lane = Lane("peers")  # all compute on one thread: see Lane
         try:
             measured, left_out, keys_ms = lane.call(lambda: _compare(settings, rows, forwards))
@@ -128,10 +127,10 @@ def run(
         "calibration": {"captions": len(CALIBRATION), "steps": STEPS},
         "model": Path(settings.model_name).name,
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
-        "machine": machine | {"threads": threads},
+        "threads": threads,
     }
-    record.publish("peers", result, results)
-    return result
+    rooms = (*provenance.IMAGES, "benchmarks/peers.py", "benchmarks/openvino_unet.py")
+    return record.publish("peers", result, results, rooms=rooms)
 
 
 # -- the contenders ------------------------------------------------------------------------------------------------

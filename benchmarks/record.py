@@ -1,23 +1,18 @@
-"""What every benchmark shares: one at a time on a machine, a table for people, one JSON object as the last line.
-
-Knows files and machines; knows nothing of what is measured.
-"""
+"""What every benchmark shares: one at a time on a machine, a table for people, one JSON file with its provenance."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import provenance
+
 RESULTS = Path(__file__).resolve().parent / "results"
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 class BenchError(RuntimeError):
@@ -42,26 +37,6 @@ def alone() -> Iterator[None]:
         lock.release()
 
 
-def machine() -> dict[str, Any]:
-    """What figures depend on: processor, cores, memory, versions, load at the start, and the commit."""
-    import psutil
-    import torch
-
-    return {
-        "processor": _processor(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def resident_mib() -> float:
     """Resident memory of this process."""
     import psutil
@@ -82,11 +57,37 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console().print(drawn)
 
 
-def publish(name: str, result: dict[str, Any], folder: Path | None = None) -> None:
-    """Store the result as `name`.json and print it as the last line of stdout."""
-    folder = writable(folder or RESULTS)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result), flush=True)
+def publish(
+    name: str, result: dict[str, Any], folder: Path | None = None, *, rooms: Sequence[str] = provenance.IMAGES
+) -> dict[str, Any]:
+    """Store and return the result with its provenance, as `write` does, and print it as the last line of stdout."""
+    whole = write(name, result, folder, rooms=rooms)
+    print(json.dumps(whole), flush=True)
+    return whole
+
+
+def write(
+    name: str, result: dict[str, Any], folder: Path | None = None, *, rooms: Sequence[str] = provenance.IMAGES
+) -> dict[str, Any]:
+    """Store the result with its provenance as `name`.json, and return both.
+
+    `rooms` are the files and folders whose code decides the figures. Where the tree has uncommitted changes the file
+    says so, and stderr too: docs cannot cite it.
+    """
+    about = provenance.provenance(rooms)
+    whole = {**result, "provenance": about}
+    (writable(folder or RESULTS) / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
+    _warn(name, about["commit"])
+    return whole
+
+
+def _warn(name: str, commit: str | None) -> None:
+    if commit is None:
+        print(
+            f"{name}: the commit is not known; set {provenance.COMMIT_VARIABLE} where there is no git", file=sys.stderr
+        )
+    elif commit.endswith(provenance.DIRTY):
+        print(f"{name}: source files differ from {commit}; docs cannot cite these figures", file=sys.stderr)
 
 
 def writable(folder: Path) -> Path:
@@ -97,22 +98,3 @@ def writable(folder: Path) -> Path:
             return folder
     except OSError as error:
         raise BenchError(f"--results: {folder} cannot be written ({error.strerror})") from error
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str | None:
-    """What is checked out; None where that is not known."""
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -1,6 +1,6 @@
-"""`make results`: measures all that docs/results.md tells, one thing after the other, and fills the page in.
+"""`make results`: runs the benchmarks that the docs cite, one after the other, and writes their figures into the docs.
 
-Knows commands and their order; each measures by itself, and keeps what it found in benchmarks/results.
+Each stores its JSON file with its provenance by itself; this lists with which options.
 """
 
 from __future__ import annotations
@@ -11,30 +11,68 @@ import subprocess
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import provenance, record
+
+_ROOT = provenance.ROOT
 _EVERY = 25  # of the captions calibrate
 _WHOLE = ("fp32", "fp32-seeds2", "fp32-seeds3", "int8", "int8-auto")  # drawn with all captions
 _SWEPT = 32  # every so many captions are drawn in all ways
+_LOADS = "0.3,0.5,0.6,0.7,0.8,0.9,0.95"
+_MIXED = "--steps 12,20,30,50 --deepcache off,2"
+_FLEET = "--costs h200 --load 0.8"
+
+_BENCHES = {
+    "ladder": "ladder --rungs diffusers,diffusers-static-batch,step-batching,+kernels,+int8,+deepcache",
+    "arrivals": "arrivals --deepcache auto --pictures 80",
+    "serve": "serve --pictures 300",
+    "text-emoji-lm": "text --text-model models/emoji-lm --text-draft models/emoji-lm-draft --turns 2",
+    "text-llama-100m": "text --text-model random:llama-100m --turns 1 --requests 32",
+    "cohost": "cohost",
+    "peers": "peers",
+    "simulate-h200": f"simulate --costs h200 --load {_LOADS}",
+    "simulate-h200-deepcache": f"simulate --costs h200 --load {_LOADS} --deepcache 2",
+    "simulate-h200-mixed": f"simulate --costs h200 --load 0.5,0.7,0.8,0.9 {_MIXED} --pictures 10000",
+    "simulate-h200-bursts": "simulate --costs h200 --load 0.2,0.4,0.6 --bursts 5,15 --pictures 10000",
+    "simulate-cpu": f"simulate --costs cpu --load {_LOADS}",
+    "simulate-cpu-auto": "simulate --costs cpu --load 0.3,0.5,0.7,0.8,0.9,0.95,2 --deepcache auto --pictures 10000",
+    "simulate-fleet": f"simulate {_FLEET} --gpus 1,8,64,1000 --pictures 100000",
+    "simulate-fleet-mixed": f"simulate {_FLEET} --gpus 1,8,64,1000 --pictures 40000 {_MIXED}",
+    "simulate-fleet-mixed-4": f"simulate {_FLEET} --gpus 8,64 --pictures 40000 {_MIXED} --image-jobs 4",
+    "simulate-fleet-mixed-2": f"simulate {_FLEET} --gpus 8,64 --pictures 40000 {_MIXED} --image-jobs 2",
+}
+RUNS: dict[str, list[str]] = {
+    name: ["-m", "cli", "bench", *words.split(), *(["--name", name] if name.startswith("simulate") else [])]
+    for name, words in _BENCHES.items()
+}
+RUNS["scheduling"] = ["-m", "benchmarks.scheduling"]
+RUNS["chaos"] = ["-m", "tests.faults.chaos"]
+QUALITY = ("quality", "sweep")  # need data; hours
+NAMES = (*RUNS, *QUALITY)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
-    parser.add_argument(
-        "--data", type=Path, required=True, help="a folder with emoji/captions.tsv and emoji/images.zip"
-    )
+    parser.add_argument("--data", type=Path, help="a folder with emoji/captions.tsv and emoji/images.zip")
     parser.add_argument("--work", type=Path, default=_ROOT / "build" / "results", help="for what is made on the way")
-    parser.add_argument("--skip", nargs="*", default=[], choices=("quality", "ladder", "arrivals", "peers"))
+    parser.add_argument("--only", metavar="NAME,…", help=f"those whose names begin so, of {', '.join(NAMES)}")
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
-    if "quality" not in options.skip:
-        quality(options.data, options.work)
-    for bench, more in (("ladder", []), ("arrivals", ["--deepcache", "auto"]), ("peers", [])):
-        if bench not in options.skip:
-            _run("-m", "cli", "bench", bench, *more)
+    wanted = tuple((options.only or "").split(","))
+    names = [name for name in NAMES if name.startswith(wanted)]
+    if any(not name or not any(known.startswith(name) for known in NAMES) for name in wanted if options.only):
+        parser.error(f"--only: there is no {options.only}; there are {', '.join(NAMES)}")
+    if options.data is None and set(names) & set(QUALITY):
+        parser.error(f"--data: is needed for {' and '.join(QUALITY)}; --only leaves them out")
+    failed = [name for name in names if name in RUNS and not _measured(name)]
+    if drawn := [name for name in QUALITY if name in names]:
+        options.work.mkdir(parents=True, exist_ok=True)
+        quality(options.data, options.work, drawn)
     _run("-m", "benchmarks.figures")
+    if failed:
+        print(f"not measured: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
 
 
-def quality(data: Path, work: Path) -> None:
+def quality(data: Path, work: Path, names: list[str]) -> None:
     """Draw every caption in a few ways and some captions in every way, and score them; resumes."""
     from pipeline.load import load
     from pipeline.prompts import read
@@ -44,15 +82,23 @@ def quality(data: Path, work: Path) -> None:
     if not (work / "real").is_dir():
         _run("-m", "training.real", "--data", str(data), "--out", str(work / "real"))
     watch(load(str(_ROOT / "models" / "emoji-xl")), captions[::_EVERY], work / "statistics.safetensors")
-    for name, asked, only in (("quality", captions, ("--only", *_WHOLE)), ("sweep", captions[::_SWEPT], ())):
+    for name in names:
+        asked, only = (captions, ("--only", *_WHOLE)) if name == "quality" else (captions[::_SWEPT], ())
         folder = work / name
         folder.mkdir(exist_ok=True)
         (folder / "captions.json").write_text(json.dumps(asked), "utf-8")
         shared = ("--captions", str(folder / "captions.json"), "--out", str(folder / "drawn"))
         more = ("--work", str(folder / "pixels"), "--statistics", str(work / "statistics.safetensors"))
         _run("-m", "evaluation.variants", "draw", *shared, *more, *only)
-        found = _run("-m", "evaluation.variants", "score", *shared, "--real", str(work / "real"))
-        (_ROOT / "benchmarks" / "results" / f"{name}.json").write_text(found, "utf-8")
+        found = json.loads(_run("-m", "evaluation.variants", "score", *shared, "--real", str(work / "real")))
+        rooms = (*provenance.IMAGES, "evaluation/variants.py", "models/emoji-clip")
+        record.write(name, found, rooms=rooms)
+
+
+def _measured(name: str) -> bool:
+    """Run one benchmark, which prints as it goes; whether it ended well."""
+    print(f"== {name}: python {' '.join(RUNS[name])}", file=sys.stderr, flush=True)
+    return subprocess.run([sys.executable, *RUNS[name]], cwd=_ROOT, check=False).returncode == 0
 
 
 def _run(*arguments: str) -> str:
@@ -64,4 +110,4 @@ def _run(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What a scheduling decision costs with many requests waiting: `python -m benchmarks.scheduling`, one JSON line.
+"""What a scheduling decision costs with many requests waiting: `python -m benchmarks.scheduling`.
 
 An image runner that computes nothing stands in for a model, with 32 slots, batches of up to 16 rows and an
 affine cost curve; every request that ends is replaced at once. Knows nothing of lanes' threads or of devices:
@@ -7,12 +7,12 @@ an iteration is `schedule`, `finish` and `take_ended`, on one core.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
 
+from benchmarks import provenance, record
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import Ticket
 from core.batching.scheduler import Scheduler
@@ -131,7 +131,9 @@ def measure(waiting: int) -> dict[str, float]:
 
 
 def main() -> None:
-    print(json.dumps({"scheduling": [measure(waiting) for waiting in (0, 1_000, 10_000)]}))
+    with record.alone():
+        measured = {str(waiting): measure(waiting) for waiting in (0, 1_000, 10_000)}
+    record.publish("scheduling", {"waiting": measured}, rooms=(*provenance.SCHEDULING, "benchmarks/scheduling.py"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import flood, record
+from benchmarks import flood, provenance, record
 from benchmarks.flood import percentile, probe
 from core.config import Settings
 from deployment.children import Child
@@ -70,6 +70,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         raise record.BenchError("httpx2 is not installed; it comes with the dev extra") from None
     with record.alone(), _service(settings) as (url, store, keyring, serve):
         result = asyncio.run(_measure(url, store, serve, steps, pictures))
+        result |= _drawn_by(url)
         result |= _flooded(url, store, keyring, serve, steps)
     result |= {
         "load": LOAD,
@@ -77,7 +78,6 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "steps": steps,
         "model": Path(settings.model_name).name,
         "compiled": settings.compile,
-        "machine": record.machine(),
     }
     record.table(
         f"{pictures} Poisson arrivals at {result['rate_per_s']:.2f}/s through HTTP, "
@@ -97,8 +97,8 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
             ("/metrics meanwhile", "", _ms(result["flood_metrics_p99_s"])),
         ],
     )
-    record.publish("serve", result, results)
-    return result
+    rooms = (*provenance.SERVICE, "benchmarks/serve.py", "benchmarks/flood.py")
+    return record.publish("serve", result, results, rooms=rooms)
 
 
 @contextlib.contextmanager
@@ -142,6 +142,15 @@ def _flooded(url: str, store: JobStore, keyring: Keyring, serve: Child, steps: i
 
     with Console(stderr=True).status(f"{flood.RATE_PER_S:g} submissions a second for {flood.SECONDS:g} s"):
         return asyncio.run(flood.flood(url, store, keyring, _part(serve, "api"), steps=steps))
+
+
+def _drawn_by(url: str) -> dict[str, Any]:
+    """The precision and DeepCache schedule that the service's worker has chosen, as it announces them."""
+    import httpx2
+
+    cards = [model["diptych"] for model in httpx2.get(f"{url}/v1/models", trust_env=False).json()["data"]]
+    (card,) = (card for card in cards if card["modality"] == "image")
+    return {"precision": card["precision"], "deepcache": card["deepcache"]}
 
 
 def _part(serve: Child, name: str) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import record
+from benchmarks import provenance, record
 from benchmarks.simulation import traffic
-from benchmarks.simulation.costs import ENCODE, STEPS, Costs
+from benchmarks.simulation.costs import ENCODE, SHIPPED, STEPS, Costs, read
 from benchmarks.simulation.fleet import Served, StepLevel
 from benchmarks.simulation.plot import Line, draw
 from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
@@ -26,6 +26,7 @@ from benchmarks.simulation.traffic import Bursts, Job, Mix
 from core.schedule import AUTO, AUTOMATIC, BLOCK, DeepCache
 from pipeline.parameters import ImageParameters
 
+ROOMS = (*provenance.SCHEDULING, "pipeline/parameters.py", "benchmarks/simulate.py", "benchmarks/simulation")
 MOST_GPUS, MOST_PICTURES = 10_000, 10_000_000
 _WARM = 0.1  # of the arrivals come to a fleet that is still filling, and do not count for latencies
 _AXES = {"gpus": ("GPUs", "GPUs"), "load": ("load", "load, as a share of what the table allows")}
@@ -48,12 +49,12 @@ class Plan:
     device: Device = field(default_factory=Device)
 
     def policies(self) -> dict[str, str]:
-        """The ways of batching, and how a person calls them."""
-        return {
-            "step_level": "step-level",
-            "window_free": "what waits",
-            "window": f"{self.window_s:g} s window",
-        }
+        return policies(self.window_s)
+
+
+def policies(window_s: float) -> dict[str, str]:
+    """The ways of batching, and how a person calls them."""
+    return {"step_level": "step-level", "window_free": "what waits", "window": f"{window_s:g} s window"}
 
 
 def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "simulate") -> dict[str, Any]:
@@ -71,9 +72,8 @@ def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "s
             if point is not None:
                 result["points"].append(point)
     _tabulate(result, plan)
-    (folder / f"{name}.svg").write_text(_plot(result, plan))
-    record.publish(name, result, folder)
-    return result
+    (folder / f"{name}.svg").write_text(plot(result))
+    return record.publish(name, result, folder, rooms=(*ROOMS, *_table_file(costs)))
 
 
 def about(costs: Costs, plan: Plan) -> dict[str, Any]:
@@ -101,7 +101,6 @@ def about(costs: Costs, plan: Plan) -> dict[str, Any]:
         "window_s": plan.window_s,
         "capacity_per_s": round(capacity(costs, plan.device, plan.mix), 4),
         "solo_s": round(sum(share * solo_s(costs, wanted) for wanted, share in kinds), 4),
-        "commit": record.commit(),
         "points": [],
     }
 
@@ -231,7 +230,7 @@ def check(costs: Costs, plan: Plan) -> None:
 def _tabulate(result: dict[str, Any], plan: Plan) -> None:
     from rich.console import Console
 
-    swept = _swept(plan)
+    swept = swept_by(result)
     rows = []
     for point in result["points"]:
         for policy, label in plan.policies().items():
@@ -259,11 +258,11 @@ def _tabulate(result: dict[str, Any], plan: Plan) -> None:
         Console(stderr=True).print(note, highlight=False)
 
 
-def _plot(result: dict[str, Any], plan: Plan) -> str:
+def plot(result: dict[str, Any]) -> str:
     """p99 (and p50, dashed) over load or number of devices; of a single point, the distribution of latencies."""
     lines = []
-    swept = _swept(plan)
-    for series, (policy, label) in enumerate(plan.policies().items()):
+    swept = swept_by(result)
+    for series, (policy, label) in enumerate(policies(result["window_s"]).items()):
         found = [(point[swept], point["policies"][policy]) for point in result["points"]]
         if len(found) == 1:
             at = found[0][1]["percentiles_s"]
@@ -278,9 +277,16 @@ def _plot(result: dict[str, Any], plan: Plan) -> str:
     return draw(lines, device, _AXES[swept][1], "p99 (dashed: p50), s", log_x=swept == "gpus", log_y=True)
 
 
-def _swept(plan: Plan) -> str:
-    """What points differ by."""
-    return "gpus" if len(plan.gpus) > 1 else "load"
+def swept_by(result: dict[str, Any]) -> str:
+    """What the points of a result differ by."""
+    return "gpus" if len({point["gpus"] for point in result["points"]}) > 1 else "load"
+
+
+def _table_file(costs: Costs) -> tuple[str, ...]:
+    """The cost table, where it is one of those that are shipped."""
+    path = SHIPPED / costs.name
+    shipped = path.is_file() and read(path).measured == costs.measured
+    return (path.relative_to(provenance.ROOT).as_posix(),) if shipped else ()
 
 
 def _shares(choice: traffic.Choice[Any], word: Any) -> dict[str, float]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
 from llm.pages import PAGE
@@ -108,11 +108,10 @@ def run(
         "requests": requests,
         "tokens": sum(job.tokens for job in jobs),
         "static_batch": STATIC_BATCH,
-        "machine": record.machine(),
         "resident_mib": record.resident_mib(),
     }
-    record.publish(f"text-{bench.model.name.removeprefix('random:')}", result, results)
-    return result
+    name = f"text-{bench.model.name.removeprefix('random:')}"
+    return record.publish(name, result, results, rooms=(*provenance.TEXTS, "benchmarks/text.py"))
 
 
 class _Bench:

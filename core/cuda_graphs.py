@@ -1,46 +1,106 @@
 """CUDA graphs for static shapes: a callable's kernels are recorded once, and then started all together.
 
-Knows callables and tensors; knows nothing of what is computed. To be used by one thread at a time.
+What records is handed in (`Recorder`), so that a test without a GPU can run the same code with a recorder of its own.
+To be used by one thread at a time.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+T = TypeVar("T")
+
 _WARM = 2  # runs before recording: they compile kernels, choose algorithms and fill the allocator
 
 
-class Captured:
-    """One callable at the shapes of the arguments that it was made with."""
+class Recorder(Protocol):
+    """Records what a callable does on the device. All recordings of one recorder share memory: one runs at a time."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Any, options: Mapping[str, Any], pool: Any) -> None:
-        """Runs `function(*arguments, **options)` to record it. `pool` is memory that graphs share."""
+    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Run `function`; returns what replays it, and its result.
+
+        A replay runs no Python of `function`: it repeats what was done, on the same memory. It reads what lies in the
+        tensors that were read then, and writes into the tensors of the result. Those hold this replay's values until
+        the next replay of any recording.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait for the device and give back what only recording needed: after the last one, and after one that failed.
+
+        Raises where the device is lost, and no later result could be trusted.
+        """
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, all in one private memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all recordings: cuBLAS keeps a workspace for each stream that it has ever seen.
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM):
+                function()
+            self._stream.synchronize()
+            # Not `torch.cuda.graph`, which empties the allocator's cache each time: traffic goes on between recordings.
+            # "thread_local": other threads may allocate meanwhile, another panel on its own stream.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                made = function()
+                graph.capture_end()
+            except BaseException:
+                self._give_up(graph)
+                raise
+        current.wait_stream(self._stream)
+        return graph.replay, made
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a capture that held nothing yet
+                graph.capture_end()
+        except RuntimeError:
+            # A capture that CUDA called off, as for what it cannot record, leaves the pool unfit for another.
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+class Captured:
+    """One recorded callable, at the shapes of the arguments that it was recorded with."""
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Any, options: Mapping[str, Any], recorder: Recorder
+    ) -> None:
+        """Records `function(*arguments, **options)` on copies of the tensors among them."""
         leaves, self._form = tree_flatten((tuple(arguments), dict(options)))
         self._static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._last = list(leaves)
+        # What was copied last, held so that no other tensor can come to lie at its address while it is compared with.
+        self._last: list[Any] = [None] * len(leaves)
         given, named = tree_unflatten(self._static, self._form)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM):
-                function(*given, **named)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.current_stream().synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: another panel on its own stream.
-        with torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-            self._made = function(*given, **named)
+        self._replay, self._made = recorder.record(lambda: function(*given, **named))
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the callable returns, in memory that the next call of any graph of the pool overwrites.
+        """What the callable returns, in memory that the next replay of any graph of the recorder overwrites.
 
         Tensors that are the very ones of the call before are taken to hold what they held. Raises ValueError for
-        arguments of other forms or shapes than those recorded.
+        arguments of other forms, shapes or types than those recorded.
         """
         leaves, form = tree_flatten((arguments, options))
         if form != self._form:
@@ -50,35 +110,60 @@ class Captured:
                 if given != own:
                     raise ValueError(f"argument {i} is {given!r}, and {own!r} was recorded")
             elif given is not last:
-                if given.shape != own.shape:
-                    raise ValueError(f"argument {i} is {[*given.shape]}, and {[*own.shape]} was recorded")
+                if given.shape != own.shape or given.dtype != own.dtype:
+                    raise ValueError(
+                        f"argument {i} is {given.dtype} {[*given.shape]}, and {own.dtype} {[*own.shape]} was recorded"
+                    )
                 own.copy_(given)
                 self._last[i] = given
-        self._graph.replay()
+        self._replay()
         return self._made
 
 
 class Graphs:
-    """Callables by phase, recorded when a shape is first met; the least recently used are let go beyond `capacity`."""
+    """Recorded callables by phase and shape; the least recently used are let go beyond `capacity`."""
 
-    def __init__(self, phases: Mapping[str, Callable[..., Any]], device: torch.device, *, capacity: int = 128) -> None:
-        """On a device that records no graphs the callables are simply called."""
+    def __init__(
+        self, phases: Mapping[str, Callable[..., Any]], recorder: Recorder | None, *, capacity: int = 128
+    ) -> None:
+        """Without a recorder, as on a device that knows no graphs, callables are called as they are."""
         self._phases = phases
+        self._recorder = recorder
         self._capacity = capacity
         self._known: OrderedDict[Hashable, Captured] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    @property
+    def records(self) -> bool:
+        """Whether anything is ever recorded."""
+        return self._recorder is not None
+
+    def has(self, phase: str, shape: Hashable) -> bool:
+        """Whether a recording of this shape is there. Safe on any thread."""
+        return (phase, shape) in self._known
+
+    def record(self, phase: str, shape: Hashable, *arguments: Any, **options: Any) -> None:
+        """Record the phase's callable on these arguments, unless it is. Raises what that raises, keeping nothing."""
+        key = (phase, shape)
+        if self._recorder is None or key in self._known:
+            return
+        while len(self._known) >= self._capacity:
+            self._known.popitem(last=False)
+        self._known[key] = Captured(self._phases[phase], arguments, options, self._recorder)
+
+    def settle(self) -> None:
+        """What the recorder's does: for after the last recording, and after one that failed."""
+        if self._recorder is not None:
+            self._recorder.settle()
 
     def run(self, phase: str, shape: Hashable, *arguments: Any, **options: Any) -> Any:
-        """The phase's callable on these arguments. `shape` tells apart what one recording cannot serve."""
-        if self._pool is None:
-            return self._phases[phase](*arguments, **options)
-        key = (phase, shape)
-        captured = self._known.get(key)
+        """The phase's callable on these arguments: replayed where this shape is recorded, called where it is not.
+
+        `shape` tells apart what one recording cannot serve.
+        """
+        captured = self._known.get((phase, shape))
         if captured is None:
-            while len(self._known) >= self._capacity:
-                self._known.popitem(last=False)
-            captured = self._known[key] = Captured(self._phases[phase], arguments, options, self._pool)
-        self._known.move_to_end(key)
+            return self._phases[phase](*arguments, **options)
+        self._known.move_to_end((phase, shape))
         return captured(*arguments, **options)
 
     def __len__(self) -> int:

@@ -10,18 +10,21 @@ import hashlib
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from core import loras as names
+from core.batching.runner import Refused
 from pipeline import lora, lora_file
 from pipeline.folder import ModelError
 from pipeline.lora_file import Factors
 
 if TYPE_CHECKING:
     from pipeline.load import Model
+
+T = TypeVar("T")
 
 _PLAIN = ("fp32", "bf16", "fp16")
 
@@ -197,3 +200,11 @@ def _parts(model: Model) -> dict[str, object]:
 def same(uses: Sequence[Use]) -> tuple[tuple[str, float], ...]:
     """Equal for what gives equal embeddings."""
     return tuple((use.digest, use.scale) for use in uses)
+
+
+def named(ask: Callable[[], T]) -> T:
+    """Ask for LoRAs; what is wrong with one is wrong with the request's field."""
+    try:
+        return ask()
+    except ModelError as error:
+        raise Refused(f"lora: {str(error).removeprefix('lora ')}") from error

@@ -8,35 +8,41 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from core.batching.cost import CostCurve, CostTable
-from core.cuda_graphs import Graphs
+from core.cuda_graphs import CudaRecorder, Graphs, Recorder
 from core.graphs import Executables, Key
-from core.schedule import AUTO, BLOCK, DEPTHS, RESNET
-from pipeline import denoise, encode, vae
-from pipeline.folder import ModelError
+from core.schedule import AUTO
+from pipeline import denoise, encode
 from pipeline.load import Model
+from pipeline.phases import (
+    DEEP,
+    ENCODE,
+    GRAPHS,
+    IMAGE,
+    KERNELS,
+    SHALLOW,
+    STEPS,
+    TEXT,
+    TEXT_WIDTHS,
+    VAE,
+    VAE_ROWS,
+    VAE_WIDTHS,
+    likeliest,
+    on_gpu,
+    on_kernels,
+    on_torch,
+    packed,
+)
+from pipeline.recording import Recordings
 from unet_opt.decoder import DecoderPrograms
-from unet_opt.deepcache import Split, shapes
-from unet_opt.fused.decoder import FusedDecoder
+from unet_opt.deepcache import shapes
 from unet_opt.fused.network import FusedUNet
 from unet_opt.program import UNetPrograms
-
-KERNELS = "kernels"  # of our own, on a CPU
-GRAPHS = "graphs"  # of fused layers, on a GPU
-ENCODE, DEEP, VAE = "encode", "deep", "vae"
-IMAGE = "image"  # what is edited becomes latents
-SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
-STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step further
-VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
-_VAE_WIDTHS = (1, 2, VAE_ROWS)  # of graphs
-_TEXT = "text"  # the encoders' part of `ENCODE`
-_TEXT_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 class Group(NamedTuple):
@@ -76,12 +82,14 @@ class Execution:
         fused: bool = False,
         frugal: bool = False,
         adapted: Model | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """`kernels` are the CPU kernels that UNet and VAE run on, where there are any: then nothing is compiled.
 
-        `fused`: on a GPU all runs on fused layers in CUDA graphs. `frugal`: the model's own weights are let go once
-        they are packed for the CPU kernels. `adapted` is the same model as requests with LoRAs need it: it keeps the
-        UNet's. Raises `ModelError` for a model that kernels or layers do not know.
+        `fused`: all runs on fused layers, recorded as graphs by `recorder` (default: as CUDA graphs on a GPU, not at
+        all elsewhere). `frugal`: the model's own weights are let go once they are packed for the CPU kernels.
+        `adapted` is the same model as requests with LoRAs need it: it keeps the UNet's. Raises `ModelError` for a model
+        that kernels or layers do not know.
         """
         self.deterministic_rows = deterministic_rows
         self._model = model
@@ -91,16 +99,20 @@ class Execution:
         self.programs = kernels is not None
         self._packed: tuple[UNetPrograms, DecoderPrograms] | None = None
         self._fused: FusedUNet | None = None
-        self._graphs: Graphs | None = None
-        phases = _on_torch(model)
-        self._adapted = {} if adapted is None else _on_torch(adapted)
+        self._recordings: Recordings | None = None
+        self._timed: set[Key] = set()  # what ran without its graph, and is warm
+        phases = on_torch(model)
+        self._adapted = {} if adapted is None else on_torch(adapted)
         if fused:
-            self._fused, on_gpu = _on_gpu(model, self._buckets[0])
-            phases |= on_gpu
-            self._graphs = Graphs(phases, model.device)
+            self._fused, fused_phases = on_gpu(model, self._buckets[0])
+            phases |= fused_phases
+            if recorder is None and model.device.type == "cuda":
+                recorder = CudaRecorder(model.device)
+            steps = dict.fromkeys(STEPS, self._buckets[::-1])
+            self._recordings = Recordings(Graphs(phases, recorder), {**steps, VAE: VAE_WIDTHS, TEXT: TEXT_WIDTHS})
         if kernels is not None:
-            self._packed = _packed(model, kernels)
-            phases |= _on_kernels(model, *self._packed)
+            self._packed = packed(model, kernels)
+            phases |= on_kernels(model, *self._packed)
             if frugal:
                 for programs in self._packed if adapted is None else self._packed[1:]:
                     programs.layers.release()
@@ -112,7 +124,7 @@ class Execution:
 
     def told(self, mode: str, *, adapted: bool) -> str:
         """What a request of this mode may have met on its way, for its fingerprint."""
-        own = KERNELS if self.programs else GRAPHS if self._graphs is not None else ""
+        own = KERNELS if self.programs else GRAPHS if self._recordings is not None else ""
         if adapted and own:
             return f"eager and {own}"
         return mode or own or ("eager or compiled" if self._executables.enabled else "eager")
@@ -126,7 +138,7 @@ class Execution:
             return "eager"
         if self.programs:
             return KERNELS
-        if self._graphs is not None:
+        if self._recordings is not None:
             return GRAPHS
         steps = (DEEP, SHALLOW[depth]) if depth else (DEEP,)
         keys = (*(Key(phase, self.deterministic_rows, size) for phase in steps), Key(VAE, 1, size))
@@ -143,9 +155,8 @@ class Execution:
         eager = self._executables.eager(phase)
         if self.programs:  # a row's bits depend neither on its companions nor on their number: nothing is padded
             return Way(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
-        if self._graphs is not None:
-            bucket = self._bucket(phase, rows, fixed=bool(mode))
-            return Way(self._graph(phase, bucket, size), True, bucket, self._curve(group, True)(bucket))
+        if self._recordings is not None:
+            return self._graphed(self._recordings, group, self._key(self._recordings, group, rows))
         if mode:
             bucket = self.deterministic_rows if phase in STEPS else 1
             fixed = self._executables.find(Key(phase, bucket, size)) if mode == "compiled" else None
@@ -162,6 +173,12 @@ class Execution:
                 best = Way(found, True, bucket, curve(bucket))
             break
         return best
+
+    def choose(self, group: Group, rows: int) -> Way:
+        """`cheapest`, for an iteration that now runs so: where it misses its graph, that is recorded next."""
+        if self._recordings is not None and group.phase not in (ENCODE, IMAGE) and not group.adapted:
+            self._recordings.missed(self._key(self._recordings, group, rows))
+        return self.cheapest(group, rows)
 
     def feature_shapes(self, depth: str, size: tuple[int, int], *, adapted: bool = False) -> list[tuple[int, int, int]]:
         """What a shallow step of this depth reads: the shape of one row of each map, as `deep` returns it."""
@@ -183,12 +200,13 @@ class Execution:
 
         They may lie in memory that the next call of anything here overwrites.
         """
-        if self._graphs is None:
+        if self._recordings is None:
             return encode.embed(self._model, ids)
         rows = len(ids[0])
-        bucket = next((count for count in _TEXT_ROWS if count >= rows), rows)
-        padded = [torch.cat([part, *[part[:1]] * (bucket - rows)]).to(self._model.device) for part in ids]
-        hidden, pooled = self._graphs.run(_TEXT, bucket, padded)
+        key = Key(TEXT, self._recordings.width(TEXT, rows), (0, 0))
+        padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self._model.device) for part in ids]
+        self._recordings.missed(key)
+        hidden, pooled = self._recordings.function(key)(padded)
         return hidden[:rows], pooled[:rows]
 
     def synchronize(self) -> None:
@@ -202,31 +220,39 @@ class Execution:
         return pixels
 
     def observe(self, group: Group, rows: int, compiled: bool, seconds: float) -> None:
-        """Refine a curve by what an iteration took."""
+        """Refine a curve by what an iteration took, but for the first of a shape without its graph, which compiles."""
+        key = Key(group.phase, rows, group.size)
+        if self._recordings is not None and not compiled and key not in self._timed:
+            self._timed.add(key)
+            return
         self._curve(group, compiled).observe(rows, seconds)
 
     def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
         """Ask for compiled executables at a size (default: the native one), and time what runs now.
 
         Timing stops after `measure_s` seconds, the likeliest widths first; what was not reached is learnt from the
-        first requests. Not to be called while the engine runs.
+        first requests. Where graphs are recorded, that is what happens in this time; the rest of them stay `pending`,
+        for `record_next`. Not to be called while the engine runs.
         """
         size = size or (self._model.native, self._model.native)
         shallow = SHALLOW[AUTO.depth]
         steps = [(phase, rows) for phase in (DEEP, shallow) for rows in self._buckets]
         for phase, rows in [*steps, (VAE, 1), (VAE, VAE_ROWS)]:
             self._executables.want(Key(phase, rows, size), self._example(phase, rows, size))
-        if self._graphs is not None and measure_s > 0:
-            self._record_text()
         until = time.monotonic() + measure_s
+        if self._recordings is not None and self._recordings.records:
+            self._recordings.plan(likeliest(self._buckets, size))
+            while time.monotonic() < until and self.record_next():
+                pass
+            return
         # Other depths last: few ask for them.
         others = [phase for phase in SHALLOW.values() if phase != shallow]
-        decodes = [(VAE, rows) for rows in (_VAE_WIDTHS[1:] if self._graphs is not None else (VAE_ROWS,))]
+        decodes = [(VAE, rows) for rows in (VAE_WIDTHS[1:] if self._recordings is not None else (VAE_ROWS,))]
         steps = [(DEEP, 2), (shallow, 2), *steps, *decodes, *((p, r) for p in others for r in self._buckets)]
         for phase, rows in [(VAE, 1), *steps]:
             example = self._example(phase, rows, size)
-            if self._graphs is not None:
-                ways = [(self._graph(phase, rows, size), True)]
+            if self._recordings is not None:
+                ways = [(self._function(Key(phase, rows, size)), True)]
             else:
                 found = self._executables.find(Key(phase, rows, size))
                 ways = [(self._executables.eager(phase), False), *([] if found is None else [(found, True)])]
@@ -268,52 +294,83 @@ class Execution:
     def close(self) -> None:
         self._executables.close()
 
-    def _record_text(self) -> None:
-        """All widths of the text encoders: one that is first met under load would hold up everybody."""
-        length = self._model.tokenizers[0].model_max_length
-        with torch.inference_mode():
-            for rows in reversed(_TEXT_ROWS):
-                ids = torch.zeros(rows, length, dtype=torch.long)
-                self.embed([ids, ids])
-            self.synchronize()
+    @property
+    def pending(self) -> bool:
+        """Whether graphs are still to be recorded."""
+        return self._recordings is not None and self._recordings.pending
 
-    def _bucket(self, phase: str, rows: int, *, fixed: bool) -> int:
-        """The width of the graph for so many rows; `fixed`: of deterministic requests, always the same.
+    @property
+    def graphs(self) -> tuple[int, int]:
+        """How many graphs are recorded, and how many are wanted so far; (0, 0) where none ever are."""
+        return (0, 0) if self._recordings is None else self._recordings.counts
+
+    def record_next(self) -> bool:
+        """Record and time the graph that is needed most; False where none is left. On the thread that runs phases."""
+        return self._recordings is not None and self._recordings.record_next(self._record)
+
+    def _record(self, key: Key, record: Callable[..., Any]) -> None:
+        size: Any = key.size  # (width, height); None for `TEXT`
+        example = self._example(key.phase, key.rows, size)
+        with torch.inference_mode():
+            example(_without_text(key.phase, record))
+            if key.phase == TEXT:
+                return
+            for run in range(2):
+                started = time.perf_counter()
+                example(self._function(key))
+                self.synchronize()
+                if run:  # the first replay brings the graph to the device
+                    self.observe(Group(key.phase, size), key.rows, True, time.perf_counter() - started)
+
+    def _key(self, recordings: Recordings, group: Group, rows: int) -> Key:
+        """The graph for so many rows. Of deterministic requests it is always the same one.
 
         Costs are asked of more rows than any forward has; nothing wider than the widest graph ever runs.
         """
-        if fixed:
-            return self.deterministic_rows if phase in STEPS else 1
-        widths = reversed(self._buckets) if phase in STEPS else _VAE_WIDTHS
-        return next((width for width in widths if width >= rows), rows)
+        phase, size, mode, _ = group
+        if mode:
+            return Key(phase, self.deterministic_rows if phase in STEPS else 1, size)
+        return Key(phase, recordings.width(phase, rows), size)
 
-    def _graph(self, phase: str, rows: int, size: tuple[int, int]) -> Callable[..., Any]:
-        assert self._graphs is not None
-        run = partial(self._graphs.run, phase, (rows, size))
-        if phase not in SHALLOW.values():
-            return run
+    def _graphed(self, recordings: Recordings, group: Group, key: Key) -> Way:
+        """The graph; while it is missing the next wider one where that is known to cost less, else the same kernels at
+        the same width one by one. For a mode always the same width, and so the same bits.
+        """
+        graph, eager = self._curve(group, True), self._curve(group, False)
+        if recordings.has(key):
+            return Way(self._function(key), True, key.rows, graph(key.rows))
+        # As long as it was never timed it is taken for as fast as a graph, and so is timed.
+        measured = key.rows in eager.measured
+        seconds = eager(key.rows) if measured or not graph.measured else graph(key.rows)
+        wider = None if group.mode or not measured else recordings.wider(key)
+        if wider is not None and graph(wider.rows) < seconds:
+            return Way(self._function(wider), True, wider.rows, graph(wider.rows))
+        return Way(self._function(key), False, key.rows, seconds)
 
-        def without_text(features: Any, sample: Any, timestep: Any, encoder_hidden_states: Any, **rest: Any) -> Any:
-            """Nothing of a shallow step reads it, and the graph would hold a copy."""
-            return run(features, sample, timestep, **rest)
-
-        return without_text
+    def _function(self, key: Key) -> Callable[..., Any]:
+        assert self._recordings is not None
+        return _without_text(key.phase, self._recordings.function(key))
 
     def _curve(self, group: Group, compiled: bool) -> CostCurve:
         return self._costs[f"{group.phase}, adapted" if group.adapted else group.phase, group.size, compiled]
 
-    def _example(self, phase: str, rows: int, size: tuple[int, int]) -> Callable[[Any], Any]:
-        """A call of the phase with random inputs of the right shapes."""
+    def _example(self, phase: str, rows: int, size: tuple[int, int], seed: int = 0) -> Callable[[Any], Any]:
+        """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
         model, unet = self._model, self._model.unet.config
         tokens, pooled = model.tokenizers[0].model_max_length, model.text_encoders[1].config.projection_dim
         latents = (rows, unet.in_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
         depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
         features = [] if depth is None else self.feature_shapes(depth, size)
 
+        # Its own: a recording that fails may leave the device's default generator unusable.
+        generator = torch.Generator(model.device).manual_seed(seed)
+
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, device=model.device, dtype=model.dtype)
+            return torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator)
 
         def call(fn: Any) -> Any:
+            if phase == TEXT:
+                return fn([torch.zeros(rows, tokens, dtype=torch.long, device=model.device)] * len(model.tokenizers))
             if phase == VAE:
                 return fn(random(*latents).float())
             inputs = denoise.Inputs(
@@ -335,51 +392,8 @@ class Execution:
         raise AssertionError("prompts and images are not encoded through an executable")
 
 
-Phases = dict[str, Callable[..., Any]]
-
-
-def _on_torch(model: Model) -> Phases:
-    """Raises `ModelError` for a UNet that is not laid out as SDXL's."""
-    try:
-        split = Split(model.unet)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
-    shallow = {SHALLOW[depth]: partial(split.shallow, depth) for depth in DEPTHS}
-    return {DEEP: split.deep, **shallow, VAE: lambda latents: vae.decode(model, latents)}
-
-
-def _on_gpu(model: Model, rows: int) -> tuple[FusedUNet, Phases]:
-    """Raises `ModelError` for parts that the fused layers do not know."""
-    try:
-        unet, decoder = FusedUNet(model.unet, rows=rows), FusedDecoder(model.vae)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
-    # What undoes the scaling, as tensors that are there already: graphs cannot fetch any from the host.
-    none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
-    shift = vae.unscale(none, model.vae.config)
-    gain = vae.unscale(none + 1, model.vae.config) - shift
-    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
-    return unet, {
-        DEEP: unet,
-        **shallow,
-        VAE: lambda latents: vae.levels(decoder(latents * gain + shift)),
-        _TEXT: lambda ids: encode.embed(model, ids),
-    }
-
-
-def _packed(model: Model, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPrograms]:
-    """Raises `ModelError` for parts that the CPU kernels do not know."""
-    half = model.precision != "fp32"
-    try:
-        return UNetPrograms(kernels, model.unet, half=half), DecoderPrograms(kernels, model.vae, half=half)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
-
-
-def _on_kernels(model: Model, unet: UNetPrograms, decoder: DecoderPrograms) -> Phases:
-    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
-    return {
-        DEEP: unet,
-        **shallow,
-        VAE: lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config))),
-    }
+def _without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A shallow step reads no text, and its graph would hold a copy. Other phases are as they are."""
+    if phase not in SHALLOW.values():
+        return run
+    return lambda features, sample, timestep, encoder_hidden_states, **rest: run(features, sample, timestep, **rest)

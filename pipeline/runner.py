@@ -14,26 +14,26 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, Refused
+from core.cuda_graphs import Recorder
 from core.failures import translated
 from pipeline import denoise, edit, parameters, sigmas, vae
 from pipeline.adapted import Adapted
-from pipeline.adapters import Adapters, refused
+from pipeline.adapters import Adapters, named, refused
 from pipeline.conditioning import AdaptedConditioner, Conditioner, Told
 from pipeline.encode import Encoder
-from pipeline.execution import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS, Execution, Group
+from pipeline.execution import Execution, Group
 from pipeline.fingerprint import Kernels, code_digest, fingerprint
-from pipeline.folder import ModelError
 from pipeline.load import Model
+from pipeline.phases import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS
 from pipeline.picture import Picture
+from pipeline.recording import BackgroundRecorder
 from pipeline.work import Holdings, Work, gather, keep
-
-T = TypeVar("T")
 
 _ENCODE_ROWS = 32
 _ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
@@ -61,11 +61,13 @@ class ImageRunner:
         memory_bytes: int | None = None,
         frugal: bool = False,
         adapters: Adapters | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code.
 
         `memory_bytes` bounds what requests hold together, features first of all (default: no bound). `kernels` are
-        the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's; `fused` and `frugal` as for `Execution`.
+        the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's; `fused`, `frugal` and `recorder` as for
+        `Execution`.
         `adapters` are the LoRAs that requests may bring along; they take a model that is not quantized.
         """
         if deterministic_rows < 2 or max_rows < 2:
@@ -97,7 +99,9 @@ class ImageRunner:
             fused=fused,
             frugal=frugal,
             adapted=None if self._adapted is None else self._adapted.model,
+            recorder=recorder,
         )
+        self.recording = BackgroundRecorder(self._lane, self.execution.record_next, lambda: self.held() > 0)
         encoder = Encoder(model, compute=self.execution.embed)
         self._conditioners = {False: Conditioner(model, encoder, lambda hidden: self.execution.keys(hidden, keys))}
         if self._adapted is not None and self.adapters is not None:
@@ -119,7 +123,7 @@ class ImageRunner:
         if wanted.lora:
             if self.adapters is None:
                 raise Refused(f"lora: {refused(self.model) or 'no folder with LoRAs is named (DIPTYCH_LORA_DIR)'}")
-            _named(partial(self.adapters.check, wanted.lora))
+            named(partial(self.adapters.check, wanted.lora))
         self.holdings.check(wanted)
 
     def admit(self, request: Request) -> bool:
@@ -199,7 +203,14 @@ class ImageRunner:
         group = self.group(requests[0])
         run = {IMAGE: self._look_at, ENCODE: self._encode, VAE: self._finish}.get(group.phase, self._step)
         compute, commit = run(group, list(requests))
-        return self._lane.start(lambda: translated(compute), commit)
+
+        def iteration() -> Any:
+            made = translated(compute)
+            if self.execution.pending:
+                self.recording.start()
+            return made
+
+        return self._lane.start(iteration, commit)
 
     def _look_at(self, group: Group, requests: list[Request]) -> _Iteration:
         (request,) = requests
@@ -225,7 +236,7 @@ class ImageRunner:
         def compute() -> list[Told]:
             conditioner = self._conditioners[group.adapted]
             started, before = time.perf_counter(), conditioner.encoder.misses
-            made = _named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
+            made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
             for w, work in zip(wanted, works, strict=True):
                 if work.x is None:  # a retry must not draw again
                     work.x, work.kept = self._start(w, work)
@@ -260,7 +271,7 @@ class ImageRunner:
 
         def compute() -> tuple[list[denoise.Trajectory], list[Any]]:
             started = time.perf_counter()
-            way = self.execution.cheapest(group, sum(rider.conditioning.rows for rider in present))
+            way = self.execution.choose(group, sum(rider.conditioning.rows for rider in present))
             with torch.inference_mode(), self._own_rows(group, works):
                 inputs = self._gatherer.inputs(present, way.rows)
                 if group.phase == DEEP:
@@ -290,7 +301,7 @@ class ImageRunner:
 
         def compute() -> tuple[torch.Tensor, list[bool]]:
             started = time.perf_counter()
-            way = self.execution.cheapest(group, len(latents))
+            way = self.execution.choose(group, len(latents))
             with torch.inference_mode():
                 padded = torch.cat(latents + latents[:1] * (way.rows - len(latents)))
                 pixels = vae.to_host(way.function(padded)[: len(latents)])
@@ -371,22 +382,17 @@ class ImageRunner:
         return self._preview(moved.x0)
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
-        """`Execution.prepare` at the native size, on the lane's thread."""
+        """`Execution.prepare` at the native size, on the lane's thread; what it leaves is recorded beside traffic."""
         self._lane.call(lambda: self.execution.prepare(measure_s=measure_s))
+        if self.execution.pending:
+            self.recording.start()
 
     def close(self) -> None:
-        """Stop compiling, and the lane if it is the runner's own."""
+        """Stop compiling and recording, and the lane if it is the runner's own."""
+        self.recording.close()
         self.execution.close()
         if self._own_lane:
             self._lane.close()
-
-
-def _named(ask: Callable[[], T]) -> T:
-    """Ask for LoRAs; what is wrong with one is wrong with the request's field."""
-    try:
-        return ask()
-    except ModelError as error:
-        raise Refused(f"lora: {str(error).removeprefix('lora ')}") from error
 
 
 class _Iteration(NamedTuple):

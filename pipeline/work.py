@@ -16,9 +16,10 @@ from core.batching.runner import Refused
 from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import Adapters, Taken, Use
-from pipeline.execution import DEEP, SHALLOW, VAE, Execution
+from pipeline.execution import Execution
 from pipeline.load import Model
 from pipeline.parameters import ImageParameters
+from pipeline.phases import DEEP, SHALLOW, VAE
 from unet_opt.deepcache import Features, kept
 
 

@@ -16,6 +16,13 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from install import has_gpu  # noqa: E402
+
+# Triton's kernels run in its interpreter where there is no GPU. Set here, because Triton reads it as each kernel is
+# defined, and other tests may import the kernels before those that run them do.
+if not has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # ci: the same examples every time, and no clock, since a shared machine may stall anywhere.
 settings.register_profile(
     "ci",

@@ -16,6 +16,17 @@ from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+MARKED = re.compile(
+    r"<!-- figures: .*?<!-- end -->|<!-- = .*?<!-- / -->|<!-- elsewhere: (?!-->)\S.*?<!-- end -->", re.DOTALL
+)
+CODE = re.compile(r"^```.*?^```|(?:\A|(?<=\n\n))(?: {4}[^\n]*(?:\n+|\Z))+|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+LIMITS = re.compile(r"<!-- limits: (.*?) -->", re.DOTALL)
+UNITS = (
+    r"ns|µs|ms|s|seconds?|minutes?|hours?|W|MHz|GHz|dB|FPS|%|kB|MB|GB|TB|KiB|MiB|GiB|TiB|[a-z]*/s|[kMGT]B/s|TFLOP/s|times|"
+    r"(?:pictures|images|tokens|captions|samples|requests|jobs) (?:a|per) second"
+)
+AMOUNT = re.compile(rf"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?:[ \u00a0-]?(?:{UNITS})(?![\w/])|×(?! ?\d))")
+CELL = re.compile(r"(?<=\|) *\**(\d{1,3}(?:,\d{3})+|\d[\d,]*\.\d+)\** *(?=\|)")
 ROOMS = "api|benchmarks|cli|core|deployment|docs|evaluation|llm|models|pipeline|tests|training|unet_opt|workers"
 
 
@@ -117,3 +128,60 @@ def test_every_command_is_told() -> None:
     (commands,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
     row = next(line for line in PAGES["README.md"].splitlines() if line.startswith("| `diptych generate`"))
     assert sorted(re.findall(r"`(?:diptych )?(\w+)`", row)) == sorted(commands.choices)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def amounts(page: str) -> list[str]:
+    """Numbers with a unit, and bare numbers in cells of tables, that stand in a page's own words.
+
+    Figures that `make figures` writes, passages marked as from elsewhere and code do not count, nor do settings' rows.
+    """
+    words = CODE.sub("`code`", LIMITS.sub("", MARKED.sub("", page)))
+    words = re.sub(r"^\| `code` \| `code` \|", "|", words, flags=re.MULTILINE)  # a setting and its default
+    return [" ".join(found.group().split()) for found in AMOUNT.finditer(words)] + CELL.findall(words)
+
+
+def limits(page: str) -> set[str]:
+    """Amounts that a page says are no measurements but defaults, limits and gates: `<!-- limits: 15 s; 2% -->`."""
+    return {" ".join(one.split()) for found in LIMITS.findall(page) for one in found.split(";")}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_figure_is_written_from_a_file_or_marked(name: str) -> None:
+    unmarked = sorted(set(amounts(PAGES[name])) - limits(PAGES[name]))
+    assert unmarked == [], (
+        f"{name}: {', '.join(unmarked)}: let `make figures` write what was measured (benchmarks/figures.py); mark what "
+        "others published as <!-- elsewhere: whose --> … <!-- end -->; name defaults and limits in the page's "
+        "<!-- limits: … --> comment"
+    )
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_limits_that_a_page_lists_stand_in_it(name: str) -> None:
+    assert limits(PAGES[name]) - set(amounts(PAGES[name])) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It draws 2.92 pictures/s at 38 dB, in 24 ms.", ["2.92 pictures/s", "38 dB", "24 ms"]),
+        ("**1,234 tokens/s**, 3.5× as fast, 1.24 times, 67%", ["1,234 tokens/s", "3.5×", "1.24 times", "67%"]),
+        ("| engine | 3.97 | **8,900** | 12 |\n", ["3.97", "8,900"]),
+        ("takes 24 minutes\nand 50 seconds, 2.3 GB, 4.0 TB/s and 45 captions a second",
+         ["24 minutes", "50 seconds", "2.3 GB", "4.0 TB/s", "45 captions a second"]),
+        ("128×128 and 3×3, SDXL 1.0, `sleep 5 s`, v0.42.1, 16 tokens, 2,048 keys", []),
+        ("```\n24 ms\n```\n\n    curl 24 ms\n\n    25 ms\nand 26 ms", ["26 ms"]),
+        ("- a list\n    goes on: 24 ms", ["24 ms"]),
+        ("<!-- figures: ladder -->\n24 ms\n<!-- end --> and <!-- = a | b | c -->24<!-- / --> ms, then 2 ms", ["2 ms"]),
+        ("<!-- elsewhere: MLPerf -->2.40 dB<!-- end --> <!-- elsewhere: -->2.3 dB<!-- end -->", ["2.3 dB"]),
+        ("| `DIPTYCH_X` | `0.5` | or 0.7 |", []),
+    ],
+)  # fmt: skip
+def test_an_unmarked_figure_is_found(text: str, found: list[str]) -> None:
+    assert amounts(text) == found
+
+
+def test_limits_are_listed_one_by_one() -> None:
+    assert limits("a <!-- limits: 15 s; 2%;\n 1 MiB --> b") == {"15 s", "2%", "1 MiB"}

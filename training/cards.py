@@ -31,7 +31,8 @@ names, alone or with keywords, and may end with "on a COLOUR background"; withou
 20 steps and a guidance of 3 to 5 suit it.""",
         "stages": ("vae", "clip", "unet"),
         "limits": """\
-It knows some 3,200 emoji by heart and little else; words outside their names and keywords are guesses.
+It knows some 3,200 emoji by heart and little else; words outside their names and keywords are guesses. It
+knows no counts, no colours of objects and no relations between them.
 Captions end at 77 tokens. It was trained with crop (0, 0) and equal original and target sizes only. Faces and
 families of small figures are its weakest subjects.""",
     },
@@ -94,6 +95,8 @@ def write(folder: Path, run: Run) -> None:
         f"Side of the pictures: {run.size} px. Seed {run.seed}. Code: `training/`.",
         "",
         "## Measured",
+        "",
+        "By `python -m training.judge` when the model was made, on the machine that made it; no commit is recorded.",
         "",
         *(_table(figures) or ["Not measured yet: `python -m training.judge`."]),
         "",

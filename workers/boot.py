@@ -35,8 +35,8 @@ def run(settings: Settings, build: Build | None = None) -> int:
     """Work until told to stop by SIGTERM or SIGINT; returns the exit code.
 
     `build` makes the engine and its panels; by default they come from the settings. Raises what it raises
-    (`pipeline.load.ModelError`), and `SettingsError`. Where code is being compiled at the end, it does not return: the
-    compiler cannot be interrupted, and an interpreter that ends around it aborts.
+    (`pipeline.load.ModelError`), and `SettingsError`. Where code is being compiled or a graph recorded at the end, it
+    does not return: neither can be interrupted, and an interpreter that ends around it aborts.
     """
     _speak_plainly()
     worker = create(settings, build).Worker()
@@ -122,7 +122,7 @@ class Ending:
         """Celery has ended: close everything. Returns unless the interpreter could not end in peace."""
         self._station.close()
         traces.end()
-        if any(thread.name == "compile" for thread in threading.enumerate()):
+        if any(thread.name in ("compile", "record") for thread in threading.enumerate()):
             self._exit()
 
     def _run(self) -> None:
@@ -165,7 +165,7 @@ class Ending:
 def _speak_plainly() -> None:
     """One line for each event. What others say of a Redis that comes and goes, the outage says in two."""
     logging.basicConfig(format="%(levelname)s %(message)s")
-    for name in ("workers", "core"):
+    for name in ("workers", "core", "pipeline"):
         logging.getLogger(name).setLevel(min(logging.INFO, logging.getLogger().level))
     for name in ("celery", "kombu", "core.jobs.reaper"):
         logging.getLogger(name).setLevel(logging.ERROR)

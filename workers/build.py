@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _SHARE = 0.7  # of free memory: the rest is for forwards' own buffers
 _CPU_BUCKETS = (2, 4, 8, 16, 32)
-_GPU_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # a forward costs what its rows cost, padding included
+_GPU_BUCKETS = (*range(2, 17, 2), *range(20, 129, 4))  # a forward costs what its rows cost, padding included
 _TEXT_SHARE = 0.1  # of free memory, for keys and values
 
 
@@ -230,6 +230,31 @@ def fused(settings: Settings, model: Model) -> tuple[bool, str]:
     return True, ""
 
 
+def widest(settings: Settings, model: Model) -> int:
+    """The most rows of one forward: as set, but on a GPU no more than its tiles were measured for, which the log says.
+
+    A device without measurements gets what is set: its tiles are chosen by their estimated cost, at any width.
+    """
+    import torch
+
+    from unet_opt.fused.widths import tuned_rows
+
+    if model.device.type != "cuda":
+        return settings.max_rows
+    side, name = model.native // model.vae_scale, torch.cuda.get_device_name(model.device)
+    tuned = tuned_rows(model.unet, side, side, name)
+    if tuned is None:
+        log.info(
+            "no tiles were measured on %s for %s: forwards have up to %d rows, tiles by estimate",
+            name, model.name, settings.max_rows,
+        )  # fmt: skip
+        return settings.max_rows
+    if tuned < settings.max_rows:
+        log.info("forwards have at most %d rows, not %d: on %s no tiles were measured for more",
+                 tuned, settings.max_rows, name)  # fmt: skip
+    return max(2, min(tuned, settings.max_rows))
+
+
 def _adapters(settings: Settings, model: Model) -> Adapters | None:
     """The LoRAs that requests may bring; None where no folder is named."""
     if not settings.lora_dir:
@@ -322,6 +347,8 @@ def build(
 ) -> Works:
     """Load the model and start an engine. `measure_s` is how long cost curves may be measured beforehand.
 
+    On a GPU graphs are recorded in this time, and what is left of them beside traffic.
+
     With `text` the settings' text model is served beside it: by the same engine, on the same device. `on_tick` is told
     of every iteration.
     """
@@ -334,12 +361,13 @@ def build(
     compiled, why_torch = lane.call(lambda: kernels(settings, model))
     fuse, why_eager = fused(settings, model)
     decisions = decided(settings, model, why_torch or why_eager)
+    rows = widest(settings, model) if fuse else settings.max_rows
     images = ImageRunner(
         model,
         lane=lane,
         max_requests=settings.max_requests,
-        max_rows=settings.max_rows,
-        deterministic_rows=settings.deterministic_rows,
+        max_rows=rows,
+        deterministic_rows=min(settings.deterministic_rows, rows) if fuse else settings.deterministic_rows,
         compiled=settings.compile,
         cache=settings.compiled_code,
         patience_s=settings.image_objective_s,

@@ -12,7 +12,8 @@ from core.jobs.registry import ModelCard
 from core.quant.kernels.device import Decision, summary
 from core.schedule import OFF, DeepCache
 from pipeline import parameters
-from pipeline.execution import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS, Group
+from pipeline.execution import Group
+from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
 from workers.panels import MAX_IMAGES
 
@@ -31,6 +32,7 @@ def image_card(
     the next call succeeds.
     """
     model = runner.model
+    recorded, wanted = runner.execution.graphs
     native = (model.native, model.native)
     # Only what was measured, and the native size in any case: others are told from these by their area.
     known: dict[str, set[tuple[int, int]]] = {DEEP: {native}}
@@ -69,6 +71,7 @@ def image_card(
         kernels=runner.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
         loras=[] if runner.adapters is None else runner.adapters.names(),
+        graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
     )
 
 

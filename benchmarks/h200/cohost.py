@@ -9,7 +9,6 @@ compute-bound and bandwidth-bound work may come to more than one together. Weigh
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import provenance, record
 from benchmarks.h200 import sources
 from benchmarks.h200.timing import Clocks, table
 from benchmarks.loop import Loop
@@ -96,7 +96,7 @@ def main() -> None:
     image, text = pictures(), texts(options.texts)
     print(f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB held", flush=True)
     side, most = image.model.native, text.model.vocabulary
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results: dict[str, Any] = {}
     rows = []
     number = iter(range(10**9))
 
@@ -127,8 +127,8 @@ def main() -> None:
                 (name, one["images_s"], both["images_s"], alone["tokens_s"], both["tokens_s"], f"{sum(shares):.3f}",
                  f"{1e3 * tpot[0]:.1f}, {1e3 * tpot[1]:.1f}")
             )  # fmt: skip
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "cohost.json").write_text(json.dumps(results, indent=1) + "\n")
+            rooms = (*provenance.GPU_IMAGES, *provenance.GPU_TEXTS, "benchmarks/h200/cohost.py")
+            record.write("cohost", results, options.out, rooms=rooms)
     table(("", "images/s alone", "together", "tokens/s alone", "together", "sum of shares", "TPOT p50, p99 ms"), rows)
     image.close()
     text.close()

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import provenance, record
 from benchmarks.h200 import sources
 from benchmarks.h200.timing import Clocks, table
 from benchmarks.traces import BATCH, Order, RequestLevel, StepLevel, draw_batch, play, poisson, summary
@@ -30,8 +31,9 @@ from core.batching.engine import Engine, Tick
 from core.quant.convert import Scheme
 from core.schedule import AUTO, DeepCache
 from pipeline import sdxl
-from pipeline.execution import STEPS, Group
+from pipeline.execution import Group
 from pipeline.load import Model
+from pipeline.phases import STEPS
 from pipeline.runner import ImageRunner
 
 ROWS, IN_FLIGHT = 16, 24
@@ -163,13 +165,13 @@ def main() -> None:
     parser.add_argument("--arrivals", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/h200/results"))
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     wanted = options.rungs.split(",")
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rungs": {}}
+    rooms = (*provenance.GPU_IMAGES, *(f"benchmarks/h200/{name}.py" for name in ("engine", "sources")))
+    results: dict[str, Any] = {"rungs": {}}
 
     def keep(change: Callable[[], None]) -> None:
         change()
-        (options.out / "engine.json").write_text(json.dumps(results, indent=1) + "\n")
+        record.write("engine", results, options.out, rooms=rooms)
 
     source = sources.model(options.model)
     results["model"] = options.model

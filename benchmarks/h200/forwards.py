@@ -10,7 +10,6 @@ Each prints a table and writes JSON. Through the engine: `engine.py`; how exact:
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import provenance, record
 from benchmarks.h200 import sources
 from benchmarks.h200.engine import GMAC_A_ROW
 from benchmarks.h200.numerics import KINDS
 from benchmarks.h200.timing import Clocks, milliseconds, sustained, table
-from core.cuda_graphs import Captured
+from core.cuda_graphs import Captured, CudaRecorder
 from core.quant.kernels.cuda import conv, group_norm, layer_norm, linear
 from core.schedule import DEPTHS
 from unet_opt.deepcache import kept
@@ -37,7 +37,7 @@ ROWS = (16, 8, 4, 2)
 
 def captured(run: Callable[[], T]) -> tuple[Callable[[], T], T]:
     """A CUDA graph of `run`, and what its replays write."""
-    graph = Captured(run, (), {}, torch.cuda.graph_pool_handle())
+    graph = Captured(run, (), {}, CudaRecorder(torch.device("cuda")))
     return graph, graph()
 
 
@@ -243,13 +243,9 @@ def main() -> None:
     parser.add_argument("--kinds", default="bf16,int8,fp8")
     parser.add_argument("--mode", default="default")
     options = parser.parse_args()
-    found = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        options.what: kinds[options.what](options),
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{options.what}.json").write_text(json.dumps(found, indent=1) + "\n")
+    found = {options.what: kinds[options.what](options)}
+    rooms = (*provenance.GPU_IMAGES, *(f"benchmarks/h200/{name}.py" for name in ("forwards", "sources")))
+    record.write(options.what, found, options.out, rooms=rooms)
 
 
 if __name__ == "__main__":

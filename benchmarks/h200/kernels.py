@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import provenance, record
 from benchmarks.h200.timing import Clocks, milliseconds, table
 from core.quant.kernels.cuda import (
     attention,
@@ -377,14 +378,8 @@ def main() -> None:
     torch.manual_seed(0)
     with Clocks() as clocks:
         found = kinds[given.what]()
-    found = {
-        "device": torch.cuda.get_device_name(),
-        "clocks": clocks.summary(),
-        "torch": torch.__version__,
-        given.what: found,
-    }
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"{given.what}.json").write_text(json.dumps(found, indent=1) + "\n")
+    found = {"clocks": clocks.summary(), given.what: found}
+    record.write(given.what, found, given.out, rooms=(*provenance.QUANTIZATION, "benchmarks/h200/kernels.py"))
     print(json.dumps(found["clocks"]))
 
 

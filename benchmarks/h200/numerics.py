@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks import provenance, record
 from benchmarks.h200 import sources
 from benchmarks.h200.timing import table
 from core.batching.engine import Engine
@@ -191,9 +192,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/h200/results"))
     options = parser.parse_args()
     results = check(sources.model(options.model), options.kinds.split(","), options.prompts, options.pictures)
-    options.out.mkdir(parents=True, exist_ok=True)
-    found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": options.model, **results}
-    (options.out / "numerics.json").write_text(json.dumps(found, indent=1) + "\n")
+    rooms = (*provenance.GPU_IMAGES, *(f"benchmarks/h200/{name}.py" for name in ("numerics", "sources")))
+    name = "numerics" if options.model == sdxl.NAME else f"numerics-{Path(options.model).name}"
+    record.write(name, {"model": options.model, **results}, options.out, rooms=rooms)
     table(
         ("beside diffusers in bf16", "forward", "20 steps", "vae"),
         [

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import provenance, record
 from benchmarks.h200.kernels import BF16, CONVS, INT8, LINEARS, draw
 from benchmarks.h200.timing import Clocks
 from core.quant.kernels.cuda import conv, linear, tiles
@@ -122,7 +123,8 @@ def main() -> None:
             merge(table, json.loads(path.read_text())[kind]["tiles"])
     merge(table, found)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "sustained.json").write_text(json.dumps({"table": found, "rows": rows}, indent=1) + "\n")
+    rooms = (*provenance.QUANTIZATION, "benchmarks/h200/sustained.py")
+    record.write("sustained", {"table": found, "rows": rows}, options.out, rooms=rooms)
     for path in (options.out / f"{device}.json", Path(tiles.__file__).with_name(f"{device}.json")):
         write(table, path)
 

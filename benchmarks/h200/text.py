@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import provenance, record
 from benchmarks.h200 import text_kernels, text_peers
 from benchmarks.h200.timing import Clocks, sustained, table
 from llm.kv_cache import Step
 from llm.pages import PAGE
 from llm.tiny import LLAMA_8B
 
+ROOMS = (*provenance.GPU_TEXTS, *(f"benchmarks/h200/text{part}.py" for part in ("", "_kernels", "_peers")))
 BANDWIDTH = 4.8e12  # bytes a second, by the datasheet
 SETTINGS = ((128, 128), (1000, 1000))
 BATCHES = (1, 64, 256)
@@ -42,11 +44,7 @@ class Bench:
     def __init__(self, out: Path, minutes: float, name: str) -> None:
         self.out, self.name = out, name
         self.until = time.monotonic() + 60 * minutes
-        self.results: dict[str, Any] = {
-            "model": name,
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-        }
+        self.results: dict[str, Any] = {"model": name}
         self.models: dict[str, Any] = {}
         self.rows: list[tuple[Any, ...]] = []
         self.cost: dict[tuple[str, int, int], float] = {}  # ms of a step: kind, batch, context
@@ -70,8 +68,7 @@ class Bench:
             self.results.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:500]
         self.results.setdefault("seconds", {})[name] = round(time.monotonic() - started, 1)
         self.results.setdefault("peak_gib", {})[name] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "text.json").write_text(json.dumps(self.results, indent=1))
+        record.write("text", self.results, self.out, rooms=ROOMS)
         print(f"== {name}: {time.monotonic() - started:.1f} s", json.dumps(self.results.get(name))[:1500], flush=True)
         torch.cuda.empty_cache()
 
@@ -345,7 +342,7 @@ def _size(batch: int, context: int) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out/text"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/h200/results"))
     parser.add_argument("--minutes", type=float, default=7.0, help="parts that have not begun by then are left out")
     parser.add_argument("--parts", default="", help="only those whose names begin so, separated by commas")
     parser.add_argument("--model", default=LLAMA_8B)
@@ -365,14 +362,14 @@ def main() -> None:
         ("generate 64", lambda: text_peers.generate(bench, 64, 128, 128, 24)),
         ("generate 1", lambda: text_peers.generate(bench, 1, 128, 128, 24)),
         ("sampling", lambda: text_kernels.sampling(bench)),
-        ("products", lambda: text_kernels.products("cuda", options.out)),
+        ("products", lambda: text_kernels.products("cuda")),
         ("steps bf16", lambda: bench.steps("bf16")),
         ("prefill bf16", lambda: bench.prefill("bf16")),
         ("generate 256", lambda: text_peers.generate(bench, 256, 128, 128, 16)),
         ("generate 64 long", lambda: text_peers.generate(bench, 64, 1000, 1000, 12)),
         ("rates", bench.rates),
         ("generate_batch", lambda: text_peers.generate_batch(bench, 64, 128, 64, 60)),
-        ("tiles", lambda: text_kernels.tiles("cuda", options.out, bench.until)),
+        ("tiles", lambda: text_kernels.tiles("cuda", bench.until)),
     ]
     bench.part("build", bench.build)
     wanted = tuple(part for part in options.parts.split(",") if part)

@@ -6,10 +6,8 @@ Called by `benchmarks.h200.text`. Weights are in several copies, so that no cach
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,7 +84,7 @@ def check(_: str) -> dict[str, Any]:
     return {"worst": f"{worst}: {found[worst]}", **found}
 
 
-def products(_: str, out: Path) -> dict[str, Any]:
+def products(_: str) -> dict[str, Any]:
     """µs and GB/s of each product at each number of rows, beside the kernel for many rows and cuBLAS's bf16."""
     found: dict[str, Any] = {}
     lines = []
@@ -107,8 +105,6 @@ def products(_: str, out: Path) -> dict[str, Any]:
             }
             lines.append((name, kind, rows, f"{ours * 1e3:.1f}", f"{other * 1e3:.1f}", f"{rate:.0f}", f"{work:.0f}"))
     table(("product", "type", "rows", "µs", "other µs", "GB/s", "TFLOP/s"), lines)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "products.json").write_text(json.dumps(found, indent=1))
     return found
 
 
@@ -227,7 +223,7 @@ def sampling(bench: Any) -> dict[str, Any]:
     return found
 
 
-def tiles(_: str, out: Path, until: float) -> dict[str, Any]:
+def tiles(_: str, until: float) -> dict[str, Any]:
     """Which tile is fastest for each product: what `stream_kernel.choose` is held against. Ends with the time given."""
     found: dict[str, Any] = {}
     for rows, (name, (columns, depth)) in itertools.product((1, 64, 256, 128, 16), list(SHAPES.items())[:4]):
@@ -250,8 +246,6 @@ def tiles(_: str, out: Path, until: float) -> dict[str, Any]:
         found[f"{name} {rows}"] = {"usual_us": round(first * 1e3, 1), "usual": str(usual),
                                    "best": [(round(ms * 1e3, 1), str(tile)) for ms, tile in timed[:4]]}  # fmt: skip
         print(name, rows, found[f"{name} {rows}"], flush=True)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "tiles.json").write_text(json.dumps(found, indent=1))
     return found
 
 

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from uuid import uuid4
 
-from benchmarks import record
+from benchmarks import provenance, record
 from benchmarks.simulation.costs import SHALLOW, CostError, Costs, Seconds, Size
 from benchmarks.simulation.traffic import picture
 from benchmarks.traces import draw_batch
@@ -56,13 +56,14 @@ def table(runner: ImageRunner, sizes: Sequence[Size]) -> Costs:
         known = measured.get((phase, size), {})
         least = {rows: min(known.get(rows, took_s), took_s) for rows, took_s in seconds.items()}
         measured[phase, size] = {**known, **least}
-    about, model = record.machine(), runner.model
+    found, model = provenance.provenance(), runner.model
+    about = found["machine"]
     where = about["gpu"] if model.device.type == "cuda" else f"{about['processor']}, {about['threads']} threads"
     return Costs(
         model.name,
         measured,
         device=f"{where}, {model.name}, {model.precision}",
-        source=f"diptych bench simulate --measure, {about['date']}, at {about['commit']}, torch {about['torch']}, "
+        source=f"diptych bench simulate --measure, {found['date']}, at {found['commit']}, torch {about['torch']}, "
         f"load average {about['load_average']}",
         held={size: _held(runner, size) for size in sizes},
     )

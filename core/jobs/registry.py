@@ -45,9 +45,10 @@ class ModelCard:
     width. Those are of deep steps; shallow_solo_step_s and shallow_row_step_s hold such a dict for each depth of
     DeepCache that was measured. `capacity_per_s`: pictures a second at 20 deep steps with guidance at native size.
     `deepcache` is the schedule of jobs that do not say, as they would (core.schedule). `loras` are the names of those
-    that a job may bring. `kernels` names the kernels that run it (avx512-vnni, avx2, hopper, triton or torch),
-    `kernels_reason` says why no faster ones do; both are "" in cards of older workers. `live`: whether a worker that is
-    ready offers it now; only `Registry.models` sets it.
+    that a job may bring. `graphs`: how many of the GPU's graphs are "recorded", of how many "wanted"; empty where
+    none are. `kernels` names the kernels that run it (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason`
+    says why no faster ones do; both are "" in cards of older workers. `live`: whether a worker that is ready offers it
+    now; only `Registry.models` sets it.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ModelCard:
     capacity_per_s: float
     deepcache: Any = "off"
     loras: list[str] = field(default_factory=list)
+    graphs: dict[str, int] = field(default_factory=dict)
     kernels: str = ""
     kernels_reason: str = ""
     live: bool = False

@@ -76,6 +76,33 @@ def test_a_key_opens_and_nothing_else_does(guarded: tuple[Guarded, Worker]) -> N
     eventually(lambda: client.get("/v1/models").status_code == 401)
 
 
+def test_a_well_formed_token_with_a_wrong_secret_opens_nothing(guarded: tuple[Guarded, Worker]) -> None:
+    """A known id, and a secret of the right form: nobody's, another key's, or off by one character."""
+    doors, worker = guarded
+    (key, token), (other, others) = doors.keyring.add("me", ("images", "admin")), doors.keyring.add("you", ("images",))
+    gone, revoked = doors.keyring.add("gone", ("admin",))
+    good = [doors.client(one) for one in (token, others, revoked)]
+    for client in good:
+        eventually(lambda client=client: client.get("/v1/models").status_code == 200)
+    assert doors.keyring.revoke(gone.id)
+    eventually(lambda: good[2].get("/v1/models").status_code == 401)
+
+    last = "a" if token[-1] != "a" else "b"
+    wrong = [
+        f"dpt_{key.id}_{'a' * 43}", f"dpt_{key.id}_{others[-43:]}", f"dpt_{other.id}_{token[-43:]}", token[:-1] + last,
+        f"dpt_{key.id}_{key.hash[:43]}", revoked, f"dpt_{gone.id}_{token[-43:]}", f"dpt_{key.id}_{revoked[-43:]}",
+    ]  # fmt: skip
+    for forged in wrong:
+        client = doors.client(forged)
+        refused = client.post("/v1/jobs", json=JOB)
+        check_error(refused, 401, code="invalid_api_key")
+        assert refused.headers["www-authenticate"] == "Bearer"
+        for path in ("/v1/models", "/v1/jobs", "/v1/queues"):
+            check_error(client.get(path), 401, code="invalid_api_key")
+    assert worker.ids() == set(), "nothing was made"
+    assert [client.get("/v1/models").status_code for client in good] == [200, 200, 401]
+
+
 def test_only_hashes_are_kept(redis_url: str, settings: Settings) -> None:
     import redis
 

@@ -64,7 +64,7 @@ def test_what_is_not_installed_is_left_out_by_name(
     assert set(result["unet_ms"]) == set(result["unet_ms_2_rows"]) == {"diffusers-fp32"} | ours
     assert all(ms > 0 for ms in [*result["unet_ms"].values(), *result["unet_ms_2_rows"].values(), result["keys_ms"]])
     assert result["rows"] == 4 and result["model"] == NAME
-    assert {"torch", "diffusers"} <= set(result["versions"]) and result["machine"]["cores"]
+    assert {"torch", "diffusers"} <= set(result["versions"]) and result["provenance"]["machine"]["cores"]
 
     assert set(result["left_out"]) == set(ALL) - {"diffusers-fp32"} - ours
     assert {result["left_out"][name] for name in OPTIONAL} == {"not installed: openvino"}
@@ -80,7 +80,7 @@ def test_errors_are_those_of_the_precision(settings: Settings, tmp_path: Path) -
     errors = peers.run(settings, results=tmp_path, rows=4, forwards=2)["relative_error"]
     assert errors["diffusers-fp32"] == 0
     assert 0 < errors["diptych-fp32"] < 1e-5
-    assert 1e-4 < errors["diptych-int8"] < 0.1
+    assert 1e-4 < errors["diptych-int8"] < 0.03  # 0.014 with AVX2; in fp32 it would be under 1e-5
 
 
 def test_compiled_code_is_that_of_the_stock_unet_in_bf16(
@@ -104,14 +104,16 @@ def test_compiled_code_is_that_of_the_stock_unet_in_bf16(
 def test_optional_packages_run_the_same_unet(settings: Settings) -> None:
     pytest.importorskip("openvino")
     pytest.importorskip("nncf")
+    """Their INT8 lies 0.02 (two rows) and 0.05 (four) from fp32 here: twice that would be another model."""
     stage, drawn = peers._set(settings)
-    for name, error in (("openvino-fp32", 1e-5), ("openvino-int8", 0.5)):
+    for name, least, most in (("openvino-fp32", 0.0, 1e-5), ("openvino-int8", 1e-3, 0.11)):
         bind = peers.CONTENDERS[name](stage)
         for rows in (4, 2):
             given = peers._mixed(drawn, rows)
             truth = given.run(stage.model.unet)[0]
             for forward in bind(given).values():
-                assert torch.linalg.vector_norm(forward() - truth) < error * torch.linalg.vector_norm(truth)
+                error = torch.linalg.vector_norm(forward() - truth) / torch.linalg.vector_norm(truth)
+                assert least <= error < most
     parts = openvino_unet._arrays(given, 1, 2)
     assert [len(part) for part in parts] == [1] * 5
 

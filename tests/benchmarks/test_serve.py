@@ -25,6 +25,8 @@ def test_every_figure_is_measured(
     settings = Settings(model="random:tiny", compile=False, kernels=False, threads=1)
     result = serve.run(settings, steps=3, pictures=8, results=tmp_path)
     assert result["arrivals"] == 8 and result["steps"] == 3 and result["model"] == "random:tiny"
+    assert result["precision"] == "fp32" and result["deepcache"] == "off"
+    assert "api" in result["provenance"]["rooms"]
     assert 0 < result["p50_s"] <= result["p99_s"] and 0 < result["overhead_s"] < result["p99_s"]
     assert result["rate_per_s"] == pytest.approx(0.7 * result["capacity_per_s"], rel=1e-2)
     assert all(result[name] > 0 for name in ("images_per_s", "healthz_p99_s", "rejected_p99_s"))

@@ -165,6 +165,7 @@ def test_a_misspelt_variable_is_spoken_of(
 ) -> None:
     monkeypatch.setenv("DIPTYCH_PRECISON", "fp16")
     monkeypatch.setenv("DIPTYCH_TORCH_INDEX", "of the installer")
+    monkeypatch.setenv("DIPTYCH_COMMIT", "of a benchmark")
     assert shell.generate("x").code == 0
     (line,) = [record.getMessage() for record in caplog.records if record.name == "core.config"]
     assert line == "DIPTYCH_PRECISON is no setting and is ignored; did you mean DIPTYCH_PRECISION?"

@@ -32,36 +32,40 @@ def wait_until(seen: Callable[[], Any], what: str, timeout_s: float = READY_S) -
     return value
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without settings, and with these."""
-    inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith("DIPTYCH_")}
-    return (
-        inherited
-        | {"PYTHONPATH": str(ROOT), "DIPTYCH_THREADS": "1", "DIPTYCH_COMPILE": "0", "DIPTYCH_KERNELS": "0"}
-        | variables
-    )
+def environment(unset: Sequence[str] = (), **variables: str) -> dict[str, str]:
+    """This process's environment with the tests' settings (less `unset`) and these, without Triton's interpreter."""
+    dropped = ("DIPTYCH_", "TRITON_INTERPRET")
+    inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(dropped)}
+    ours = {"PYTHONPATH": str(ROOT), "DIPTYCH_THREADS": "1", "DIPTYCH_COMPILE": "0", "DIPTYCH_KERNELS": "0"}
+    return inherited | {name: value for name, value in ours.items() if name not in unset} | variables
 
 
 class Served:
-    """Started at once. `command` goes before the serve command's own words; `model` may be any name."""
+    """Started at once. `command` goes before the serve command's own words.
+
+    `model` may be any name; None leaves it to the default. `unset` are variables that `environment` is to leave out.
+    """
 
     def __init__(
         self,
         folder: Path,
         *arguments: str,
-        model: str = tiny.TINY,
+        model: str | None = tiny.TINY,
         command: Sequence[str] = (),
+        unset: Sequence[str] = (),
         variables: Mapping[str, str] = {},
         **options: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.port = folder, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        words = ["--port", str(self.port), "--data", str(folder / "data"), "--model", model, *arguments]
+        named = [] if model is None else ["--model", model]
+        words = ["--port", str(self.port), "--data", str(folder / "data"), *named, *arguments]
         self._seen: dict[int, psutil.Process] = {}
         with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
             self.process = subprocess.Popen(
-                [*command, sys.executable, "-m", "cli", "serve", *words], cwd=folder, env=environment(**variables),
+                [*command, sys.executable, "-m", "cli", "serve", *words], cwd=folder,
+                env=environment(unset, **variables),
                 **{"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options},
             )  # fmt: skip
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from evaluation import mlperf, pixels
@@ -42,6 +44,35 @@ def test_scores_are_held_against_the_closed_windows() -> None:
     assert [one.within for one in mlperf.verdicts(low)] == [True, False] and "OUTSIDE" in mlperf.table(low)
     alone = {**OFFICIAL, "against": {}}
     assert [one.within for one in mlperf.verdicts(alone)] == [None, True]
+
+
+# mlcommons/inference, closed division of text_to_image: accuracy targets of Stable Diffusion XL.
+RULES = {"fid": (23.01085758, 23.95007626), "clip-score": (31.68631873, 31.81331801)}
+
+
+def scored(fid: float, clip: float) -> dict[str, Any]:
+    """An official run with these scores."""
+    statistics = {"kind": "statistics", "scores": {"fid": {"value": fid}}}
+    return {**OFFICIAL, "scores": {"clip-score": {"value": clip}}, "against": {"val2014.npz": statistics}}
+
+
+@given(st.floats(22.0, 26.0), st.floats(31.0, 32.5))
+def test_a_verdict_is_whether_a_score_lies_in_its_window(fid: float, clip: float) -> None:
+    found = mlperf.verdicts(scored(fid, clip))
+    assert [(one.figure, one.value, one.within) for one in found] == [
+        (name, value, RULES[name][0] <= value <= RULES[name][1]) for name, value in (("fid", fid), ("clip-score", clip))
+    ]
+
+
+@pytest.mark.parametrize("figure", RULES)
+def test_windows_end_where_the_rules_say_to_the_last_digit(figure: str) -> None:
+    low, high = RULES[figure]
+    for value, within in ((low, True), (high, True), (low - 1e-8, False), (high + 1e-8, False)):
+        scores = scored(**{"fid": 23.5, "clip": 31.75, figure.removesuffix("-score"): value})
+        (verdict,) = (one for one in mlperf.verdicts(scores) if one.figure == figure)
+        assert (verdict.low, verdict.high, verdict.within) == (low, high, within)
+        (line,) = (line for line in mlperf.table(scores).splitlines() if line.startswith(figure))
+        assert f"{low:.8f} … {high:.8f}" in line and ("OUTSIDE" in line) != within
 
 
 @pytest.mark.parametrize(

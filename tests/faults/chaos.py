@@ -1,13 +1,13 @@
 """Breaks a running service many times over and counts what was lost: `python -m tests.faults.chaos --times 20`.
 
-Plays the scenarios of the tests with the real lease, prints a table, and writes it into docs/operations.md. The exit
-code is 1 if a job was lost, ended twice, or was anything but what it should be.
+Plays the scenarios of the tests with the real lease, prints a table, and stores it as benchmarks/results/chaos.json,
+which `make figures` writes into docs/operations.md. The exit code is 1 if a job was lost, ended twice, or was anything
+but what it should be.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -15,14 +15,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from benchmarks import provenance, record, tables
 from tests.faults.play import play
 from tests.faults.rounds import Gallery, Outcome
 from tests.faults.scenarios import PICTURES, SCENARIOS
 from tests.faults.stack import Stack
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
-BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
+# What pictures are drawn with: a model of noise on torch's kernels, or what `diptych serve` takes by default.
+MODELS = {"tiny": {"model": "random:tiny", "kernels": "false"}, "default": {"model": ""}}
 
 
 @dataclass
@@ -45,18 +47,19 @@ class Row:
         for name, value in outcome.figures.items():
             total.figures[name] = max(value, total.figures.get(name, value))
 
-    @property
-    def cells(self) -> tuple[str, ...]:
+    def as_json(self) -> dict[str, Any]:
         total = self.outcome
-        recovery = "–" if total.recovery_s is None else f"{total.recovery_s:.1f}"
-        return (f"`{self.name}`", str(self.runs), str(total.jobs), str(total.lost), str(total.twice), recovery)
+        return {
+            "name": self.name, "runs": self.runs, "jobs": total.jobs, "lost": total.lost, "twice": total.twice,
+            "problems": len(total.problems), "recovery_s": total.recovery_s, "most": total.figures,
+        }  # fmt: skip
 
 
 class Shop:
     """Keeps a stack of the kind that was asked for last."""
 
-    def __init__(self, lease_s: float) -> None:
-        self._settings = {"lease_s": str(lease_s), "drain_s": "0.1", "kernels": "false"}
+    def __init__(self, lease_s: float, model: str = "tiny") -> None:
+        self._settings = {"lease_s": str(lease_s), "drain_s": "0.1", **MODELS[model]}
         self._open = ExitStack()
         self._kind = ""
         self._stack: Stack | None = None
@@ -101,33 +104,8 @@ def run(names: Sequence[str], times: int, shop: Shop, jobs: int, seconds: float)
         yield row
 
 
-def table(rows: Sequence[Row], lease_s: float) -> str:
-    """The table as Markdown, with the scenarios' own words below it."""
-    header = ("scenario", "runs", "jobs", "lost", "finished twice", "longest recovery, s")
-    lines = [header, ("---",) + ("--:",) * 5, *(row.cells for row in rows)]
-    about = []
-    for row in rows:
-        most = ", ".join(_figures(row.outcome))
-        told = (SCENARIOS[row.name].__doc__ or "").strip()
-        about.append(f"- `{row.name}`: {told}{f' At most: {most}.' if most else ''}")
-    said = (
-        f"Lease {lease_s:g} s, two workers, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}. Recovery is the time "
-        "from the fault until the last job that it touched went on."
-    )
-    return "\n".join([said, "", *("| " + " | ".join(line) + " |" for line in lines), "", *about])
-
-
 def _figures(outcome: Outcome) -> list[str]:
     return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in outcome.figures.items()]
-
-
-def write(page: Path, text: str) -> None:
-    """Put the table between the page's markers. Raises ValueError if it has none."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"{page}: holds no {BEGIN} … {END}")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 def main() -> int:
@@ -137,16 +115,21 @@ def main() -> int:
     parser.add_argument("--lease", type=float, default=15.0, metavar="S", help="of the workers; default: %(default)s")
     parser.add_argument("--jobs", type=int, default=12, metavar="N", help="of one run; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=1.5, metavar="S", help="of one job; default: %(default)s")
+    parser.add_argument(
+        "--model", choices=MODELS, default="tiny",
+        help="default: emoji-xl in INT8 on our own kernels, as served by default; its table is printed and not written",
+    )  # fmt: skip
     options = parser.parse_args()
-    shop = Shop(options.lease)
+    shop = Shop(options.lease, options.model)
     try:
         rows = list(run(options.only or list(SCENARIOS), options.times, shop, options.jobs, options.seconds))
     finally:
         shop.close()
-    text = table(rows, options.lease)
-    print(f"\n{text}")
-    if not options.only:
-        write(PAGE, text)
+    result = {"lease_s": options.lease, "workers": 2, "scenarios": [row.as_json() for row in rows]}
+    print("\n" + "\n".join(tables.chaos(result)))
+    if not options.only and options.model == "tiny":
+        rooms = (*provenance.SCHEDULING, "core/jobs", "api", "workers", "deployment", "tests/faults")
+        record.write("chaos", result, rooms=rooms)
     return int(any(row.outcome.problems for row in rows))
 
 

@@ -1,16 +1,17 @@
-"""docs/operations.md names every setting with its default, and holds the place for the table that chaos writes."""
+"""docs/operations.md names every setting with its default, and every scenario of chaos says what it does."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
+from benchmarks import tables
 from core.config import Settings
-from tests.faults.chaos import BEGIN, END, PAGE, Row, table, write
+from tests.faults.chaos import Row
 from tests.faults.rounds import Outcome
 from tests.faults.scenarios import SCENARIOS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
 
 def shown(default: object) -> str:
@@ -32,24 +33,9 @@ def test_every_scenario_says_what_it_does() -> None:
     )
 
 
-def test_the_table_is_put_between_the_markers_and_nowhere_else(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text())
+def test_runs_of_one_scenario_are_summed_up() -> None:
     row = Row("poison")
     row.add(Outcome(jobs=3, lost=1, recovery_s=2.0, figures={"crashes": 3}))
     row.add(Outcome(jobs=4, twice=1, recovery_s=1.0, figures={"crashes": 2}))
-    for _ in range(2):  # the second time over the first
-        write(page, table([row], 15))
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    text = page.read_text()
-    assert text.startswith(before) and text.endswith(rest.partition(END)[2])
-    assert text.count("| `poison` | 2 | 7 | 1 | 1 | 2.0 |") == 1
-    assert "crashes 3" in text
-
-
-def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("nothing")
-    with pytest.raises(ValueError, match="chaos: begin"):
-        write(page, "a table")
-    assert page.read_text() == "nothing"
+    lines = tables.chaos({"lease_s": 15.0, "workers": 2, "scenarios": [row.as_json()]})
+    assert "| `poison` | 2 | 7 | 1 | 1 | 2.0 s | crashes 3 |" in lines

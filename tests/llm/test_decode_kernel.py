@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.llm.interpreted import CUDA
+from tests.interpreted import CUDA
 
 # isort: split
 from llm.decode_kernel import decode, decode_reference, lacks

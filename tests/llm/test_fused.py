@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.llm.interpreted import CUDA
+from tests.interpreted import CUDA
 
 # isort: split
 from core.quant.kernels.cuda.quantize import to_levels

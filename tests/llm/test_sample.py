@@ -62,6 +62,20 @@ def test_the_same_tokens_are_left_in_as_by_transformers(
     torch.testing.assert_close(found[same], wanted[same], rtol=1e-4, atol=1e-6)
 
 
+@examples(max_examples=80)
+@given(words=st.integers(2, 400), top_k=st.integers(0, 300), top_p=st.floats(0.01, 0.999), seed=st.integers(0, 999))
+def test_the_nucleus_is_the_fewest_that_reach_top_p(words: int, top_k: int, top_p: float, seed: int) -> None:
+    """By the definition (Holtzman et al., 2020), of what top_k leaves; a millionth is left to rounding."""
+    logits = normal(seed, 2, words)
+    found = sample.probabilities(logits, settings(2, top_k=top_k, top_p=top_p))
+    for row, kept in zip(logits.double().softmax(-1), found > 0, strict=True):
+        pool = row.sort(descending=True).values[: top_k or None]
+        wanted, left = top_p * pool.sum(), row[kept]
+        assert left.sum() >= wanted - 1e-6, "they reach it"
+        assert left.sum() - left.min() < wanted + 1e-6, "and one less would not"
+        assert left.min() >= row[~kept].max() if not kept.all() else True, "the likeliest"
+
+
 def test_a_row_is_drawn_as_if_it_were_alone() -> None:
     logits = normal(1, 40, 500, scale=2)
     many = sample.Settings(

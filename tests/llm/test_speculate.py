@@ -8,6 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from llm import sample
@@ -83,6 +85,22 @@ def test_greedy_goes_on_up_to_the_first_difference() -> None:
     assert agreed([1, 2, 3], [1, 2, 3, 4]) == [1, 2, 3, 4]
     assert agreed([1, 9, 3], [1, 2, 3, 4]) == [1, 2]
     assert agreed([9, 2], [1, 2, 3]) == [1]
+
+
+few_tokens = st.integers(0, 2)
+
+
+@given(st.data(), st.integers(0, MOST), st.integers(0, MOST))
+def test_greedy_takes_any_number_of_guesses(data: st.DataObject, count: int, right: int) -> None:
+    """As many as are ever made, of which the first `right` are the best tokens, against the definition in words."""
+    best = data.draw(st.lists(few_tokens, min_size=count + 1, max_size=count + 1))
+    guesses = [token if j < right else data.draw(few_tokens) for j, token in enumerate(best[:-1])]
+    made = agreed(guesses, best)
+    kept = len(made) - 1
+    assert kept >= min(right, count)
+    assert made == best[: kept + 1], "only what the model itself would have said, one after the other"
+    assert guesses[:kept] == best[:kept]
+    assert kept == count or guesses[kept] != best[kept], "and it stops at no guess that was right"
 
 
 def test_the_engine_draws_from_the_model() -> None:

@@ -17,8 +17,8 @@ from PIL import Image
 from core.batching.runner import Lane, Refused
 from core.schedule import DeepCache
 from pipeline import sigmas
-from pipeline.execution import IMAGE
 from pipeline.parameters import Edit, ImageParameters
+from pipeline.phases import IMAGE
 from pipeline.vae import encode, scale, unscale
 from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 from core.graphs import Key, compiler
-from pipeline.execution import DEEP, VAE, Group
+from pipeline.execution import Group
 from pipeline.parameters import ImageParameters
+from pipeline.phases import DEEP, VAE
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 
-pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own modules
-]
 SIZE = (32, 32)
 
 
@@ -23,6 +20,8 @@ def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
     return ImageParameters("a red cat", seed, *SIZE, steps=6, deterministic=deterministic)
 
 
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own modules
 def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.setpriority", raising=False)  # nothing is served here that compiling should give way to
     runner = Watching(model("plain"), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
@@ -55,19 +54,24 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monke
         for other in range(2):
             crank.submit(f"{other}", wanted(3 if other == position else 40 + other, True), priority=other)
         assert crank.pictures()[f"{position}"].png() == late.png()
+    runner.close()
 
-    # A free request takes whichever is cheaper: compiled once it is there, and only if a bucket is wide enough.
-    assert runner.execution.cheapest(Group(DEEP, SIZE), 3).rows == 4
-    assert runner.execution.cheapest(Group(DEEP, SIZE), 5) == runner.execution.cheapest(Group(DEEP, SIZE), 5)
-    assert not runner.execution.cheapest(Group(DEEP, SIZE), 5).compiled
+
+def test_a_free_request_takes_whichever_is_cheaper_by_what_was_seen() -> None:
+    """Compiled once it is there, so that it is timed, and only if a bucket is wide enough."""
+    runner = Watching(model("plain"), buckets=(4,), deterministic_rows=4)
+    execution, group = runner.execution, Group(DEEP, SIZE)
+    execution._executables._compiled[Key(DEEP, 4, SIZE)] = lambda *_: None  # chosen here, and not called
     for _ in range(3):
-        runner.execution.observe(Group(DEEP, SIZE), 3, False, 0.001)
-        runner.execution.observe(Group(DEEP, SIZE), 4, True, 0.002)
-    assert not runner.execution.cheapest(Group(DEEP, SIZE), 3).compiled
+        execution.observe(group, 3, False, 0.001)
+        execution.observe(group, 5, False, 0.001)
+    assert execution.cheapest(group, 3).compiled and execution.cheapest(group, 3).rows == 4
+    assert not execution.cheapest(group, 5).compiled and execution.cheapest(group, 5).rows == 5
+    execution.observe(group, 4, True, 0.002)
+    assert not execution.cheapest(group, 3).compiled
     for _ in range(30):
-        runner.execution.observe(Group(DEEP, SIZE), 3, False, 0.004)
-    assert runner.execution.cheapest(Group(DEEP, SIZE), 3).compiled
-    assert runner.execution._executables.find(Key(VAE, 1, SIZE)) is not None
+        execution.observe(group, 3, False, 0.004)
+    assert execution.cheapest(group, 3).compiled
     runner.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from core.quant.convert import quantize_
 from core.quant.kernels.cpu.library import _processor_flags as flags
 from core.quant.kernels.cpu.library import library
 from core.quant.statistics import Statistics
-from tests.core.quant.stage import check_close, kernels, normal, threads
+from tests.core.quant.stage import CACHE, check_close, kernels, normal, threads
 from tests.unet_opt.shapes import KNOWN, vae
 from unet_opt import recipe
 from unet_opt.decoder import DecoderPrograms, check
@@ -86,9 +85,10 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
 
 @pytest.mark.skipif("avx512_vnni" not in flags(), reason="this processor has no AVX-512 VNNI to compare with")
 @pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
-def test_avx2_says_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_avx2_says_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ -mno-avx512f")
-    narrow = library.__wrapped__(tmp_path)
+    narrow = library.__wrapped__(CACHE)
+    assert narrow._name != kernels()._name
     one = vae("plain", mid_block_add_attention=True)
     x = latents(4, 2, 2)
     found, wanted = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.statistics import Statistics
 from core.quant.store import Manifest, load_, round_, save
 from pipeline import tiny
-from tests.core.quant.stage import kernels
+from tests.core.quant.stage import ROOT, kernels
 from tests.unet_opt.shapes import UNETS, inputs, ours, quantized, stock, unet, vae
 from unet_opt import recipe
 from unet_opt.program import UNetPrograms
@@ -74,6 +75,31 @@ def test_names_tell_how_it_was_smoothed() -> None:
     made = quantized(unet("plain"), alpha=None)
     block = made.mid_block.attentions[0].transformer_blocks[0]
     assert len({*block.attn1.to_q.inverse.tolist()}) == 1
+
+
+def test_layers_are_smoothed_by_the_papers_formula_at_the_alpha_that_models_are_shipped_with() -> None:
+    """0.8: what models/emoji-xl says it was made with, and what the scales of a UNet come to that is quantized here."""
+    shipped = json.loads((ROOT / "models" / "emoji-xl" / "unet-int8" / "quantization.json").read_text())
+    assert shipped["recipe"] == recipe.unet(unet("plain")).name == "sdxl-unet-alpha0.8"
+
+    plain, statistics = unet("plain"), Statistics("digest")
+    made = recipe.unet(plain)
+    with statistics.observe(plain, made.targets(plain), 0):
+        stock(plain, inputs(plain, 4, 8, 8))
+    after = copy.deepcopy(plain)
+    quantize_(after, made, statistics)
+    at = "mid_block.attentions.0.transformer_blocks.0"
+    for together in (
+        [f"{at}.attn1.to_q", f"{at}.attn1.to_k", f"{at}.attn1.to_v"], [f"{at}.attn2.to_q"], [f"{at}.attn1.to_out.0"],
+        [f"{at}.ff.net.0.proj"], [f"{at}.ff.net.2"], ["mid_block.attentions.0.proj_in"],
+        ["mid_block.attentions.0.proj_out"],
+    ):  # fmt: skip
+        x = statistics.largest[together[0]][0].double()  # one batch of one step: what was seen is the range
+        w = torch.stack([plain.get_submodule(name).weight.double().abs().amax(0) for name in together]).amax(0)
+        s = x**0.8 / w**0.2
+        wanted = 127 / (x / s).max() / s
+        for name in together:
+            torch.testing.assert_close(after.get_submodule(name).inverse.double(), wanted, rtol=1e-4, atol=0)
 
 
 def test_a_decoder_is_quantized_behind_its_first_block() -> None:

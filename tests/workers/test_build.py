@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from core.config import Settings
 from core.quant.kernels.cpu import library as kernels
@@ -15,14 +18,18 @@ from core.schedule import AUTO, DeepCache
 from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
+from tests.core.quant.stage import CACHE
+from workers import app
+from workers import build as build_module
 from workers.build import build, memory_bytes, precision
 
 SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def cache() -> Path:
+    """Where the tests' kernels are kept."""
+    return CACHE.parent
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +101,30 @@ def test_what_requests_may_hold_is_set_or_most_of_what_is_free(model: Path, cach
     assert free > 2**26
 
 
+@pytest.mark.parametrize("free", [2**20, 3 * 2**30, 141 * 2**30])
+def test_forwards_buffers_and_loras_get_what_requests_may_not_hold(
+    free: int, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven tenths are for requests, after what was set aside for LoRAs; never less than nothing."""
+    loaded = load(str(model))
+    monkeypatch.setattr("workers.build._free_bytes", lambda device: free)
+    assert memory_bytes(settings(model, cache), loaded) == pytest.approx(0.7 * free, abs=1)
+    beside = memory_bytes(settings(model, cache, lora_dir=str(cache), lora_mib=1024), loaded)
+    assert beside == pytest.approx(max(0.0, 0.7 * (free - 2**30)), abs=1)
+
+
+def test_a_worker_measures_what_forwards_cost_before_its_first_job(cache: Path) -> None:
+    """The scheduler chooses widths by cost curves: without them its first jobs would be batched blindly."""
+    said: list[str] = []
+    with app._build(settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False), said.append) as works:
+        curves = works.images.execution.costs()
+        assert {key[0] for key in curves} >= {"deep", "vae"}
+        assert all(seconds > 0 for curve in curves.values() for seconds in curve.values())
+        deep = [rows for key, curve in curves.items() if key[0] == "deep" for rows in curve]
+        assert len(deep) > 1, "a curve has more than one point"
+    assert "measuring what forwards cost" in said
+
+
 @pytest.mark.parametrize(
     ("text", "schedule"),
     [("off", None), ("auto", AUTO), ("3", DeepCache(3)), ("4:resnet", DeepCache(4, "resnet"))],
@@ -112,3 +143,76 @@ def test_jobs_that_do_not_say_are_cached_as_the_settings_say(
 def test_a_schedule_that_is_none_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="deepcache"):
         Settings(deepcache=text)
+
+
+class Built(Exception):
+    """The runner would be made with these options."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides how pictures are drawn finds an H200 with Triton, and goes as far as the runner."""
+
+    def runner(model: Any, **options: Any) -> None:
+        raise Built(options)
+
+    def load_on(name: str, *, device: str, **options: Any) -> Any:
+        return replace(load(name, **options), device=torch.device(device))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
+    monkeypatch.setattr(language, "lacks", lambda: None)
+    monkeypatch.setattr(build_module, "load", load_on)
+    monkeypatch.setattr(build_module, "ImageRunner", runner)
+
+
+def drawn_with(given: Settings) -> dict[str, Any]:
+    """What the runner of these settings is made with."""
+    with pytest.raises(Built) as caught:
+        build(given)
+    options: dict[str, Any] = caught.value.args[0]
+    return options
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_draws_on_fused_layers_in_what_auto_finds(model: Path, cache: Path, tmp_path: Path) -> None:
+    on = {"device": "auto", "cache_dir": cache}
+    assert precision(Settings(model=str(model), **on), "cuda") == "int8"  # type: ignore[arg-type]
+    plain = tiny.save(tmp_path / "plain", SHAPE)
+    assert precision(Settings(model=str(plain), **on), "cuda") == "bf16"  # type: ignore[arg-type]
+    for asked in ("auto", "bf16"):
+        assert drawn_with(Settings(model=str(plain), precision=asked, **on))["fused"]  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [({"precision": "fp16"}, "they know bf16, and this is fp16"), ({"kernels": False}, "are switched off")],
+)
+def test_a_gpu_without_fused_layers_says_why(
+    given: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = tiny.save(tmp_path / "plain", SHAPE)
+    assert not drawn_with(Settings(model=str(plain), device="cuda", cache_dir=tmp_path, **given))["fused"]
+    assert "drawn by torch's own kernels" in caplog.text and why in caplog.text
+
+
+@pytest.mark.usefixtures("gpu")
+def test_widths_on_a_gpu_are_close_and_end_where_tiles_do(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = tiny.save(tmp_path / "plain", SHAPE)
+    on = Settings(model=str(plain), device="cuda", cache_dir=cache, max_rows=32)
+    with caplog.at_level(logging.INFO):
+        options = drawn_with(on)
+    assert options["max_rows"] == 32 and "no tiles were measured on NVIDIA H200" in caplog.text
+    buckets = [rows for rows in options["buckets"] if rows <= 32]
+    for rows in range(1, 33):
+        padded = min(bucket for bucket in buckets if bucket >= rows)
+        assert padded - rows <= max(1, rows / 5), "a forward costs what its rows cost, padding included"
+    monkeypatch.setattr("unet_opt.fused.widths.tuned_rows", lambda *_: 6)
+    with caplog.at_level(logging.INFO):
+        options = drawn_with(on)
+    assert options["max_rows"] == options["deterministic_rows"] == 6
+    assert "at most 6 rows, not 32" in caplog.text

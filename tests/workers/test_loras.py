@@ -16,6 +16,7 @@ from core.quant.kernels.cpu import library as kernels
 from core.quant.kernels.cpu.library import Unavailable
 from pipeline.load import load
 from pipeline.tiny import TINY
+from tests.core.quant.stage import CACHE
 from tests.pipeline import loras
 from workers.build import Works, build
 from workers.panels import pictures
@@ -37,10 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def works(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Works]:
+def works(folder: Path) -> Iterator[Works]:
     """On the CPU kernels where there are any."""
     settings = Settings(
-        model=TINY, lora_dir=str(folder), device="cpu", compile=False, threads=1, cache_dir=tmp_path_factory.mktemp("c")
+        model=TINY, lora_dir=str(folder), device="cpu", compile=False, threads=1, cache_dir=CACHE.parent
     )
     with build(settings) as works:
         yield works
@@ -72,7 +73,9 @@ def test_jobs_with_and_without_are_drawn_side_by_side(works: Works) -> None:
     again = drawn(works)
     for made in zip(plain, ink, oil, strict=True):
         assert len({picture.image.tobytes() for picture in made}) == 3
-    assert [one.png() for one in plain] == [one.png() for one in again]
+    for one, other in zip(plain, again, strict=True):
+        assert np.abs(np.asarray(one.image).astype(int) - np.asarray(other.image)).max() <= 1
+        assert not works.images.execution.programs or one.png() == other.png(), "on the CPU kernels bits are promised"
     assert all(np.asarray(one.image).std() > 5 for one in ink + oil)
 
 

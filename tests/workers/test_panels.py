@@ -21,10 +21,12 @@ from core.batching.runner import Lane, Refused
 from core.config import Settings
 from core.jobs.record import to_json
 from core.schedule import AUTO, DEPTHS, DeepCache
-from pipeline.execution import SHALLOW, Group
+from pipeline.execution import Group
 from pipeline.load import load
 from pipeline.parameters import MAX_SEED, ImageParameters
+from pipeline.phases import SHALLOW
 from pipeline.tiny import TINY
+from tests.core.tape import Tape
 from tests.pipeline.worlds import Crank, Watching
 from workers.build import Works, build
 from workers.cards import image_card
@@ -150,6 +152,19 @@ def test_costs_follow_the_curves(works: Works) -> None:
     with Engine([works.images]) as engine:
         engine.submit(Request("r", "image", wanted)).result(60)
     assert image_card(works.images).costs["solo_step_s"][name] > 0
+
+
+def test_the_card_counts_the_graphs_that_are_recorded(works: Works) -> None:
+    assert image_card(works.images).graphs == {}, "a CPU records none"
+    runner = Watching(load(TINY), fused=True, recorder=Tape(), buckets=(2,), max_rows=2, deterministic_rows=2)
+    try:
+        runner.recording.close()  # what is left to be recorded is recorded here
+        runner.prepare(measure_s=0.0)
+        assert image_card(runner).graphs == {"recorded": 0, "wanted": 12}
+        assert runner.execution.record_next()
+        assert image_card(runner).graphs == {"recorded": 1, "wanted": 12}
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

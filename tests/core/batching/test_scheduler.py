@@ -372,6 +372,33 @@ def test_a_stream_of_one_shots_does_not_starve_an_elder(depth: int) -> None:
     besiege(driven, long, lambda n: driven.add(f"u{n}", Ask(once=True, size="o")), until=200.0)
 
 
+@given(
+    arrived=st.integers(0, 100), starvation_s=st.integers(1, 1000), age=st.integers(0, 2000), depth=st.integers(1, 2)
+)  # fmt: skip
+def test_an_elder_goes_first_from_starvation_s_on_and_not_before(
+    arrived: int, starvation_s: int, age: int, depth: int
+) -> None:
+    driven, _ = drive(limit=1, depth=depth, starvation_s=float(starvation_s))
+    driven.clock.now = float(arrived)
+    old = driven.add("old", STEPS, priority=9)
+    driven.clock.now = float(arrived + age)
+    new = driven.add("new", STEPS, priority=0)
+    (batch,) = driven.launch()
+    assert batch.requests == [old if age >= starvation_s else new]
+
+
+@pytest.mark.parametrize("starvation_s", [20.0, 60.0])
+def test_a_low_priority_begins_once_it_is_starved_and_no_later_than_the_iteration_after(starvation_s: float) -> None:
+    """Among requests that are more urgent and never end, each iteration one second long."""
+    driven, runner = drive(limit=1, starvation_s=starvation_s)
+    driven.add("low", STEPS, priority=9)
+    for n in range(3):
+        driven.add(f"u{n}", Ask(steps=500, encode=False, vae=False))
+    driven.run(until=2 * starvation_s)
+    first = next(launch.at for launch in runner.log if launch.ids == ["low"])
+    assert starvation_s <= first <= starvation_s + 1
+
+
 def test_one_shots_still_go_between_the_steps_of_an_elder() -> None:
     """An overload where everyone is old must not keep newcomers from joining the cohort."""
     driven, runner = drive(starvation_s=0.0)

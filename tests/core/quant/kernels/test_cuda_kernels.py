@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-pytest.importorskip("triton")
+from tests.interpreted import CUDA
 
-from core.quant.kernels.cuda.attention import attention_int8, attention_int8_reference  # noqa: E402
-from core.quant.kernels.cuda.conv import (  # noqa: E402
+# isort: split
+from core.quant.kernels.cuda.attention import attention_int8, attention_int8_reference
+from core.quant.kernels.cuda.conv import (
     conv3x3_int8,
     conv3x3_int8_reference,
     upsample_conv3x3_int8,
     upsample_conv3x3_int8_reference,
     upsample_weight,
 )
-from core.quant.kernels.cuda.group_norm import group_norm_int8, group_norm_int8_reference  # noqa: E402
-from core.quant.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference  # noqa: E402
-from core.quant.kernels.cuda.linear import (  # noqa: E402
+from core.quant.kernels.cuda.group_norm import group_norm_int8, group_norm_int8_reference
+from core.quant.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
+from core.quant.kernels.cuda.linear import (
     linear_geglu_int8,
     linear_geglu_int8_reference,
     linear_int8,
     linear_int8_reference,
 )
-from core.quant.kernels.cuda.quantize import (  # noqa: E402
+from core.quant.kernels.cuda.quantize import (
     quantize,
     quantize_reference,
     quantize_rows,

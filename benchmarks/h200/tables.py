@@ -1,0 +1,200 @@
+"""Tables of docs/h200.md and of the README's figures of one GPU, made of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.tables import NONE, Result, Table, gate, markdown
+
+_DRAWN_AS = {"int8": "int8", "int8+deepcache-resnet": "int8-auto", "int8+deepcache-half": "int8-resnet2"}
+_RUNGS = {
+    "diffusers-1": "diffusers bf16, one at a time",
+    "diffusers-8": "diffusers bf16, batches of 8",
+    "bf16": "bf16",
+    "int8": "INT8",
+    "int8+deepcache-resnet": 'INT8, DeepCache "auto"',
+    "int8+deepcache-half": 'INT8, DeepCache "half"',
+    "int8+deepcache-block": 'INT8, DeepCache "2" ("block")',
+    "fp8": "FP8",
+    "fp8+deepcache-half": 'FP8, DeepCache "half"',
+}
+_KINDS = {"int8": "INT8", "fp8": "FP8 (E4M3)", "bf16": "bf16"}
+
+
+def engine(found: Result, *scored: Result) -> list[str]:
+    """Rates of the rungs; beside INT8's, what their schedule costs the embedded model's score, and its gate."""
+    rungs = found["rungs"]
+    stock = rungs.get("diffusers-8", {}).get("images_s")
+    rows = []
+    for name, label in _RUNGS.items():
+        if name not in rungs:
+            continue
+        one = rungs[name]
+        ratio = _score(name, scored)
+        rows.append(
+            (
+                label, f"{one['images_s']:.2f}", f"{one['images_s'] / stock:.2f}×" if stock else NONE,
+                f"{ratio[0]:.2%}" if ratio else NONE, gate(_DRAWN_AS[name], ratio) if ratio else NONE,
+                f"{one['sm_mhz']:.0f} MHz, {one['power_w']:.0f} W" if "sm_mhz" in one else NONE,
+            )
+        )  # fmt: skip
+    header = (
+        "1024×1024, 20 steps with guidance", "pictures/s", "against batches of 8", "score on emoji-xl, of fp32's",
+        "score's gate", "SM clock, power",
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
+def phases(found: Result) -> list[str]:
+    """Milliseconds of a recorded graph, by phase and rows."""
+    kinds = [kind for kind in _KINDS if f"costs_ms {kind}" in found]
+    wanted = ("deep × 16", "deep × 8", "deep × 2", "shallow-resnet × 16", "shallow × 16", "vae × 1", "vae × 4")
+    rows = [
+        (name, *(_ms(found[f"costs_ms {kind}"].get(name)) for kind in kinds))
+        for name in wanted
+        if any(name in found[f"costs_ms {kind}"] for kind in kinds)
+    ]
+    ready = [found.get(f"ready_s {kind}") for kind in kinds]
+    rows.append(("graphs recorded after", *(NONE if s is None else f"{s:.1f} s" for s in ready)))
+    return markdown(("ms a graph, phase × rows", *(_KINDS[kind] for kind in kinds)), rows)
+
+
+def arrivals(found: Result) -> list[str]:
+    played = found.get("arrivals")
+    if played is None:
+        return ["Arrivals were not played in this run (`--arrivals`)."]
+    names = {
+        "engine": "step-level", "window_free": "request-level, what waits", "window_3s": "request-level, 3 s window",
+    }  # fmt: skip
+    rows = [
+        (label, *(f"{played[name][key]:.2f} s" for key in ("mean_s", "p50_s", "p99_s")))
+        for name, label in names.items()
+    ]
+    said = f"{played['arrivals']} Poisson arrivals at {played['rate_per_s']:.2f}/s."
+    return [*markdown(("batching", "mean", "p50", "p99"), rows), "", said]
+
+
+def numerics(found: Result) -> list[str]:
+    rows = []
+    for kind, label in {"bf16": "fused bf16", "int8": "INT8", "fp8": "FP8 (E4M3)"}.items():
+        if kind not in found:
+            continue
+        one = found[kind]
+        layers = one.get("layers")
+        pictures = [f"{one[key]['psnr_db']:.1f} dB" for key in ("pictures", "pictures+deepcache") if key in one]
+        rows.append(
+            (
+                label,
+                *(f"{one[p]['cosine']:.5f}, {one[p]['psnr_db']:.1f} dB" for p in ("forward", "twenty_steps", "vae")),
+                f"{layers['median_cosine']:.5f}, {layers['worst'][0][1]:.4f}" if layers else NONE,
+                NONE if kind == "bf16" or not pictures else ", ".join(pictures),
+                NONE if "company" not in one else "yes" if one["company"]["deterministic_equal"] else "no",
+            )
+        )  # fmt: skip
+    header = (
+        f"`{found['model']}`, beside diffusers in bf16", "one forward", "latents after 20 steps", "VAE",
+        "single layers, median and least", "pictures, without and with DeepCache", "deterministic in company",
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
+def cohost(found: Result) -> list[str]:
+    rows = []
+    for name, label in {"int8": "INT8", "int8+deepcache": 'INT8, DeepCache "auto"'}.items():
+        if name not in found:
+            continue
+        one = found[name]
+        both = one["together"]
+        tpot = [1000 * seconds for seconds in both["tpot_p50_p99_s"]]
+        rows.append(
+            (
+                label, f"{one['image_alone']['images_s']:.2f}", f"{both['images_s']:.2f}",
+                f"{one['text_alone']['tokens_s']:,.0f}", f"{both['tokens_s']:,.0f}", f"{one['sum']:.2f}",
+                f"{tpot[0]:.1f} ms, {tpot[1]:.1f} ms",
+            )
+        )  # fmt: skip
+    header = ("", "pictures/s alone", "together", "tokens/s alone", "together", "sum of shares", "a token, p50 and p99")
+    return markdown(header, rows)
+
+
+def text_steps(found: Result) -> list[str]:
+    kinds = [kind for kind in _KINDS if f"steps {kind}" in found]
+    names = list(found[f"steps {kinds[0]}"])
+    rows = []
+    for name in names:
+        read = found[f"steps {kinds[0]}"][name]
+        cells = [found[f"steps {kind}"].get(name) for kind in kinds]
+        rows.append(
+            (
+                name, *(NONE if one is None else f"{one['graph_ms']:.2f} ({one['step_ms']:.2f})" for one in cells),
+                f"{read['read_gb']:.1f} GB, {read['graph_ms'] * read['share_of_roofline']:.2f} ms",
+            )
+        )  # fmt: skip
+    first = _KINDS[kinds[0]]
+    header = ("ms a step: graph alone (tokens back on the host)", *(_KINDS[kind] for kind in kinds))
+    return markdown((*header, f"bytes read in {first}, floor at 4.8 TB/s (computed)"), rows)
+
+
+def text_engine(found: Result) -> list[str]:
+    """Tokens a second that were measured from the first request to the last token."""
+    rows = [
+        (f"Diptych, {_KINDS[kind]}, through the engine", requests, "128/128", f"{one['tokens_per_s']:,.0f}")
+        for kind in _KINDS
+        for requests in ("64", "256")
+        if (one := found.get(f"engine {kind} {requests}"))
+    ]
+    if one := found.get("generate_batch"):
+        rows.append(("transformers `generate_batch`, bf16", "64", "128/64", f"{one['tokens_per_s']:,.0f}"))
+    return markdown(("measured", "requests at once", "tokens in/out", "tokens/s"), rows)
+
+
+def text_rates(found: Result) -> list[str]:
+    """Tokens a second of static batches, which are computed."""
+    kinds = [kind for kind in _KINDS if any(name.startswith(f"{kind} ") for name in found["rates"])]
+    settings = [name.removeprefix(f"{kinds[0]} ") for name in found["rates"] if name.startswith(f"{kinds[0]} ")]
+    rows = [
+        (setting, *(f"{rate:,.0f}" if (rate := found["rates"].get(f"{kind} {setting}")) else NONE for kind in kinds))
+        for setting in settings
+    ]
+    return markdown(("computed: static batches, tokens in/out", *(f"{_KINDS[kind]}, tokens/s" for kind in kinds)), rows)
+
+
+def headline(engine: Result, text: Result, both: Result, *scored: Result) -> list[str]:
+    rungs = engine["rungs"]
+    rows = []
+    for name, label in _RUNGS.items():
+        if name not in ("diffusers-8", *_DRAWN_AS) or name not in rungs:
+            continue
+        ratio = _score(name, scored)
+        kept = f"{ratio[0]:.2%}, gate {gate(_DRAWN_AS[name], ratio)}" if ratio else NONE
+        rows.append((f"SDXL, {label}", f"{rungs[name]['images_s']:.2f} pictures/s", kept))
+    for requests in ("64", "256"):
+        if one := text.get(f"engine int8 {requests}"):
+            rows.append((f"Llama 8B, INT8, {requests} requests", f"{one['tokens_per_s']:,.0f} tokens/s", NONE))
+    if one := both.get("int8"):
+        told = f"{one['together']['images_s']:.2f} pictures/s and {one['together']['tokens_s']:,.0f} tokens/s"
+        rows.append(("both at once, INT8", f"{told}: {one['sum']:.2f} of taking turns", NONE))
+    return markdown(("one H200, through the engine", "measured", "score of emoji-xl, of fp32's"), rows)
+
+
+def _score(rung: str, scored: Sequence[Result]) -> Sequence[float] | None:
+    """The captions' score of a rung's schedule as a share of fp32's, with its interval, by the first that has it."""
+    name = _DRAWN_AS.get(rung)
+    return next((one["variants"][name]["clip_ratio"] for one in scored if name in one["variants"]), None)
+
+
+def _ms(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1f}"
+
+
+TABLES = {
+    "h200-engine": Table(("h200/engine", "quality", "sweep"), engine),
+    "h200-phases": Table(("h200/engine",), phases),
+    "h200-arrivals": Table(("h200/engine",), arrivals),
+    "h200-numerics": Table(("h200/numerics",), numerics),
+    "h200-cohost": Table(("h200/cohost",), cohost),
+    "h200-text-steps": Table(("h200/text",), text_steps),
+    "h200-text-engine": Table(("h200/text",), text_engine),
+    "h200-text-rates": Table(("h200/text",), text_rates),
+    "h200-headline": Table(("h200/engine", "h200/text", "h200/cohost", "quality", "sweep"), headline),
+}

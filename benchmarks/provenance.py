@@ -1,0 +1,214 @@
+"""Provenance of a measurement: the commit, a digest of each measured part of the tree, the machine and the command.
+
+Every JSON file of figures holds it under `provenance`, so that a reader can tell which code was measured, and the tests
+of the docs can tell whether that code is still the one at hand. `python -m benchmarks.provenance` prints the commit of
+this tree, for `DIPTYCH_COMMIT` on a machine that gets a copy of the tree without its `.git`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Files and folders whose contents decide figures; each benchmark adds its own file.
+SCHEDULING = ("core/batching", "core/schedule.py")
+QUANTIZATION = ("core/quant",)
+IMAGES = (*SCHEDULING, *QUANTIZATION, "unet_opt", "pipeline", "workers/build.py", "models/emoji-xl")
+TEXTS = (*SCHEDULING, *QUANTIZATION, "llm", "workers/build.py", "models/emoji-lm", "models/emoji-lm-draft")
+GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "unet_opt", "pipeline")
+GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "llm")
+SERVICE = (*IMAGES, "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
+
+COMMIT_VARIABLE = "DIPTYCH_COMMIT"
+DIRTY = "-dirty"
+_SOURCE = {
+    ".c", ".cpp", ".css", ".cu", ".h", ".html", ".jinja", ".js", ".json", ".lua", ".py", ".safetensors", ".sh", ".toml",
+    ".txt", ".yml",
+}  # fmt: skip
+_NOT_MEASURED = ("docs", "tests", "benchmarks/results", "benchmarks/h200/results", "benchmarks/costs")
+_HIDDEN = {"--results", "--out", "--work"}  # options that say where files go
+_DIGITS = 10  # of a commit's id
+_BEGUN_S = time.time()
+
+
+def provenance(rooms: Sequence[str] = IMAGES, command: str | None = None) -> dict[str, Any]:
+    """What is known of the measurement that this process has made. `rooms` are files and folders below `ROOT`."""
+    found = commit()
+    if found is not None and not found.endswith(DIRTY) and _changed_meanwhile(rooms):
+        found += DIRTY
+    return {
+        "commit": found,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command or _command(sys.argv),
+        "rooms": {room: digest(files(room)) for room in sorted(set(rooms))},
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, GPU, memory, load and versions of what figures depend on."""
+    import torch
+
+    found: dict[str, Any] = {
+        "processor": _processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    if torch.cuda.is_available():
+        versions = {"triton": _version("triton"), "driver": _driver()}
+        found |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), **versions}
+    return found
+
+
+# -- commits -----------------------------------------------------------------------------------------------------------
+
+
+def commit() -> str | None:
+    """What is checked out, with "-dirty" where source files differ from it; None where neither git nor
+    `DIPTYCH_COMMIT` tells.
+
+    Outputs of benchmarks, docs and tests are no source files: a benchmark does not spoil the next one's commit.
+    """
+    if not _is_repository():
+        return os.environ.get(COMMIT_VARIABLE) or None
+    head = _git("rev-parse", f"--short={_DIGITS}", "HEAD")
+    if head is None:
+        return None
+    changed = (_git("status", "--porcelain", "--no-renames", "--untracked-files=all") or "").splitlines()
+    return head.strip() + (DIRTY if any(is_source(line[3:].strip('"')) for line in changed) else "")
+
+
+def knows(commit: str) -> bool:
+    """Whether this repository has the commit."""
+    return _is_repository() and _git("cat-file", "-e", f"{commit}^{{commit}}") is not None
+
+
+def is_whole() -> bool:
+    """Whether this is a repository with all of its history."""
+    return _is_repository() and (_git("rev-parse", "--is-shallow-repository") or "").strip() == "false"
+
+
+# -- digests of parts of the tree --------------------------------------------------------------------------------------
+
+
+def is_source(path: str) -> bool:
+    """Whether figures may depend on a file, named relative to `ROOT`."""
+    below = any(path == folder or path.startswith(f"{folder}/") for folder in _NOT_MEASURED)
+    return Path(path).suffix in _SOURCE and not below
+
+
+def files(room: str) -> dict[str, str]:
+    """Source files of a file or folder of the tree, with the ids that git gives to their contents.
+
+    Empty where there is no such file or folder any more.
+    """
+    top = ROOT / room
+    paths = [top] if top.is_file() else sorted(path for path in top.rglob("*") if path.is_file())
+    named = {path.relative_to(ROOT).as_posix(): path for path in paths if "__pycache__" not in path.parts}
+    return {name: _blob(path) for name, path in named.items() if is_source(name) or path == top}
+
+
+def files_at(commit: str, room: str) -> dict[str, str]:
+    """The same as they were at a commit."""
+    listed = _git("ls-tree", "-r", "-z", commit, "--", room) or ""
+    entries = [entry.partition("\t") for entry in listed.split("\0") if entry]
+    return {name: about.split()[2] for about, _, name in entries if is_source(name) or name == room}
+
+
+def digest(blobs: Mapping[str, str]) -> str:
+    """SHA-256 over the names and contents of files, its first 16 digits."""
+    lines = "".join(f"{blob} {name}\n" for name, blob in sorted(blobs.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def differing(commit: str, rooms: Mapping[str, str]) -> list[str]:
+    """Which of the recorded rooms are not those of the commit: what was measured was another tree."""
+    return sorted(room for room, was in rooms.items() if digest(files_at(commit, room)) != was)
+
+
+def _blob(path: Path) -> str:
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _changed_meanwhile(rooms: Iterable[str]) -> bool:
+    """Whether a file was written after this process began: then it may not have run what it would record."""
+    return any((ROOT / name).stat().st_mtime > _BEGUN_S for room in rooms for name in files(room))
+
+
+# -- how this process was started --------------------------------------------------------------------------------------
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command as a user types it, without options that say where files go and without this machine's folders."""
+    program = Path(arguments[0]).resolve()
+    if program.name in ("diptych", "__main__.py") and program.parent.name in ("bin", "cli"):
+        words = ["diptych"]
+    elif program.is_relative_to(ROOT) and program.suffix == ".py":
+        words = ["python", "-m", ".".join(program.relative_to(ROOT).with_suffix("").parts)]
+    else:
+        words = [program.name]
+    rest = iter(arguments[1:])
+    for word in rest:
+        if word in _HIDDEN:
+            next(rest, None)
+        elif word.partition("=")[0] not in _HIDDEN:
+            words.append(Path(word).name if word.startswith("/") else word)
+    return " ".join(words)
+
+
+def _is_repository() -> bool:
+    top = _git("rev-parse", "--show-toplevel")
+    return top is not None and Path(top.strip()).resolve() == ROOT
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+if __name__ == "__main__":
+    print(commit())

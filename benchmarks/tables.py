@@ -1,0 +1,288 @@
+"""Tables of docs/ and README.md, made of results: of the CPU, of quality, and of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks import simulate
+
+Result = dict[str, Any]
+NONE = "–"
+CLIP_GATE, CACHED_CLIP_GATE = 0.002, 0.005  # `diptych evaluate compare`: how far the captions' score may move
+
+
+class Table(NamedTuple):
+    """Markdown rows of one or several results, named by their files under benchmarks/."""
+
+    files: tuple[str, ...]
+    rows: Callable[..., list[str]]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def ladder(found: Result) -> list[str]:
+    rows = [
+        (
+            f"`{rung['name']}`", f"{rung['images_per_s']:.2f}", f"{rung['speedup']:.2f}×",
+            "{:.2f} to {:.2f}".format(*rung["spread"]),
+        )
+        for rung in found["rungs"]
+    ]  # fmt: skip
+    return markdown(("rung", "pictures/s, median turn", "speedup", "slowest to fastest turn"), rows)
+
+
+def quality(found: Result) -> list[str]:
+    rows = []
+    for name, one in found["variants"].items():
+        more, ratio = one["fid_more"], one["clip_ratio"]
+        rows.append(
+            (
+                name, f"{one['fid'][0]:.5f}", f"{more[0]:+.5f} ({more[1]:+.5f} to {more[2]:+.5f})",
+                f"{one['clip'][0]:.2f}", f"{ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%})", psnr(one["psnr_db"]),
+            )
+        )  # fmt: skip
+    table = markdown(("drawn as", "FID", "above fp32's", "score", "of fp32's", "PSNR"), rows)
+    return [*table, "", f"FID between the two halves of the real pictures: {found['halves_fid']:.5f}."]
+
+
+def sweep(found: Result) -> list[str]:
+    """Of few captions a FID says little, so there is none."""
+    rows = []
+    for name, one in found["variants"].items():
+        ratio = one["clip_ratio"]
+        rows.append(
+            (name, f"{ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%})", gate(name, ratio), psnr(one["psnr_db"]))
+        )
+    return markdown((f"{found['captions']} captions", "score, of fp32's", "score's gate", "PSNR"), rows)
+
+
+def gate(name: str, ratio: Sequence[float]) -> str:
+    """Whether a variant's score, as a share of fp32's with its interval, keeps what `diptych evaluate` asks for."""
+    if name == "fp32":
+        return NONE
+    cached = any(word in name for word in ("block", "resnet", "auto", "published"))
+    allowed = CACHED_CLIP_GATE if cached else CLIP_GATE
+    far = [abs(value - 1) for value in ratio]
+    verdict = "holds" if max(far) <= allowed else "open" if far[0] <= allowed else "fails"
+    return f"{verdict} ({allowed:.1%})"
+
+
+def arrivals(found: Result) -> list[str]:
+    names = {
+        "engine": "step-level, the engine", "window_free": "request-level, what waits",
+        "window_3s": "request-level, 3 s window", "diffusers": "stock diffusers, what waits",
+    }  # fmt: skip
+    engine = found["engine"]
+    rows = [
+        (
+            label, *(f"{found[name][key]:.2f} s" for key in ("mean_s", "p50_s", "p99_s")),
+            *(f"{engine[key] / found[name][key]:.2f}×" for key in ("p50_s", "p99_s")),
+        )
+        for name, label in names.items()
+        if name in found
+    ]  # fmt: skip
+    said = (
+        f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of what full static "
+        f"batches reach; {found['model']}, {found['precision']}, DeepCache {found['deepcache'] or 'off'}. With a full "
+        f"queue the engine draws {found['saturated_per_s']:.2f}/s, {found['saturated_ratio']:.2f}× of full static "
+        f"batches' {found['capacity_per_s']:.2f}/s; stock diffusers in such batches draws "
+        f"{found['diffusers_capacity_per_s']:.2f}/s."
+    )
+    header = ("batching", "mean", "p50", "p99", "engine's p50 against it", "engine's p99 against it")
+    return [*markdown(header, rows), "", said]
+
+
+def serve(found: Result) -> list[str]:
+    def ms(*keys: str) -> list[str]:
+        return [f"{1000 * found[key]:.0f} ms" if key else NONE for key in keys]
+
+    rows = [
+        ("a picture", f"{found['p50_s']:.2f} s", f"{found['p99_s']:.2f} s"),
+        ("of it outside the engine", *ms("overhead_s", "overhead_p99_s")),
+        ("`/healthz`", *ms("healthz_p50_s", "healthz_p99_s")),
+        ("a refused request", *ms("rejected_p50_s", "rejected_p99_s")),
+        (f"a submission, at {found['submitted_per_s']:.0f}/s", *ms("submit_p50_s", "submit_p99_s")),
+        ("`/healthz` meanwhile", *ms("", "flood_healthz_p99_s")),
+    ]
+    said = (
+        f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of the "
+        f"{found['capacity_per_s']:.2f}/s that {found['clients']} clients got; {found['images_per_s']:.2f} pictures/s "
+        f"were drawn. {found['model']}, {found.get('precision', 'precision not recorded')}, {found['steps']} steps."
+    )
+    return [*markdown(("through HTTP, Redis and Celery", "median", "p99"), rows), "", said]
+
+
+def peers(found: Result) -> list[str]:
+    few = found["unet_ms_2_rows"]
+    rows = [
+        (name, f"{ms:.1f} ms", f"{few[name]:.1f} ms" if name in few else NONE, f"{found['relative_error'][name]:.2%}")
+        for name, ms in found["unet_ms"].items()
+        if ms is not None
+    ]
+    left_out = [f"Left out: `{name}` ({why})." for name, why in found["left_out"].items()]
+    said = f"Error: norm of the difference from diffusers' fp32, over that of its output. {found['forwards']} forwards."
+    return [
+        *markdown(("contender", f"{found['rows']} rows", "2 rows", "error"), rows), "", " ".join([said, *left_out]),
+    ]  # fmt: skip
+
+
+def scheduling(found: Result) -> list[str]:
+    rows = [
+        (f"{int(waiting):,}", *(f"{one[key]:.3f} ms" for key in ("median_ms", "mean_ms", "p99_ms", "max_ms")))
+        for waiting, one in found["waiting"].items()
+    ]
+    return markdown(("requests waiting", "median iteration", "mean", "p99", "longest"), rows)
+
+
+def text(*found: Result) -> list[str]:
+    names = {
+        "transformers-generate": "transformers `generate`, one at a time",
+        "transformers-static-batch": "transformers, padded batches of {static_batch}",
+        "transformers-generate_batch": "transformers `generate_batch`",
+        "diptych": "Diptych, fp32",
+        "diptych-int8": "Diptych, INT8",
+        "diptych-speculative": "Diptych, fp32, with guesses",
+    }
+    rows = [
+        (label.format(**found[0]), *(_rate(one["tokens_per_s"].get(name)) for one in found))
+        for name, label in names.items()
+        if any(name in one["tokens_per_s"] for one in found)
+    ]
+    rows.append(("guesses' draft; share accepted", *(f"{one['draft']}; {one['acceptance']:.0%}" for one in found)))
+    rows.append(("guesses against none (computed)", *(_guesses(one["tokens_per_s"]) for one in found)))
+    return markdown(("tokens/s", *(f"`{one['model']}`, {one['requests']} requests" for one in found)), rows)
+
+
+def _guesses(rates: dict[str, float]) -> str:
+    both = rates.get("diptych-speculative"), rates.get("diptych")
+    return f"{both[0] / both[1]:.2f}×" if both[0] and both[1] else NONE
+
+
+def _rate(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def cohost(found: Result) -> list[str]:
+    images, tokens, goal = found["images_per_s"], found["tokens_per_s"], found["objectives"]
+    rows = [
+        (
+            "pictures/s", f"{images['alone']:.2f}", f"{images['together']:.2f}", f"{found['image_share']:.2f}",
+            f"{found['image_p99_s']:.2f} s a picture",
+        ),
+        (
+            "tokens/s", f"{tokens['alone']:.0f}", f"{tokens['together']:.0f}", f"{found['text_share']:.2f}",
+            f"{found['tpot_p99_s']:.2f} s a token",
+        ),
+    ]  # fmt: skip
+    flying = found["in_flight"]
+    said = (
+        f"{found['model']}, {found['steps']} steps, {flying['image']} in flight, and "
+        f"{found['text_model']}, {flying['text']} in flight. Text kept a pace of {goal['tpot_s']:.2f} s a token (set: "
+        f"{goal['tpot_set_s']:.2f}; what the cost curves call free: {goal['tpot_free_s']:.2f}). The shares add up to "
+        f"{found['sum']:.2f}; taking turns makes one, and more than that is noise of the machine."
+    )
+    return [*markdown(("", "alone", "together", "share", "p99 together"), rows), "", said]
+
+
+def chaos(found: Result) -> list[str]:
+    rows = [
+        (
+            f"`{one['name']}`", f"{one['runs']}", f"{one['jobs']:,}", f"{one['lost']}", f"{one['twice']}",
+            NONE if one["recovery_s"] is None else f"{one['recovery_s']:.1f} s",
+            ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in one["most"].items()) or NONE,
+        )
+        for one in found["scenarios"]
+    ]  # fmt: skip
+    header = ("scenario", "runs", "jobs", "lost", "finished twice", "longest recovery", "at most")
+    said = (
+        f"Lease {found['lease_s']:g} s, {found['workers']} workers. Recovery is the time from the fault until the last "
+        "job that it touched went on."
+    )
+    return [*markdown(header, rows), "", said]
+
+
+# -- the simulator -----------------------------------------------------------------------------------------------------
+
+
+def simulated(*found: Result) -> list[str]:
+    """p99 by load, one device; in brackets step-level's as a share of it."""
+    rows = []
+    for one in found:
+        for point in one["points"]:
+            rows.append((_kind(one), f"{point['load']:g}", f"{point['rate_per_s']:.2f}", *_p99(one, point)))
+    return markdown(("drawn with", "load", "pictures/s", *_labels(found[0])), rows)
+
+
+def fleet(*found: Result) -> list[str]:
+    """p99 by number of devices and by jobs in hand."""
+    rows = []
+    for one in found:
+        for point in one["points"]:
+            rows.append(
+                (
+                    _kind(one), f"{point['gpus']:,}", f"{one['image_jobs']}", f"{point['rate_per_s']:,.2f}",
+                    *_p99(one, point),
+                )
+            )  # fmt: skip
+    return markdown(("drawn with", "GPUs", "in hand", "pictures/s", *_labels(found[0])), rows)
+
+
+def saturated(found: Result) -> list[str]:
+    """Throughput where more arrives than can be drawn."""
+    point = max(found["points"], key=lambda point: float(point["load"]))
+    rates = {name: one["throughput_per_s"] for name, one in point["policies"].items()}
+    most = max(rate for name, rate in rates.items() if name != "step_level")
+    labels = simulate.policies(found["window_s"])
+    rows = [(label, f"{rates[name]:.2f}", f"{rates[name] / most:.3f}") for name, label in labels.items()]
+    return markdown((f"at load {point['load']:g}", "pictures/s", "of full static batches"), rows)
+
+
+def _labels(found: Result) -> list[str]:
+    return list(simulate.policies(found["window_s"]).values())
+
+
+def _p99(found: Result, point: Result) -> list[str]:
+    policies = point["policies"]
+    ours = policies["step_level"]["p99_s"]
+    cells = [f"{ours:.2f}"]
+    for name in simulate.policies(found["window_s"]):
+        if name != "step_level":
+            theirs = policies[name]["p99_s"]
+            cells.append(f"{theirs:.2f} ({ours / theirs:.2f})")
+    return cells
+
+
+def _kind(found: Result) -> str:
+    mix = found["mix"]
+    steps, cached = "/".join(mix["steps"]), " or ".join(mix["deepcache"])
+    burst = "" if found["bursts"] is None else ", in bursts"
+    return f"{steps} steps, DeepCache {cached}{burst}"
+
+
+def psnr(value: float | None) -> str:
+    return NONE if value is None or value > 90 else f"{value:.1f} dB"
+
+
+TABLES = {
+    "ladder": Table(("ladder",), ladder),
+    "quality": Table(("quality",), quality),
+    "sweep": Table(("sweep",), sweep),
+    "arrivals": Table(("arrivals",), arrivals),
+    "serve": Table(("serve",), serve),
+    "peers": Table(("peers",), peers),
+    "scheduling": Table(("scheduling",), scheduling),
+    "text": Table(("text-emoji-lm", "text-llama-100m"), text),
+    "cohost": Table(("cohost",), cohost),
+    "chaos": Table(("chaos",), chaos),
+    "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), simulated),
+    "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), simulated),
+    "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), simulated),
+    "planning-fleet": Table(
+        ("simulate-fleet", "simulate-fleet-mixed", "simulate-fleet-mixed-4", "simulate-fleet-mixed-2"), fleet
+    ),
+    "planning-saturated": Table(("simulate-cpu-auto",), saturated),
+}

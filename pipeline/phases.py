@@ -1,0 +1,95 @@
+"""The phases of a picture by name, and what computes them: torch, fused layers on a GPU, or the CPU kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from core.graphs import Key
+from core.schedule import AUTO, BLOCK, DEPTHS, RESNET
+from pipeline import encode, vae
+from pipeline.folder import ModelError
+from pipeline.load import Model
+from unet_opt.decoder import DecoderPrograms
+from unet_opt.deepcache import Split
+from unet_opt.fused.decoder import FusedDecoder
+from unet_opt.fused.network import FusedUNet
+from unet_opt.program import UNetPrograms
+
+KERNELS = "kernels"  # of our own, on a CPU
+GRAPHS = "graphs"  # of fused layers, on a GPU
+ENCODE, DEEP, VAE = "encode", "deep", "vae"
+IMAGE = "image"  # what is edited becomes latents
+SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
+STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step further
+VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
+VAE_WIDTHS = (1, 2, VAE_ROWS)  # of graphs
+TEXT = "text"  # the encoders' part of `ENCODE`
+TEXT_WIDTHS = (1, 2, 4, 8, 16, 32)
+
+
+def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[Key]:
+    """Every graph of this size: first what one picture needs, then the widest, which a busy server runs; other depths
+    than DeepCache's default last. `buckets` are the widths of steps."""
+    shallow = SHALLOW[AUTO.depth]
+    one = [Key(TEXT, 2, (0, 0)), Key(VAE, 1, size), Key(DEEP, 2, size), Key(shallow, 2, size)]
+    busy = [Key(phase, max(buckets), size) for phase in (DEEP, shallow)]
+    decodes = [Key(VAE, rows, size) for rows in reversed(VAE_WIDTHS)]
+    texts = [Key(TEXT, rows, (0, 0)) for rows in TEXT_WIDTHS]
+    phases = dict.fromkeys((DEEP, shallow, *SHALLOW.values()))
+    steps = [Key(phase, rows, size) for phase in phases for rows in sorted(buckets, reverse=True)]
+    return [*one, *busy, *decodes, *texts, *steps]
+
+
+Phases = dict[str, Callable[..., Any]]
+
+
+def on_torch(model: Model) -> Phases:
+    """Raises `ModelError` for a UNet that is not laid out as SDXL's."""
+    try:
+        split = Split(model.unet)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    shallow = {SHALLOW[depth]: partial(split.shallow, depth) for depth in DEPTHS}
+    return {DEEP: split.deep, **shallow, VAE: lambda latents: vae.decode(model, latents)}
+
+
+def on_gpu(model: Model, rows: int) -> tuple[FusedUNet, Phases]:
+    """Raises `ModelError` for parts that the fused layers do not know."""
+    try:
+        unet, decoder = FusedUNet(model.unet, rows=rows), FusedDecoder(model.vae)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    # What undoes the scaling, as tensors that are there already: graphs cannot fetch any from the host.
+    none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
+    shift = vae.unscale(none, model.vae.config)
+    gain = vae.unscale(none + 1, model.vae.config) - shift
+    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
+    return unet, {
+        DEEP: unet,
+        **shallow,
+        VAE: lambda latents: vae.levels(decoder(latents * gain + shift)),
+        TEXT: lambda ids: encode.embed(model, ids),
+    }
+
+
+def packed(model: Model, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPrograms]:
+    """Raises `ModelError` for parts that the CPU kernels do not know."""
+    half = model.precision != "fp32"
+    try:
+        return UNetPrograms(kernels, model.unet, half=half), DecoderPrograms(kernels, model.vae, half=half)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def on_kernels(model: Model, unet: UNetPrograms, decoder: DecoderPrograms) -> Phases:
+    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
+    return {
+        DEEP: unet,
+        **shallow,
+        VAE: lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config))),
+    }

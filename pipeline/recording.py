@@ -1,0 +1,194 @@
+"""Which phases of a model are recorded as graphs, in which order, and how that goes on beside traffic."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from core.batching.runner import Lane
+from core.cuda_graphs import Graphs
+from core.failures import translated
+from core.graphs import Key
+
+log = logging.getLogger(__name__)
+
+_SHARE = 0.1  # of the device's time that recording may take while there is traffic
+_POLL_S = 0.02  # how often it is looked whether traffic has ended
+
+
+class Recordings:
+    """The graphs of one model: which widths there are, which graphs are recorded, and which are to be, in order.
+
+    What live traffic missed comes first, in the order in which it was missed; then what was planned. Functions of
+    graphs and `record_next` run on one thread, the lane's; everything else may be called on any.
+    """
+
+    def __init__(self, graphs: Graphs, widths: Mapping[str, Sequence[int]]) -> None:
+        """`widths` are the numbers of rows that each phase is recorded at, ascending."""
+        self._graphs = graphs
+        self._widths = widths
+        self._missed: dict[Key, None] = {}
+        self._planned: dict[Key, None] = {}
+        self._lock = threading.Lock()
+        self.failed: dict[Key, str] = {}  # what could not be recorded, and why; it is not tried again
+        self.spent_s = 0.0  # on all recordings so far
+
+    def width(self, phase: str, rows: int) -> int:
+        """The width that so many rows are padded to: the next one, or the rows themselves beyond the widest."""
+        return next((width for width in self._widths[phase] if width >= rows), rows)
+
+    @property
+    def records(self) -> bool:
+        """Whether anything is ever recorded. Where not, everything counts as recorded."""
+        return self._graphs.records
+
+    def has(self, key: Key) -> bool:
+        return not self.records or self._graphs.has(key.phase, (key.rows, key.size))
+
+    def wider(self, key: Key) -> Key | None:
+        """The narrowest graph of this phase and size that is recorded and wider."""
+        wider = (replace(key, rows=width) for width in self._widths[key.phase] if width > key.rows)
+        return next((candidate for candidate in wider if self.has(candidate)), None)
+
+    def function(self, key: Key) -> Callable[..., Any]:
+        """The phase at this shape: replayed once it is recorded, its kernels launched one by one until then."""
+        return partial(self._graphs.run, key.phase, (key.rows, key.size))
+
+    def plan(self, keys: Iterable[Key]) -> None:
+        """Have these recorded, in this order, after whatever was asked for before."""
+        with self._lock:
+            self._planned |= dict.fromkeys(key for key in keys if not self.has(key) and key not in self.failed)
+
+    def missed(self, key: Key) -> None:
+        """Traffic needs this graph now: it is recorded before all that is only planned."""
+        if not self.has(key) and key not in self._missed and key not in self.failed:
+            with self._lock:
+                self._missed[key] = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is still to be recorded."""
+        return bool(self._missed or self._planned)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many graphs are recorded, and how many are wanted: those, those to come, and those that failed."""
+        with self._lock:
+            waiting = len(self._missed.keys() | self._planned.keys())
+        recorded = len(self._graphs)
+        return recorded, recorded + waiting + len(self.failed)
+
+    def record_next(self, record: Callable[[Key, Callable[..., Any]], None]) -> bool:
+        """Record the next one; False where nothing is left. One that fails runs without a graph, as the log says.
+
+        `record(key, run)` calls `run` with arguments of that shape, within `torch.inference_mode`: that records them.
+        Raises only where the device itself is lost.
+        """
+        with self._lock:
+            key = next(iter(self._missed or self._planned), None)
+        if key is None:
+            return False
+        started = time.monotonic()
+        try:
+            record(key, partial(self._graphs.record, key.phase, (key.rows, key.size)))
+        except Exception as error:
+            self._graphs.settle()
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+            if not self.has(key):
+                self.failed[key] = reason
+                log.warning("%s at %d rows, %s, runs without a graph (%s)", key.phase, key.rows, key.size, reason)
+        took_s = time.monotonic() - started
+        self.spent_s += took_s
+        with self._lock:
+            self._missed.pop(key, None)
+            self._planned.pop(key, None)
+        log.debug("recording %s at %d rows, %s, took %.2f s", key.phase, key.rows, key.size, took_s)
+        if not self.pending:
+            self._graphs.settle()
+            log.info("recorded %d of %d graphs in %.1f s", *self.counts, self.spent_s)
+        return True
+
+
+class BackgroundRecorder:
+    """Records on the lane between iterations, from a thread that ends when nothing is left to record.
+
+    While there is traffic, recording takes at most `share` of the time: after each one it pauses accordingly. Without
+    traffic it goes straight on; a request that comes meanwhile waits for one recording at most.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        record_next: Callable[[], bool],
+        busy: Callable[[], bool],
+        *,
+        share: float = _SHARE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`record_next` records one graph, on the lane's thread, and says whether there was one; `busy`: is there
+        traffic?"""
+        self._lane = lane
+        self._record_next = record_next
+        self._busy = busy
+        self._pause = 1 / share - 1
+        self._clock = clock
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._again = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Go on recording, if that is not going on already. On any thread, the lane's too."""
+        with self._lock:
+            self._again = True
+            if self._thread is None and not self._closing.is_set():
+                self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+                self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until there is nothing left to record; False after `timeout_s`. Not on the lane's thread."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def close(self) -> None:
+        """End after the recording that is under way, if one is. Not on the lane's thread."""
+        with self._lock:
+            self._closing.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._again = False
+                found, took_s = self._one()
+                if not found:
+                    with self._lock:
+                        if not self._again:  # nobody asked for more since
+                            self._thread = None
+                            return
+                    continue
+                until = self._clock() + self._pause * took_s
+                while self._busy() and self._clock() < until:
+                    if self._closing.wait(_POLL_S):
+                        return
+        except Exception:
+            # Of what failed each iteration falls back on kernels one by one; a lost device ends the engine itself.
+            log.exception("no more graphs are recorded")
+
+    def _one(self) -> tuple[bool, float]:
+        """Record one on the lane; returns whether there was one, and its seconds of the lane's time."""
+
+        def record() -> tuple[bool, float]:
+            started = self._clock()
+            return translated(self._record_next), self._clock() - started
+
+        return self._lane.call(record)

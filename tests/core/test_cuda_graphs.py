@@ -1,0 +1,145 @@
+"""Recorded callables: what they read, when they copy it, and what happens where nothing is or can be recorded.
+
+By a recorder with the semantics of CUDA graphs (tape.py); tests/gpu has the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core.cuda_graphs import Captured, Graphs
+from tests.core.tape import Tape
+
+
+def blend(x: torch.Tensor, weight: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    y = (x * weight).cos() * scale
+    return {"sum": y.sum(1), "whole": y}
+
+
+def draw(seed: int, rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_recording_computes_on_what_it_is_given_now() -> None:
+    captured = Captured(blend, (draw(1), draw(2)), {}, Tape())
+    for seed in range(3, 9):
+        x, weight = draw(seed), draw(seed + 20)
+        for key, made in captured(x, weight).items():
+            assert torch.equal(made, blend(x, weight)[key])
+
+
+def test_its_arguments_may_change_one_by_one() -> None:
+    captured = Captured(blend, (draw(1), draw(2)), {}, Tape())
+    weight = draw(30)
+    for seed in range(3, 6):  # the weight is the very tensor of the call before, and is not copied again
+        x = draw(seed)
+        assert torch.equal(captured(x, weight)["whole"], blend(x, weight)["whole"])
+    assert torch.equal(captured(x, draw(31))["whole"], blend(x, draw(31))["whole"])
+
+
+def test_another_tensor_at_the_same_address_is_another() -> None:
+    memory = torch.empty(3, 4)
+    captured = Captured(blend, (draw(1), draw(2)), {}, Tape())
+    weight = draw(30)
+    for seed in (3, 4):
+        x = memory[:]  # as an allocator gives memory again that has become free
+        x.copy_(draw(seed))
+        assert torch.equal(captured(x, weight)["whole"], blend(draw(seed), weight)["whole"])
+
+
+def test_a_tensor_is_held_until_another_has_taken_its_place() -> None:
+    """Else another could come to be the same object to Python, at another time."""
+    import gc
+    import weakref
+
+    captured = Captured(blend, (draw(1), draw(2)), {}, Tape())
+    x = draw(3)
+    seen = weakref.ref(x)
+    captured(x, draw(4))
+    del x
+    gc.collect()
+    assert seen() is not None
+    captured(draw(5), draw(4))
+    gc.collect()
+    assert seen() is None
+
+
+def test_what_it_was_recorded_with_is_not_held() -> None:
+    import gc
+    import weakref
+
+    x = draw(1)
+    seen = weakref.ref(x)
+    captured = Captured(blend, (x, draw(2)), {}, Tape())
+    del x
+    gc.collect()
+    assert seen() is None and captured is not None
+
+
+def test_other_arguments_than_those_recorded_are_refused() -> None:
+    captured = Captured(blend, (draw(1), draw(2)), {"scale": 2.0}, Tape())
+    for arguments, options, why in (
+        ((draw(1), draw(2)), {}, "another form"),
+        ((draw(1), draw(2)), {"scale": 3.0}, "3.0, and 2.0 was recorded"),
+        ((draw(1, 4), draw(2)), {"scale": 2.0}, r"\[4, 4\], and .*\[3, 4\] was recorded"),
+        ((draw(1).double(), draw(2)), {"scale": 2.0}, "float64"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            captured(*arguments, **options)
+
+
+class Broken(Tape):
+    def record(self, function):  # type: ignore[no-untyped-def]
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_what_is_not_recorded_is_called() -> None:
+    calls = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return x * 2
+
+    for recorder in (None, Broken(), Tape()):
+        graphs = Graphs({"double": counted}, recorder)
+        calls.clear()
+        assert torch.equal(graphs.run("double", 3, draw(1)), 2 * draw(1)) and calls == [3]
+        assert graphs.records == (recorder is not None) and not graphs.has("double", 3)
+
+
+def test_what_is_recorded_runs_no_python_again() -> None:
+    calls = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return x * 2
+
+    tape = Tape()
+    graphs = Graphs({"double": counted}, tape)
+    graphs.record("double", 3, draw(1))
+    graphs.record("double", 3, draw(1))  # once is enough
+    assert tape.recordings == 1 and graphs.has("double", 3)
+    before = len(calls)
+    for seed in range(4):
+        assert torch.equal(graphs.run("double", 3, draw(seed)), 2 * draw(seed))
+    assert len(calls) == before and tape.replays == 4
+    assert torch.equal(graphs.run("double", 5, draw(9, 5)), 2 * draw(9, 5)) and len(calls) == before + 1
+
+
+def test_a_recording_that_fails_leaves_nothing_behind() -> None:
+    graphs = Graphs({"double": lambda x: x * 2}, Broken())
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.record("double", 3, draw(1))
+    assert len(graphs) == 0 and torch.equal(graphs.run("double", 3, draw(1)), 2 * draw(1))
+
+
+def test_the_least_recently_used_is_let_go() -> None:
+    graphs = Graphs({"double": lambda x: x * 2}, Tape(), capacity=2)
+    for rows in (1, 2):
+        graphs.record("double", rows, draw(0, rows))
+    graphs.run("double", 1, draw(0, 1))
+    graphs.record("double", 3, draw(0, 3))
+    assert [graphs.has("double", rows) for rows in (1, 2, 3)] == [True, False, True] and len(graphs) == 2
+    for rows in (1, 2, 3):
+        assert torch.equal(graphs.run("double", rows, draw(7, rows)), 2 * draw(7, rows))

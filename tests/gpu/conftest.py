@@ -1,0 +1,16 @@
+"""What only a CUDA device shows; elsewhere it is skipped. `make test-gpu` runs it, with tests that run on both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))

@@ -1,0 +1,141 @@
+"""The engine on a GPU: graphs are recorded while it draws, and what is drawn does not notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.batching.engine import Engine
+from core.batching.request import Request
+from core.graphs import Key
+from core.schedule import AUTO, DeepCache
+from pipeline import quantized, tiny
+from pipeline.load import Model, load
+from pipeline.parameters import ImageParameters
+from pipeline.runner import ImageRunner
+
+SHAPE = tiny.Shape(native=64, channels=(64, 128), heads=(1, 2), resnets=2, groups=16)
+WIDTHS = (2, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its INT8 variant."""
+    made = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
+    quantized.make(load(str(made)), ["a red hat", "a blue hat", "an old cat"], made)
+    return made
+
+
+@cache
+def model(folder: Path, precision: str) -> Model:
+    return load(str(folder), precision=precision, device="cuda")
+
+
+def runner_of(made: Model) -> ImageRunner:
+    return ImageRunner(made, fused=True, max_rows=8, buckets=WIDTHS, deterministic_rows=8, max_requests=32)
+
+
+def cloned(made: Any) -> list[torch.Tensor]:
+    return [one.clone() for one in (made if isinstance(made, tuple) else (made,))]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_replay_has_the_bits_of_the_same_kernels_one_by_one(folder: Path, precision: str) -> None:
+    runner = runner_of(model(folder, precision))
+    try:
+        runner.prepare(measure_s=600)
+        execution, size = runner.execution, (64, 64)
+        for phase, rows in [*((p, r) for p in ("deep", "shallow", "shallow-resnet") for r in WIDTHS), ("vae", 4)]:
+            key = Key(phase, rows, size)
+            assert execution._recordings is not None and execution._recordings.has(key)
+            for seed in range(3):
+                found = []
+                for function in (execution._executables.eager(phase), execution._function(key)):
+                    with torch.inference_mode():
+                        found.append(cloned(execution._example(phase, rows, size, seed)(function)))
+                for one, other in zip(*found, strict=True):
+                    assert torch.isfinite(one.float()).all() and torch.equal(one, other), (phase, rows)
+    finally:
+        runner.close()
+
+
+def orders(count: int) -> list[ImageParameters]:
+    """Pictures of all kinds, every third one deterministic."""
+    schedules = (None, AUTO, DeepCache(2), None)
+    return [
+        ImageParameters(
+            f"a hat of kind {i}", i, 64, 64, steps=4 + i % 3, guidance_scale=(5.0, 1.0)[i % 2],
+            deepcache=schedules[i % 4], deterministic=i % 3 == 0,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_all_graphs_are_recorded_while_pictures_are_drawn(folder: Path, precision: str) -> None:
+    wanted = orders(24)
+
+    def drawn(runner: ImageRunner) -> list[Any]:
+        with Engine([runner]) as engine:
+            requests = [Request(str(i), "image", one) for i, one in enumerate(wanted)]
+            return [future.result(120) for future in [engine.submit(request) for request in requests]]
+
+    beforehand, meanwhile = runner_of(model(folder, precision)), runner_of(model(folder, precision))
+    try:
+        beforehand.prepare(measure_s=600)
+        expected = drawn(beforehand)
+        meanwhile.prepare(measure_s=0.0)  # only says what is wanted
+        found = drawn(meanwhile)
+        assert meanwhile.recording.wait(120)
+        recorded, total = meanwhile.execution.graphs
+        assert recorded == total == beforehand.execution.graphs[0]
+        for one, before, now in zip(wanted, expected, found, strict=True):
+            if one.deterministic:
+                assert before.png() == now.png()
+        again = drawn(meanwhile)
+        for one, before, now in zip(wanted, expected, again, strict=True):
+            if one.deterministic:
+                assert before.png() == now.png()
+    finally:
+        beforehand.close()
+        meanwhile.close()
+
+
+def test_closing_while_graphs_are_recorded_leaves_the_device_usable(folder: Path) -> None:
+    for _ in range(3):
+        runner = runner_of(model(folder, "bf16"))
+        runner.prepare(measure_s=0.0)
+        runner.close()
+        recorded, wanted = runner.execution.graphs
+        assert recorded < wanted, "it was closed in the middle"
+    assert float(torch.ones(8, device="cuda").sum()) == 8.0
+
+
+def test_memory_that_runs_out_costs_a_graph_and_no_picture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = replace(orders(1)[0], deepcache=None)
+    runner = runner_of(model(folder, "bf16"))
+    try:
+        recordings = runner.execution._recordings
+        assert recordings is not None
+        deep = recordings._graphs._phases["deep"]
+
+        def greedy(*arguments: Any, **options: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                torch.empty(torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
+            return deep(*arguments, **options)
+
+        recordings._graphs._phases = {**recordings._graphs._phases, "deep": greedy}
+        with Engine([runner]) as engine:
+            first = engine.submit(Request("first", "image", one)).result(120)
+            assert runner.recording.wait(120)
+            second = engine.submit(Request("second", "image", one)).result(120)
+        assert "deep at 8 rows" in caplog.text and "runs without a graph (OutOfMemoryError" in caplog.text
+        assert runner.execution.graphs[0] == runner.execution.graphs[1] - 1 > 0
+        assert first.png() == second.png()
+    finally:
+        runner.close()

@@ -1,0 +1,94 @@
+"""Mutation operators make what they say and nothing that does not compile; a run tells a guarded line from another."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.mutants import ROOMS, ROOT
+from tests.mutations import mutants
+
+
+def changes(source: str) -> set[tuple[str, str]]:
+    return {(one.before, one.after) for one in mutants(source)}
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("a < b", {("a < b", "(a <= b)"), ("a < b", "(a >= b)")}),
+        ("x is None", {("x is None", "(x is not None)")}),
+        ("x = not y", {("not y", "(y)")}),
+        ("x = a and b", {("a and b", "(a or b)"), ("a and b", "(a)"), ("a and b", "(b)")}),
+        ("x = a if b else c", {("a if b else c", "(a)"), ("a if b else c", "(c)")}),
+        ("x = a + b", {("a + b", "(a - b)")}),
+        ("X = 3", {("3", "(4)"), ("3", "(2)")}),
+        ("X = 0.5", {("0.5", "(0.55)"), ("0.5", "(0.45)")}),
+        ("X: bool = True", {("True", "False")}),
+        ("f(a, b)", {("f(a, b)", "pass"), ("f(a, b)", "(f(b, a))")}),
+        ("x += y", {("x += y", "x -= y"), ("x += y", "pass")}),
+        ("x.y = z", {("x.y = z", "pass")}),
+        ("raise E", {("raise E", "pass")}),
+        ("if a: b = c", {("a", "(not (a))")}),
+        ("def f() -> bool:\n    return a", {("return a", "return None"), ("return a", "return True")}),
+        ("ä = 'ö'; x = a - b", {("a - b", "(a + b)")}),
+    ],
+)
+def test_operators(source: str, wanted: set[tuple[str, str]]) -> None:
+    assert changes(source) == wanted
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Three words here."""',
+        "x: Literal[1] | None",
+        "@dataclass(frozen=True)\nclass A: pass",
+        "from __future__ import annotations",
+        "if TYPE_CHECKING:\n    X = 1",
+        "def f(a: Literal[3]) -> Literal[4]: ...",
+    ],
+)
+def test_what_tests_cannot_notice_is_left_alone(source: str) -> None:
+    assert changes(source) == set()
+
+
+def test_lua_is_changed_outside_of_its_strings_and_comments() -> None:
+    source = 'S = """\nif x == 1 and y then -- 1 == 2\n  redis.call(\'SET\', \'a == b\', x)\nend\nreturn false\n"""\n'
+    assert changes(source) == {
+        ("==", "~="), ("and", "or"), ("1", "2"), ("1", "0"), ("  redis.call('SET', 'a == b', x)", ""),
+        ("return false", ""),
+    }  # fmt: skip
+    assert changes('S = "a == b"') == set(), "no Lua"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_mutant_of_a_room_compiles_and_is_told_by_its_line(room: str) -> None:
+    source = (ROOT / room).read_text("utf-8")
+    made = mutants(source)
+    assert len(made) > 20 and len({one.source for one in made}) == len(made)
+    for one in made[:: max(1, len(made) // 20)]:
+        ast.parse(one.source)
+        first = one.before.split("\n")[0]
+        assert first in source.splitlines()[one.line - 1]
+    for test in ROOMS[room]:
+        assert (ROOT / test).exists()
+
+
+def test_a_run_tells_what_is_guarded_from_what_is_not() -> None:
+    """Whether a token's hash is compared: noticed by one test of keys, and not by another."""
+    source = (ROOT / "core/jobs/keyring.py").read_text("utf-8").splitlines()
+    line = next(n for n, text in enumerate(source, 1) if "compare_digest" in text)
+    tests = "tests/core/jobs/test_keyring.py"
+    for test, lives in (("test_what_is_no_token_opens_nothing", False), ("test_names_that_may_be", True)):
+        ran = subprocess.run(
+            [sys.executable, "-m", "tests.mutants", "core/jobs/keyring.py", "--lines", f"{line}-{line}",
+             "--tests", f"{tests}::{test}"], cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        told = next(text for text in ran.stdout.splitlines() if text.endswith("→ (key is not None)"))
+        assert ("LEFT" in told) == lives, ran.stdout
+    assert (ROOT / "core/jobs/keyring.py").read_text("utf-8").splitlines() == source, "the tree itself is left alone"

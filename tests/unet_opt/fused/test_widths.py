@@ -1,0 +1,94 @@
+"""How wide forwards may be for the tiles that were measured."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from core.quant.convert import quantize_
+from core.quant.kernels.cuda import tiles
+from core.quant.statistics import Statistics
+from pipeline import sdxl, tiny
+from unet_opt import recipe
+from unet_opt.fused import layers
+from unet_opt.fused.network import FusedUNet
+from unet_opt.fused.widths import products, tuned_rows
+
+SHAPE = tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
+
+
+def of_sdxl() -> Any:
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        return UNet2DConditionModel(**sdxl.UNET)
+
+
+def test_sdxl_on_the_measured_device_ends_at_eight_pictures() -> None:
+    """Two rows each; smaller pictures have room for more of them."""
+    unet = of_sdxl()
+    assert tuned_rows(unet, 128, 128, "NVIDIA H200") == 16
+    assert tuned_rows(unet, 64, 64, "NVIDIA H200") == 64
+    assert tuned_rows(unet, 128, 128, "Tesla T4") is None
+
+
+def test_every_measured_product_is_one_of_sdxls() -> None:
+    """So that none of the table's entries is left out of the bound."""
+    unet = of_sdxl()
+    known = {(kernel, f"{columns},{depth}") for kernel, columns, depth, _ in products(unet, 128, 128)}
+    assert {(kernel, key) for kernel, sizes in tiles.table("NVIDIA H200").items() for key in sizes} <= known
+
+
+def test_the_narrowest_measurement_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = tiny.make(SHAPE).unet
+    side = 8
+    table: dict[str, dict[str, dict[str, list[int]]]] = defaultdict(dict)
+    for kernel, columns, depth, positions in products(unet, side, side):
+        table[kernel].setdefault(f"{columns},{depth}", {})[str(12 * positions)] = [1, 64, 1, 0]
+    monkeypatch.setattr(tiles, "table", lambda device: table if device == "one" else {})
+    assert tuned_rows(unet, side, side, "one") == 12
+    table["linear"]["32,128"] = {str(4 * 4 * 4): [1, 64, 1, 0], str(5 * 4 * 4): [1, 64, 1, 0]}
+    assert tuned_rows(unet, side, side, "one") == 5
+    assert tuned_rows(unet, side, side, "another") is None
+
+
+@torch.inference_mode()
+def test_products_are_those_that_the_fused_layers_ask_tiles_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = tiny.make(SHAPE)
+    unet, plain = pipeline.unet, copy.deepcopy(pipeline.unet)
+    statistics = Statistics("test")
+    targets = recipe.unet(unet).targets(unet)
+    given = {"added_cond_kwargs": {"text_embeds": torch.randn(2, 24), "time_ids": torch.ones(2, 6)}}
+    sample, times = torch.randn(2, 4, 8, 8), torch.full((2,), 500.0)
+    with statistics.observe(unet, targets, 0):
+        unet(sample, times, torch.randn(2, 77, 32), **given)
+    quantize_(unet, recipe.unet(unet), statistics, scheme="int8")
+    asked: set[tuple[str, int, int, int]] = set()
+
+    def watch(module: Any, name: str, kernel: str, rows: Any) -> None:
+        own = getattr(module, name)
+
+        def watched(x: Any, weight: Any, *rest: Any, **options: Any) -> Any:
+            made = own(x, weight, *rest, **options)
+            phases = 4 if kernel == "upsample" else 1
+            columns = weight.shape[0] if phases == 1 else weight.shape[1]
+            depth = weight.numel() // (columns * phases)
+            asked.add((kernel, columns, depth, rows(made) // 2))
+            return made
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(layers.linears, "linear_int8_reference", "linear", lambda made: made.shape[0])
+    watch(layers.linears, "linear_geglu_int8_reference", "geglu", lambda made: made.shape[0])
+    watch(layers.convs, "conv3x3_int8_reference", "conv", lambda made: made.shape[:3].numel())
+    watch(layers.convs, "upsample_conv3x3_int8_reference", "upsample", lambda made: made.shape[:3].numel())
+    fused = FusedUNet(unet, rows=2)
+    fused(sample, times, torch.randn(2, 77, fused.kv_width), **given)
+    told = set(products(unet, 8, 8))
+    assert told == set(products(plain, 8, 8)), "whether it is quantized or not"
+    assert {kernel for kernel, *_ in asked} == {"linear", "geglu", "conv", "upsample"}
+    assert told <= asked
