@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from core import schedule
-from core.artifacts import Artifacts
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
@@ -27,8 +25,6 @@ from pipeline.load import Model, load, seeded
 from pipeline.runner import ImageRunner
 from workers.checker import Checker
 from workers.checker import load as load_checker
-from workers.panels import ImagePanel, Panel
-from workers.texts import TextPanel
 
 if TYPE_CHECKING:
     import torch
@@ -56,22 +52,6 @@ class Works:
     text_lane: Lane | None = None  # where it is another than pictures'
     checker: Checker | None = None
 
-    @property
-    def panels(self) -> dict[str, Panel]:
-        """What a worker serves with it, by queue."""
-        panels: dict[str, Panel] = {
-            self.images.modality: ImagePanel(
-                self.images, schedule.parse(self.settings.deepcache), self._fetch, self.checker
-            )
-        }
-        if self.texts is not None:
-            panels[self.texts.modality] = TextPanel(self.texts)
-        return panels
-
-    def _fetch(self, key: str) -> bytes:
-        """What an edit begins with. Raises `ArtifactError`."""
-        return Artifacts(self.settings.artifacts).get(key)  # opened when it is needed: most engines see no edit
-
     def close(self) -> None:
         self.engine.close()
         self.images.close()
@@ -98,7 +78,11 @@ def load_model(settings: Settings) -> Model:
         torch.set_num_threads(settings.threads)
     device = device_of(settings)
     if settings.model_name == STAND_IN_MODEL:
-        log.warning("no model is named and models/emoji-xl is not there: %s draws noise", STAND_IN_MODEL)
+        log.warning(
+            "no model is named (--model, DIPTYCH_MODEL) and models/emoji-xl is not installed: %s has random weights: "
+            "the pictures are noise",
+            STAND_IN_MODEL,
+        )
     return load(
         settings.model_name,
         precision=precision(settings, device),

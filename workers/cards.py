@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from core.jobs.registry import ModelCard
+from core.jobs.cards import ModelCard
 from core.schedule import OFF, DeepCache
 from pipeline import parameters
 from pipeline.execution import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS, Group

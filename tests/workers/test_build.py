@@ -16,6 +16,7 @@ from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
 from workers.build import build, memory_bytes, precision
+from workers.equipment import panels_of
 
 SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))
 
@@ -103,7 +104,7 @@ def test_jobs_that_do_not_say_are_cached_as_the_settings_say(
 ) -> None:
     job = {"n": 1, "seed": 1, "prompt": "x", "width": 16, "height": 16, "steps": 4, "guidance_scale": 1.0}
     with build(settings(tiny.TINY, cache, deepcache=text, kernels=False, compile=False)) as works:
-        panel = works.panels["image"]
+        panel = panels_of(works)["image"]
         assert [one.deepcache for one in panel.requests(job)] == [schedule]
         assert [one.deepcache for one in panel.requests({**job, "deepcache": "off"})] == [None]
 
