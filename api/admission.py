@@ -16,8 +16,8 @@ from api.schemas import MAX_SEED, CacheFields, EditFields, ImageFields
 from api.uploads import Upload
 from core import loras, markup, schedule
 from core.jobs.broker import level
+from core.jobs.cards import ModelCard
 from core.jobs.record import Backlog, Draft, new_id
-from core.jobs.registry import ModelCard
 from core.text import complaint
 
 # A picture's own defaults: SDXL's, at 20 steps.

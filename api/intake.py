@@ -20,10 +20,10 @@ from api.schemas import ImageFields
 from api.service import Service
 from api.uploads import Upload
 from core import traces
+from core.jobs.cards import ModelCard
 from core.jobs.connection import StoreDown
 from core.jobs.rates import Charge
 from core.jobs.record import Draft, Job, Standing, new_id
-from core.jobs.registry import ModelCard
 
 _KEY = re.compile(r"[!-~]{1,255}")
 _INPUT_S = 3600.0  # until the record of the job that it is for says how long it is kept

@@ -21,8 +21,8 @@ from api.presentation import results
 from api.service import Service
 from core.artifacts import ArtifactError
 from core.jobs.batches import Batch
+from core.jobs.cards import ModelCard
 from core.jobs.record import Draft, Job, JobState
-from core.jobs.registry import ModelCard
 
 _PRIORITY = 9  # who waits goes first
 

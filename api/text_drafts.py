@@ -14,8 +14,8 @@ from api import schemas
 from api.errors import refused
 from api.text_answers import Answers, ChatAnswers, CompletionAnswers
 from api.text_schemas import ChatFields, CompletionFields, TextFields
+from core.jobs.cards import ModelCard
 from core.jobs.record import Draft, new_id
-from core.jobs.registry import ModelCard
 from core.text import complaint
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

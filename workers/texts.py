@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from core.batching.request import Outcome
 from core.batching.runner import Refused
-from core.jobs.registry import ModelCard
+from core.jobs.cards import ModelCard
 from llm.pages import PAGE
 from llm.parameters import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, Logprob, TextParameters
-from workers.shelf import Shelf
 
 if TYPE_CHECKING:
     from llm.parameters import Text
     from llm.runner import TextRunner
+    from workers.shelf import Shelf
 
 MAX_CHOICES = 16  # of one job, over all its prompts
 MAX_CHARACTERS = 1_000_000  # of all that a job brings; what the model has room for is counted in tokens

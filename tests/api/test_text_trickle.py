@@ -24,9 +24,9 @@ from core.artifacts import NoArtifact
 from core.config import Settings
 from core.jobs.batches import Batch, BatchStore
 from core.jobs.broker import PRIORITY_STEPS, list_key
+from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.keyring import Keyring
 from core.jobs.record import Claim, JobState
-from core.jobs.registry import ModelCard, WorkerCard
 from deployment.redis import RedisServer
 from tests.api import test_batches
 from tests.api.test_batches import ended, told
