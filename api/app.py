@@ -39,6 +39,7 @@ from api.doorway import Doorway
 from api.service import Service
 from api.tracing import Traced
 from api.trickle import Trickle
+from api.request_ids import HEADER, RequestIds
 from api.webhooks import Teller
 from core import traces
 from core.config import Settings
@@ -89,7 +90,7 @@ def create_app(settings: Settings) -> FastAPI:
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["Retry-After", "Location", "x-should-retry", *_RATES],
+            expose_headers=["Retry-After", "Location", "x-should-retry", HEADER, *_RATES],
         )  # fmt: skip
     errors.install(app)
     for part in (  # a request passes those before its own
@@ -107,6 +108,7 @@ def create_app(settings: Settings) -> FastAPI:
         metrics,
         playground,
     ):
+    app.add_middleware(RequestIds)
         app.include_router(part.router)
     with contextlib.suppress(NoMatchFound):
         app.url_path_for("")  # FastAPI prepares its routes when they are first looked at: a third of a second

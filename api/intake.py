@@ -19,7 +19,7 @@ from api.errors import ApiError, refused
 from api.schemas import ImageFields
 from api.service import Service
 from api.uploads import Upload
-from core import traces
+from core import logs, traces
 from core.jobs.connection import StoreDown
 from core.jobs.rates import Charge
 from core.jobs.record import Draft, Job, Standing, new_id
@@ -135,8 +135,7 @@ async def _create(
 
     The first `always` of the charges count where no job is made too.
     """
-    if trace := traces.current():
-        draft = replace(draft, trace=trace)
+    draft = replace(draft, trace=traces.current(), request_id=logs.request_id())
     made = await service.submissions.make(draft, service.queue.message(draft.envelope), charges, always)
     for charge, standing in zip(charges, made.charges, strict=False):
         assert request is not None
