@@ -24,6 +24,13 @@ from core.jobs.record import Job, JobState
 log = logging.getLogger(__name__)
 
 # The unmodified OpenAI client tries 408, 409, 429 and 5xx again by itself, unless it is told not to.
+# Addresses of OpenAI's that this service does not have, and what serves instead.
+_NOT_OFFERED = {
+    "/v1/responses": "The Responses API is not offered; use POST /v1/chat/completions.",
+    "/v1/embeddings": "Embeddings are not offered: no model here makes them; GET /v1/models lists those there are.",
+    "/v1/images/variations": "Variations are not offered; use POST /v1/images/edits.",
+}
+
 NO_RETRY = {"x-should-retry": "false"}
 
 _FIELD = re.compile(r"([a-z_]{1,40}): (.+)", re.DOTALL)  # as workers name what they refuse
@@ -132,6 +139,8 @@ async def _from_framework(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status = error.status_code
     messages = {404: "There is nothing at this address.", 405: "This address does not answer to this method."}
+    if status == 404 and (instead := _NOT_OFFERED.get(request.url.path.rstrip("/"))):
+        return ApiError(404, instead, code="not_offered", headers=NO_RETRY).response
     codes = {404: "not_found", 405: "method_not_allowed"}
     kept = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
     message = messages.get(status) or f"{HTTPStatus(status).phrase}."

@@ -94,9 +94,7 @@ async def submit(
     if card is None or draft is None:
         card = await service.cards.find(fields.model, "image")
         if card is None:
-            if service.cards.now.model(None, "image") is not None:
-                raise admission.unknown_model()
-            raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+            raise not_served(service, fields.model, "image")
         draft = draft_for(card)
     if draft.deadline_s is not None:
         # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
@@ -121,6 +119,14 @@ async def repeat(service: Service, request: Request, caller: Caller, job: Job) -
         inputs=job.inputs,
     )  # fmt: skip
     return (await _create(service, draft, request, requests + pictures, len(requests)))[0]
+
+
+def not_served(service: Service, name: str | None, modality: str) -> Exception:
+    """Why a request that names this model, or none, cannot be served."""
+    refusal = admission.no_such_model(service.cards.now, name, modality)
+    if refusal is not None:
+        return refusal
+    return admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
 
 
 async def make(service: Service, draft: Draft) -> Job:
