@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 import anyio.to_thread
 import uvicorn
@@ -20,6 +21,7 @@ from starlette.routing import NoMatchFound
 
 from api import (
     batches,
+    document,
     edits,
     errors,
     events,
@@ -36,10 +38,12 @@ from api import (
     text,
 )
 from api.doorway import Doorway
+from api.methods import HeadAsGet
+from api.protocol import HttpProtocol
+from api.request_ids import HEADER, RequestIds
 from api.service import Service
 from api.tracing import Traced
 from api.trickle import Trickle
-from api.request_ids import HEADER, RequestIds
 from api.webhooks import Teller
 from core import traces
 from core.config import Settings
@@ -51,7 +55,17 @@ _RATES = [f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
 
-Errors are of OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+Errors are of OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. Every answer has an `x-request-id`: the
+request's own `X-Request-ID` where that is a plain word, else one that is made. Whatever answers GET answers HEAD."""
+
+
+class App(FastAPI):
+    """FastAPI with the rest of the document."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document.extend(super().openapi())
+        return super().openapi()
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -72,7 +86,7 @@ def create_app(settings: Settings) -> FastAPI:
             await service.close()
             await anyio.to_thread.run_sync(traces.end)
 
-    app = FastAPI(
+    app = App(
         title="Diptych",
         version=version("diptych"),
         description=_ABOUT,
@@ -81,6 +95,7 @@ def create_app(settings: Settings) -> FastAPI:
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )
     app.state.service = service
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Doorway, service=service)
     app.add_middleware(metrics.Metered, registry=service.figures)
     if settings.traces:
@@ -93,6 +108,7 @@ def create_app(settings: Settings) -> FastAPI:
             expose_headers=["Retry-After", "Location", "x-should-retry", HEADER, *_RATES],
         )  # fmt: skip
     errors.install(app)
+    app.add_middleware(RequestIds)
     for part in (  # a request passes those before its own
         jobs,
         health,
@@ -108,7 +124,6 @@ def create_app(settings: Settings) -> FastAPI:
         metrics,
         playground,
     ):
-    app.add_middleware(RequestIds)
         app.include_router(part.router)
     with contextlib.suppress(NoMatchFound):
         app.url_path_for("")  # FastAPI prepares its routes when they are first looked at: a third of a second
@@ -134,6 +149,7 @@ def make_server(settings: Settings) -> Server:
         app,
         host=settings.host,
         port=settings.port,
+        http=HttpProtocol,
         lifespan="on",
         ws="none",
         access_log=False,

@@ -19,6 +19,8 @@ MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 _MAX_DIGITS = 20  # of a whole number, its sign included; 2**63 - 1 has 19
 
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_MOST_CHARACTERS = 100  # of a number in a form or a query
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _NEVER = re.compile("[\x00\ud800-\udfff]")
 
@@ -85,6 +87,14 @@ def _check_headers(request: Request) -> None:
     charsets = [
         value.strip().strip('"').lower()
         for name, _, value in (parameter.partition("=") for parameter in parameters)
+def number(text: str) -> float | None:
+    """The number that a form or a query writes as JSON does, 5.5e0 too; None for what is none, or is not finite."""
+    if len(text) > _MOST_CHARACTERS or _NUMBER.fullmatch(text) is None:
+        return None
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
         if name.strip().lower() == "charset"
     ]
     if kind.strip().lower() != "application/json" or any(charset not in ("utf-8", "utf8") for charset in charsets):

@@ -17,13 +17,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.methods import allowed
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreDown, StoreError, StoreFull
 from core.jobs.record import Job, JobState
 
 log = logging.getLogger(__name__)
 
-# The unmodified OpenAI client tries 408, 409, 429 and 5xx again by itself, unless it is told not to.
 # Addresses of OpenAI's that this service does not have, and what serves instead.
 _NOT_OFFERED = {
     "/v1/responses": "The Responses API is not offered; use POST /v1/chat/completions.",
@@ -31,6 +31,7 @@ _NOT_OFFERED = {
     "/v1/images/variations": "Variations are not offered; use POST /v1/images/edits.",
 }
 
+# The unmodified OpenAI client tries 408, 409, 429 and 5xx again by itself, unless it is told not to.
 NO_RETRY = {"x-should-retry": "false"}
 
 _FIELD = re.compile(r"([a-z_]{1,40}): (.+)", re.DOTALL)  # as workers name what they refuse
@@ -138,11 +139,11 @@ async def _from_framework(request: Request, error: Exception) -> JSONResponse:
     """404, 405 and the like of Starlette and FastAPI. Their own words are dropped: they may quote the request."""
     assert isinstance(error, HTTPException)
     status = error.status_code
-    messages = {404: "There is nothing at this address.", 405: "This address does not answer to this method."}
     if status == 404 and (instead := _NOT_OFFERED.get(request.url.path.rstrip("/"))):
         return ApiError(404, instead, code="not_offered", headers=NO_RETRY).response
+    messages = {404: "There is nothing at this address.", 405: "This address does not answer to this method."}
     codes = {404: "not_found", 405: "method_not_allowed"}
-    kept = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+    kept = {"Allow": allowed(request)} if status == 405 else {}
     message = messages.get(status) or f"{HTTPStatus(status).phrase}."
     return ApiError(status, message, code=codes.get(status), headers=kept).response
 

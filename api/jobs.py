@@ -167,6 +167,7 @@ def no_job() -> ApiError:
 
 
 def _wait_s(given: str) -> float:
-    if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", given) and float(given) <= _LONGEST_WAIT_S:
-        return float(given)
+    wait_s = body.number(given)
+    if wait_s is not None and 0 <= wait_s <= _LONGEST_WAIT_S:
+        return wait_s
     raise refused("wait_s", f"must be a number between 0 and {_LONGEST_WAIT_S:g}")
