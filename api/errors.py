@@ -156,18 +156,25 @@ async def _from_validation(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _from_store(request: Request, error: Exception) -> JSONResponse:
+    return unserved(error).response
+
+
+async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
+    return unserved(error).response
+
+
+def unserved(error: Exception) -> ApiError:
+    """What is said of a `StoreError` or an `ArtifactError`, which is logged here."""
+    if isinstance(error, ArtifactError):
+        log.error("a finished picture cannot be read: %s", error)
+        message = "The picture was drawn and cannot be read now; the server's log says why."
+        return ApiError(500, message, code="artifact_unreadable", headers=NO_RETRY)
     if isinstance(error, StoreFull):
         message, code, after_s = "The store of jobs is full; try again later.", "store_full", _FULL_S
     elif isinstance(error, StoreDown):
         message, code, after_s = "The store of jobs does not answer; try again soon.", "store_down", _DOWN_S
     else:
         log.error("the store refused: %s", error)
-        return ApiError(500, "The store of jobs went wrong; the server's log says how.", code="store_error").response
+        return ApiError(500, "The store of jobs went wrong; the server's log says how.", code="store_error")
     log.warning("answered 503: %s", error)
-    return ApiError(503, message, code=code, headers={"Retry-After": str(after_s)}).response
-
-
-async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
-    log.error("a finished picture cannot be read: %s", error)
-    message = "The picture was drawn and cannot be read now; the server's log says why."
-    return ApiError(500, message, code="artifact_unreadable", headers=NO_RETRY).response
+    return ApiError(503, message, code=code, headers={"Retry-After": str(after_s)})
