@@ -76,7 +76,7 @@ class Lines:
         now = self._service.cards.now
         card = now.model(name, modality)
         if card is None:
-            raise admission.unknown_model() if now.model(None, modality) is not None else admission.no_model()
+            raise admission.no_such_model(now, name, modality) or admission.no_model()
         return card
 
     def answer(self, batch: Batch, job: Job) -> Result:
