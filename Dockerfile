@@ -18,13 +18,10 @@ RUN python3 -m venv /opt/diptych \
  && chown -R diptych:diptych "$DIPTYCH_DATA_DIR" "$DIPTYCH_CACHE_DIR"
 WORKDIR /app
 COPY constraints.txt ./
-# What `api` imports; tests/deployment/test_image.py holds this line to the source.
+# What `api` imports, and what DIPTYCH_TRACES needs; tests/deployment/test_image.py holds this line to the source.
 RUN pip install -c constraints.txt setuptools \
-    celery fastapi limits obstore pillow prometheus-client pydantic-settings python-multipart redis uvicorn
-
-# OTEL=1: what DIPTYCH_TRACES needs.
-ARG OTEL=
-RUN test -z "$OTEL" || pip install -c constraints.txt opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+    celery fastapi limits obstore pillow prometheus-client pydantic-settings python-multipart redis uvicorn \
+    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 
 # -- the source, and the models apart from it; readable by everybody, whatever the umask of who cloned it --------------
 FROM base AS source
@@ -50,13 +47,17 @@ ARG GPU=
 ARG DIPTYCH_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN DIPTYCH_TORCH_INDEX=$DIPTYCH_TORCH_INDEX python -c "import install, pathlib, sys; \
     install.install_torch(pathlib.Path(sys.executable), install.pinned('torch'), gpu=bool('$GPU'))"
+# The base dependencies and the extra `text` (answers that fit a JSON schema).
 COPY pyproject.toml ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*project['dependencies'], *project['optional-dependencies']['text'], sep='\n')" \
     > /tmp/requirements.txt && pip install -c constraints.txt -r /tmp/requirements.txt
 
 # -- worker -----------------------------------------------------------------------------------------------------------
 FROM engine AS worker
-ENV HF_HOME=/var/cache/diptych/huggingface
+# What libraries keep between starts lies on the cache volume, like our own (DIPTYCH_CACHE_DIR): HOME is read-only.
+ENV HF_HOME=$DIPTYCH_CACHE_DIR/huggingface \
+    TRITON_CACHE_DIR=$DIPTYCH_CACHE_DIR/triton
 COPY --from=source /models models
 COPY --from=source /app /app
 RUN pip install --no-deps --no-build-isolation -e .

@@ -11,19 +11,21 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from api.cards import Snapshot
 from api.errors import ApiError, refused
 from api.schemas import MAX_SEED, CacheFields, EditFields, ImageFields
 from api.uploads import Upload
 from core import loras, markup, schedule
 from core.jobs.broker import level
+from core.jobs.cards import ModelCard
 from core.jobs.record import Backlog, Draft, new_id
-from core.jobs.registry import ModelCard
 from core.text import complaint
 
 # A picture's own defaults: SDXL's, at 20 steps.
 _STEPS, _GUIDANCE, _PRIORITY = 20, 5.0, 5
 _STRENGTH = 0.8  # of an edit without a mask
 _QUANTIZED = ("int8", "fp8")
+_ENDPOINTS = {"image": ("an image", "/v1/images/generations"), "text": ("a text", "/v1/chat/completions")}
 _CHARACTERS = 10_000  # of a text, where the model's card does not say
 
 
@@ -119,6 +121,16 @@ def retry_after_s(wait_s: float) -> int:
 
 def unknown_model() -> ApiError:
     return ApiError(404, "model: is not known; see GET /v1/models", param="model", code="model_not_found")
+
+
+def no_such_model(now: Snapshot, name: str | None, modality: str) -> ApiError | None:
+    """Why no model of this modality has this name: it is one of another, or not known. None: there is no model yet."""
+    for other, (article, endpoint) in _ENDPOINTS.items():
+        card = now.model(name, other) if name is not None and other != modality else None
+        if card is not None:
+            words = f"{card.name} is {article} model; use POST {endpoint}"
+            return refused("model", words, "wrong_modality")
+    return None if now.model(None, modality) is None else unknown_model()
 
 
 def no_model() -> ApiError:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 import anyio.to_thread
 import uvicorn
@@ -20,12 +21,14 @@ from starlette.routing import NoMatchFound
 
 from api import (
     batches,
+    document,
     edits,
     errors,
     events,
     files,
     health,
     images,
+    inference,
     jobs,
     metrics,
     models,
@@ -36,6 +39,9 @@ from api import (
     text,
 )
 from api.doorway import Doorway
+from api.methods import HeadAsGet
+from api.protocol import HttpProtocol
+from api.request_ids import HEADER, RequestIds
 from api.service import Service
 from api.tracing import Traced
 from api.trickle import Trickle
@@ -50,7 +56,17 @@ _RATES = [f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
 
-Errors are of OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+Errors are of OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. Every answer has an `x-request-id`: the
+request's own `X-Request-ID` where that is a plain word, else one that is made. Whatever answers GET answers HEAD."""
+
+
+class App(FastAPI):
+    """FastAPI with the rest of the document."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document.extend(super().openapi())
+        return super().openapi()
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -71,7 +87,7 @@ def create_app(settings: Settings) -> FastAPI:
             await service.close()
             await anyio.to_thread.run_sync(traces.end)
 
-    app = FastAPI(
+    app = App(
         title="Diptych",
         version=version("diptych"),
         description=_ABOUT,
@@ -80,6 +96,7 @@ def create_app(settings: Settings) -> FastAPI:
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )
     app.state.service = service
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Doorway, service=service)
     app.add_middleware(metrics.Metered, registry=service.figures)
     if settings.traces:
@@ -89,15 +106,17 @@ def create_app(settings: Settings) -> FastAPI:
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["Retry-After", "Location", "x-should-retry", *_RATES],
+            expose_headers=["Retry-After", "Location", "x-should-retry", HEADER, *_RATES],
         )  # fmt: skip
     errors.install(app)
+    app.add_middleware(RequestIds)
     for part in (  # a request passes those before its own
         jobs,
         health,
         images,
         edits,
         text,
+        inference,
         pictures,
         events,
         files,
@@ -132,6 +151,7 @@ def make_server(settings: Settings) -> Server:
         app,
         host=settings.host,
         port=settings.port,
+        http=HttpProtocol,
         lifespan="on",
         ws="none",
         access_log=False,

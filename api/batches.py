@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api import body, files, schemas
 from api.access import By, Caller, count_pictures, count_request
 from api.errors import ApiError, refused
+from api.paging import Paging, missing, page
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS
 from core.jobs.batches import Batch
@@ -23,6 +24,7 @@ router = APIRouter(tags=["batches"])
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 WINDOW_S = 86_400
 MOST_LINES = 10_000
+_PAGES = Paging(default=20, most=100, id="batch_[0-9a-z]{1,57}", what="a batch")
 _MOST_ERRORS = 100  # that are told of one file
 
 _QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text"}
@@ -71,12 +73,14 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     return JSONResponse(_object(batch))
 
 
-@router.get("/v1/batches", summary="List batches")
-async def batches(service: Given, caller: By) -> Response:
-    found = await service.call(service.batches.batches, caller.id)
-    data = [_object(batch) for batch in found]
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return JSONResponse({"object": "list", "data": data, **ends, "has_more": False})
+@router.get("/v1/batches", summary="List batches", openapi_extra=_PAGES.document())
+async def batches(request: Request, service: Given, caller: By) -> Response:
+    """The caller's, newest first."""
+    limit, after = _PAGES.read(request)
+    found = await service.call(service.batches.batches, caller.id, after=after, limit=limit)
+    if found is None:
+        raise missing()
+    return JSONResponse(page([_object(batch) for batch in found.items], more=found.more))
 
 
 @router.get("/v1/batches/{id}", summary="Look at a batch")

@@ -19,6 +19,8 @@ MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 _MAX_DIGITS = 20  # of a whole number, its sign included; 2**63 - 1 has 19
 
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_MOST_CHARACTERS = 100  # of a number in a form or a query
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _NEVER = re.compile("[\x00\ud800-\udfff]")
 
@@ -39,19 +41,24 @@ _HUGE = _Huge()
 
 async def read(request: Request) -> dict[str, Any]:
     """The body's top-level object. Raises `ApiError`: 415 for what is no JSON by its headers, 413, 400."""
+    return parse(await collect(request))
+
+
+async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:
+    """The body of a request for JSON. Raises `ApiError` as `read`."""
     _check_headers(request)
     declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > MAX_BYTES):
-        raise too_large()
+    if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise too_large(max_bytes)
     raw = bytearray()
     try:
         async for chunk in request.stream():
             raw += chunk
-            if len(raw) > MAX_BYTES:  # whatever it declared
-                raise too_large()
+            if len(raw) > max_bytes:  # whatever it declared
+                raise too_large(max_bytes)
     except ClientDisconnect:
         raise ApiError(400, "The body ended early.", code="invalid_body") from None
-    return parse(bytes(raw))
+    return bytes(raw)
 
 
 def parse(raw: bytes) -> dict[str, Any]:
@@ -78,6 +85,14 @@ def parse(raw: bytes) -> dict[str, Any]:
 def plain(name: object) -> str | None:
     """A field's name if it is short and plain, so that an answer may repeat it; else None."""
     return name if isinstance(name, str) and _PLAIN.fullmatch(name) else None
+
+
+def number(text: str) -> float | None:
+    """The number that a form or a query writes as JSON does, 5.5e0 too; None for what is none, or is not finite."""
+    if len(text) > _MOST_CHARACTERS or _NUMBER.fullmatch(text) is None:
+        return None
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def _check_headers(request: Request) -> None:
@@ -155,6 +170,6 @@ def _too_deep() -> ApiError:
     return _invalid(f"The body is nested more than {MAX_DEPTH} deep.")
 
 
-def too_large() -> ApiError:
+def too_large(max_bytes: int = MAX_BYTES) -> ApiError:
     """A 413."""
-    return ApiError(413, f"The body is larger than {MAX_BYTES} bytes.", code="body_too_large")
+    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")

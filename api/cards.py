@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import anyio.to_thread
 
 from core.jobs.broker import QUEUES
+from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.connection import StoreError
 from core.jobs.keyring import Key, Keyring
 from core.jobs.record import Backlog
-from core.jobs.registry import ModelCard, Registry, WorkerCard
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 
 log = logging.getLogger(__name__)

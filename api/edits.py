@@ -23,7 +23,6 @@ router = APIRouter(tags=["images"])
 _ENVELOPE = 2 * 2**20  # of a form around its files
 _FILES = ("image", "mask")
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
-_NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?")
 _FILE = {"type": "string", "format": "binary"}
 
 
@@ -96,8 +95,8 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
         kinds = get_args(known.annotation) if known is not None else ()
         if int in kinds and _WHOLE.fullmatch(text):
             fields[name] = int(text)
-        elif float in kinds and _NUMBER.fullmatch(text):
-            fields[name] = float(text)
+        elif float in kinds and (number := body.number(text)) is not None:
+            fields[name] = number
         elif bool in kinds and text in ("true", "false"):
             fields[name] = text == "true"
         elif name == "deepcache" and text.startswith("{"):

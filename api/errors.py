@@ -17,11 +17,19 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.methods import allowed
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreDown, StoreError, StoreFull
 from core.jobs.record import Job, JobState
 
 log = logging.getLogger(__name__)
+
+# Addresses of OpenAI's that this service does not have, and what serves instead.
+_NOT_OFFERED = {
+    "/v1/responses": "The Responses API is not offered; use POST /v1/chat/completions.",
+    "/v1/embeddings": "Embeddings are not offered: no model here makes them; GET /v1/models lists those there are.",
+    "/v1/images/variations": "Variations are not offered; use POST /v1/images/edits.",
+}
 
 # The unmodified OpenAI client tries 408, 409, 429 and 5xx again by itself, unless it is told not to.
 NO_RETRY = {"x-should-retry": "false"}
@@ -131,9 +139,11 @@ async def _from_framework(request: Request, error: Exception) -> JSONResponse:
     """404, 405 and the like of Starlette and FastAPI. Their own words are dropped: they may quote the request."""
     assert isinstance(error, HTTPException)
     status = error.status_code
+    if status == 404 and (instead := _NOT_OFFERED.get(request.url.path.rstrip("/"))):
+        return ApiError(404, instead, code="not_offered", headers=NO_RETRY).response
     messages = {404: "There is nothing at this address.", 405: "This address does not answer to this method."}
     codes = {404: "not_found", 405: "method_not_allowed"}
-    kept = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+    kept = {"Allow": allowed(request)} if status == 405 else {}
     message = messages.get(status) or f"{HTTPStatus(status).phrase}."
     return ApiError(status, message, code=codes.get(status), headers=kept).response
 
@@ -146,18 +156,25 @@ async def _from_validation(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _from_store(request: Request, error: Exception) -> JSONResponse:
+    return unserved(error).response
+
+
+async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
+    return unserved(error).response
+
+
+def unserved(error: Exception) -> ApiError:
+    """What is said of a `StoreError` or an `ArtifactError`, which is logged here."""
+    if isinstance(error, ArtifactError):
+        log.error("a finished picture cannot be read: %s", error)
+        message = "The picture was drawn and cannot be read now; the server's log says why."
+        return ApiError(500, message, code="artifact_unreadable", headers=NO_RETRY)
     if isinstance(error, StoreFull):
         message, code, after_s = "The store of jobs is full; try again later.", "store_full", _FULL_S
     elif isinstance(error, StoreDown):
         message, code, after_s = "The store of jobs does not answer; try again soon.", "store_down", _DOWN_S
     else:
         log.error("the store refused: %s", error)
-        return ApiError(500, "The store of jobs went wrong; the server's log says how.", code="store_error").response
+        return ApiError(500, "The store of jobs went wrong; the server's log says how.", code="store_error")
     log.warning("answered 503: %s", error)
-    return ApiError(503, message, code=code, headers={"Retry-After": str(after_s)}).response
-
-
-async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
-    log.error("a finished picture cannot be read: %s", error)
-    message = "The picture was drawn and cannot be read now; the server's log says why."
-    return ApiError(500, message, code="artifact_unreadable", headers=NO_RETRY).response
+    return ApiError(503, message, code=code, headers={"Retry-After": str(after_s)})

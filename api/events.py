@@ -12,12 +12,13 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from api.access import By
 from api.errors import refused
 from api.jobs import find
 from api.links import Links
+from api.methods import bodiless
 from api.presentation import job_object
 from api.service import Given, Service
 from core.jobs.connection import StoreError
@@ -37,6 +38,13 @@ class EventStream(EventSourceResponse):
     def __init__(self, source: AsyncGenerator[bytes]) -> None:
         super().__init__(source, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if bodiless(scope):
+            await self._source.aclose()
+            await Response(headers=dict(self.headers), media_type=self.media_type)(scope, receive, send)
+            return
+        await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._source):

@@ -16,6 +16,7 @@ from api import uploads
 from api.access import By, Caller, count_request
 from api.errors import ApiError, refused
 from api.forms import form
+from api.paging import Paging, missing, page
 from api.service import Given, Service
 from core.artifacts import NoArtifact, media_type
 from core.jobs.batches import KEPT_S, File
@@ -27,6 +28,8 @@ _ENVELOPE = 64 * 1024  # of a form around its file
 _LINES = "application/jsonl"
 _PICTURES = ("image/png", "image/jpeg", "image/webp")
 _PURPOSES = ("batch", "vision")
+_LISTED = (*_PURPOSES, "batch_output")
+_PAGES = Paging(default=10_000, most=10_000, id="file-[0-9a-f]{24}", what="a file")
 _NAME = re.compile(r"[\w .@()+,=-]{1,255}")
 _FORM = {
     "requestBody": {
@@ -60,10 +63,29 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     return JSONResponse(_object(file))
 
 
-@router.get("/v1/files", summary="List files")
-async def files(service: Given, caller: By) -> Response:
-    found = await service.call(service.batches.files, caller.id)
-    return JSONResponse({"object": "list", "data": [_object(file) for file in found], "has_more": False})
+@router.get(
+    "/v1/files",
+    summary="List files",
+    openapi_extra=_PAGES.document(
+        purpose=({"type": "string", "enum": list(_LISTED)}, "only those with this purpose"),
+        order=({"type": "string", "enum": ["asc", "desc"], "default": "desc"}, "desc: newest first"),
+    ),
+)
+async def files(request: Request, service: Given, caller: By) -> Response:
+    """The caller's files."""
+    limit, after = _PAGES.read(request)
+    given = request.query_params
+    purpose, order = given.get("purpose"), given.get("order", "desc")
+    if purpose is not None and purpose not in _LISTED:
+        raise refused("purpose", f"must be one of {', '.join(_LISTED)}")
+    if order not in ("asc", "desc"):
+        raise refused("order", "must be asc or desc")
+    found = await service.call(
+        service.batches.files, caller.id, purpose=purpose, oldest=order == "asc", after=after, limit=limit
+    )
+    if found is None:
+        raise missing()
+    return JSONResponse(page([_object(file) for file in found.items], more=found.more))
 
 
 @router.get("/v1/files/{id}", summary="Look at a file")

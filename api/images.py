@@ -49,13 +49,19 @@ async def answer(service: Service, request: Request, job: Job, fields: schemas.I
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:
         return EventStream(streaming.tell(service, job, links, fields.partial_images or 0, stays=stays))
+    ended = await finished(service, request, job, stays=stays)
+    content = await service.call(generated, service, ended, links)
+    return Response(content, media_type="application/json")
+
+
+async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:
+    """The job as it ended well. Raises `ApiError` for all other ends, and as `wait`."""
     ended = await wait(service, job.id, request, stays=stays)
     if ended is None:
         raise ApiError(_CLOSED, "The client went away.", code="client_closed_request")
     if ended.state is not JobState.SUCCEEDED:
         raise unsuccessful(ended)
-    content = await service.call(generated, service, ended, links)
-    return Response(content, media_type="application/json")
+    return ended
 
 
 async def wait(service: Service, id: str, request: Request, *, stays: bool) -> Job | None:

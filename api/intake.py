@@ -19,11 +19,11 @@ from api.errors import ApiError, refused
 from api.schemas import ImageFields
 from api.service import Service
 from api.uploads import Upload
-from core import traces
+from core import logs, traces
+from core.jobs.cards import ModelCard
 from core.jobs.connection import StoreDown
 from core.jobs.rates import Charge
 from core.jobs.record import Draft, Job, Standing, new_id
-from core.jobs.registry import ModelCard
 
 _KEY = re.compile(r"[!-~]{1,255}")
 _INPUT_S = 3600.0  # until the record of the job that it is for says how long it is kept
@@ -94,9 +94,7 @@ async def submit(
     if card is None or draft is None:
         card = await service.cards.find(fields.model, "image")
         if card is None:
-            if service.cards.now.model(None, "image") is not None:
-                raise admission.unknown_model()
-            raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+            raise not_served(service, fields.model, "image")
         draft = draft_for(card)
     if draft.deadline_s is not None:
         # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
@@ -123,6 +121,14 @@ async def repeat(service: Service, request: Request, caller: Caller, job: Job) -
     return (await _create(service, draft, request, requests + pictures, len(requests)))[0]
 
 
+def not_served(service: Service, name: str | None, modality: str) -> Exception:
+    """Why a request that names this model, or none, cannot be served."""
+    refusal = admission.no_such_model(service.cards.now, name, modality)
+    if refusal is not None:
+        return refusal
+    return admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+
+
 async def make(service: Service, draft: Draft) -> Job:
     """Make the record, with its message. Raises `ApiError` (429) where the queue is full."""
     return (await _create(service, draft))[0]
@@ -135,8 +141,7 @@ async def _create(
 
     The first `always` of the charges count where no job is made too.
     """
-    if trace := traces.current():
-        draft = replace(draft, trace=trace)
+    draft = replace(draft, trace=traces.current(), request_id=logs.request_id())
     made = await service.submissions.make(draft, service.queue.message(draft.envelope), charges, always)
     for charge, standing in zip(charges, made.charges, strict=False):
         assert request is not None

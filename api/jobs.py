@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from api import admission, body, intake, references, schemas
 from api.access import By, Caller, count_request
 from api.errors import ApiError, refused
+from api.paging import Paging, missing, page, query
 from api.presentation import job_object
 from api.service import Given, Service
 from core.jobs.record import Job, JobState
@@ -23,19 +24,9 @@ router = APIRouter(tags=["jobs"])
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST_WAIT_S = 60.0
-_LIMIT, _MOST = 20, 100
+_PAGES = Paging(default=20, most=100, id=ID.pattern, what="a job")
 _KINDS = (schemas.JobFields, schemas.EditJobFields)
 _FRESH = {"Cache-Control": "no-store"}
-_PATTERN: dict[str, object] = {"type": "string", "pattern": f"^{ID.pattern}$"}
-
-
-def _query(**parameters: tuple[dict[str, object], str]) -> dict[str, list[dict[str, object]]]:
-    return {
-        "parameters": [
-            {"name": name, "in": "query", "required": False, "schema": schema, "description": words}
-            for name, (schema, words) in parameters.items()
-        ]
-    }
 
 
 @router.post(
@@ -80,42 +71,34 @@ async def _make(request: Request, service: Service, caller: Caller, id: str | No
     "/v1/jobs",
     summary="List jobs",
     response_model=schemas.JobList,
-    openapi_extra=_query(
-        limit=({"type": "integer", "minimum": 1, "maximum": _MOST, "default": _LIMIT}, "jobs of one page"),
-        after=(_PATTERN, "the last id of the page before"),
+    openapi_extra=_PAGES.document(
         status=({"type": "string", "enum": [state.value for state in JobState]}, "only those in this state"),
         model=({"type": "string"}, "only those of this model"),
     ),
 )
 async def list_jobs(request: Request, service: Given, caller: By) -> Response:
     """The caller's jobs, newest first; with the scope admin, everybody's."""
+    limit, after = _PAGES.read(request)
     given = request.query_params
-    limit, after, state = given.get("limit", str(_LIMIT)), given.get("after", ""), given.get("status")
-    if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MOST:
-        raise refused("limit", f"must be a whole number between 1 and {_MOST}")
-    if after and ID.fullmatch(after) is None:
-        raise refused("after", "must be the id of a job")
+    state = given.get("status")
     if state is not None and state not in list(JobState):
         raise refused("status", f"must be one of {', '.join(JobState)}")
-    page = await service.call(
+    found = await service.call(
         service.store.page, None if caller.may("admin") else caller.id,
-        state=JobState(state) if state else None, model=given.get("model", ""), after=after, limit=int(limit),
+        state=JobState(state) if state else None, model=given.get("model", ""), after=after, limit=limit,
     )  # fmt: skip
-    if page is None:
-        raise refused("after", "is no job of this list, or no longer")
+    if found is None:
+        raise missing()
     links = service.links(request)
-    data = [job_object(job, links, await service.forecast(job, near=False)) for job in page.jobs]
-    first = page.jobs[0].id if page.jobs else None
-    last = page.after or None
-    listed = {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": page.more}
-    return JSONResponse(listed, headers=_FRESH)
+    data = [job_object(job, links, await service.forecast(job, near=False)) for job in found.jobs]
+    return JSONResponse(page(data, more=found.more, last=found.after), headers=_FRESH)
 
 
 @router.get(
     "/v1/jobs/{id}",
     summary="Look at a job",
     response_model=schemas.JobObject,
-    openapi_extra=_query(
+    openapi_extra=query(
         wait_s=(
             {"type": "number", "minimum": 0, "maximum": _LONGEST_WAIT_S},
             "answer when the job has ended, or after so many seconds",
@@ -184,6 +167,7 @@ def no_job() -> ApiError:
 
 
 def _wait_s(given: str) -> float:
-    if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", given) and float(given) <= _LONGEST_WAIT_S:
-        return float(given)
+    wait_s = body.number(given)
+    if wait_s is not None and 0 <= wait_s <= _LONGEST_WAIT_S:
+        return wait_s
     raise refused("wait_s", f"must be a number between 0 and {_LONGEST_WAIT_S:g}")

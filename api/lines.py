@@ -21,8 +21,8 @@ from api.presentation import results
 from api.service import Service
 from core.artifacts import ArtifactError
 from core.jobs.batches import Batch
+from core.jobs.cards import ModelCard
 from core.jobs.record import Draft, Job, JobState
-from core.jobs.registry import ModelCard
 
 _PRIORITY = 9  # who waits goes first
 
@@ -76,7 +76,7 @@ class Lines:
         now = self._service.cards.now
         card = now.model(name, modality)
         if card is None:
-            raise admission.unknown_model() if now.model(None, modality) is not None else admission.no_model()
+            raise admission.no_such_model(now, name, modality) or admission.no_model()
         return card
 
     def answer(self, batch: Batch, job: Job) -> Result:

@@ -15,8 +15,8 @@ from api import admission, schemas
 from api.access import By
 from api.errors import ApiError
 from api.service import Given, Service
+from core.jobs.cards import ModelCard
 from core.jobs.record import JobState
-from core.jobs.registry import ModelCard
 
 router = APIRouter(tags=["models"])
 

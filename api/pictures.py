@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from api import ranges
 from api.access import BEARER, By, identify
 from api.errors import ApiError, refused
 from api.jobs import check_id, find, no_job
@@ -23,6 +24,13 @@ router = APIRouter(tags=["jobs"])
 
 _NUMBER = re.compile(r"[0-9]{1,2}")
 _FOR_EVER = "private, max-age=31536000, immutable"
+_RANGE = {
+    "name": "Range",
+    "in": "header",
+    "required": False,
+    "description": "one range of bytes, such as bytes=0-1023; with If-Range only where that is the ETag",
+    "schema": {"type": "string"},
+}
 _ENDINGS = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg"}
 
 
@@ -49,11 +57,15 @@ async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
     response_class=Response,
     responses={
         200: {"content": {media_type: {} for media_type in _ENDINGS}},
+        206: {"content": {media_type: {} for media_type in _ENDINGS}, "description": "The range that was asked for."},
         304: {"description": "The client has it."},
     },
+    openapi_extra={"parameters": [_RANGE]},
 )
 async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, service: Given) -> Response:
-    """The k-th picture, from 0. 409 while the job is not done; 404 if it ended without pictures, or has fewer."""
+    """The k-th picture, from 0, or one range of its bytes. 409 while the job is not done; 404 if it ended without
+    pictures, or has fewer.
+    """
     if not job.state.final:
         raise ApiError(409, "The job is not done yet.", code="job_not_done", headers={"Retry-After": "1"})
     pictures = results(job) if job.state is JobState.SUCCEEDED else []
@@ -73,7 +85,7 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
         data = await service.call(service.artifacts.get, picture["key"])
     except NoArtifact:
         raise _no_image() from None
-    return Response(data, media_type=picture["media_type"], headers=headers)
+    return ranges.respond(request, data, picture["media_type"], headers)
 
 
 @router.get(

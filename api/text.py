@@ -11,21 +11,18 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from api import admission, body, schemas, text_drafts
+from api import body, schemas, text_drafts
 from api.access import By, Caller, count_request
-from api.errors import ApiError, unsuccessful
+from api.errors import unsuccessful
 from api.events import EventStream
-from api.images import wait
-from api.intake import make
+from api.images import finished
+from api.intake import make, not_served
 from api.service import Given, Service
 from api.text_schemas import ChatFields, CompletionFields
 from api.text_stream import tell
-from core.jobs.connection import StoreDown
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["text"])
-
-_CLOSED = 499  # nobody reads it
 
 
 @router.post(
@@ -58,9 +55,7 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
     await count_request(request, service, caller)
     card = await service.cards.find(ask.fields.model, "text")
     if card is None:
-        if service.cards.now.model(None, "text") is not None:
-            raise admission.unknown_model()
-        raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+        raise not_served(service, ask.fields.model, "text")
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)
     if ask.fields.stream:
@@ -69,11 +64,7 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
         if begun is not None:
             raise unsuccessful(begun)
         return EventStream(tell(service, job, answers, usage=ask.fields.usage_wanted))
-    ended = await wait(service, job.id, request, stays=False)
-    if ended is None:
-        raise ApiError(_CLOSED, "The client went away.", code="client_closed_request")
-    if ended.state is not JobState.SUCCEEDED:
-        raise unsuccessful(ended)
+    ended = await finished(service, request, job, stays=False)
     return JSONResponse(answers.whole(ended.result or {}))
 
 

@@ -97,12 +97,20 @@ class CompletionAnswers(Answers):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._prompts: list[str] = job.parameters["prompts"] if job.parameters.get("echo") else []
+
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        told = self.piece(index, choice["text"], choice["logprobs"] or None)
+        told = self.piece(index, self._echoed(index) + choice["text"], choice["logprobs"] or None)
         return {**told, "finish_reason": choice["finish_reason"]}
 
-    def first(self, index: int) -> None:
-        return None
+    def first(self, index: int) -> dict[str, Any] | None:
+        return self.piece(index, self._echoed(index), None) if self._prompts else None
+
+    def _echoed(self, index: int) -> str:
+        """With `echo` the prompt that this choice answers; else nothing."""
+        return self._prompts[index // self._n] if self._prompts else ""
 
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": None}

@@ -14,8 +14,8 @@ from api import schemas
 from api.errors import refused
 from api.text_answers import Answers, ChatAnswers, CompletionAnswers
 from api.text_schemas import ChatFields, CompletionFields, TextFields
+from core.jobs.cards import ModelCard
 from core.jobs.record import Draft, new_id
-from core.jobs.registry import ModelCard
 from core.text import complaint
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -67,6 +67,8 @@ def completion(given: dict[str, Any]) -> Ask:
     parameters = {"prompts": prompts, **_common(fields, limit)}
     if fields.logprobs is not None:
         parameters["logprobs"] = fields.logprobs
+    if fields.echo:
+        parameters["echo"] = True
     characters = sum(len(prompt) * (1 if isinstance(prompt, str) else _CHARACTERS) for prompt in prompts)
     return Ask(fields, parameters, characters, count)
 
@@ -85,6 +87,8 @@ def draft(ask: Ask, card: ModelCard, owner: str) -> Draft:
     context = int(card.limits.get("context", 0))
     if limit is not None and context and limit >= context:
         raise refused("max_tokens", f"must be less than the model's context of {context} tokens")
+    if len(ask.parameters.get("logit_bias", ())) > card.limits.get("max_logit_bias", 0):
+        raise refused("logit_bias", "is not known to the worker of this model, which is of an older version")
     tokens = ask.characters / _CHARACTERS + ask.count * min(limit or _USUAL_TOKENS, context or _USUAL_TOKENS)
     return Draft(
         id=new_id(),
@@ -108,6 +112,8 @@ def _common(fields: TextFields, limit: int | None) -> dict[str, Any]:
         "seed",
     )  # fmt: skip
     given: dict[str, Any] = {name: value for name in names if (value := getattr(fields, name)) is not None}
+    if fields.logit_bias:
+        given["logit_bias"] = fields.logit_bias
     given["n"] = fields.n or 1
     if limit is not None:
         given["max_tokens"] = limit
@@ -128,6 +134,9 @@ _RULES = {
     "max_completion_tokens": ("max_completion_tokens", "is another name of max_tokens; give one of them"),
     "response_format": ("response_format", "must have a json_schema where its type is json_schema, and only there"),
     "best_of": ("best_of", "must be equal to n"),
+    "echo": ("echo", "cannot be given together with logprobs: a prompt's are not computed"),
+    "echo_tokens": ("echo", "needs prompts that are texts, not token ids"),
+    "logit_bias": ("logit_bias", 'must be an object of token ids, such as "70", and numbers from -100 to 100'),
     "prompt": ("prompt", "must be a text, texts, token ids, or lists of token ids"),
     "too_long": (None, "has more entries than are allowed"),
     "too_short": (None, "must not be empty"),

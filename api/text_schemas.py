@@ -6,6 +6,7 @@ Knows types and the limits that hold for every model; what a model has room for 
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
@@ -15,6 +16,9 @@ from api.schemas import MAX_DEADLINE_S, MAX_SEED
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+MAX_BIASED = 1024
+_TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 _WORD, _LIST, _OBJECT = "word", "list", "object"  # kinds of value that a field may have; no part of its name
 _IGNORED = "accepted and ignored"
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -54,7 +58,10 @@ class TextFields(BaseModel):
     stop: Stop | None = Field(default=None, description="up to four texts that end the answer and are left out")
     stream: bool | None = Field(default=None, description="true: server-sent events")
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=0, description="not offered; may be empty")
+    logit_bias: dict[str, float] | None = Field(
+        default=None, max_length=MAX_BIASED,
+        description="by token id, -100 to 100: added to the token's logit; -100: never it, 100: it alone",
+    )  # fmt: skip
     user: str | None = Field(default=None, description=_IGNORED)
 
     top_k: int | None = Field(default=None, ge=0, le=1_000_000, description="0, the default: all tokens")
@@ -64,6 +71,13 @@ class TextFields(BaseModel):
         default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
     )
     priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _biases_of_tokens(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not all(map(_is_bias, value, value.values())):
+            raise PydanticCustomError("logit_bias", "token ids and numbers")
+        return value
 
     @property
     def stops(self) -> list[str]:
@@ -78,6 +92,11 @@ class TextFields(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "only with stream")
         return self
+
+
+def _is_bias(token: Any, value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return _TOKEN.fullmatch(token) is not None and number and abs(value) <= MAX_BIAS
 
 
 class TextPart(BaseModel):
@@ -173,7 +192,7 @@ class CompletionFields(TextFields):
     ] = Field(description="a text, texts, a list of token ids, or several of them")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="must be n: all are returned")
-    echo: Literal[False] | None = Field(default=None, description="not offered")
+    echo: bool | None = Field(default=None, description="true: texts begin with their prompt; not with logprobs")
     suffix: Literal[""] | None = Field(default=None, description="not offered")
 
     @field_validator("prompt")
@@ -190,6 +209,10 @@ class CompletionFields(TextFields):
     def _all_of_them(self) -> CompletionFields:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise PydanticCustomError("best_of", "must be n")
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError("echo", "without logprobs")
+        if self.echo and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise PydanticCustomError("echo_tokens", "of texts")
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core import traces
+from core import logs, traces
 
 _QUIET = ("/healthz", "/readyz", "/metrics")  # asked all the time, and nothing to follow
 
@@ -21,7 +21,7 @@ class Traced:
             await self.app(scope, receive, send)
             return
         parent = Headers(scope=scope).get("traceparent", "")
-        with traces.span("HTTP", "server", parent) as span:
+        with traces.span("HTTP", "server", parent, request_id=logs.request_id()) as span:
 
             async def told(message: Message) -> None:
                 if message["type"] == "http.response.start":

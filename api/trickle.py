@@ -96,7 +96,7 @@ class Trickle:
             job = self._service.store.get(id)
             if job is None:
                 lost = ApiError(500, "The job's record is gone.", code="job_lost")
-                self._store.note(batch.id, line, refusal(lost, id), well=False)
+                self._store.note(batch.id, line, refusal(lost, id), "failed")
             elif not job.state.final or not self._note(batch, line, job):
                 left += 1
         return left
@@ -111,7 +111,7 @@ class Trickle:
             except ArtifactError as error:
                 log.warning("%s waits with line %d: %s", batch.id, line + 1, error)
                 return False
-        self._store.note(batch.id, line, result, well=job.state is JobState.SUCCEEDED)
+        self._store.note(batch.id, line, result, "completed" if job.state is JobState.SUCCEEDED else "failed")
         return True
 
     def _lay(self, text: str) -> str:
@@ -163,7 +163,7 @@ class Trickle:
         for line, id in self._store.under_way(batch.id).items():
             job = self._service.store.cancel(id)
             if job is None or job.state is not JobState.SUCCEEDED:
-                self._store.note(batch.id, line, given_up(status), well=False)
+                self._store.note(batch.id, line, given_up(status), "")
             elif not self._note(batch, line, job):
                 return  # it ends when that can be done
         self._finish(batch, status)
@@ -173,8 +173,11 @@ class Trickle:
         lines, done = self._lines_of(batch), set()
         well: list[bytes] = []
         ill: list[bytes] = []
+        unmade = 0  # ended with the batch, before they were done: neither completed nor failed
 
         def tell(number: int, result: Result) -> None:
+            nonlocal unmade
+            unmade += "error" in result
             told = well if result.get("status_code") == 200 else ill
             told.append(self._lines.written(batch, number, lines[number], result))
 
@@ -185,13 +188,14 @@ class Trickle:
             for number in range(batch.total):
                 if number not in done:
                     tell(number, given_up(status))
-        made: dict[str, str | int] = {"ended": int(time.time()), "completed": len(well), "failed": len(ill)}
+        made: dict[str, str | int] = {"ended": int(time.time()), "completed": len(well), "failed": len(ill) - unmade}
         for name, told in (("output_file", well), ("error_file", ill)):
             if told:
                 title = f"{batch.id}_{name.removesuffix('_file')}.jsonl"
                 made[name] = files.keep(self._service, batch.owner, title, "batch_output", b"".join(told)).id
         if self._store.turn(batch, status, **made):
-            log.info("%s is %s: %d lines well, %d not", batch.id, status, len(well), len(ill))
+            failed = len(ill) - unmade
+            log.info("%s is %s: %d lines well, %d failed, %d not made", batch.id, status, len(well), failed, unmade)
 
     def _fetched(self, batch: Batch, result: Result) -> Result:
         """A result that was laid aside. Raises `ArtifactError` where it may be had later."""

@@ -10,11 +10,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from threading import Semaphore
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import provenance, record
+from benchmarks import compiling, provenance, record
 from core import schedule
 from core.batching.request import Request
 from core.batching.runner import Lane
@@ -24,8 +25,6 @@ from pipeline.parameters import ImageParameters
 
 if TYPE_CHECKING:
     from workers.build import Works
-
-log = logging.getLogger(__name__)
 
 # What the engine is told on each of its rungs. "+compile" is torch's compiler, "+kernels" are our own instead.
 _ENGINE: dict[str, dict[str, Any]] = {
@@ -44,29 +43,52 @@ Draw = Callable[[Sequence[tuple[str, int]]], None]
 """Draws a picture for each (prompt, seed)."""
 
 
+class LeftOut(RuntimeError):
+    """A rung that cannot be measured here. The message says why."""
+
+
 def run(
-    settings: Settings, *, steps: int, pictures: int, results: Path | None, rungs: Sequence[str] = RUNGS
+    settings: Settings,
+    *,
+    steps: int,
+    pictures: int,
+    results: Path | None,
+    rungs: Sequence[str] = RUNGS,
+    compile_limit_s: float = compiling.LIMIT_S,
 ) -> dict[str, Any]:
-    """Measure the rungs in turns of `_ROUND` pictures, at least `pictures` of each; report the median turn."""
+    """Measure the rungs in turns of `_ROUND` pictures, at least `pictures` of each; report the median turn.
+
+    A rung's first turn follows when it is ready, before the next one is prepared; the others alternate. A rung that
+    cannot run here, or that torch.compile does not compile within `compile_limit_s`, is left out, with the reason.
+    """
     unknown = [name for name in rungs if name not in RUNGS]
     if unknown:
         raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
+    memory: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
     with record.alone(), ExitStack() as stack:
-        draws: dict[str, Draw] = {}
         lane = Lane("rungs")  # all compute on one thread: see Lane
+        turns = Turns(-(-pictures // _ROUND))
         if any(name.startswith("diffusers") for name in rungs):
             stock = stock_pipeline(settings, steps, lane)
-            draws["diffusers"] = lambda jobs: _in_batches(stock, jobs, 1)
-            draws["diffusers-static-batch"] = lambda jobs: _in_batches(stock, jobs, STATIC_BATCH)
-        memory: dict[str, Any] = {}
-        for name in [name for name in rungs if name in _ENGINE]:
-            works = _engine(settings, name, lane, stack)
-            if works is None:
-                rungs = [rung for rung in rungs if rung != name]
+        # What torch compiles comes last: it takes minutes to prepare.
+        for name in sorted(rungs, key=lambda name: bool(_ENGINE.get(name, {}).get("compile"))):
+            if name not in _ENGINE:
+                turns.begin(name, partial(_in_batches, stock, size=STATIC_BATCH if "static" in name else 1))
                 continue
-            draws[name] = _closed_loop(works, name, steps)
+            bounded = f" (torch.compile, at most {compile_limit_s:g} s)" if _ENGINE[name]["compile"] else ""
+            turns.say(f"preparing {name}{bounded}")
+            try:
+                works = _engine(settings, name, lane, stack, compile_limit_s)
+            except LeftOut as error:
+                left_out[name] = str(error)
+                turns.say(f"{name} is left out: {error}")
+                continue
             memory[name] = works.images.execution.size_bytes
-        measured = _turns({name: draws[name] for name in rungs}, pictures)
+            turns.begin(name, _closed_loop(works, name, steps))
+        if not turns.rates:
+            raise record.BenchError(f"no rung can be measured here: {left_out}")
+        measured = turns.finish([name for name in rungs if name not in left_out])
     first = next(iter(measured.values()))
     rows: list[dict[str, Any]] = [
         {
@@ -88,6 +110,7 @@ def run(
     )
     result = {
         "rungs": rows,
+        "left_out": left_out,
         "model": Path(settings.model_name).name,
         "steps": steps,
         "pictures": -(-pictures // _ROUND) * _ROUND,
@@ -103,27 +126,45 @@ def _in_batches(draw: Draw, jobs: Sequence[tuple[str, int]], size: int) -> None:
         draw(jobs[start : start + size])
 
 
-def _turns(draws: dict[str, Draw], pictures: int) -> dict[str, tuple[float, float, float]]:
-    """(median, lowest, highest) pictures per second over the turns, by rung."""
-    from rich.console import Console
+class Turns:
+    """Turns of `_ROUND` pictures of each rung, so many in all; every rate is printed when it is known."""
 
-    console = Console(stderr=True)
-    turns = max(1, -(-pictures // _ROUND))
-    rates: dict[str, list[float]] = {name: [] for name in draws}
-    number = 0
-    for name, draw in draws.items():
-        console.print(f"warming up {name}")
+    def __init__(self, count: int) -> None:
+        from rich.console import Console
+
+        self.rates: dict[str, list[float]] = {}
+        self._count = max(1, count)
+        self._draws: dict[str, Draw] = {}
+        self._number = 0
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.say: Callable[[str], None] = lambda text: console.print(text, markup=False)
+
+    def begin(self, name: str, draw: Draw) -> None:
+        """Warm a rung up and give it its first turn."""
+        self.say(f"warming up {name}")
         draw([(f"a warm cup of tea, {i}", i) for i in range(STATIC_BATCH)])
-    for turn in range(turns):
-        for name, draw in draws.items():
-            # Every picture has a prompt of its own: no rung lives on remembered embeddings.
-            jobs = [(f"picture {number + i} of a small red boat on a lake", number + i) for i in range(_ROUND)]
-            number += _ROUND
-            started = time.perf_counter()
-            draw(jobs)
-            rates[name].append(_ROUND / (time.perf_counter() - started))
-            console.print(f"turn {turn + 1} of {turns}: {name} {rates[name][-1]:.3f} pictures/s")
-    return {name: (statistics.median(values), min(values), max(values)) for name, values in rates.items()}
+        self._draws[name], self.rates[name] = draw, []
+        self._take(name)
+
+    def finish(self, order: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+        """The other turns, the rungs in turn; (median, lowest, highest) pictures per second, by rung in this order."""
+        for _ in range(1, self._count):
+            for name in order:
+                self._take(name)
+        return {
+            name: (statistics.median(rates), min(rates), max(rates)) for name in order if (rates := self.rates[name])
+        }
+
+    def _take(self, name: str) -> None:
+        # Every picture has a prompt of its own: no rung lives on remembered embeddings.
+        first = self._number
+        jobs = [(f"picture {first + i} of a small red boat on a lake", first + i) for i in range(_ROUND)]
+        self._number += _ROUND
+        started = time.perf_counter()
+        self._draws[name](jobs)
+        rates = self.rates[name]
+        rates.append(_ROUND / (time.perf_counter() - started))
+        self.say(f"turn {len(rates)} of {self._count}: {name} {rates[-1]:.3f} pictures/s")
 
 
 def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
@@ -157,27 +198,37 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
     return draw
 
 
-def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack) -> Works | None:
-    """The engine of a rung, its costs measured; None, said in the log, where this machine has none such."""
+def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile_limit_s: float) -> Works:
+    """The engine of a rung, its costs measured. Raises `LeftOut` where there is none such."""
     from core.graphs import compiler
     from workers.build import build
 
-    wanted = _ENGINE[rung]
-    if wanted["compile"] and compiler() is None:
-        log.warning("no C++ compiler: the rung %s is left out", rung)
-        return None
+    wanted = settings.model_copy(update=_ENGINE[rung])
+    if wanted.compile:
+        if compiler() is None:
+            raise LeftOut("there is no C++ compiler")
+        try:
+            compiling.ahead(_compile, wanted, limit_s=compile_limit_s)
+        except compiling.CompileError as error:
+            raise LeftOut(str(error)) from error
     try:
-        works = stack.enter_context(build(settings.model_copy(update=wanted), lane=lane, measure_s=10.0))
+        works = stack.enter_context(build(wanted, lane=lane, measure_s=10.0))
     except ModelError as error:
-        log.warning("the rung %s is left out: %s", rung, error)
-        return None
-    if wanted["kernels"] and not works.images.execution.programs:
-        log.warning("the rung %s is left out: our own kernels do not run here", rung)
-        return None
-    if wanted["compile"]:
+        raise LeftOut(str(error)) from error
+    if wanted.kernels and not works.images.execution.programs:
+        raise LeftOut("our own kernels do not run here")
+    if wanted.compile:
         works.images.execution.wait()
         works.images.prepare(measure_s=10.0)
     return works
+
+
+def _compile(settings: Settings) -> None:
+    """Compile what the settings' engine asks for into Inductor's cache."""
+    from workers.build import build
+
+    with build(settings) as works:
+        works.images.execution.wait()
 
 
 def _closed_loop(works: Works, rung: str, steps: int) -> Draw:

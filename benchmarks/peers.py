@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import openvino_unet, provenance, record
+from benchmarks import compiling, openvino_unet, provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
-from core.graphs import Executables, Key
+from core.graphs import Executables, Key, compiler
 from core.quant.convert import quantize_
 from core.quant.kernels.cpu.library import Unavailable, library
 from core.quant.statistics import Statistics
@@ -67,6 +67,7 @@ class Stage:
     model: Model
     forwards: Sequence[Inputs]
     ranges: Statistics
+    compile_limit_s: float = compiling.LIMIT_S  # of torch.compile, for each number of rows
 
 
 class Measured(NamedTuple):
@@ -92,17 +93,19 @@ def run(
     results: Path | None = None,
     rows: int = ROWS,
     forwards: int = FORWARDS,
+    compile_limit_s: float = compiling.LIMIT_S,
 ) -> dict[str, Any]:
     """Time `forwards` forwards of each contender in turn, at `rows` rows and at two.
 
-    `steps` and `pictures` are other benchmarks' and unused. A contender that cannot take part is left out by name.
+    `steps` and `pictures` are other benchmarks' and unused. A contender that cannot take part, or that torch.compile
+    does not compile within `compile_limit_s`, is left out by name.
     """
     if settings.device.startswith("cuda"):
         raise record.BenchError("--device: the peers are compared on a processor, not on a GPU")
     with record.alone():
         lane = Lane("peers")  # all compute on one thread: see Lane
         try:
-            measured, left_out, keys_ms = lane.call(lambda: _compare(settings, rows, forwards))
+            measured, left_out, keys_ms = lane.call(lambda: _compare(settings, rows, forwards, compile_limit_s))
             threads = lane.call(torch.get_num_threads)
         finally:
             lane.close()
@@ -141,12 +144,34 @@ def _diffusers(stage: Stage) -> Bind:
 
 
 def _torch_compile(stage: Stage) -> Bind:
-    unet = load(stage.settings.model_name, precision="bf16", variant=stage.settings.variant).unet
-    executables = Executables({"unet": unet}, compiled=True, cache=stage.settings.compiled_code)
-    if not executables.enabled:
+    if compiler() is None:
         raise Missing("no C++ compiler")
+    compiled: list[Callable[[Inputs], Forward]] = []  # made for the first rows, and then for all
 
     def bind(inputs: Inputs) -> dict[str, Forward]:
+        try:
+            compiling.ahead(_compile, stage.settings, inputs, torch.get_num_threads(), limit_s=stage.compile_limit_s)
+        except compiling.CompileError as error:
+            raise Missing(str(error)) from error
+        if not compiled:
+            compiled.append(_compiled_unet(stage.settings))
+        return {"": compiled[0](inputs)}
+
+    return bind
+
+
+def _compile(settings: Settings, inputs: Inputs, threads: int) -> None:
+    """Compile the UNet for inputs of this shape into Inductor's cache; its code is for so many threads."""
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        _compiled_unet(settings)(inputs)
+
+
+def _compiled_unet(settings: Settings) -> Callable[[Inputs], Forward]:
+    unet = load(settings.model_name, precision="bf16", variant=settings.variant).unet
+    executables = Executables({"unet": unet}, compiled=True, cache=settings.compiled_code)
+
+    def bind(inputs: Inputs) -> Forward:
         half = dataclasses.replace(
             inputs,
             **{name: getattr(inputs, name).to(torch.bfloat16) for name in ("sample", "kv", "pooled", "time_ids")},
@@ -159,7 +184,7 @@ def _torch_compile(stage: Stage) -> Bind:
         found = executables.find(key)
         if found is None:
             raise Missing(f"does not compile: {executables.failed['unet']}")
-        return {"": lambda: half.run(found)[0]}
+        return lambda: half.run(found)[0]
 
     return bind
 
@@ -195,11 +220,11 @@ def _diptych(stage: Stage, *, quantized: bool) -> Bind:
 
 CONTENDERS: dict[str, Callable[[Stage], Bind]] = {
     "diffusers-fp32": _diffusers,
-    "torch-compile-bf16": _torch_compile,
     "openvino-fp32": lambda stage: _openvino(stage, quantized=False),
     "openvino-int8": lambda stage: _openvino(stage, quantized=True),
     "diptych-fp32": lambda stage: _diptych(stage, quantized=False),
     "diptych-int8": lambda stage: _diptych(stage, quantized=True),
+    "torch-compile-bf16": _torch_compile,  # last: it takes minutes to prepare
 }
 
 
@@ -256,28 +281,38 @@ def _mixed(forwards: Sequence[Inputs], rows: int) -> Inputs:
 # -- the race ------------------------------------------------------------------------------------------------------
 
 
-def _compare(settings: Settings, rows: int, forwards: int) -> tuple[dict[int, Race], dict[str, str], float]:
+def _compare(
+    settings: Settings, rows: int, forwards: int, compile_limit_s: float = compiling.LIMIT_S
+) -> tuple[dict[int, Race], dict[str, str], float]:
     """What was measured, by rows; who was left out, and why; and the milliseconds of packing keys once a picture."""
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print("drawing what the contenders will read")
     stage, drawn = _set(settings)
+    stage = dataclasses.replace(stage, compile_limit_s=compile_limit_s)
     inputs = {count: _mixed(drawn, count) for count in (rows, FEW_ROWS)}
     bound: dict[str, dict[int, Mapping[str, Forward]]] = {}
     left_out: dict[str, str] = {}
     with torch.inference_mode():
         for name, make in CONTENDERS.items():
-            console.print(f"preparing {name}")
+            bounded = f" (torch.compile, at most {compile_limit_s:g} s)" if make is _torch_compile else ""
+            console.print(f"preparing {name}{bounded}")
             try:
                 bind = make(stage)
                 bound[name] = {count: bind(given) for count, given in inputs.items()}
             except Missing as error:
                 left_out[name] = str(error)
+                console.print(f"{name} is left out: {error}")
+                continue
+            first_ms = min(1000 * _timed(forward) for forward in bound[name][rows].values())
+            console.print(f"{name}: {first_ms:.1f} ms at {rows} rows, once")
         measured = {}
         for count in inputs:
             console.print(f"{forwards} forwards of {count} rows, each contender in turn")
             measured[count] = _race({name: forward[count] for name, forward in bound.items()}, forwards)
+            for name, one in measured[count].items():
+                console.print(f"{name}: {one.best_ms:.1f} ms at {count} rows, the median of {forwards}")
         keys = PackedKeys(copy.deepcopy(stage.model.unet))
         keys_ms = [1000 * _timed(lambda: keys(inputs[rows].kv)) for _ in range(5)]
     return measured, left_out, round(statistics.median(keys_ms), 3)

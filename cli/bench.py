@@ -38,6 +38,11 @@ def add(commands: Commands) -> None:
         one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
         if name == "ladder":
             one.add_argument("--rungs", metavar="NAME,…", help="only these")
+        if name in ("ladder", "peers"):
+            one.add_argument(
+                "--compile-limit", type=float, metavar="S",
+                help="torch.compile may take so long, else its row is left out; default: 300",
+            )  # fmt: skip
         add_model(one)
         one.set_defaults(run=_bench, what=name)
     _add_text(benches)
@@ -192,7 +197,12 @@ def _bench(options: argparse.Namespace) -> int:
     chosen = read_settings(options)
     make_cache(chosen)
     module = importlib.import_module(f"benchmarks.{options.what}")
-    given = {"rungs": options.rungs.split(",") if getattr(options, "rungs", None) else None}
+    limit_s = getattr(options, "compile_limit", None)
+    if limit_s is not None and not 0 < limit_s <= 86_400:
+        raise UsageError(f"--compile-limit: must be greater than 0 and at most 86400, not {limit_s:g}")
+    given = {
+        "rungs": options.rungs.split(",") if getattr(options, "rungs", None) else None, "compile_limit_s": limit_s,
+    }  # fmt: skip
     try:
         with model_errors():
             module.run(chosen, steps=options.steps, pictures=options.pictures, results=options.results,

@@ -99,7 +99,7 @@ def scoring_errors() -> Iterator[None]:
 
 
 def score(run: Run, options: argparse.Namespace, lens: Lens, console: Console) -> int:
-    from evaluation import generate, mlperf, pixels, references, scores
+    from evaluation import compare, generate, mlperf, pixels, references, report, scores
     from evaluation.run import write_json
 
     with generate.bars(console) as progress:
@@ -114,11 +114,13 @@ def score(run: Run, options: argparse.Namespace, lens: Lens, console: Console) -
         "settings": run.settings, "drawn_by": run.drawn_by,
     }  # fmt: skip
     write_json(run.folder / "scores.json", whole)
+    (run.folder / "report.html").write_text(report.page(compare.of_one(run, lens, whole), [run]), "utf-8")
     for note in whole["notes"]:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     print(_table(whole))
     if options.protocol:
         print(mlperf.table(whole))
+    print(run.folder / "report.html")
     print(run.folder / "scores.json", flush=True)
     return 0
 

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from core.config import Settings
 
 if TYPE_CHECKING:
-    from core.jobs.registry import ModelCard, Registry
+    from core.jobs.cards import ModelCard
+    from core.jobs.registry import Registry
 
 _LOOK_S = 0.1
 _ANSWER_S = 5.0

@@ -88,19 +88,63 @@ def runs(
         found.append(entry)
     return {
         "captions": len(kept[0]),
-        "lens": {"name": lens.name, "fid": lens.fid, "score": lens.score, "features": lens.distance.width},
+        "lens": _told(lens),
         "real": None if real is None else {"name": real.name, "kind": real.kind, "pictures": real.count},
         "base": base.run.name,
         "resamples": resamples,
         "seed_spread": None if spread is None else {"fid": spread, "runs": [base.run.name, *siblings]},
         "runs": found,
         "notes": notes,
-        "environment": {
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "transformers": version("transformers"),
-            "machine": f"{platform.system()} {platform.machine()}",
-        },
+        "environment": _environment(),
+    }
+
+
+def of_one(run: Run, lens: Lens, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """What a page about a single run holds, in the form of `runs`; `whole` is its `scores.json`.
+
+    Figures against the only reference keep their names; of several, each says which.
+    """
+    against = whole["against"]
+    figures = dict(whole["scores"])
+    pairs = {}
+    for reference, held in against.items():
+        for name, figure in held["scores"].items():
+            if len(against) > 1:
+                figures[f"{name}, {reference}"] = figure
+            elif name in ("psnr", "ssim"):
+                pairs[name] = figure
+            else:
+                figures[name] = figure
+    entry = {
+        "name": run.name,
+        "settings": run.settings,
+        "drawn_by": run.drawn_by,
+        "pictures_per_second": whole["pictures_per_second"],
+        "scores": figures,
+    }
+    return {
+        "captions": len(run.captions),
+        "lens": _told(lens),
+        "real": {"name": " and ".join(against)} if against else None,
+        "base": run.name,
+        "resamples": whole["resamples"],
+        "seed_spread": None,
+        "runs": [entry | ({"pairs": pairs} if pairs else {})],
+        "notes": whole["notes"],
+        "environment": _environment(),
+    }
+
+
+def _told(lens: Lens) -> dict[str, Any]:
+    return {"name": lens.name, "fid": lens.fid, "score": lens.score, "features": lens.distance.width}
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "machine": f"{platform.system()} {platform.machine()}",
     }
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from evaluation.clip import EMBEDDED, OPENAI, Clip
 from evaluation.features import Extractor
-from evaluation.inception import Inception
+from evaluation.inception import Inception, WeightsError
 
 EMOJI, MLPERF = "emoji-clip", "mlperf"
 
@@ -29,6 +29,8 @@ class Lens(NamedTuple):
 
 def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> Lens:
     """A CLIP folder for both, such as the embedded emoji-clip. Raises `inception.WeightsError`."""
+    if folder == EMBEDDED and not (folder / "config.json").is_file():
+        raise WeightsError(f"{EMOJI} is not installed: there is no {folder}; --lens takes mlperf or a CLIP folder")
     clip = Clip(folder, device=device)
     names = (f"{clip.name}-{figure}" for figure in ("fid", "kid", "cmmd", "score"))
     return Lens(clip.name, clip, clip, *names)

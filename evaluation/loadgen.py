@@ -8,9 +8,10 @@ user.conf.
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ ACCURACY, PERFORMANCE = "accuracy", "performance"
 _OWN, _USER = 0, 1
 # What makes a run shorter than the official one where it is less.
 _LENGTHS = ("min_duration_ms", "min_query_count", "performance_sample_count_override")
+_CONFIDENCE = 0.99  # that LoadGen's early stopping wants
 
 
 class LoadGenError(RuntimeError):
@@ -100,10 +102,15 @@ class Answering:
         self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(id, address, data.nbytes, *counted)])
 
 
-def run(test: Test, panel: Panel, out: Path) -> Result:
-    """Run one test; LoadGen's logs and the user.conf go into `out`. Raises `LoadGenError`."""
+def run(test: Test, panel: Panel, out: Path, warn: Callable[[str], None] = lambda text: None) -> Result:
+    """Run one test; LoadGen's logs and the user.conf go into `out`. Raises `LoadGenError`.
+
+    `warn` is told before the test where its length alone makes it INVALID.
+    """
     library = _library()
     settings, short = _settings(test, panel, out)
+    if (problem := too_few(test, settings)) is not None:
+        warn(problem)
     log = library.LogSettings()
     log.log_output.outdir = str(out)
     log.log_output.copy_summary_to_stdout = False
@@ -123,6 +130,45 @@ def run(test: Test, panel: Panel, out: Path) -> Result:
         return Result(None, {}, "", short)
     summary, told = read_summary(out / "mlperf_log_summary.txt")
     return Result(summary.get("Result is") == "VALID", summary, told, short)
+
+
+def too_few(test: Test, settings: Any) -> str | None:
+    """Why a timed test with these settings of LoadGen's issues too few queries to be VALID; None where it may be.
+
+    LoadGen's early stopping wants to be 99% sure that the target percentile of latencies is met (MLPerf Inference
+    Rules, "Early stopping"). Offline is one query, and has no such bound.
+    """
+    if test.mode != PERFORMANCE or test.scenario == "Offline":
+        return None
+    server = test.scenario == "Server"
+    percentile = (
+        settings.server_target_latency_percentile if server else settings.single_stream_target_latency_percentile
+    )
+    # SingleStream's estimate leaves the slowest query out; Server may hope that none is late.
+    needed = fewest_queries(percentile, late=0 if server else 1)
+    issued = int(settings.min_query_count)
+    if server:
+        issued = max(issued, math.ceil(settings.server_target_qps * settings.min_duration_ms / 1000))
+    if settings.max_query_count:
+        issued = min(issued, int(settings.max_query_count))
+    if issued >= needed:
+        return None
+    hope = "even if none is late" if server else "or a --duration that brings as many"
+    return (
+        f"{test.scenario} issues {issued} queries, and LoadGen calls fewer than {needed} INVALID: --queries {needed} "
+        f"is the least for the {100 * percentile:g}th percentile, {hope}"
+    )
+
+
+def fewest_queries(percentile: float, late: int) -> int:
+    """The smallest n for which at most `late` late queries of n show that more than `percentile` are in time.
+
+    That is, P(Binomial(n, 1 - percentile) <= late) <= 1 - `_CONFIDENCE`.
+    """
+    n, passed, wrong = late + 1, percentile, 1 - percentile
+    while sum(math.comb(n, k) * wrong**k * passed ** (n - k) for k in range(late + 1)) > 1 - _CONFIDENCE:
+        n += 1
+    return n
 
 
 def read_summary(path: Path) -> tuple[dict[str, str], str]:

@@ -1,4 +1,4 @@
-"""The comparison as one page that needs nothing else: pictures beside one another, scores, gates, speed, worst cases.
+"""A run, or a comparison of runs, as one page that needs nothing else: pictures, scores, gates, speed, worst cases.
 
 Knows what `compare` found and where pictures lie; knows nothing of how figures are made. The page's frame, style and
 script are report.html beside this file.
@@ -29,7 +29,7 @@ _SERIES = 6  # colours of the page
 
 
 def page(found: Mapping[str, Any], runs: Sequence[Run], *, shown: int = 24) -> str:
-    """The whole page. `runs` are those that were compared, in the same order; `shown` captions are in the grid.
+    """The whole page. `runs` are those of `found`, in the same order; `shown` captions are in the grid.
 
     Raises `pixels.PictureError`.
     """
@@ -58,9 +58,10 @@ def _title(found: Mapping[str, Any]) -> str:
 def _lead(found: Mapping[str, Any]) -> str:
     real, lens = found["real"], found["lens"]
     against = "no real pictures were given" if real is None else f"FID from <b>{escape(real['name'])}</b>"
+    paired = "paired " if len(found["runs"]) > 1 else ""
     text = (
         f"<b>{found['captions']}</b> captions · {against} · seen through <b>{escape(lens['name'])}</b> "
-        f"({lens['features']} features) · 95% intervals of {found['resamples']} paired resamples of the captions"
+        f"({lens['features']} features) · 95% intervals of {found['resamples']} {paired}resamples of the captions"
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in found["notes"])
     return f"<p>{text}</p>" + (f'<ul class="notes">{notes}</ul>' if notes else "")
@@ -68,7 +69,10 @@ def _lead(found: Mapping[str, Any]) -> str:
 
 def _scores(found: Mapping[str, Any]) -> str:
     names = list(dict.fromkeys(name for run in found["runs"] for name in run["scores"]))
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    paired = any("pairs" in run for run in found["runs"])
+    compared = len(found["runs"]) > 1
+    heads = [*names, *(("psnr, dB", "ssim") if paired else ()), "images/s", *(("gates",) if compared else ())]
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     rows = []
     for number, run in enumerate(found["runs"]):
         cells = []
@@ -76,7 +80,7 @@ def _scores(found: Mapping[str, Any]) -> str:
             ratio = run.get("ratios", {}).get(name)
             moved = "" if ratio is None else f'<span class="moved">{100 * (ratio["value"] - 1):+.2f}%</span>'
             cells.append(f"<td>{_figure(run['scores'].get(name))}{moved}</td>")
-        for name in ("psnr", "ssim"):
+        for name in ("psnr", "ssim") if paired else ():
             cells.append(f"<td>{_figure(run.get('pairs', {}).get(name))}</td>")
         speed = run["pictures_per_second"]
         cells.append(f"<td>{'–' if speed is None else f'{speed:.2f}'}</td>")
@@ -84,15 +88,13 @@ def _scores(found: Mapping[str, Any]) -> str:
             f'<span class="chip {gate["verdict"]}" title="{escape(gate["figure"])}">{gate["verdict"]}</span>'
             for gate in run.get("gates", [])
         )
+        if compared:
+            cells.append(f"<td>{chips or ('base' if not number else '–')}</td>")
         rows.append(
             f'<tr><th scope="row"><i class="dot b{number % _SERIES}"></i>{escape(run["name"])}</th>'
-            f"{''.join(cells)}<td>{chips or ('base' if not number else '–')}</td></tr>"
+            f"{''.join(cells)}</tr>"
         )
-    return (
-        f"<table><thead><tr><th>run</th>{head}<th>psnr, dB</th><th>ssim</th><th>images/s</th><th>gates</th></tr>"
-        f"</thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>"
-    )
+    return f"<table><thead><tr><th>run</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _figure(one: Mapping[str, float] | None) -> str:

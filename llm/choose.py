@@ -1,4 +1,4 @@
-"""From a forward's logits to each request's next tokens: penalties, grammars, greedy and drawn rows, in one pass.
+"""From a forward's logits to each request's next tokens: penalties, biases, grammars, greedy and drawn, in one pass.
 
 Knows logits and answers in the making; knows nothing of how logits are made.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.batching.runner import Refused
 from llm import sample
 from llm.parameters import Logprob
 from llm.speculate import Guess, accepted, agreed
@@ -32,8 +33,7 @@ class Asked:
     def plain(self) -> bool:
         """Whether the likeliest token is all that is wanted."""
         work = self.work
-        adjusted = work.seen is not None or work.matcher is not None
-        return work.settings is None and not (adjusted or self.guess.tokens) and work.parameters.logprobs is None
+        return work.settings is None and not (work.adjusted or self.guess.tokens) and work.parameters.logprobs is None
 
     @property
     def rows(self) -> range:
@@ -61,10 +61,12 @@ def look(logits: Tensor, asked: Sequence[Asked], known: Tensor | None = None) ->
     return found
 
 
-def choose(logits: Tensor, asked: Sequence[Asked], best: Sequence[int] | None = None) -> list[Chosen]:
+def choose(
+    logits: Tensor, asked: Sequence[Asked], best: Sequence[int] | None = None
+) -> list[Chosen | Refused]:  # fmt: skip
     """What follows for each request, all of whose logits must be finite. logits [L, V] may be overwritten.
 
-    `best` is what `look` found in them, if somebody looked.
+    `best` is what `look` found in them, if somebody looked. `Refused`: what was asked for leaves no token to follow.
     """
     if not asked:
         return []
@@ -72,7 +74,7 @@ def choose(logits: Tensor, asked: Sequence[Asked], best: Sequence[int] | None = 
     if all(ask.plain for ask in asked):  # most steps of most servers: hundreds of rows, and nothing to be done for any
         return [Chosen([best[ask.first]], []) for ask in asked]
     told = _told(logits, asked)
-    adjusted = _adjust_(logits, asked)
+    adjusted, refused = _adjust_(logits, asked)
     made: list[list[int]] = [[] for _ in asked]
     anew = [i for i, ask in enumerate(asked) if ask.work.settings is None and ask.first in adjusted]
     again = logits[[asked[i].first for i in anew]].argmax(-1).tolist() if anew else []
@@ -85,7 +87,8 @@ def choose(logits: Tensor, asked: Sequence[Asked], best: Sequence[int] | None = 
     if drawn:
         for i, tokens in zip(drawn, _drawn(logits, [asked[i] for i in drawn]), strict=True):
             made[i] = tokens
-    return [Chosen(t, _logprobs(told[i], asked[i], t) if i in told else []) for i, t in enumerate(made)]
+    chosen = [Chosen(t, _logprobs(told[i], asked[i], t) if i in told else []) for i, t in enumerate(made)]
+    return [refused.get(i, one) for i, one in enumerate(chosen)]
 
 
 def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
@@ -103,8 +106,10 @@ def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
     return accepted(p, firsts, [ask.guess for ask in asked], settings, index)
 
 
-def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> set[int]:
-    """Penalties and grammars, which only requests without guesses have; returns their rows."""
+def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> tuple[set[int], dict[int, Refused]]:
+    """Penalties, biases and grammars, which only requests without guesses have; returns their rows, and by request why
+    none of its tokens is left (its logits are then still finite).
+    """
     with_seen = [(ask, seen, said) for ask in asked
                  if (seen := ask.work.seen) is not None and (said := ask.work.said) is not None]  # fmt: skip
     if with_seen:
@@ -115,10 +120,26 @@ def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> set[int]:
         logits[rows] = sample.penalize(
             logits[rows], sample.Penalties(numbers[:, 0], numbers[:, 1], numbers[:, 2], seen, said)
         )
-    for ask in asked:
-        if ask.work.matcher is not None:
-            logits[ask.first].masked_fill_(~ask.work.matcher.allowed().to(logits.device), -torch.inf)
-    return {ask.first for ask in asked if ask.work.seen is not None or ask.work.matcher is not None}
+    refused: dict[int, Refused] = {}
+    for i, ask in enumerate(asked):
+        if ask.work.bias is not None or ask.work.matcher is not None:
+            try:
+                logits[ask.first] = _constrained(logits[ask.first], ask.work)
+            except Refused as error:
+                refused[i] = error
+    return {ask.first for ask in asked if ask.work.adjusted}, refused
+
+
+def _constrained(row: Tensor, work: Work) -> Tensor:
+    """Logits [V] with the request's bias, and of the tokens alone that its grammar allows. Raises `Refused`."""
+    row = row.clone()
+    if work.bias is not None:
+        sample.bias_(row, work.bias)
+    if work.matcher is not None:
+        row.masked_fill_(~work.matcher.allowed().to(row.device), -torch.inf)
+    if work.bias is not None and bool((row == -torch.inf).all()):
+        raise Refused("logit_bias: leaves no token with which the answer could go on")
+    return row
 
 
 def _told(logits: Tensor, asked: Sequence[Asked]) -> dict[int, Tensor]:

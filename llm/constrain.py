@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from core.batching.runner import Refused
+from llm.instances import has_finite_instance
 
 _SPACE = r"[ \n]{0,2}"  # between two marks; without a bound a model may go on with it for ever
 
@@ -27,7 +28,7 @@ class Constraints:
         self._known: Any = None
 
     def check(self, schema: str) -> None:
-        """Raise `Refused` for what is no JSON schema, or one that llguidance does not know."""
+        """Raise `Refused` for what is no JSON schema, one that llguidance does not know, or one that nothing fits."""
         try:
             parsed = json.loads(schema)
         except ValueError:
@@ -36,7 +37,10 @@ class Constraints:
             raise Refused("json_schema: is nested too deeply") from None
         if not isinstance(parsed, dict):
             raise Refused("json_schema: must be an object")
-        self.matcher(schema)
+        matcher = self.matcher(schema)
+        if not has_finite_instance(parsed):
+            raise Refused("json_schema: nothing finite fits it: a $ref leads back to itself through what is required")
+        matcher.allowed()
 
     def matcher(self, schema: str) -> Matcher:
         """Raises `Refused` for a schema that cannot be held to."""
@@ -67,8 +71,10 @@ class Matcher:
         self._vocabulary = vocabulary
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V]."""
-        words = torch.frombuffer(bytearray(self._inner.compute_bitmask()), dtype=torch.int32)
+        """Which tokens may come next, bool [V]. Raises `Refused` where there are none and the answer is not whole."""
+        mask = self._inner.compute_bitmask()
+        self._check()
+        words = torch.frombuffer(bytearray(mask), dtype=torch.int32)
         bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
         return bits.bool().flatten()[: self._vocabulary]
 
@@ -79,8 +85,15 @@ class Matcher:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the answer is whole and nothing can follow. Raises `Refused` where it is cut off instead."""
+        self._check()
         return bool(self._inner.is_stopped())
+
+    def _check(self) -> None:
+        """llguidance stops in an error, and then offers the end token, where the grammar has no way on."""
+        if self._inner.is_error():
+            reason = self._inner.stop_reason()
+            raise Refused(f"json_schema: no token goes on with the answer so that it could fit ({reason})")
 
 
 def _first_line(text: str) -> str:

@@ -19,6 +19,8 @@ MAX_TOP_K = 1 << 20
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
 MAX_REPETITION = 10.0
+MAX_BIAS = 100.0
+MAX_BIASED = 1024  # tokens of one request
 MAX_SEED = 2**63 - 1
 MAX_SCHEMA_CHARACTERS = 65_536
 
@@ -33,7 +35,9 @@ class TextParameters:
     three one is drawn. `repetition_penalty` divides the logits of what prompt and answer hold (Keskar et al., 2019),
     `presence_penalty` and `frequency_penalty` are OpenAI's, over the answer alone. `logprobs` n ≥ 0 asks for the log
     probabilities of the tokens and of the n likeliest, as the model gives them, before any of the above; None asks for
-    none. `json_schema` is a schema as text, or "{}" for any JSON. `stop` is left out of the text, and so are the tokens
+    none. `logit_bias` is OpenAI's: to the logits of these tokens these values are added, of which -100 leaves a token
+    out and 100 leaves all others out.
+    `json_schema` is a schema as text, or "{}" for any JSON. `stop` is left out of the text, and so are the tokens
     that end it. `seed` None is any.
     """
 
@@ -50,6 +54,7 @@ class TextParameters:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     json_schema: str | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_end: bool = False  # go on to max_tokens: for benchmarks
 
     @property
@@ -120,6 +125,7 @@ def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
         _whole("seed", wanted.seed, 0, MAX_SEED)
     if wanted.logprobs is not None:
         _whole("logprobs", wanted.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
+    _check_bias(wanted.logit_bias, vocabulary)
     if not isinstance(wanted.stop, tuple) or len(wanted.stop) > MAX_STOPS:
         raise Refused(f"stop: must be at most {MAX_STOPS} texts")
     for text in wanted.stop:
@@ -132,6 +138,17 @@ def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
         raise Refused("json_schema: must be text")
     if wanted.json_schema is not None and len(wanted.json_schema) > MAX_SCHEMA_CHARACTERS:
         raise Refused(f"json_schema: must have at most {MAX_SCHEMA_CHARACTERS} characters")
+
+
+def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
+    if not isinstance(bias, tuple) or len(bias) > MAX_BIASED:
+        raise Refused(f"logit_bias: must be of at most {MAX_BIASED} tokens")
+    for token, value in bias:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise Refused(f"logit_bias: token ids must be between 0 and {vocabulary - 1}")
+        _number("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+    if len({token for token, _ in bias}) < len(bias):
+        raise Refused("logit_bias: names a token twice")
 
 
 def _whole(field: str, value: int, low: int, high: int) -> None:

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from llm.parameters import MAX_BIAS
+
 TOKEN, DRAFT, ACCEPT = range(3)  # what a number is drawn for
 _SHORT = 1024  # of the likeliest, among which are nearly always all that may be drawn
 
@@ -133,6 +135,26 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
     counts = penalties.counts.float()
     said = penalties.presence[:, None] * (counts > 0) + penalties.frequency[:, None] * counts
     return torch.where(penalties.seen, weaker, logits) - said
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """OpenAI's `logit_bias` of one row, on the host: `values` [k] fp32, added to the logits of `tokens` [k] int64."""
+
+    tokens: Tensor
+    values: Tensor
+
+
+def bias_(row: Tensor, bias: Bias) -> None:
+    """Add a bias to logits [V]. -100 leaves its token out, 100 leaves out all others, whatever they are."""
+    tokens, values = bias.tokens.to(row.device), bias.values.to(row.device)
+    row[tokens] = (row[tokens].float() + values).to(row.dtype)
+    only = tokens[values >= MAX_BIAS]
+    if len(only):
+        kept = row[only]
+        row.fill_(-torch.inf)
+        row[only] = kept
+    row[tokens[values <= -MAX_BIAS]] = -torch.inf
 
 
 def logprobs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:

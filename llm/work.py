@@ -25,8 +25,8 @@ class Work:
     """One answer in the making. `row` is its sequence's in the cache's table; -1 while it holds none."""
 
     __slots__ = (
-        "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup", "matcher",
-        "pace", "parameters", "prompt", "row", "said", "seen", "settings", "tokens", "writer",
+        "bias", "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup",
+        "matcher", "pace", "parameters", "prompt", "row", "said", "seen", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +48,7 @@ class Work:
         self.pace = Pace()
         self.lookup = Lookup(self.tokens) if lookup else None
         self.settings = None if parameters.greedy else _settings(parameters)
+        self.bias = _bias(parameters)
         self.seen: Tensor | None = None  # bool [V]: in prompt or answer
         self.said: Tensor | None = None  # int32 [V]: how often in the answer
         if parameters.penalized:
@@ -75,8 +76,16 @@ class Work:
 
     @property
     def guessable(self) -> bool:
-        """What may come next must not depend on what comes: penalties and grammars look at every token in turn."""
-        return self.seen is None and self.matcher is None
+        """What may come next must not depend on what comes: penalties and grammars look at every token in turn.
+
+        And guesses are made without an eye to a bias.
+        """
+        return not self.adjusted
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the model's logits are changed before a token is chosen."""
+        return self.seen is not None or self.matcher is not None or self.bias is not None
 
     @property
     def guess_count(self) -> int:
@@ -124,6 +133,13 @@ class Work:
     def _whole(self, finish: Finish) -> Text:
         tokens = tuple(self.tokens[self.prompt :])
         return Text(self.writer.text, tokens, finish, self.prompt, self.cached, tuple(self.logprobs))
+
+
+def _bias(wanted: TextParameters) -> sample.Bias | None:
+    if not wanted.logit_bias:
+        return None
+    tokens, values = zip(*wanted.logit_bias, strict=True)
+    return sample.Bias(torch.tensor(tokens), torch.tensor(values, dtype=torch.float32))
 
 
 def _settings(wanted: TextParameters) -> sample.Settings:

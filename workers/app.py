@@ -16,7 +16,7 @@ from core.jobs.broker import QUEUES, Envelope, celery_settings, task_name
 from workers.station import Station
 
 if TYPE_CHECKING:
-    from workers.panels import Equipment
+    from workers.equipment import Equipment
 
 Say = Callable[[str], None]
 Build = Callable[[Settings, Say], "Equipment"]
@@ -63,9 +63,10 @@ def _serve(self: Any, id: str = "", *_: Any) -> None:
 
 def _build(settings: Settings, say: Say) -> Equipment:
     from workers.build import build
+    from workers.equipment import equip
     from workers.metrics import METER
 
-    return build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick)
+    return equip(build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick))
 
 
 _MEASURE_S = 5.0  # for cost curves, at most; what is not reached is learnt from the first jobs

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from core import schedule
-from core.artifacts import Artifacts
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
@@ -29,8 +27,6 @@ from pipeline.runner import ImageRunner
 from workers.checker import Checker
 from workers.checker import load as load_checker
 from workers.devices import check_gpu, decided, describe, keep_compiled
-from workers.panels import ImagePanel, Panel
-from workers.texts import TextPanel
 
 if TYPE_CHECKING:
     import torch
@@ -59,22 +55,6 @@ class Works:
     checker: Checker | None = None
     decisions: tuple[Decision, ...] = ()  # which kernels draw, and why
 
-    @property
-    def panels(self) -> dict[str, Panel]:
-        """What a worker serves with it, by queue."""
-        panels: dict[str, Panel] = {
-            self.images.modality: ImagePanel(
-                self.images, schedule.parse(self.settings.deepcache), self._fetch, self.checker, self.decisions
-            )
-        }
-        if self.texts is not None:
-            panels[self.texts.modality] = TextPanel(self.texts)
-        return panels
-
-    def _fetch(self, key: str) -> bytes:
-        """What an edit begins with. Raises `ArtifactError`."""
-        return Artifacts(self.settings.artifacts).get(key)  # opened when it is needed: most engines see no edit
-
     def close(self) -> None:
         self.engine.close()
         self.images.close()
@@ -102,7 +82,11 @@ def load_model(settings: Settings) -> Model:
     device = device_of(settings)
     keep_compiled(settings, device)
     if settings.model_name == STAND_IN_MODEL:
-        log.warning("no model is named and models/emoji-xl is not there: %s draws noise", STAND_IN_MODEL)
+        log.warning(
+            "no model is named (--model, DIPTYCH_MODEL) and models/emoji-xl is not installed: %s has random weights: "
+            "the pictures are noise",
+            STAND_IN_MODEL,
+        )
     return load(
         settings.model_name,
         precision=precision(settings, device),

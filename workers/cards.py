@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from core.jobs.registry import ModelCard
+from core.jobs.cards import ModelCard
 from core.quant.kernels.device import Decision, summary
 from core.schedule import OFF, DeepCache
 from pipeline import parameters

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 
 from core.batching.engine import Engine
-from core.jobs.registry import Registry, WorkerCard
+from core.jobs.cards import WorkerCard
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from workers.hand import Hand
 from workers.outage import Outage

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core import schedule
-from core.batching.engine import Engine
 from core.batching.request import Outcome
 from core.batching.runner import Refused
-from core.jobs.registry import ModelCard
+from core.jobs.cards import ModelCard
 from core.schedule import DeepCache
 from pipeline.parameters import MAX_SEED, ImageParameters
 from workers import sources
@@ -64,18 +63,6 @@ class Panel(Protocol):
         Raises `ArtifactError`, and `Filtered` where it may not be shown.
         """
         ...
-
-
-class Equipment(Protocol):
-    """What a worker process drives: an engine, and a panel for each queue that it serves."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def panels(self) -> Mapping[str, Panel]: ...
-
-    def close(self) -> None: ...
 
 
 class ImagePanel:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from core.artifacts import ArtifactError, Artifacts
 from core.config import Settings, SettingsError
 from core.jobs.broker import QUEUES, Envelope
+from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.connection import StoreError
 from core.jobs.reaper import Reaper
-from core.jobs.registry import ModelCard, Registry, WorkerCard
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from workers.control import Control
 from workers.gate import Gate
@@ -33,7 +34,8 @@ from workers.publisher import Publisher
 from workers.tasks import Tasks
 
 if TYPE_CHECKING:
-    from workers.panels import Equipment, Panel
+    from workers.equipment import Equipment
+    from workers.panels import Panel
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from core.batching.runner import OutOfMemory, Refused
 from core.jobs.broker import Envelope
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
-from core.logs import about
+from core.logs import about, request
 from workers import expand
 from workers.aside import Aside
 from workers.checker import Filtered
@@ -154,10 +154,11 @@ class Tasks:
         self._hand.add(work)
         if self._draining:  # since the claim, and nobody else has seen this one
             work.stop()
+        asked = {"request_id": claim.request_id} if claim.request_id else {}
         try:
-            with traces.span(
+            with request(claim.request_id), traces.span(
                 f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
-                model=claim.model, worker=self._worker,
+                model=claim.model, worker=self._worker, **asked,
             ) as span:  # fmt: skip
                 outcome = self._end(work, self._make(work))
                 span.note(outcome=outcome)

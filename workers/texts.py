@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from core.batching.request import Outcome
 from core.batching.runner import Refused
-from core.jobs.registry import ModelCard
+from core.jobs.cards import ModelCard
 from llm.pages import PAGE
-from llm.parameters import MAX_LOGPROBS, MAX_SEED, MAX_STOPS, Logprob, TextParameters
-from workers.shelf import Shelf
+from llm.parameters import MAX_BIASED, MAX_LOGPROBS, MAX_SEED, MAX_STOPS, Logprob, TextParameters
 
 if TYPE_CHECKING:
     from llm.parameters import Text
     from llm.runner import TextRunner
+    from workers.shelf import Shelf
 
 MAX_CHOICES = 16  # of one job, over all its prompts
 MAX_CHARACTERS = 1_000_000  # of all that a job brings; what the model has room for is counted in tokens
@@ -61,6 +61,7 @@ class TextPanel:
                 "max_choices": MAX_CHOICES,
                 "max_stops": MAX_STOPS,
                 "max_logprobs": MAX_LOGPROBS,
+                "max_logit_bias": MAX_BIASED,
                 "max_seed": MAX_SEED,
                 "cache_tokens": runner.pages.capacity * PAGE,
             },
@@ -77,12 +78,14 @@ class TextPanel:
         if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
             raise Refused(f"seed: must be a whole number between 0 and {MAX_SEED}")
         given = {name: parameters[name] for name in _PASSED if parameters.get(name) is not None}
+        bias = _bias(parameters.get("logit_bias") or {})
         return [
             TextParameters(
                 prompt=prompt,
                 max_tokens=self._room(prompt, parameters) if most is None else most,
                 seed=None if seed is None else (seed + k) % (MAX_SEED + 1),
                 stop=tuple(parameters.get("stop") or ()),
+                logit_bias=bias,
                 **given,
             )
             for prompt in prompts
@@ -99,7 +102,7 @@ class TextPanel:
                 "text": text.text,
                 "finish_reason": text.finish,
                 "tokens": len(text.tokens),
-                "logprobs": [self.logprob(one) for one in text.logprobs],
+                "logprobs": self.logprobs(text.logprobs),
             }
             for text in made
         ]
@@ -109,13 +112,17 @@ class TextPanel:
             "cached_tokens": max(text.cached for text in prompts.values()),
         }
 
-    def logprob(self, one: Logprob) -> dict[str, Any]:
-        """As jobs carry it: a token is its text."""
-        return {
-            "token": self._piece(one.token),
-            "logprob": one.logprob,
-            "top": [{"token": self._piece(token), "logprob": value} for token, value in one.top],
-        }
+    def logprobs(self, given: Sequence[Logprob]) -> list[dict[str, Any]]:
+        """As jobs carry them: a token is its text. The end token is left out, which is no part of the text."""
+        return [
+            {
+                "token": self._piece(one.token),
+                "logprob": one.logprob,
+                "top": [{"token": self._piece(token), "logprob": value} for token, value in one.top],
+            }
+            for one in given
+            if one.token not in self._runner.model.ends
+        ]
 
     def _piece(self, token: int) -> str:
         text: str = self._runner.model.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
@@ -160,6 +167,13 @@ class TextPanel:
         return self._ids(prompt) if start is None else (start, *self._ids(prompt))
 
 
+def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """JSON's names are texts. Raises `Refused`."""
+    if not isinstance(given, dict) or not all(token.isdecimal() and len(token) < 20 for token in given):
+        raise Refused("logit_bias: must be an object of token ids and numbers")
+    return tuple((int(token), value) for token, value in given.items())
+
+
 class TextTally:
     """What a job's answers have come to. Each telling holds all of the text so far: one may be lost."""
 
@@ -176,7 +190,7 @@ class TextTally:
             return None
         self._texts[index] += delta.text
         self._tokens[index] += len(delta.tokens)
-        self._logprobs[index] += [self._panel.logprob(one) for one in delta.logprobs]
+        self._logprobs[index] += self._panel.logprobs(delta.logprobs)
         told = {"steps_done": sum(self._tokens), "steps": self._most, "texts": list(self._texts)}
         if any(self._logprobs):
             told["logprobs"] = [list(one) for one in self._logprobs]

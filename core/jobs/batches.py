@@ -16,18 +16,20 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from core.config import Settings
 from core.jobs.connection import Script, connect, translated
 from core.jobs.keys import PREFIX
 from core.jobs.record import milliseconds, to_json
 
+T = TypeVar("T")
+
 KEPT_S = 30 * 86_400  # files and batches
 LIVE = ("in_progress", "cancelling")
-_PORTION = 100  # results of one command
+_PORTION = 100  # results, or records of a list, of one round trip
 
 # batch, line that must be the next, job or '', line's result or '', kind of result ('completed', 'failed')
 # → whether it was the next, of a batch whose lines are still begun
@@ -46,7 +48,7 @@ end
 return 1
 """
 
-# batch, line, result, kind, retention_ms → whether it was under way
+# batch, line, result, kind ('': it did not run), retention_ms → whether it was under way
 # A text's record was kept until it is noted, and goes as others from then on. A picture's still names that picture.
 _NOTE = """
 local P, id = ARGV[1], ARGV[2]
@@ -59,7 +61,7 @@ if v[1] == 'text' and v[2] then
 end
 redis.call('HDEL', P .. 'batch_jobs:' .. id, ARGV[3])
 redis.call('HSET', P .. 'batch_done:' .. id, ARGV[3], ARGV[4])
-redis.call('HINCRBY', P .. 'batch:' .. id, ARGV[5], 1)
+if ARGV[5] ~= '' then redis.call('HINCRBY', P .. 'batch:' .. id, ARGV[5], 1) end
 return 1
 """
 
@@ -153,6 +155,14 @@ class Batch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Listed(Generic[T]):
+    """One page of a list; `more` says whether there is another."""
+
+    items: list[T]
+    more: bool
+
+
 class BatchStore:
     """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
 
@@ -196,9 +206,14 @@ class BatchStore:
         fields: Any = self._client.hgetall(f"{PREFIX}file:{id}")
         return File.of(id, fields) if fields else None
 
-    def files(self, owner: str) -> list[File]:
-        """Newest first."""
-        return [file for id in self._ids("file", owner) if (file := self.file(id)) is not None]
+    def files(
+        self, owner: str, *, purpose: str | None = None, oldest: bool = False, after: str = "", limit: int = 10_000
+    ) -> Listed[File] | None:
+        """Of an owner's files those with this purpose, newest first unless `oldest`, after the one named. None: that
+        one is not there.
+        """
+        wanted = lambda file: purpose in (None, file.purpose)  # noqa: E731
+        return self._listed(f"{PREFIX}files:{owner}", "file", File.of, wanted, oldest, after, limit)
 
     @translated()
     def forget_file(self, file: File) -> None:
@@ -239,9 +254,9 @@ class BatchStore:
         fields: Any = self._client.hgetall(f"{PREFIX}batch:{id}")
         return Batch.of(id, fields) if fields else None
 
-    def batches(self, owner: str) -> list[Batch]:
-        """Newest first."""
-        return [batch for id in self._ids("batch", owner) if (batch := self.batch(id)) is not None]
+    def batches(self, owner: str, *, after: str = "", limit: int = 1000) -> Listed[Batch] | None:
+        """An owner's batches, newest first, after the one named. None: that one is not there."""
+        return self._listed(f"{PREFIX}batches:{owner}", "batch", Batch.of, lambda _: True, False, after, limit)
 
     def active(self) -> list[Batch]:
         """Those that are worked at, oldest first."""
@@ -278,9 +293,10 @@ class BatchStore:
         """The batch's next line cannot be done. False: as above."""
         return bool(self._advance(id, line, "", to_json(result), "failed"))
 
-    def note(self, id: str, line: int, result: dict[str, Any], *, well: bool) -> bool:
-        """What came of a line that was under way. False: it was not."""
-        kind = "completed" if well else "failed"
+    def note(self, id: str, line: int, result: dict[str, Any], kind: Literal["completed", "failed", ""]) -> bool:
+        """What came of a line that was under way, counted as `kind`; "": it was ended before it was done, and is not
+        counted. False: it was not under way.
+        """
         return bool(self._note(id, line, to_json(result), kind, self._retention_ms))
 
     def turn(self, batch: Batch, status: str, **fields: str | int) -> bool:
@@ -296,11 +312,29 @@ class BatchStore:
         with self._client.pipeline(transaction=False) as pipe:
             pipe.hset(f"{PREFIX}{kind}:{id}", mapping={name: str(value) for name, value in fields.items()})
             pipe.expire(f"{PREFIX}{kind}:{id}", KEPT_S)
-            pipe.zadd(plural, {id: int(fields["created"])})
+            pipe.zadd(plural, {id: time.time()})  # finer than `created`: lists are in this order
             pipe.zremrangebyscore(plural, "-inf", time.time() - KEPT_S)
             pipe.execute()
 
     @translated()
-    def _ids(self, kind: str, owner: str) -> list[str]:
-        found: Any = self._client.zrevrange(f"{PREFIX}{kind}{'es' if kind == 'batch' else 's'}:{owner}", 0, 999)
-        return list(found)
+    def _listed(
+        self, index: str, kind: str, of: Callable[[str, Mapping[str, str]], T], wanted: Callable[[T], bool],
+        oldest: bool, after: str, limit: int,
+    ) -> Listed[T] | None:  # fmt: skip
+        """A page of what an index names: of each id a hash `{kind}:{id}`, of which some may be gone by now."""
+        rank: Any = (self._client.zrank if oldest else self._client.zrevrank)(index, after) if after else -1
+        if rank is None:
+            return None
+        found: list[T] = []
+        while len(found) <= limit:
+            ids: Any = self._client.zrange(index, rank + 1, rank + _PORTION, desc=not oldest)
+            with self._client.pipeline(transaction=False) as pipe:
+                for id in ids:
+                    pipe.hgetall(f"{PREFIX}{kind}:{id}")
+                records: Any = pipe.execute()
+            made = (of(id, fields) for id, fields in zip(ids, records, strict=True) if fields)
+            found += [one for one in made if wanted(one)]
+            rank += len(ids)
+            if len(ids) < _PORTION:
+                break
+        return Listed(found[:limit], len(found) > limit)

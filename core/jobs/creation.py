@@ -19,8 +19,8 @@ _MADE, _FULL = 1, -1  # what may come of it; else it was there, or is refused
 
 # One JSON array of texts, because a command of thirty arguments costs more to write than all else that it takes:
 # id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner, digest, webhook
-# or '', keys of the artifacts that it begins with, with spaces between, trace, kombu's list, message or '', how many of
-# the charges that follow count where no job is made too, charges of five arguments each
+# or '', keys of the artifacts that it begins with, with spaces between, trace, request id, kombu's list, message or '',
+# how many of the charges that follow count where no job is made too, charges of five arguments each
 # → numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5), and
 #   1, made now: created, deadline or 0, attempt, jobs that are called before it, queued, their ms, running, their ms
 #   0, it was there: nothing more, but beside them the record's fields
@@ -39,8 +39,8 @@ redis.call('HSETNX', backlog, 'queued', 0)
 local new = redis.call('EXISTS', key) == 0
 local full = new and tonumber(redis.call('HGET', backlog, 'queued')) >= tonumber(A[9])
 local told, code = {}, full and -1 or new and 1 or 0
-for i = 18, #A, 5 do
-  if code < 1 and #told >= tonumber(A[17]) then break end
+for i = 19, #A, 5 do
+  if code < 1 and #told >= tonumber(A[18]) then break end
   local within, said = charge(A, i)
   told[#told + 1] = said
   if not within then
@@ -57,7 +57,7 @@ local at = now()
 local attempt = redis.call('GET', P .. 'erased:' .. id) or 0
 redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
   'priority', A[5], 'created', at, 'attempt', attempt, 'lost', 0, 'work_ms', A[8], 'by', 'create',
-  'owner', owner, 'digest', A[11], 'trace', A[14])
+  'owner', owner, 'digest', A[11], 'trace', A[14], 'request_id', A[15])
 if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
 if A[13] ~= '' then
   redis.call('HSET', key, 'inputs', A[13])
@@ -80,7 +80,7 @@ count(job, 'queued', 1)
 post(job, level, at)
 emit(id, 'queued', '{}')
 -- The record is what counts: a message that cannot be put there is found missing by a sweep.
-if A[16] ~= '' then redis.pcall('LPUSH', A[15], A[16]) end
+if A[17] ~= '' then redis.pcall('LPUSH', A[16], A[17]) end
 
 local ahead = -1  -- itself
 for _, step in ipairs(steps) do
@@ -116,7 +116,8 @@ def argument(
         draft.id, draft.modality, draft.model, to_json(draft.parameters), str(draft.priority), str(urgency),
         "" if draft.deadline_s is None else str(milliseconds(draft.deadline_s)), str(int(draft.work_ms)),
         str(max_queued), draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
-        " ".join(dict.fromkeys(draft.inputs)), draft.trace, list_key(draft.modality, urgency), message, str(always),
+        " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id, list_key(draft.modality, urgency),
+        message, str(always),
         *(value for charge in charges for value in charge.arguments),
     ])  # fmt: skip
 

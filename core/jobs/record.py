@@ -69,7 +69,7 @@ class Draft:
     empty. `digest` tells apart what is asked for where a client chose the id: another digest says another job.
     `webhook` is who is told of its end: `url`, and the `base` of links. `inputs` are the keys of the artifacts that it
     begins with: they are kept while it lives, and then as long as its record. `trace` is the traceparent of who asks
-    for it, or empty. Raises ValueError, naming the field.
+    for it, or empty; `request_id` is that of the HTTP request, or empty. Raises ValueError, naming the field.
     """
 
     id: str
@@ -84,6 +84,7 @@ class Draft:
     webhook: dict[str, str] | None = None
     inputs: tuple[str, ...] = ()
     trace: str = ""
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
@@ -176,7 +177,8 @@ def _seconds(milliseconds: str | None) -> float | None:
 class Claim:
     """A job that a worker holds, until it ends it, hands it back, or its lease runs out.
 
-    `deadline_left_s` is how much of its time was left at the claim; None: it has no deadline. `trace` is the draft's.
+    `deadline_left_s` is how much of its time was left at the claim; None: it has no deadline. `trace` and `request_id`
+    are the draft's; empty for a job of a version that had none.
     """
 
     id: str
@@ -188,6 +190,7 @@ class Claim:
     deadline_left_s: float | None
     suspect: bool
     trace: str = ""
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 from core.config import Settings
 from core.jobs import keys, scripts
+from core.jobs.cards import ModelCard, WorkerCard, model_card, worker_card
 from core.jobs.connection import TIMEOUT_S, Script, connect, translated
 from core.jobs.record import to_json
 
@@ -34,60 +34,6 @@ end
 return redis.call('SMEMBERS', P .. 'paused')
 """
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """A model as a worker offers it.
-
-    `limits`: max_prompt_characters, max_steps, max_guidance, max_seed, max_images. `costs`: encode_s, vae_s,
-    solo_step_s and row_step_s, each step_s a dict "WxH" → seconds: of a forward of two rows; of one row at the best
-    width. Those are of deep steps; shallow_solo_step_s and shallow_row_step_s hold such a dict for each depth of
-    DeepCache that was measured. `capacity_per_s`: pictures a second at 20 deep steps with guidance at native size.
-    `deepcache` is the schedule of jobs that do not say, as they would (core.schedule). `loras` are the names of those
-    that a job may bring. `graphs`: how many of the GPU's graphs are "recorded", of how many "wanted"; empty where
-    none are. `kernels` names the kernels that run it (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason`
-    says why no faster ones do; both are "" in cards of older workers. `live`: whether a worker that is ready offers it
-    now; only `Registry.models` sets it.
-    """
-
-    name: str
-    modality: str
-    precision: str
-    device: str
-    native: int
-    sizes: list[list[int]]
-    schedulers: list[str]
-    default_scheduler: str
-    limits: dict[str, Any]
-    costs: dict[str, Any]
-    capacity_per_s: float
-    deepcache: Any = "off"
-    loras: list[str] = field(default_factory=list)
-    graphs: dict[str, int] = field(default_factory=dict)
-    kernels: str = ""
-    kernels_reason: str = ""
-    live: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerCard:
-    """A worker as it last announced itself.
-
-    `state` is "starting", "ready" or "draining", `message` what it is at, `started` seconds since the epoch;
-    `in_flight` and `limits` count jobs by queue.
-    """
-
-    id: str
-    host: str
-    pid: int
-    state: str
-    message: str
-    started: float
-    models: list[ModelCard] = field(default_factory=list)
-    in_flight: dict[str, int] = field(default_factory=dict)
-    limits: dict[str, int] = field(default_factory=dict)
-    version: str = ""
 
 
 class Registry:
@@ -160,14 +106,14 @@ class Registry:
         """Those that live, by id."""
         ids: Any = self._client.zrange(keys.WORKERS, 0, -1)
         cards: Any = self._client.mget([keys.worker(id) for id in sorted(ids)]) if ids else []
-        return [_worker(json.loads(card)) for card in cards if card is not None]
+        return [worker_card(json.loads(card)) for card in cards if card is not None]
 
     @translated()
     def models(self) -> list[ModelCard]:
         """Every model that was ever announced, as it was last, by name; `live` says which are served now."""
         cards: Any = self._client.hgetall(keys.MODELS)
         served = {model.name for worker in self.workers() if worker.state == READY for model in worker.models}
-        return [replace(_model(json.loads(cards[name])), live=name in served) for name in sorted(cards)]
+        return [replace(model_card(json.loads(cards[name])), live=name in served) for name in sorted(cards)]
 
     def control(self, worker_id: str, after: str, block_s: float) -> list[tuple[str, dict[str, str]]]:
         """Messages to a worker after the one named ("0": all), waiting up to `block_s` for the first; may be none.
@@ -185,16 +131,3 @@ class Registry:
                 return [(id, dict(message)) for id, message in answer[0][1]]
             if left_s <= _BLOCK_S:
                 return []
-
-
-def _worker(raw: Mapping[str, Any]) -> WorkerCard:
-    return WorkerCard(**{**_known(WorkerCard, raw), "models": [_model(model) for model in raw["models"]]})
-
-
-def _model(raw: Mapping[str, Any]) -> ModelCard:
-    return ModelCard(**_known(ModelCard, raw))
-
-
-def _known(card: type[WorkerCard] | type[ModelCard], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Only the fields that this version knows: a newer worker may say more."""
-    return {f.name: raw[f.name] for f in fields(card) if f.name in raw}

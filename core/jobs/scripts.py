@@ -125,7 +125,7 @@ end
 """
 
 # id, worker, token of this call, lease_ms, retention_ms
-# → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace; or nothing.
+# → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace, request id; or nothing.
 CLAIM = (
     PRELUDE
     + """
@@ -152,8 +152,9 @@ if job.state == 'queued' then
 elseif job.state ~= 'running' or job.claim ~= token then  -- else the call was repeated: its answer got lost
   return false
 end
-local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect', 'trace')
-return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0', v[7] or ''}
+local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect', 'trace',
+  'request_id')
+return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0', v[7] or '', v[8] or ''}
 """
 )
 

@@ -213,7 +213,7 @@ class JobStore:
         answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
         if not answer:
             return None
-        attempt, modality, model, parameters, priority, left_ms, suspect, trace = answer
+        attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id = answer
         return Claim(
             id=id,
             attempt=int(attempt),
@@ -224,6 +224,7 @@ class JobStore:
             deadline_left_s=None if left_ms == "" else int(left_ms) / 1000,
             suspect=suspect == "1",
             trace=trace,
+            request_id=request_id,
         )
 
     def renew(self, worker: str, held: Mapping[str, int]) -> set[str]:

@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 
+from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.record import Job
-from core.jobs.registry import ModelCard, WorkerCard
 from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, parsed, settings_of
 
 TEXT = dataclasses.replace(CARD, name="emoji-lm", modality="text", sizes=[], schedulers=[], limits={}, costs={})

@@ -14,10 +14,12 @@ from pydantic import BaseModel
 
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
+from llm import tiny
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
 from tests.api.writing import TextWorker
 from tests.llm import stage
 
+VOCABULARY = tiny.SHAPES[tiny.TINY].vocabulary
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "a cat"}], "max_tokens": 12, "seed": 1}
 
@@ -163,7 +165,16 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     (CHAT, {**ASK, "stop": ["a"] * 5}, "stop", None),
     (CHAT, {**ASK, "stop": ""}, "stop", None),
     (CHAT, {**ASK, "seed": 2**63}, "seed", None),
-    (CHAT, {**ASK, "logit_bias": {"5": 1.0}}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": {"5": 100.5}}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": {"05": 1.0}}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": {"-1": 1.0}}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": {"wizard": 1.0}}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": {"5": True}}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": {"5": "1"}}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": [5]}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": {"99999": 1.0}}, "logit_bias", None),
+    (CHAT, {**ASK, "logit_bias": {str(k): 1.0 for k in range(1025)}}, "logit_bias", None),
+    (COMPLETE, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(VOCABULARY)), -100)}, "logit_bias", None),
     (CHAT, {**ASK, "tools": []}, "tools", "unknown_parameter"),
     (CHAT, {**ASK, "response_format": {"type": "json_schema"}}, "response_format", None),
     (CHAT, {**ASK, "response_format": {"type": "xml"}}, "response_format.type", None),
@@ -171,7 +182,10 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     (COMPLETE, {"prompt": []}, "prompt", None),
     (COMPLETE, {"prompt": [[1, 2], ["a"]]}, "prompt", None),
     (COMPLETE, {"prompt": [9999]}, "prompt", None),
-    (COMPLETE, {"prompt": "a", "echo": True}, "echo", None),
+    (COMPLETE, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", None),
+    (COMPLETE, {"prompt": [5, 6], "echo": True}, "echo", None),
+    (COMPLETE, {"prompt": "a", "echo": "yes"}, "echo", "invalid_type"),
+    (COMPLETE, {"prompt": "a", "suffix": "b"}, "suffix", None),
     (COMPLETE, {"prompt": "a", "best_of": 3}, "best_of", None),
     (COMPLETE, {"prompt": ["a"] * 20}, "n", None),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 200}]}, "messages", "context_length_exceeded"),
@@ -193,6 +207,94 @@ def test_a_schema_that_cannot_be_held_to_is_refused(api: Api) -> None:
     pytest.importorskip("llguidance")
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     check_error(api.post(CHAT, **ASK, response_format=wanted), 400, "json_schema")
+
+
+NEVER = {"$ref": "#"}
+LOOP = {"$defs": {"n": {"$ref": "#/$defs/n"}}, "type": "object", "required": ["a"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "schema",
+    [NEVER, {"type": "object", "properties": {"a": NEVER}, "required": ["a"], "additionalProperties": False},
+     {"type": "array", "items": NEVER, "minItems": 1}, {**LOOP, "properties": {"a": {"$ref": "#/$defs/n"}}}],
+)  # fmt: skip
+def test_a_schema_that_nothing_fits_is_refused(api: Api, schema: dict[str, Any], stream: bool) -> None:
+    pytest.importorskip("llguidance")
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = check_error(api.post(CHAT, **ASK, response_format=wanted, stream=stream), 400, "json_schema")
+    assert "nothing finite fits" in error["message"]
+
+
+def test_an_answer_that_no_token_can_go_on_with_is_no_success(api: Api) -> None:
+    """What is seen only on the way: after {"a": there is no way on. That was told as an answer that ended by itself."""
+    pytest.importorskip("llguidance")
+    schema = {**LOOP, "patternProperties": {"^a$": {"$ref": "#/$defs/n"}}, "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields = {**ASK, "max_tokens": 60, "response_format": wanted}
+    error = check_error(api.post(CHAT, **fields), 400, "json_schema")
+    assert "no token goes on with the answer" in error["message"]
+    streamed = api.post(CHAT, **fields, stream=True)
+    if streamed.status_code == 200:  # it was told of what had been written by then
+        last = [line for line in streamed.text.splitlines() if line][-1]
+        assert json.loads(last[6:])["error"]["param"] == "json_schema" and 'finish_reason":"' not in streamed.text
+    else:
+        check_error(streamed, 400, "json_schema")
+    assert api.post(CHAT, **ASK).status_code == 200
+
+
+def test_log_probabilities_leave_out_the_end(api: Api) -> None:
+    """As many as OpenAI tells: put together they are the text. A bias has the answer end where it is wanted."""
+    model = stage.small()
+    end = min(model.ends)
+    chat, completion = {**ASK, "logprobs": True, "top_logprobs": 1}, {"prompt": "a", "logprobs": 1}
+    for path, fields in ((CHAT, chat), (COMPLETE, completion)):
+        ending = {**fields, "logit_bias": {str(end): 100}, "seed": 1}
+        (choice,) = api.post(path, **ending).json()["choices"]
+        assert choice["finish_reason"] == "stop" and not choice["logprobs"]
+        (choice,) = api.post(path, **{**fields, "logit_bias": {str(end): -100}, "seed": 1}).json()["choices"]
+        told = choice["logprobs"].get("content") or choice["logprobs"]["tokens"]
+        assert choice["finish_reason"] == "length" and len(told) == fields.get("max_tokens", 16)
+    streamed = api.post(CHAT, **{**ASK, "logprobs": True, "logit_bias": {str(end): 100}, "stream": True}).text
+    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line and "[DONE]" not in line]
+    assert all(not (one["choices"][0]["logprobs"] or {}).get("content") for one in chunks)
+
+
+def test_a_bias_decides(client: openai.OpenAI) -> None:
+    """-100: never; 100: nothing else. By OpenAI's client, greedy and drawn, and equal seeds stay equal."""
+    model = stage.small()
+    token = stage.plain(model, "cat")[1]
+    word = model.tokenizer.backend_tokenizer.decode([token])
+    for temperature in (0, 2):
+        ask: dict[str, Any] = {"model": model.name, "prompt": "a", "max_tokens": 5, "seed": 3}
+        ask["temperature"] = temperature
+        only = client.completions.create(**ask, logit_bias={str(token): 100})
+        assert only.choices[0].text == word * 5
+        some = {str(stage.plain(model, letter)[1]): 100 for letter in "abcdefgh"}
+        first = client.completions.create(**ask, logit_bias=some).choices[0].text
+        assert set(first) <= set("abcdefgh") and len(first) == 5
+        banned = {**some, str(stage.plain(model, first[0])[1]): -100}
+        others = {client.completions.create(**ask, logit_bias=banned).choices[0].text for _ in range(2)}
+        assert len(others) == 1 and not set(first[0]) & set(*others) and set(*others) <= set("abcdefgh")
+        unbiased = [client.completions.create(**ask, logit_bias=bias).choices[0].text for bias in ({}, {str(token): 0})]
+        assert unbiased[0] == unbiased[1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_echo_begins_with_the_prompt(client: openai.OpenAI, n: int) -> None:
+    ask: dict[str, Any] = {"model": stage.small().name, "prompt": ["one", "two\n"], "max_tokens": 6, "seed": 3, "n": n}
+    plain = client.completions.create(**ask)
+    echoed = client.completions.create(**ask, echo=True)
+    prompts = [prompt for prompt in ask["prompt"] for _ in range(n)]
+    for prompt, one, other in zip(prompts, plain.choices, echoed.choices, strict=True):
+        assert other.text == prompt + one.text and other.finish_reason == one.finish_reason
+    assert plain.usage is not None and echoed.usage is not None
+    assert echoed.usage.completion_tokens == plain.usage.completion_tokens
+    told = [""] * len(prompts)
+    for chunk in client.completions.create(**ask, echo=True, stream=True):
+        for choice in chunk.choices:
+            told[choice.index] += choice.text
+    assert told == [choice.text for choice in echoed.choices]
 
 
 def test_bodies_that_are_too_large_or_no_json(api: Api) -> None:

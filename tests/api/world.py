@@ -27,8 +27,9 @@ from api.app import make_server
 from core.artifacts import Artifacts
 from core.config import Settings
 from core.jobs.broker import PRIORITY_STEPS, list_key
+from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.record import Claim, Job, JobState, Report
-from core.jobs.registry import ModelCard, Registry, WorkerCard
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 
 T = TypeVar("T")

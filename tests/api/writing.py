@@ -15,7 +15,8 @@ from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from core.config import Settings
 from core.jobs.broker import PRIORITY_STEPS, list_key
-from core.jobs.registry import Registry, WorkerCard
+from core.jobs.cards import WorkerCard
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from llm.load import TextModel
 from llm.runner import TextRunner

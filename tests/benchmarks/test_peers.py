@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import openvino_unet, peers, record
+from benchmarks import compiling, openvino_unet, peers, record
 from core import graphs
 from core.config import Settings
 from core.quant.kernels.cpu.library import Unavailable, library
@@ -40,7 +41,7 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """None for torch.compile, that is: it takes a minute, and our kernels are compiled already."""
-    monkeypatch.setattr(graphs, "compiler", lambda: None)
+    monkeypatch.setattr(peers, "compiler", lambda: None)
 
 
 def have_kernels() -> bool:
@@ -88,7 +89,9 @@ def test_compiled_code_is_that_of_the_stock_unet_in_bf16(
 ) -> None:
     compiled = []
     # That torch compiles is tests/core/test_graphs.py's; here, what is given to it.
-    monkeypatch.setattr(graphs, "compiler", lambda: "g++")
+    for module in (graphs, peers):
+        monkeypatch.setattr(module, "compiler", lambda: "g++")
+    monkeypatch.setattr(compiling, "ahead", lambda *arguments, **options: None)  # which tests/…/test_compiling.py holds
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     stage, drawn = peers._set(settings)
@@ -99,6 +102,27 @@ def test_compiled_code_is_that_of_the_stock_unet_in_bf16(
     assert [type(function) for function in compiled] == [type(stage.model.unet)]
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), truth, rtol=0, atol=0.02 * float(truth.abs().max()))
+
+
+def test_what_compiles_too_long_is_left_out_and_others_are_told_before(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("diffusers-fp32", "torch-compile-bf16")
+    assert list(peers.CONTENDERS)[-1] == "torch-compile-bf16"
+    monkeypatch.setattr(peers, "CONTENDERS", {name: peers.CONTENDERS[name] for name in names})
+    monkeypatch.setattr(peers, "compiler", lambda: "g++")
+    small = settings.model_copy(update={"model": tiny.TINY, "cache_dir": tmp_path / "cache"})
+    result = peers.run(small, results=tmp_path, rows=4, forwards=2, compile_limit_s=0.001)
+    assert result["left_out"] == {"torch-compile-bf16": "torch.compile took more than 0.001 s"}
+    assert list(result["unet_ms"]) == ["diffusers-fp32"]
+    told = [re.sub(r"[\d.]+ ms", "… ms", line) for line in capsys.readouterr().err.splitlines()]
+    assert told[:5] == [
+        "drawing what the contenders will read",
+        "preparing diffusers-fp32",
+        "diffusers-fp32: … ms at 4 rows, once",
+        "preparing torch-compile-bf16 (torch.compile, at most 0.001 s)",
+        "torch-compile-bf16 is left out: torch.compile took more than 0.001 s",
+    ]
 
 
 def test_optional_packages_run_the_same_unet(settings: Settings) -> None:

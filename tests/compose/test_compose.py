@@ -5,6 +5,7 @@ One stack for the module, on a port and in a project of its own; taken down with
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from deployment.redis import free_port
 
@@ -47,7 +49,7 @@ class Stack:
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")},
             "PORT": str(port), "DIPTYCH_BUILD_NETWORK": "host", "DIPTYCH_THREADS": "1",
-            "DIPTYCH_DRAIN_S": "5", "DIPTYCH_LEASE_S": "5", "DIPTYCH_TEXT_MODEL": "off",
+            "DIPTYCH_DRAIN_S": "5", "DIPTYCH_LEASE_S": "5",
             "DIPTYCH_IMAGE_JOBS": str(AT_ONCE),
         }  # fmt: skip
 
@@ -133,6 +135,31 @@ def test_it_draws_what_it_is_asked_for(stack: Stack) -> None:
     assert status == 200, said
     assert json.loads(said)["model"] == "emoji-xl"
     assert stack.json("/readyz")["workers"]["ready"] == 1
+
+
+def test_by_default_it_runs_int8_on_our_own_kernels(stack: Stack) -> None:
+    cards = {model["id"]: model["diptych"] for model in stack.json("/v1/models")["data"]}
+    assert cards["emoji-xl"]["precision"] == "int8" and cards["emoji-xl"]["device"] == "cpu"
+    id = stack.order(seed=7)
+    stack.done(id)
+    with Image.open(io.BytesIO(stack.call(f"/v1/jobs/{id}/images/0")[1])) as picture:
+        fingerprint = json.loads(picture.info["fingerprint"])
+    assert (fingerprint["precision"], fingerprint["executable"]) == ("int8", "kernels")
+
+
+def test_an_answer_fits_a_json_schema(stack: Stack) -> None:
+    """Which needs llguidance, of the extra `text`."""
+    schema = {
+        "type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    asked = {
+        "model": "emoji-lm", "messages": [{"role": "user", "content": "a fox"}], "max_tokens": 64,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "seen", "schema": schema}},
+    }  # fmt: skip
+    answer = stack.json("/v1/chat/completions", asked)["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert list(json.loads(answer["message"]["content"])) == ["fox"]
 
 
 def test_parts_run_with_no_more_rights_than_they_need(stack: Stack) -> None:

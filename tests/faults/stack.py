@@ -17,8 +17,9 @@ import redis
 
 from core.config import Settings
 from core.jobs import keys
+from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
-from core.jobs.registry import Registry, WorkerCard
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.address import listen, url
 from deployment.redis import RedisServer

@@ -21,8 +21,9 @@ import redis
 from core.artifacts import Artifacts
 from core.config import Settings
 from core.jobs.broker import Envelope
+from core.jobs.cards import WorkerCard
 from core.jobs.record import Draft, Job, new_id
-from core.jobs.registry import Registry, WorkerCard
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from tests.workers.stage import MODEL
 from workers.app import Application, create

@@ -53,10 +53,11 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, OutOfMemory, Refused
 from core.batching.slots import Slots
 from core.config import Settings
-from core.jobs.registry import ModelCard
+from core.jobs.cards import ModelCard
 from pipeline.parameters import check
 from workers import boot
-from workers.panels import Equipment, Panel, PictureTally, pictures
+from workers.equipment import Equipment, panels_of
+from workers.panels import Panel, PictureTally, pictures
 from workers.shelf import Shelf
 
 MODEL = "stage"
@@ -304,7 +305,7 @@ def build(
         works = build_real(settings, measure_s=0.2, say=say)
         works.engine.close()
         runners.append(works.images)
-        panels |= works.panels
+        panels |= panels_of(works)
         closers += [works.images.close, works.lane.close]
     for modality, wanted in (("image", not real), ("text", text)):
         if wanted:

@@ -22,6 +22,7 @@ from tests.core.quant.stage import CACHE
 from workers import app
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision
+from workers.equipment import panels_of
 
 SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))
 
@@ -134,7 +135,7 @@ def test_jobs_that_do_not_say_are_cached_as_the_settings_say(
 ) -> None:
     job = {"n": 1, "seed": 1, "prompt": "x", "width": 16, "height": 16, "steps": 4, "guidance_scale": 1.0}
     with build(settings(tiny.TINY, cache, deepcache=text, kernels=False, compile=False)) as works:
-        panel = works.panels["image"]
+        panel = panels_of(works)["image"]
         assert [one.deepcache for one in panel.requests(job)] == [schedule]
         assert [one.deepcache for one in panel.requests({**job, "deepcache": "off"})] == [None]
 

@@ -24,6 +24,7 @@ from tests.workers.stage import StageText, picture
 from tests.workers.test_crashes import hire, reaper
 from workers import expand
 from workers.build import Works, build
+from workers.equipment import panels_of
 from workers.gate import Gate
 from workers.hand import Hand
 from workers.outage import Outage
@@ -56,7 +57,7 @@ class Desk:
         outage = Outage()
         self._publisher = Publisher(self._store, outage, lambda: works.engine.ticks, self._hand.drop)
         self._publisher.start()
-        panels = {queue: panel for queue, panel in works.panels.items() if queue in queues}
+        panels = {queue: panel for queue, panel in panels_of(works).items() if queue in queues}
         self._tasks = Tasks(
             "me", self._store, outage, Gate(), self._hand, self._publisher, crew.artifacts, works.engine, panels,
             lambda envelope: None,

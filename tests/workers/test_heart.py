@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.batching.engine import Engine
 from core.batching.runner import Lane
-from core.jobs.registry import WorkerCard
+from core.jobs.cards import WorkerCard
 from core.jobs.store import JobStore
 from tests.workers.crew import Crew, eventually
 from tests.workers.stage import StageRunner

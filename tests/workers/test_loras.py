@@ -19,6 +19,7 @@ from pipeline.tiny import TINY
 from tests.core.quant.stage import CACHE
 from tests.pipeline import loras
 from workers.build import Works, build
+from workers.equipment import panels_of
 from workers.panels import pictures
 
 JOB: dict[str, Any] = {
@@ -48,7 +49,7 @@ def works(folder: Path) -> Iterator[Works]:
 
 
 def drawn(works: Works, **asked: Any) -> list[Any]:
-    wanted = works.panels["image"].requests({**JOB, **asked})
+    wanted = panels_of(works)["image"].requests({**JOB, **asked})
     futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(wanted)]
     return [future.result(60) for future in futures]
 
@@ -59,7 +60,7 @@ def test_a_job_may_name_them_and_all_its_pictures_get_them() -> None:
 
 
 def test_the_card_offers_what_lies_in_the_folder_now(works: Works, folder: Path) -> None:
-    card = works.panels["image"].card
+    card = panels_of(works)["image"].card
     assert card().loras == ["damaged", "ink", "oil"]
     late = folder / "late.safetensors"
     late.write_bytes((folder / "ink.safetensors").read_bytes())
@@ -96,6 +97,6 @@ def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folde
     bare = works.settings.model_copy(update={"lora_dir": ""})
     with build(bare) as other:
         assert other.images.model.unet.conv_in.weight.numel() == 0
-        assert other.panels["image"].card().loras == []
+        assert panels_of(other)["image"].card().loras == []
         with pytest.raises(Refused, match=r"^lora: no folder"):
             drawn(other, lora="ink")

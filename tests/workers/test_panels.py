@@ -30,6 +30,7 @@ from tests.core.tape import Tape
 from tests.pipeline.worlds import Crank, Watching
 from workers.build import Works, build
 from workers.cards import image_card
+from workers.equipment import panels_of
 from workers.panels import MAX_IMAGES, ImagePanel, PictureTally, pictures
 from workers.shelf import Shelf
 
@@ -109,7 +110,7 @@ def works() -> Iterator[Works]:
 
 
 def test_pictures_are_kept_and_told(works: Works) -> None:
-    panel, artifacts = works.panels["image"], Artifacts("memory://")
+    panel, artifacts = panels_of(works)["image"], Artifacts("memory://")
     shelf = Shelf(artifacts)
     wanted = panel.requests({**JOB, "prompt": "pizza " * 100})
     made = [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
@@ -124,8 +125,8 @@ def test_pictures_are_kept_and_told(works: Works) -> None:
 
 
 def test_the_card_tells_what_the_runner_offers(works: Works) -> None:
-    card, runner = works.panels["image"].card(), works.images
-    assert card.name == works.panels["image"].name == TINY
+    card, runner = panels_of(works)["image"].card(), works.images
+    assert card.name == panels_of(works)["image"].name == TINY
     assert (card.modality, card.precision, card.device, card.native) == ("image", "fp32", "cpu", 32)
     assert [32, 32] in card.sizes
     assert {tuple(size) for size in card.sizes} == set(runner.sizes)

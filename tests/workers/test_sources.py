@@ -18,6 +18,7 @@ from core.config import Settings
 from pipeline.parameters import Edit
 from pipeline.tiny import TINY
 from workers.build import Works, build
+from workers.equipment import panels_of
 from workers.panels import pictures
 from workers.sources import read
 
@@ -60,7 +61,7 @@ def test_pixels_come_as_they_were_put(artifacts: Artifacts) -> None:
 
 
 def test_the_worker_draws_from_what_was_put(works: Works, artifacts: Artifacts) -> None:
-    panel = works.panels["image"]
+    panel = panels_of(works)["image"]
     wanted = panel.requests(asked(artifacts))
     assert [(one.seed, one.made) for one in wanted] == [(5, 3), (6, 3)]
     tally = panel.tally(wanted)

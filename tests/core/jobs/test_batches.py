@@ -75,11 +75,11 @@ def test_a_texts_record_waits_until_it_is_noted(
         end(jobs, job, way)
     assert left_s(client, other) <= 60 < DAYS_S - 60 < left_s(client, id) <= DAYS_S
     Books.of(client).check()
-    assert not batches.note(batch.id, 1, {}, well=True), "another line"
+    assert not batches.note(batch.id, 1, {}, "completed"), "another line"
     assert left_s(client, id) > 60
-    assert batches.note(batch.id, 0, {"said": 1}, well=True)
+    assert batches.note(batch.id, 0, {"said": 1}, "completed")
     assert left_s(client, id) <= 60
-    assert not batches.note(batch.id, 0, {"said": 2}, well=True)
+    assert not batches.note(batch.id, 0, {"said": 2}, "completed")
     assert list(batches.results(batch.id)) == [(0, {"said": 1})]
     Books.of(client).check()
 
@@ -92,7 +92,7 @@ def test_one_that_should_be_gone_goes_when_it_is_noted(
     assert batches.begin(batch.id, 0, id)
     end(jobs, id, "succeeded")
     client.hincrby(f"diptych:job:{id}", "ended", -61_000)
-    assert batches.note(batch.id, 0, {}, well=True)
+    assert batches.note(batch.id, 0, {}, "completed")
     assert jobs.get(id) is None
     jobs.sweep()
     page = jobs.page("ann")
@@ -106,7 +106,7 @@ def test_a_pictures_record_names_it_until_the_batch_is_written(
     id = drafted(jobs, batch.id, modality="image")
     assert batches.begin(batch.id, 0, id) and jobs.keep("made")
     end(jobs, id, "succeeded", "made")
-    assert batches.note(batch.id, 0, {}, well=True)
+    assert batches.note(batch.id, 0, {}, "completed")
     assert left_s(client, id) > DAYS_S - 60
     pass_time(client, 2 * 24 * 60)
     assert jobs.due() == []

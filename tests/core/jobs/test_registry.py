@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 import redis
 
+from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.connection import StoreDown
 from core.jobs.record import Draft, new_id
-from core.jobs.registry import ModelCard, Registry, WorkerCard
+from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.core.jobs import books

@@ -1,0 +1,50 @@
+"""What the OpenAPI document says beyond what FastAPI reads from the routes: headers of all answers, and HEAD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from api import request_ids
+
+_HEADERS = {
+    request_ids.HEADER: {
+        "description": "the request's `X-Request-ID` where it matches the pattern, else one that was made",
+        "schema": {"type": "string", "pattern": f"^{request_ids.PATTERN}$"},
+    },
+    "Allow": {
+        "description": "on a 405: every method that the address answers to",
+        "schema": {"type": "string"},
+    },
+}
+# Every GET answers HEAD too. Of these it is written down: sizes and ETags are asked for without the bytes.
+_HEAD = ("/v1/jobs/{id}/images/{k}", "/v1/files/{id}/content")
+
+
+def extend(document: dict[str, Any]) -> None:
+    """Add to the document of all routes, in place."""
+    document.setdefault("components", {})["headers"] = _HEADERS
+    for path in _HEAD:
+        document["paths"][path]["head"] = _head(document["paths"][path]["get"])
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            for status, response in operation["responses"].items():
+                names = _HEADERS if status == "4XX" else (request_ids.HEADER,)
+                told = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+                response["headers"] = {**response.get("headers", {}), **told}
+
+
+def _head(get: dict[str, Any]) -> dict[str, Any]:
+    """The HEAD of this GET: the same without bodies, and without a range."""
+    kept = {name: get[name] for name in ("tags", "security") if name in get}
+    parameters = [one for one in get.get("parameters", []) if one["name"] != "Range"]
+    return {
+        **kept,
+        "summary": f"{get['summary']}: the headers alone",
+        "operationId": f"{get['operationId']}_head",
+        "parameters": parameters,
+        "responses": {
+            status: {"description": response.get("description", "")}
+            for status, response in get["responses"].items()
+            if status != "206"
+        },
+    }

@@ -1,0 +1,177 @@
+"""Pictures as huggingface_hub's InferenceClient asks for them: `inputs` and `parameters` in, a picture's bytes out.
+
+`InferenceClient(base_url="http://host:8000")`, or `model="http://host:8000/v1/models/NAME"` for one of several models:
+`text_to_image` and `image_to_image` post to that very address, in the form of Hugging Face's Inference Endpoints.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from api import body, images, intake, schemas, uploads
+from api.access import BEARER, identify
+from api.errors import ApiError, refused, unserved
+from api.presentation import results
+from api.service import Given, Service
+from api.uploads import Upload
+from core.artifacts import ArtifactError
+from core.jobs.connection import StoreError
+
+router = APIRouter(tags=["images"])
+
+_MOST_BYTES = uploads.MAX_BYTES * 4 // 3 + body.MAX_BYTES  # a picture in base64, and the rest
+_PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # how PNG, JPEG and WebP (RIFF) begin in base64
+_FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
+# The client's names → ours; the others are called as in /v1/images/generations and /v1/images/edits.
+_NAMES = {"num_inference_steps": "steps"}
+_SHARED = (
+    "prompt", "negative_prompt", "guidance_scale", "scheduler", "seed", "strength", "output_format",
+    "output_compression", "deepcache", "deterministic", "lora", "expand_prompt", "prompt_weighting", "priority",
+    "deadline_s",
+)  # fmt: skip
+
+
+class InferenceBody(BaseModel):
+    """What the client posts."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="InferenceRequest")
+
+    inputs: str = Field(description="the prompt; or a picture in base64, with parameters.prompt")
+    parameters: dict[str, Any] | None = Field(
+        default=None,
+        description="width and height, or target_size; num_inference_steps; "
+        + ", ".join(_SHARED)
+        + ": as in /v1/images/generations and /v1/images/edits",
+    )
+    options: dict[str, Any] | None = Field(default=None, description="accepted and ignored")
+
+
+class InferenceError(BaseModel):
+    """The form of error that the client shows to people."""
+
+    error: str
+    param: str | None
+    code: str | None
+
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"image/png": {}, "image/webp": {}, "image/jpeg": {}}},
+    "4XX": {"model": InferenceError},
+    "5XX": {"model": InferenceError},
+}
+_DOCUMENTED: dict[str, Any] = {
+    "response_class": Response,
+    "responses": _ANSWERS,
+    "dependencies": [Depends(BEARER)],  # for the documentation
+    "openapi_extra": schemas.document(InferenceBody),
+}
+
+
+@router.post("/", summary="Draw a picture, as InferenceClient asks", **_DOCUMENTED)
+@router.post("/v1", include_in_schema=False)  # for who has OpenAI's address at hand
+async def draw(request: Request, service: Given) -> Response:
+    """With the first image model that is live."""
+    return await _answer(request, service, None)
+
+
+@router.post("/v1/models/{name:path}", summary="Draw a picture with a model, as InferenceClient asks", **_DOCUMENTED)
+async def draw_with(name: str, request: Request, service: Given) -> Response:
+    """A client that leaves before the end cancels the job."""
+    return await _answer(request, service, name)
+
+
+async def _answer(request: Request, service: Service, model: str | None) -> Response:
+    upload: Upload | None = None
+    try:
+        caller = await identify(request)
+        caller.check("images")
+        given, image = _split(await _body(request, service))
+        if image is not None:
+            upload = await service.decode(_uploaded, image)
+        kind = schemas.ImageFields if upload is None else schemas.EditFields
+        fields = schemas.read(kind, {**given, "model": model})
+        id = intake.idempotent(request, caller)
+        job = await intake.accept(service, request, caller, fields, id, upload)
+        picture = results(await images.finished(service, request, job, stays=id is not None))[0]
+        data = await service.call(service.artifacts.get, picture["key"])
+    except (ApiError, StoreError, ArtifactError) as error:
+        said = error if isinstance(error, ApiError) else unserved(error)
+        return _told(said, "inputs" if upload is None else "parameters.prompt")
+    return Response(data, media_type=picture["media_type"], headers={"X-Content-Type-Options": "nosniff"})
+
+
+async def _body(request: Request, service: Service) -> InferenceBody:
+    """What is posted, with the format of the `Accept` header where no other is asked for. Raises `ApiError`."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind.startswith("image/") or kind in ("", "application/octet-stream"):  # image_to_image without parameters
+        raise _no_prompt()
+    raw = await body.collect(request, _MOST_BYTES)
+    read = schemas.read(InferenceBody, await service.decode(body.parse, raw))
+    accepted = _FORMATS.get(request.headers.get("accept", "").strip().lower())
+    parameters = {name: value for name, value in (read.parameters or {}).items() if value is not None}
+    if accepted is not None:
+        parameters.setdefault("output_format", accepted)
+    return read.model_copy(update={"parameters": parameters})
+
+
+def _split(asked: InferenceBody) -> tuple[dict[str, Any], str | None]:
+    """Our fields, and the picture to begin with in base64; None: there is none. Raises `ApiError` (400)."""
+    parameters = dict(asked.parameters or {})
+    size = _size(parameters)
+    fields = {_NAMES.get(name, name): parameters.pop(name) for name in (*_NAMES, *_SHARED) if name in parameters}
+    for name in parameters:
+        plain = body.plain(name)
+        raise refused(plain and f"parameters.{plain}", "is not known", "unknown_parameter")
+    if size is not None:
+        fields["size"] = size
+    if "prompt" in fields:
+        return fields, asked.inputs
+    if len(asked.inputs) > 100 and _PICTURE.match(asked.inputs):
+        raise _no_prompt()
+    return {**fields, "prompt": asked.inputs}, None
+
+
+def _size(parameters: dict[str, Any]) -> str | None:
+    """Takes what names a size out of the parameters. Raises `ApiError` (400)."""
+    target = parameters.pop("target_size", None)
+    if target is not None and not (isinstance(target, dict) and target.keys() == {"width", "height"}):
+        raise refused("parameters.target_size", "must be an object of width and height", "invalid_type")
+    given = {name: parameters.pop(name, (target or {}).get(name)) for name in ("width", "height")}
+    for name, value in given.items():
+        if value is None and set(given.values()) != {None}:
+            raise refused(f"parameters.{name}", "must be given too", "missing_required_parameter")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 100_000):
+            raise refused(f"parameters.{name}", "must be a whole number of pixels", "invalid_type")
+    return None if given["width"] is None else f"{given['width']}x{given['height']}"
+
+
+def _uploaded(text: str) -> Upload:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise refused("inputs", "must be a picture in base64, since there is a parameters.prompt") from None
+    return Upload.of(data, None, named="inputs")
+
+
+def _no_prompt() -> ApiError:
+    words = "must say what the picture is to become: image_to_image(image, prompt=…)"
+    return refused("parameters.prompt", words, "missing_required_parameter")
+
+
+def _told(error: ApiError, prompt: str) -> JSONResponse:
+    """The error in the client's form, its field by the client's name. `prompt`: where that was given."""
+    ours = {value: name for name, value in _NAMES.items()}
+    names = {name: f"parameters.{name}" for name in _SHARED}
+    names |= {name: f"parameters.{theirs}" for name, theirs in ours.items()}
+    names |= {"prompt": prompt, "size": "parameters.width"}
+    message, param = str(error), error.param
+    if param in names:
+        message, param = message.replace(f"{param}: ", f"{names[param]}: ", 1), names[param]
+    return JSONResponse({"error": message, "param": param, "code": error.code}, error.status, dict(error.headers or {}))

@@ -1,0 +1,56 @@
+"""HEAD wherever GET is, and every method of an address in the `Allow` of a 405."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_BODILESS = "bodiless"
+
+
+class HeadAsGet:
+    """Answers HEAD with the status and the headers that GET has, and no body. The innermost middleware.
+
+    `Range` is for GET alone (RFC 9110, 14.2) and is not passed on. A stream is not begun: see `bodiless`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+        scope.setdefault("state", {})[_BODILESS] = True
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+        asked = {**scope, "method": "GET", "headers": headers}
+
+        async def bare(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                scope.update({name: asked[name] for name in ("route",) if name in asked})  # outer middlewares read it
+            elif message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self.app(asked, receive, bare)
+
+
+def bodiless(scope: Scope) -> bool:
+    """Whether only the headers of the answer are wanted."""
+    return bool(scope.get("state", {}).get(_BODILESS))
+
+
+def allowed(request: Request) -> str:
+    """The methods that the request's address answers to, as `Allow` lists them; empty where there are none."""
+    routes: list[Any] = request.app.router.routes
+    path = {name: request.scope[name] for name in ("type", "path", "root_path", "headers")}
+    found = [
+        method
+        for method in _METHODS
+        if any(route.matches({**path, "method": method})[0] is Match.FULL for route in routes)
+    ]
+    return ", ".join([*found[:1], *["HEAD"][: "GET" in found], *found[1:]])

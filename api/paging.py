@@ -1,0 +1,67 @@
+"""The query of a list: `limit` and `after`, read, documented, and answered as OpenAI's pages are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from api.errors import ApiError, refused
+
+Parameter = tuple[Mapping[str, object], str]  # its JSON schema, and what it does
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """How a list is asked for: so many objects by default and at most, after one of these ids."""
+
+    default: int
+    most: int
+    id: str  # the pattern of the ids
+    what: str  # what the ids are of, such as "a job"
+
+    def read(self, request: Request) -> tuple[int, str]:
+        """How many, and after which id; "" is from the start. Raises `ApiError` (400) naming the field."""
+        given = request.query_params
+        limit, after = given.get("limit", str(self.default)), given.get("after")
+        if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= self.most:
+            raise refused("limit", f"must be a whole number between 1 and {self.most}")
+        if after is not None and re.fullmatch(self.id, after) is None:
+            raise refused("after", f"must be the id of {self.what}")
+        return int(limit), after or ""
+
+    def document(self, **more: Parameter) -> dict[str, Any]:
+        """What OpenAPI shows, given as `openapi_extra`; `more` are further parameters."""
+        limit = {"type": "integer", "minimum": 1, "maximum": self.most, "default": self.default}
+        after = {"type": "string", "pattern": f"^{self.id}$"}
+        return query(limit=(limit, "objects of one page"), after=(after, "the last id of the page before"), **more)
+
+
+def query(**parameters: Parameter) -> dict[str, Any]:
+    """Optional parameters of a query, for `openapi_extra`."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": dict(schema), "description": words}
+            for name, (schema, words) in parameters.items()
+        ]
+    }
+
+
+def page(data: Sequence[Mapping[str, Any]], *, more: bool, last: str | None = None) -> dict[str, Any]:
+    """One page of objects that have an `id`. `last`: where the next page begins, if not after the last of them."""
+    first = data[0]["id"] if data else None
+    return {
+        "object": "list",
+        "data": list(data),
+        "first_id": first,
+        "last_id": last or (data[-1]["id"] if data else None),
+        "has_more": more,
+    }
+
+
+def missing() -> ApiError:
+    """A 400: what the page should begin after is not in the list."""
+    return refused("after", "is not in this list, or no longer")

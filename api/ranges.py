@@ -1,0 +1,53 @@
+"""One range of bytes of an answer, as RFC 9110 (14, 13.1.5) has it: `Range`, `If-Range`, 206 and 416."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from fastapi import Request, Response
+
+from api.errors import ApiError
+
+_ONE = re.compile(r"bytes=[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*", re.IGNORECASE)
+
+
+def respond(request: Request, data: bytes, media_type: str, headers: Mapping[str, str]) -> Response:
+    """The bytes, or the one range of them that is asked for; `headers` hold their strong `ETag`.
+
+    A `Range` of several ranges, of another unit, or under an `If-Range` that is not this ETag is passed over, as the
+    RFC allows. Raises `ApiError` (416) for one that lies behind the end.
+    """
+    told = {**headers, "Accept-Ranges": "bytes"}
+    wanted = _wanted(request, headers["ETag"])
+    if wanted is None:
+        return Response(data, media_type=media_type, headers=told)
+    first, last = _within(wanted, len(data))
+    told["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+    return Response(data[first : last + 1], 206, media_type=media_type, headers=told)
+
+
+def _wanted(request: Request, tag: str) -> tuple[str, str] | None:
+    """The digits before and behind the hyphen, one of which may be empty; None: all of it."""
+    given = request.headers.getlist("range")
+    found = _ONE.fullmatch(given[0]) if len(given) == 1 else None
+    if found is None or not (found[1] or found[2]) or request.headers.get("if-range", tag) != tag:
+        return None
+    if found[1] and found[2] and int(found[1]) > int(found[2]):
+        return None  # is no range
+    return found[1], found[2]
+
+
+def _within(wanted: tuple[str, str], size: int) -> tuple[int, int]:
+    """The first and the last byte."""
+    first, last = wanted
+    if not first:  # so many of the last
+        found = max(0, size - int(last)), size - 1
+    else:
+        found = int(first), min(int(last), size - 1) if last else size - 1
+    if found[0] > found[1]:
+        raise ApiError(
+            416, f"range: there are {size} bytes.", param="range", code="range_not_satisfiable",
+            headers={"Content-Range": f"bytes */{size}", "Accept-Ranges": "bytes"},
+        )  # fmt: skip
+    return found

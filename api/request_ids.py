@@ -1,0 +1,42 @@
+"""An id for every request, as OpenAI's API has it: `x-request-id` on each answer, in log lines, traces and jobs."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from core import logs
+
+HEADER = "x-request-id"
+PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_SANE = re.compile(PATTERN)
+
+
+def new() -> str:
+    """`req_` and 32 hexadecimal digits."""
+    return f"req_{secrets.token_hex(16)}"
+
+
+class RequestIds:
+    """Takes the client's `X-Request-ID` where it matches `PATTERN`, else makes one. The outermost middleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        id = given if _SANE.fullmatch(given) else new()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = id
+            await send(message)
+
+        with logs.request(id):
+            await self.app(scope, receive, named)

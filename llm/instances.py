@@ -1,0 +1,126 @@
+"""Whether a JSON schema has a finite instance at all: `{"$ref": "#"}` has none, and an answer to it would never end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import unquote
+
+Node = int  # the identity of a schema, or one that was made for a part of it
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+
+
+def has_finite_instance(schema: dict[str, Any]) -> bool:
+    """False only where no finite JSON can fit: by `$ref`s that lead back to themselves through what must be there.
+
+    A schema is fitted by something finite if all that it requires is: which is a Horn formula, whose least model is
+    found in linear time (Dowling and Gallier, 1984). What is not looked at (patterns, formats, bounds, `not`,
+    `patternProperties`) counts as fitted. JSON Schema 2020-12, and `items` in lists as before it.
+    """
+    return _Formula(schema).holds()
+
+
+class _Formula:
+    """Rules `head ← body`: the head is fitted by something finite if every node of the body is."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._made = -1  # nodes of parts count downwards, so that they are no schema's identity
+        self._missing: list[int] = []  # by rule: how many nodes of its body are not known to be fitted
+        self._heads: list[Node] = []
+        self._uses: dict[Node, list[int]] = defaultdict(list)  # node → rules in whose body it is
+        self._pending: list[dict[str, Any]] = []
+        self._seen: set[Node] = set()
+        self._goal = self._node(root)
+        while self._pending:
+            self._read(self._pending.pop())
+
+    def holds(self) -> bool:
+        ready = [rule for rule, missing in enumerate(self._missing) if not missing]
+        fitted: set[Node | None] = {None}
+        while ready:
+            head = self._heads[ready.pop()]
+            if head in fitted:
+                continue
+            fitted.add(head)
+            for rule in self._uses[head]:
+                self._missing[rule] -= 1
+                if not self._missing[rule]:
+                    ready.append(rule)
+        return self._goal in fitted
+
+    def _rule(self, head: Node, body: Iterable[Node | None]) -> None:
+        needed = {node for node in body if node is not None}
+        for node in needed:
+            self._uses[node].append(len(self._heads))
+        self._heads.append(head)
+        self._missing.append(len(needed))
+
+    def _part(self, *bodies: Iterable[Node | None]) -> Node:
+        """A node that is fitted if all of one of these bodies is."""
+        self._made -= 1
+        node = self._made
+        for body in bodies:
+            self._rule(node, body)
+        return node
+
+    def _node(self, schema: Any) -> Node | None:
+        """The node of a schema; None for one that everything fits, or that is none."""
+        if schema is False:
+            return self._part()
+        if not isinstance(schema, dict):
+            return None
+        if id(schema) not in self._seen:
+            self._seen.add(id(schema))
+            self._pending.append(schema)
+        return id(schema)
+
+    def _read(self, schema: dict[str, Any]) -> None:
+        parts: list[Node | None] = []
+        if isinstance(schema.get("$ref"), str):
+            parts.append(self._node(self._target(schema["$ref"])))
+        parts += [self._node(one) for one in _list(schema.get("allOf"))]
+        for name in ("anyOf", "oneOf"):
+            if _list(schema.get(name)):
+                parts.append(self._part(*([self._node(one)] for one in schema[name])))
+        if "const" not in schema and "enum" not in schema:
+            given = schema.get("type", list(_TYPES))
+            types = given if isinstance(given, list) else [given]
+            parts.append(self._part(*(self._contents(schema, type) for type in types)))
+        self._rule(id(schema), parts)
+
+    def _contents(self, schema: dict[str, Any], type: Any) -> list[Node | None]:
+        """What an instance of this type must hold."""
+        if type == "object":
+            properties = schema.get("properties")
+            known = properties if isinstance(properties, dict) else {}
+            others = None if "patternProperties" in schema else schema.get("additionalProperties")
+            required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
+            return [self._node(known.get(name, others)) for name in required]
+        if type == "array":
+            least = schema.get("minItems", 0)
+            count = int(least) if isinstance(least, int | float) else 0
+            items = schema.get("items")
+            first = _list(schema.get("prefixItems")) or _list(items)
+            others = schema.get("additionalItems") if isinstance(items, list) else items
+            return [self._node(one) for one in [*first[:count], *([others] if count > len(first) else [])]]
+        return []
+
+    def _target(self, reference: str) -> Any:
+        """What a JSON pointer leads to (RFC 6901); None where it is another kind of reference, or leads nowhere."""
+        start, *names = unquote(reference).split("/")
+        found: Any = self._root if start == "#" else None
+        for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
+            if isinstance(found, dict):
+                found = found.get(name)
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None
+        return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

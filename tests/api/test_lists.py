@@ -1,0 +1,120 @@
+"""Lists in pages, as OpenAI's client asks for them; and the words for a model, or an address, of another kind."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.api.test_batches import begin
+from tests.api.world import Api, Worker, check_error, settings_of
+from tests.api.writing import TextWorker
+from tests.llm import stage
+
+COUNT = 7
+
+
+@pytest.fixture(scope="module")
+def client(shared: Api) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def made(client: openai.OpenAI, shared: Api) -> tuple[list[str], list[str]]:
+    """Ids of batches, and of all files, oldest first."""
+    batches, files = [], []
+    for k in range(COUNT):
+        batch = begin(client, b"no json")  # which has failed at once
+        batches.append(batch.id)
+        files += [batch.input_file_id, client.files.create(file=(f"{k}.png", picture()), purpose="vision").id]
+    return batches, files
+
+
+def picture() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("limit", [1, 3, COUNT, 100])
+def test_every_batch_comes_once(client: openai.OpenAI, made: tuple[list[str], list[str]], limit: int) -> None:
+    pages = list(client.batches.list(limit=limit).iter_pages())
+    assert [batch.id for page in pages for batch in page.data] == made[0][::-1]
+    assert all(len(page.data) == limit for page in pages[:-1]) and len(pages) == -(-COUNT // limit)
+    assert [page.has_more for page in pages] == [True] * (len(pages) - 1) + [False]
+
+
+@pytest.mark.parametrize("limit", [1, 5, 2 * COUNT, 10_000])
+def test_every_file_comes_once(client: openai.OpenAI, made: tuple[list[str], list[str]], limit: int) -> None:
+    assert [file.id for file in client.files.list(limit=limit)] == made[1][::-1]
+    assert [file.id for file in client.files.list(limit=limit, order="asc")] == made[1]
+    pictures = list(client.files.list(limit=limit, purpose="vision"))
+    assert len(pictures) == COUNT and {file.purpose for file in pictures} == {"vision"}
+
+
+def test_what_comes_meanwhile_moves_no_page(client: openai.OpenAI, made: tuple[list[str], list[str]]) -> None:
+    first = client.batches.list(limit=2)
+    new = begin(client, b"no json")
+    rest = list(first.get_next_page())
+    assert [batch.id for batch in (*first.data, *rest)] == made[0][::-1]
+    assert client.batches.list(limit=1).data[0].id == new.id
+    made[0].append(new.id)
+    client.files.delete(new.input_file_id)
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/batches", "/v1/files"])
+def test_what_is_refused(shared: Api, path: str) -> None:
+    for limit in ("", "0", "-1", "1.0", "1e1", "100000", "x"):
+        check_error(shared.client.get(path, params={"limit": limit}), 400, "limit")
+    for after in ("", "x y", "é", "file-1\n"):
+        check_error(shared.client.get(path, params={"after": after}), 400, "after")
+    gone = {"/v1/jobs": "job_" + "0" * 24, "/v1/batches": "batch_" + "0" * 24, "/v1/files": "file-" + "0" * 24}[path]
+    check_error(shared.client.get(path, params={"after": gone}), 400, "after")
+
+
+def test_files_of_no_such_kind(shared: Api) -> None:
+    check_error(shared.client.get("/v1/files?purpose=fine-tune"), 400, "purpose")
+    check_error(shared.client.get("/v1/files?order=up"), 400, "order")
+
+
+def test_models_of_the_other_kind(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A request says what the model that it names is, and where to ask it; also as a stream and as a job."""
+    settings = settings_of(redis_url, tmp_path_factory.mktemp("data"))
+    text = stage.small().name
+    with Worker(settings) as worker, TextWorker(settings, stage.small(), kernels=stage.kernels()), Api(settings) as api:
+        worker.announce()
+        drawn = {"prompt": "a cat", "model": text}
+        written = {"messages": [{"role": "user", "content": "a cat"}], "model": "emoji-xl"}
+        for path, fields in (
+            ("/v1/images/generations", drawn), ("/v1/jobs", {"type": "image", **drawn}),
+            ("/v1/images/generations", {**drawn, "stream": True}),
+        ):  # fmt: skip
+            error = check_error(api.post(path, **fields), 400, "model", "wrong_modality")
+            assert error["message"] == f"model: {text} is a text model; use POST /v1/chat/completions"
+        for fields in (written, {**written, "stream": True}):
+            error = check_error(api.post("/v1/chat/completions", **fields), 400, "model", "wrong_modality")
+            assert error["message"] == "model: emoji-xl is an image model; use POST /v1/images/generations"
+        check_error(api.post("/v1/completions", prompt="a", model="emoji-xl"), 400, "model", "wrong_modality")
+        check_error(api.post("/v1/completions", prompt="a", model="none"), 404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [("/v1/responses", "/v1/chat/completions"), ("/v1/embeddings", "/v1/models"),
+     ("/v1/images/variations", "/v1/images/edits")],
+)  # fmt: skip
+def test_what_is_not_offered_says_what_is(shared: Api, path: str, instead: str) -> None:
+    for answer in (shared.post(path, input="a"), shared.client.get(path)):
+        assert instead in check_error(answer, 404, code="not_offered")["message"]
+    check_error(shared.client.get(f"{path}/x"), 404, code="not_found")
+
+
+def test_openais_client_is_told(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="chat/completions"):
+        client.responses.create(model="emoji-lm", input="a cat")
+    with pytest.raises(openai.NotFoundError, match="not offered"):
+        client.embeddings.create(model="emoji-lm", input="a cat")

@@ -1,0 +1,52 @@
+"""The ladder at small scale: every rate is told when it is known; what cannot be measured is left out by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ladder, record
+from core import graphs
+from core.config import Settings
+from pipeline import tiny
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr(ladder, "_ROUND", 2)
+    return Settings(model=tiny.TINY, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' samplers
+def test_a_rung_that_compiles_too_long_comes_last_and_is_left_out(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rungs = ("diffusers", "+compile", "step-batching")
+    result = ladder.run(settings, steps=1, pictures=4, results=tmp_path, rungs=rungs, compile_limit_s=0.001)
+    assert [rung["name"] for rung in result["rungs"]] == ["diffusers", "step-batching"]
+    assert result["left_out"] == {"+compile": "torch.compile took more than 0.001 s"}
+    assert json.loads((tmp_path / "ladder.json").read_text())["left_out"] == result["left_out"]
+    told = [line.split(" pictures/s")[0] for line in capsys.readouterr().err.splitlines()]
+    turns = [line.rpartition(" ")[0] for line in told if line.startswith("turn")]
+    assert turns == [
+        "turn 1 of 2: diffusers", "turn 1 of 2: step-batching", "turn 2 of 2: diffusers", "turn 2 of 2: step-batching",
+    ]  # fmt: skip
+    assert told.index("preparing +compile (torch.compile, at most 0.001 s)") > told.index("warming up step-batching")
+
+
+def test_why_a_rung_is_left_out_is_kept(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "compiler", lambda: None)
+    rungs = ("step-batching", "+compile", "+int8")
+    result = ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=rungs)
+    assert [rung["name"] for rung in result["rungs"]] == ["step-batching"]
+    assert result["left_out"]["+compile"] == "there is no C++ compiler"
+    assert "int8" in result["left_out"]["+int8"]
+
+
+def test_no_rung_at_all_is_an_error(settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(record.BenchError, match=r"\+compile.*more than"):
+        ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("+compile",), compile_limit_s=0.001)
+    with pytest.raises(record.BenchError, match="--rungs: there is no stairs"):
+        ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("stairs",))

@@ -1,0 +1,134 @@
+"""logit_bias: transformers' own bias gives the same greedy answers; -100 is never drawn and 100 always."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from core.batching.runner import Refused
+from llm import sample
+from llm.choose import Asked, choose
+from llm.parameters import TextParameters
+from llm.work import Work
+from tests.llm import stage
+
+
+@torch.inference_mode()
+def by_transformers(prompt: tuple[int, ...], bias: dict[int, float], most: int) -> tuple[int, ...]:
+    model = stage.small()
+    model.network.set_attn_implementation("sdpa")
+    try:
+        ids = torch.tensor([prompt])
+        made = model.network.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
+            eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id,
+            sequence_bias=[[[token], float(value)] for token, value in bias.items()],
+        )  # fmt: skip
+    finally:
+        model.network.set_attn_implementation("diptych")
+    row = made[0, len(prompt) :].tolist()
+    end = next((n for n, token in enumerate(row, 1) if token in model.ends), len(row))
+    return tuple(row[:end])
+
+
+def test_greedy_answers_are_transformers_own() -> None:
+    model = stage.small()
+    prompts = stage.prompts(model, 8)
+    free = stage.generated(model, prompts, 20)
+    differ = 0
+    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+        for prompt, plain in zip(prompts, free, strict=True):
+            bias = {plain[0]: -3.0, plain[-1]: -0.5, (plain[0] + 7) % model.vocabulary: 2.5, 70: 1.0}
+            wanted = stage.greedy(prompt, 20, logit_bias=tuple(bias.items()))
+            (text,) = stage.answers(engine, [wanted])
+            assert text.tokens == by_transformers(prompt, bias, 20)
+            differ += text.tokens != plain
+    assert differ > 4, "the biases do something"
+
+
+@pytest.mark.parametrize("draft", [None, "lookup"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_never_and_always(temperature: float, draft: Any) -> None:
+    """Beside others without a bias, which are as ever; with guesses too."""
+    model = stage.small()
+    prompts = stage.prompts(model, 6)
+    plain = [TextParameters(prompt, 12, temperature=temperature, seed=k) for k, prompt in enumerate(prompts)]
+    with stage.serving(model, kernels=stage.kernels(), draft=draft) as (engine, _):
+        free = stage.answers(engine, plain)
+        banned = [tuple((token, -100) for token in sorted({*text.tokens[:3], *model.ends})) for text in free]
+        never = [
+            TextParameters(one.prompt, 12, temperature=temperature, seed=one.seed, logit_bias=bias)
+            for one, bias in zip(plain, banned, strict=True)
+        ]
+        always = [
+            TextParameters(one.prompt, 12, temperature=temperature, seed=one.seed, logit_bias=((30, 100), (31, -5)))
+            for one in plain
+        ]
+        found = stage.answers(engine, [*plain, *never, *always])
+        alone = [stage.answers(engine, [one])[0] for one in never]
+    assert [text.tokens for text in found[:6]] == [text.tokens for text in free]
+    for text, other, bias in zip(found[6:12], alone, banned, strict=True):
+        assert not {*text.tokens} & {token for token, _ in bias} and len(text.tokens) == 12
+        assert text.tokens == other.tokens, "equal seeds, equal answers, whoever is beside"
+    assert all(text.tokens == (30,) * 12 for text in found[12:])
+
+
+def _asked(temperature: float, bias: dict[int, float], first: int) -> Asked:
+    wanted = TextParameters((5, 6), 9, temperature=temperature, seed=first, logit_bias=tuple(bias.items()))
+    return Asked(Work(wanted, stage.small().tokenizer, 64, None, lookup=False), first)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_whatever_the_logits_are(temperature: float) -> None:
+    """A ban holds where the model is sure of a token, and a wish where it is sure of another."""
+    for k in range(40):
+        logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(k)) * 50
+        sure = int(logits[0].argmax())
+        logits[:, sure] += 10_000
+        asked = [
+            _asked(temperature, {sure: -100}, 0), _asked(temperature, {11: 100, 12: 100}, 1), _asked(temperature, {}, 2)
+        ]  # fmt: skip
+        banned, wished, free = choose(logits.clone(), asked)
+        assert not isinstance(banned, Refused) and banned.tokens[0] != sure
+        assert not isinstance(wished, Refused) and wished.tokens[0] in (11, 12)
+        assert not isinstance(free, Refused) and free.tokens == [sure]
+
+
+def test_one_that_leaves_nothing_costs_nobody_else() -> None:
+    logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    for temperature in (0.0, 1.0):
+        nothing, free = choose(
+            logits.clone(),
+            [_asked(temperature, dict.fromkeys(range(64), -100), 0), _asked(0.0, {}, 1)],
+        )
+        assert isinstance(nothing, Refused) and str(nothing).startswith("logit_bias: ")
+        assert not isinstance(free, Refused) and free.tokens == [int(logits[1].argmax())]
+
+
+def test_between_it_is_a_sum() -> None:
+    row = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    bias = sample.Bias(torch.tensor([3, 60]), torch.tensor([99.5, -99.5]))
+    added = row.clone()
+    sample.bias_(added, bias)
+    expected = row.clone()
+    expected[3] += 99.5
+    expected[60] -= 99.5
+    torch.testing.assert_close(added, expected)
+
+
+@pytest.mark.parametrize(
+    ("bias", "words"),
+    [
+        ({-1: 1.0}, "token ids"), ({4096: 1.0}, "token ids"), ({5: 100.1}, "between -100 and 100"),
+        ({5: float("nan")}, "finite"), (dict.fromkeys(range(1025), 0.0), "at most 1024"), ({True: 1.0}, "token ids"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(bias: dict[int, float], words: str) -> None:
+    model = stage.small()
+    with (
+        stage.serving(model, kernels=stage.kernels()) as (engine, _),
+        pytest.raises(Refused, match=f"logit_bias: .*{words}"),
+    ):
+        stage.answers(engine, [stage.greedy((5, 6), 4, logit_bias=tuple(bias.items()))])

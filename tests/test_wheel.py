@@ -1,0 +1,151 @@
+"""The wheel with its base dependencies alone: every command that pyproject.toml says needs no extra runs there.
+
+The environment is a real one with the wheel installed by pip. Its dependencies are links to the files of those
+distributions that the base needs, and theirs; nothing else of the environment that runs the tests can be seen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ROOT / "models"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def closure(requirements: list[str]) -> dict[str, Distribution]:
+    """What these requirements install, and what that requires in turn, by name."""
+    found: dict[str, Distribution] = {}
+    todo = [(Requirement(text), {""}) for text in requirements]
+    seen = set()
+    while todo:
+        requirement, extras = todo.pop()
+        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            continue
+        key = (requirement.name.lower().replace("_", "-"), *sorted(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        found[key[0]] = distribution(requirement.name)
+        todo += [(Requirement(text), {"", *requirement.extras}) for text in found[key[0]].requires or []]
+    return found
+
+
+def link(one: Distribution, site: Path) -> None:
+    """Put a distribution's packages, modules and metadata into a folder, as links."""
+    tops = {file.parts[0] for file in one.files or [] if file.parts[0] not in ("..", "__pycache__")}
+    for top in tops:
+        target = Path(str(one.locate_file(top)))
+        if not (site / top).exists():
+            (site / top).symlink_to(target, target_is_directory=target.is_dir())
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment in which `pip install diptych` was run."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file() and not name.startswith(("models/", "tests/", "docs/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    for one in closure(PROJECT["dependencies"]).values():
+        link(one, site)
+    (wheel,) = folder.glob("diptych-*.whl")
+    python = folder / "venv" / "bin" / "python"
+    subprocess.run([*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    return python.parent
+
+
+def run(bare: Path, *words: str | Path, where: Path) -> subprocess.CompletedProcess[str]:
+    """A command, in a folder of its own and with no setting of this machine."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("DIPTYCH_", "PYTHON"))}
+    variables |= {"DIPTYCH_CACHE_DIR": str(where / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [bare / "diptych", *words], cwd=where, env=variables, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
+    wanted = [
+        f"{name}" for extra in ("serve", "eval", "text", "otel") for name in PROJECT["optional-dependencies"][extra]
+    ]
+    base = closure(PROJECT["dependencies"])
+    absent = sorted({Requirement(text).name for text in wanted} - base.keys())
+    assert {"redis", "obstore", "celery", "fastapi"} <= set(absent)
+    code = (
+        "import importlib.metadata as m, pathlib, core.config\n"
+        "print(*sorted(d.name for d in m.distributions()), sep='\\n')\n"
+        "print(pathlib.Path(core.config.__file__).is_relative_to(__import__('sys').prefix))"
+    )
+    done = subprocess.run([bare / "python", "-c", code], cwd=bare, capture_output=True, text=True, check=True)
+    *names, from_wheel = done.stdout.split()
+    assert from_wheel == "True"
+    assert not {name.lower() for name in names} & set(absent)
+
+
+def test_it_draws(bare: Path, tmp_path: Path) -> None:
+    done = run(bare, "generate", "a hat", "--model", "random:tiny", "--steps", "2", where=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Path(tmp_path, done.stdout.strip()).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_model_it_says_that_it_draws_noise(bare: Path, tmp_path: Path) -> None:
+    """The wheel holds no models: what stands in for the embedded one must not be taken for it."""
+    done = run(bare, "generate", "a hat", "--steps", "1", where=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "random weights: the pictures are noise" in done.stderr
+    assert "--model" in done.stderr
+
+
+def test_it_talks(bare: Path, tmp_path: Path) -> None:
+    done = run(bare, "chat", "hello", "--text-model", MODELS / "emoji-lm", "--max-tokens", "8", where=tmp_path)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) -> None:
+    texts, model, lens = MODELS / "emoji-lm", MODELS / "emoji-xl", MODELS / "emoji-clip"
+    done = run(
+        bare, "captions", "--count", "2", "-o", "captions.tsv", "--text-model", texts, "--model", model, where=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    words = ("evaluate", "--prompts", "captions.tsv", "--out", "run", "--steps", "1", "--resamples", "2")
+    done = run(bare, *words, "--model", model, "--lens", lens, where=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "scores.json").is_file()
+
+
+def test_the_lens_that_is_not_there_is_named(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "captions.tsv").write_text("id\tcaption\n1\ta hat\n")
+    words = ("evaluate", "--prompts", "captions.tsv", "--out", "run", "--model", "random:tiny", "--lens", "emoji-clip")
+    done = run(bare, *words, where=tmp_path)
+    assert done.returncode == 2
+    assert "emoji-clip is not installed" in done.stderr and "--lens" in done.stderr
+
+
+def test_it_quantizes(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a hat\n")
+    words = ("quantize", "--model", "random:tiny", "--prompts", "prompts.txt", "--limit", "1", "--out", "made")
+    done = run(bare, *words, where=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "made").is_dir()
+
+
+def test_what_needs_an_extra_names_it(bare: Path, tmp_path: Path) -> None:
+    done = run(bare, "serve", where=tmp_path)
+    assert done.returncode == 2
+    assert "redis" in done.stderr and "[serve]" in done.stderr
