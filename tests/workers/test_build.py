@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from core.config import Settings
+from core.quant.kernels import describe as description
 from core.quant.kernels.cpu import library as kernels
 from core.quant.kernels.cpu.library import Unavailable
-from core.quant.kernels.cuda import language
+from core.quant.kernels.cuda import driver, language
+from core.quant.kernels.device import say
 from core.schedule import AUTO, DeepCache
 from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
+from tests.core.quant.kernels.test_device import H200
 from tests.core.quant.stage import CACHE
 from workers import app
 from workers import build as build_module
@@ -163,7 +166,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
-    monkeypatch.setattr(language, "lacks", lambda: None)
+    monkeypatch.setattr(description, "describe", lambda *_: H200)
+    monkeypatch.setattr(driver, "_kept_in", driver._kept_in)  # which is put back
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/users/own")
+    say.cache_clear()
     monkeypatch.setattr(build_module, "load", load_on)
     monkeypatch.setattr(build_module, "ImageRunner", runner)
 
@@ -189,14 +195,17 @@ def test_a_gpu_draws_on_fused_layers_in_what_auto_finds(model: Path, cache: Path
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("given", "why"),
-    [({"precision": "fp16"}, "they know bf16, and this is fp16"), ({"kernels": False}, "are switched off")],
+    [
+        ({"precision": "fp16"}, "the GPU kernels know bf16 and 8 bits, not fp16"),
+        ({"kernels": False}, "are switched off"),
+    ],
 )
 def test_a_gpu_without_fused_layers_says_why(
     given: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = tiny.save(tmp_path / "plain", SHAPE)
     assert not drawn_with(Settings(model=str(plain), device="cuda", cache_dir=tmp_path, **given))["fused"]
-    assert "drawn by torch's own kernels" in caplog.text and why in caplog.text
+    assert "all layers: torch: " in caplog.text and why in caplog.text
 
 
 @pytest.mark.usefixtures("gpu")

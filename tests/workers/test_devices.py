@@ -20,6 +20,7 @@ from tests.core.quant import stage
 from tests.core.quant.kernels.test_device import A100, B200, H200, L4, NO_TRITON, V100
 from workers.build import build, precision, text_runner
 from workers.devices import keep_compiled
+from workers.equipment import panels_of
 
 DEVICES = {"V100": V100, "A100": A100, "L4": L4, "H200": H200, "B200": B200, "H200 without Triton": NO_TRITON}
 
@@ -95,7 +96,7 @@ def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCa
     folder = tiny.save(tmp_path / "tiny", tiny.Shape(channels=(16, 32), heads=(1, 2)))
     cache = stage.CACHE.parent  # whose folder "kernels" has them compiled
     with caplog.at_level(logging.INFO), build(settings(cache, model=str(folder), device="cpu")) as works:
-        card = works.panels["image"].card()
+        card = panels_of(works)["image"].card()
     assert card.kernels == instructions
     title = {"avx512-vnni": "AVX-512 VNNI kernels", "avx2": "AVX2 kernels"}[instructions]
     found = lines(caplog)
@@ -120,7 +121,7 @@ def test_torch_is_said_and_announced_with_the_reason(
     if "model" in given:
         given = {"model": str(tiny.save(tmp_path / "narrow", tiny.Shape(channels=(16, 32), heads=(2, 4))))}
     with caplog.at_level(logging.INFO), build(settings(tmp_path, device="cpu", **given)) as works:
-        card = works.panels["image"].card()
+        card = panels_of(works)["image"].card()
     assert card.kernels == "torch" and reason in card.kernels_reason
     assert f"all layers: torch: {card.kernels_reason}" in lines(caplog)
     assert [record.levelname for record in caplog.records if "all layers" in record.getMessage()] == ["WARNING"]
@@ -131,6 +132,6 @@ def test_a_text_model_announces_its_kernels(tmp_path: Path) -> None:
     for kernels, wanted, said in ((True, instructions, ""), (False, "torch", "our CPU kernels are switched off")):
         given = settings(stage.CACHE.parent, device="cpu", text_model=tiny_text.TINY, kernels=kernels)
         with build(given, text=True) as works:
-            card = works.panels["text"].card()
+            card = panels_of(works)["text"].card()
         assert card.kernels == wanted
         assert card.kernels_reason.startswith(said) and bool(card.kernels_reason) == bool(said)
