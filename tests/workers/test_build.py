@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.core.quant.stage import CACHE
 from workers import app
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision
-from workers.equipment import panels_of
+from workers.equipment import WorksEquipment, panels_of
 
 SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))
 
@@ -120,8 +121,10 @@ def test_forwards_buffers_and_loras_get_what_requests_may_not_hold(
 def test_a_worker_measures_what_forwards_cost_before_its_first_job(cache: Path) -> None:
     """The scheduler chooses widths by cost curves: without them its first jobs would be batched blindly."""
     said: list[str] = []
-    with app._build(settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False), said.append) as works:
-        curves = works.images.execution.costs()
+    given = settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False)
+    with closing(app._build(given, said.append)) as equipment:
+        assert isinstance(equipment, WorksEquipment)
+        curves = equipment.works.images.execution.costs()
         assert {key[0] for key in curves} >= {"deep", "vae"}
         assert all(seconds > 0 for curve in curves.values() for seconds in curve.values())
         deep = [rows for key, curve in curves.items() if key[0] == "deep" for rows in curve]
