@@ -9,7 +9,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,12 +23,14 @@ from llm.pages import PAGE
 from pipeline import lora
 from pipeline.adapters import Adapters
 from pipeline.folder import ModelError
-from pipeline.load import Model, load, seeded
+from pipeline.load import Model, load
 from pipeline.runner import ImageRunner
+from workers import variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
 from workers.panels import ImagePanel, Panel
 from workers.texts import TextPanel
+from workers.variants import Count, Say
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +92,11 @@ class Works:
         self.close()
 
 
-def load_model(settings: Settings) -> Model:
-    """The settings' model on the settings' device. Raises `pipeline.load.ModelError`."""
+def load_model(settings: Settings, say: Say = log.info, count: Count | None = None) -> Model:
+    """The settings' model on the settings' device. Raises `pipeline.load.ModelError`.
+
+    In 8 bits a model without such a variant is quantized first, once, into the cache; `count` is told of the prompts.
+    """
     import torch
 
     if settings.threads:
@@ -99,14 +104,28 @@ def load_model(settings: Settings) -> Model:
     device = device_of(settings)
     if settings.model_name == STAND_IN_MODEL:
         log.warning("no model is named and models/emoji-xl is not there: %s draws noise", STAND_IN_MODEL)
+    chosen, plain = precision(settings, device), unquantized(device)
+    unet = variants.unet_of(settings, device, chosen, plain, lambda: plain_model(settings, chosen), say, count)
     return load(
         settings.model_name,
-        precision=precision(settings, device),
+        precision=chosen,
         device=device,
         variant=settings.variant,
-        unet=Path(settings.unet) if settings.unet else None,
+        unet=unet,
         loras=lora.find(settings.lora, settings.lora_dir),
     )
+
+
+def plain_model(settings: Settings, scheme: str) -> tuple[Model, ctypes.CDLL | None]:
+    """The settings' model to be quantized, in its device's own precision, and the CPU kernels that calibrate it.
+
+    Raises `ModelError` also where a model like this does not run in `scheme` here: before minutes are spent on it.
+    """
+    device = device_of(settings)
+    model = load(settings.model_name, precision=unquantized(device), device=device, variant=settings.variant)
+    in_8_bits = replace(model, precision=scheme)
+    fused(settings, in_8_bits)
+    return model, kernels(settings, in_8_bits)
 
 
 def device_of(settings: Settings) -> str:
@@ -119,13 +138,14 @@ def device_of(settings: Settings) -> str:
 
 
 def precision(settings: Settings, device: str) -> str:
-    """The settings' precision; for "auto" the fastest that is known to keep pictures as they are, said in the log.
+    """The settings' precision; for "auto" int8 if there is a variant and kernels run, else unquantized.
+
+    What "auto" means is said in the log, with the reason. It never quantizes: that takes minutes, which are asked for.
 
     Raises `ModelError` for one that the device cannot compute in: emulated it would be slower than fp32.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
     from core.quant.kernels.cuda import language
-    from pipeline import folder, quantized
 
     on_cpu, asked = device == "cpu", settings.precision
     if asked == "fp8" and on_cpu:
@@ -135,10 +155,9 @@ def precision(settings: Settings, device: str) -> str:
     if asked != "auto":
         return asked
     plain = unquantized(device)
-    try:
-        where = None if seeded(settings.model_name) else folder.find(settings.model_name, settings.variant)
-        quantized.variant(where, "int8", Path(settings.unet) if settings.unet else None)
-    except ModelError:
+    own = variants.has_own(settings, "int8")
+    if not own and (settings.lora or not variants.cached(settings, device, "int8", plain).is_made):
+        log.info("%s: the model has no int8 variant; `--precision int8` or `diptych quantize` makes one", plain)
         return plain
     if not settings.kernels:
         log.info("%s instead of int8: our own kernels are switched off", plain)
@@ -151,6 +170,7 @@ def precision(settings: Settings, device: str) -> str:
     except Unavailable as error:
         log.warning("%s instead of int8: %s", plain, error)
         return plain
+    log.info("int8: the model has such a variant%s, and our kernels run", "" if own else " in the cache")
     return "int8"
 
 
@@ -246,26 +266,32 @@ def text_lane(settings: Settings) -> Lane | None:
     return StreamLane("text", device) if device.type == "cuda" else None
 
 
-def text_runner(settings: Settings, lane: Lane, say: Callable[[str], None]) -> TextRunner | None:
+def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
     """The settings' text model, ready to serve; None where none is wanted or embedded.
 
     Raises `ModelError`. What its keys and values may take is decided here, before pictures get the rest, and said.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
+    from core.quant.kernels.cuda import language
     from llm.load import TextModelError
-    from llm.load import load as load_text
+    from llm.precision import load as load_text
     from llm.runner import TextRunner
 
     name = settings.text_model_name
     if name is None:
         return None
     say(f"loading {name}")
-    found = None
+    found, lacks = None, None
     device = device_of(settings)
-    if device == "cpu" and settings.kernels:
+    if device != "cpu":
+        lacks = language.lacks()
+    elif not settings.kernels:
+        lacks = "our own kernels are switched off"
+    else:
         try:
             found = library(settings.compiled_kernels)
         except Unavailable as error:
+            lacks = str(error)
             log.warning("text is written by torch's own kernels: %s", error)
 
     def make() -> TextRunner:
@@ -273,10 +299,11 @@ def text_runner(settings: Settings, lane: Lane, say: Callable[[str], None]) -> T
 
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        model = load_text(name, precision=settings.text_precision, device=device)
+        model, reason = load_text(name, settings.text_precision, device=device, lacks=lacks)
+        log.info("text: %s in %s: %s", model.name, model.precision, reason)
         draft: Any = settings.text_draft or None
         if draft is not None and draft != "lookup":
-            draft = load_text(draft, device=device)
+            draft, _ = load_text(draft, "auto", device=device, lacks=lacks)
         return TextRunner(
             model, lane=lane, max_requests=settings.text_requests, pages=_pages(settings, model), kv=settings.text_kv,
             kernels=found, draft=draft, patience_s=settings.text_first_s, pace_s=settings.text_token_s,
@@ -313,11 +340,13 @@ def build(
     lane: Lane | None = None,
     measure_s: float = 0.0,
     text: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
+    count: Count | None = None,
     on_tick: Callable[[Tick], None] | None = None,
 ) -> Works:
     """Load the model and start an engine. `measure_s` is how long cost curves may be measured beforehand.
 
+    `say` is told what happens now; `count` is told how far what can be counted is, and where it is None `say` is.
     With `text` the settings' text model is served beside it: by the same engine, on the same device. `on_tick` is told
     of every iteration.
     """
@@ -326,7 +355,7 @@ def build(
     beside = text_lane(settings) if text else None
     texts = text_runner(settings, beside or lane, say) if text else None
     say(f"loading {settings.model_name}")
-    model = lane.call(lambda: load_model(settings))
+    model = lane.call(lambda: load_model(settings, say, count))
     images = ImageRunner(
         model,
         lane=lane,
