@@ -32,6 +32,7 @@ def check_gpu(settings: Settings, device: str, precision: str) -> None:
 
 def decided(settings: Settings, model: Model, why_torch: str) -> tuple[Decision, ...]:
     """Which kernels draw with this model, each said in a line of the log; `why_torch` if torch's do."""
+    found: tuple[Decision, ...]
     if why_torch:
         where, found = str(model.device), (Decision(EVERY_LAYER, TORCH, why_torch),)
     else:
