@@ -309,6 +309,7 @@ class Execution:
         return self._recordings is not None and self._recordings.record_next(self._record)
 
     def _record(self, key: Key, record: Callable[..., Any]) -> None:
+        assert isinstance(key.size, tuple)
         example = self._example(key.phase, key.rows, key.size)
         with torch.inference_mode():
             example(_without_text(key.phase, record))
@@ -319,8 +320,7 @@ class Execution:
                 example(self._function(key))
                 self.synchronize()
                 if run:  # the first replay brings the graph to the device
-                    group = Group(key.phase, key.size)  # type: ignore[arg-type]
-                    self.observe(group, key.rows, True, time.perf_counter() - started)
+                    self.observe(Group(key.phase, key.size), key.rows, True, time.perf_counter() - started)
 
     def _key(self, recordings: Recordings, group: Group, rows: int) -> Key:
         """The graph for so many rows. Of deterministic requests it is always the same one.

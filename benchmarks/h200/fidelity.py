@@ -41,7 +41,7 @@ def draw(device: str, precision: str, count: int) -> tuple[NDArray[np.uint8], di
     from pipeline.parameters import ImageParameters
     from workers.build import build
 
-    settings = Settings(device=device, precision=precision, compile=False)
+    settings = Settings(device=device, precision=precision, compile=False)  # type: ignore[arg-type]
     with build(settings) as works:
         side = works.images.model.native
         requests = [
