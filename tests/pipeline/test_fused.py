@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from core.schedule import DeepCache
-from pipeline.execution import Group
+from pipeline.execution import Group, Way
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
 from pipeline.parameters import ImageParameters
 from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.test_kernels import SHAPES, mixture, together
-from tests.pipeline.worlds import Watching, levels, model, solo, stock_picture
+from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -106,6 +107,40 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
             alone = solo(runner, one)
             assert [picture.png() for picture in pictures] == [alone.png()] * 3
             assert alone.fingerprint["executable"] == "graphs" and alone.fingerprint["bucket"] == 8
+
+
+def test_padding_repeats_a_row_and_changes_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pictures of one row each that begin and end together: steps of six rows, a VAE of four."""
+    runner = runner_of("wide-heads")
+    choose, seen = runner.execution.choose, list[tuple[str, int, list[torch.Tensor]]]()
+
+    def watched(group: Group, rows: int) -> Way:
+        way = choose(group, rows)
+
+        def function(*arguments: Any, **options: Any) -> Any:
+            tensors = [leaf.clone() for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)]
+            seen.append((group.phase, rows, tensors))
+            return way.function(*arguments, **options)
+
+        return way._replace(function=function)
+
+    monkeypatch.setattr(runner.execution, "choose", watched)
+    side = runner.model.native
+    one = ImageParameters("a red hat", 1, side, side, steps=4, guidance_scale=1.0, deepcache=DeepCache(2))
+    wanted = [replace(one, seed=seed, prompt=f"{seed} red hats") for seed in range(3)]
+    crank = Crank(runner)
+    for index, parameters in enumerate(wanted):
+        crank.submit(str(index), parameters)
+    pictures = crank.pictures()
+    padded = {"deep": 6, "shallow": 6, "vae": 4}
+    assert {phase for phase, rows, _ in seen if rows == 3} == padded.keys(), "they rode together all the way"
+    for phase, rows, tensors in seen:
+        for tensor in tensors:
+            assert len(tensor) == padded[phase]
+            for row in tensor[rows:]:
+                assert torch.equal(row, tensor[0])
+    for index, parameters in enumerate(wanted):
+        assert np.abs(levels(pictures[str(index)]) - levels(solo(runner, parameters))).max() <= (20 if CUDA else 1)
 
 
 def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
