@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from core.schedule import DeepCache
+from pipeline import encode
 from pipeline.execution import Group, Way
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
@@ -177,6 +178,38 @@ def test_while_a_graph_is_missing_a_wider_one_serves_where_it_costs_less() -> No
     assert (execution.cheapest(group, 5).compiled, execution.cheapest(group, 5).rows) == (False, 6)
     fixed = execution.cheapest(group._replace(mode="graphs"), 2)
     assert (fixed.compiled, fixed.rows) == (True, 8), "deterministic requests have the one width"
+
+
+def test_deterministic_requests_never_take_a_wider_graph() -> None:
+    """However slow their own kernels are: other widths have other bits."""
+    runner = runner_of("wide-heads", recorded=False)
+    runner.recording.close()
+    execution, side = runner.execution, runner.model.native
+    group = Group("deep", (side, side))
+    execution.choose(group, 16)
+    while execution.record_next():
+        pass
+    for seconds in (9.0, 0.5):  # the first does not count
+        execution.observe(group, 8, False, seconds)
+    for _ in range(20):
+        execution.observe(group, 16, True, 0.010)
+    free, fixed = execution.cheapest(group, 8), execution.cheapest(group._replace(mode="graphs"), 2)
+    assert (free.compiled, free.rows) == (True, 16) and (fixed.compiled, fixed.rows) == (False, 8)
+
+
+@torch.inference_mode()
+def test_prompts_are_encoded_at_the_next_width_in_their_order() -> None:
+    runner = runner_of("wide-heads")
+    prompts = ["a red hat", "an old cat", "two boats on a lake"]  # of four rows the fourth is padding
+    ids = [
+        tokenizer(prompts, padding="max_length", max_length=tokenizer.model_max_length, return_tensors="pt").input_ids
+        for tokenizer in runner.model.tokenizers
+    ]
+    expected = encode.embed(runner.model, ids)
+    for own, wanted in zip(runner.execution.embed(ids), expected, strict=True):
+        assert own.shape == wanted.shape
+        assert torch.allclose(own.float(), wanted.float(), atol=0.05 if CUDA else 1e-5)
+        assert not torch.allclose(wanted[0].float(), wanted[1].float(), atol=0.05 if CUDA else 1e-5)
 
 
 def test_a_graph_that_cannot_be_recorded_costs_no_picture(caplog: pytest.LogCaptureFixture) -> None:
