@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from core.schedule import DeepCache
-from pipeline.execution import Group
+from pipeline import encode
+from pipeline.execution import Group, Way
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
 from pipeline.parameters import ImageParameters
 from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.test_kernels import SHAPES, mixture, together
-from tests.pipeline.worlds import Watching, levels, model, solo, stock_picture
+from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -113,6 +115,40 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
             assert alone.fingerprint["executable"] == "graphs" and alone.fingerprint["bucket"] == 8
 
 
+def test_padding_repeats_a_row_and_changes_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pictures of one row each that begin and end together: steps of six rows, a VAE of four."""
+    runner = runner_of("wide-heads")
+    choose, seen = runner.execution.choose, list[tuple[str, int, list[torch.Tensor]]]()
+
+    def watched(group: Group, rows: int) -> Way:
+        way = choose(group, rows)
+
+        def function(*arguments: Any, **options: Any) -> Any:
+            tensors = [leaf.clone() for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)]
+            seen.append((group.phase, rows, tensors))
+            return way.function(*arguments, **options)
+
+        return way._replace(function=function)
+
+    monkeypatch.setattr(runner.execution, "choose", watched)
+    side = runner.model.native
+    one = ImageParameters("a red hat", 1, side, side, steps=4, guidance_scale=1.0, deepcache=DeepCache(2))
+    wanted = [replace(one, seed=seed, prompt=f"{seed} red hats") for seed in range(3)]
+    crank = Crank(runner)
+    for index, parameters in enumerate(wanted):
+        crank.submit(str(index), parameters)
+    pictures = crank.pictures()
+    padded = {"deep": 6, "shallow": 6, "vae": 4}
+    assert {phase for phase, rows, _ in seen if rows == 3} == padded.keys(), "they rode together all the way"
+    for phase, rows, tensors in seen:
+        for tensor in tensors:
+            assert len(tensor) == padded[phase]
+            for row in tensor[rows:]:
+                assert torch.equal(row, tensor[0])
+    for index, parameters in enumerate(wanted):
+        assert np.abs(levels(pictures[str(index)]) - levels(solo(runner, parameters))).max() <= (20 if CUDA else 1)
+
+
 def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
     runner = runner_of("wide-heads", recorded=False)
     side = runner.model.native
@@ -147,6 +183,38 @@ def test_while_a_graph_is_missing_a_wider_one_serves_where_it_costs_less() -> No
     assert (execution.cheapest(group, 5).compiled, execution.cheapest(group, 5).rows) == (False, 6)
     fixed = execution.cheapest(group._replace(mode="graphs"), 2)
     assert (fixed.compiled, fixed.rows) == (True, 8), "deterministic requests have the one width"
+
+
+def test_deterministic_requests_never_take_a_wider_graph() -> None:
+    """However slow their own kernels are: other widths have other bits."""
+    runner = runner_of("wide-heads", recorded=False)
+    runner.recording.close()
+    execution, side = runner.execution, runner.model.native
+    group = Group("deep", (side, side))
+    execution.choose(group, 16)
+    while execution.record_next():
+        pass
+    for seconds in (9.0, 0.5):  # the first does not count
+        execution.observe(group, 8, False, seconds)
+    for _ in range(20):
+        execution.observe(group, 16, True, 0.010)
+    free, fixed = execution.cheapest(group, 8), execution.cheapest(group._replace(mode="graphs"), 2)
+    assert (free.compiled, free.rows) == (True, 16) and (fixed.compiled, fixed.rows) == (False, 8)
+
+
+@torch.inference_mode()
+def test_prompts_are_encoded_at_the_next_width_in_their_order() -> None:
+    runner = runner_of("wide-heads")
+    prompts = ["a red hat", "an old cat", "two boats on a lake"]  # of four rows the fourth is padding
+    ids = [
+        tokenizer(prompts, padding="max_length", max_length=tokenizer.model_max_length, return_tensors="pt").input_ids
+        for tokenizer in runner.model.tokenizers
+    ]
+    expected = encode.embed(runner.model, ids)
+    for own, wanted in zip(runner.execution.embed(ids), expected, strict=True):
+        assert own.shape == wanted.shape
+        assert torch.allclose(own.float(), wanted.float(), atol=0.05 if CUDA else 1e-5)
+        assert not torch.allclose(wanted[0].float(), wanted[1].float(), atol=0.05 if CUDA else 1e-5)
 
 
 def test_a_graph_that_cannot_be_recorded_costs_no_picture(caplog: pytest.LogCaptureFixture) -> None:
