@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,9 +73,11 @@ def test_opening_streams_does_not_stop_for_all_garbage(redis_url: str, folder: P
             before = collections()
             limits = httpx2.Limits(max_connections=600)
             many = streams.enter_context(httpx2.Client(base_url=client.base_url, timeout=PATIENCE_S, limits=limits))
+            opened: list[Iterator[str]] = []
             for _ in range(600):
-                opened = streams.enter_context(many.stream("GET", f"/v1/jobs/{id}/events"))
-                assert next(opened.iter_lines()).startswith("event: queued")
+                lines = streams.enter_context(many.stream("GET", f"/v1/jobs/{id}/events")).iter_lines()
+                assert next(lines).startswith("event: queued")
+                opened.append(lines)  # which would close the stream if nobody held it
             assert collections() == before
 
 
