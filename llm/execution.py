@@ -132,13 +132,16 @@ class Execution:
         if model.device.type != "cuda":
             return None
         if model.dtype == torch.float32:
-            return self._on_torch("ours multiply bf16 and 8 bits, not fp32")
+            self._on_torch("ours multiply bf16 and 8 bits, not fp32")
+            return None
         if (why := lacks(model.network, self.cache)) is not None:
-            return self._on_torch(why)
+            self._on_torch(why)
+            return None
         try:
             return Fused(FusedLlama(model.network, self.cache), self.cache, sequences, context)
         except ValueError as error:
-            return self._on_torch(str(error))
+            self._on_torch(str(error))
+            return None
 
     def _on_torch(self, why: str) -> None:
         self.kernels_reason = why

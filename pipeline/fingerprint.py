@@ -74,7 +74,7 @@ def fingerprint(model: Model, *, executable: str, bucket: int | None, kernels: K
     that the request shared batches of any size, and that its last bits may depend on them.
     """
     kernels = kernels or Kernels()
-    found = {
+    found: dict[str, Any] = {
         "model": model.name,
         "weights": model.digest,
         "precision": model.precision,
