@@ -20,7 +20,7 @@ WORKDIR /app
 COPY constraints.txt ./
 # What `api` imports, and what DIPTYCH_TRACES needs; tests/deployment/test_image.py holds this line to the source.
 RUN pip install -c constraints.txt setuptools \
-    celery fastapi limits obstore pillow prometheus-client pydantic-settings python-multipart redis uvicorn \
+    celery fastapi h11 limits obstore pillow prometheus-client pydantic-settings python-multipart redis uvicorn \
     opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 
 # -- the source, and the models apart from it; readable by everybody, whatever the umask of who cloned it --------------

@@ -52,7 +52,7 @@ chaos: .venv/.installed  ## kills, pauses and cuts off parts of a running servic
 	$(BIN)/python -m tests.faults.chaos $(ARGS)
 
 mutants: .venv/.installed  ## changes ROOM=core/jobs/keyring.py in small ways and says what no test notices; ARGS="--sample 60"
-	$(BIN)/python -m tests.mutants $(or $(ROOM),$(error ROOM= is needed: a file, such as core/jobs/keyring.py)) $(ARGS)
+	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)
 
 up:  ## the whole service in containers, on http://127.0.0.1:8000; PORT=8080 for another port
 	PORT=$(or $(PORT),8000) $(COMPOSE) up --detach --build

@@ -35,7 +35,7 @@ def extend(document: dict[str, Any]) -> None:
 
 def _head(get: dict[str, Any]) -> dict[str, Any]:
     """The HEAD of this GET: the same without bodies, and without a range."""
-    kept = {name: get[name] for name in ("tags", "security") if name in get}
+    kept: dict[str, Any] = {name: get[name] for name in ("tags", "security") if name in get}
     parameters = [one for one in get.get("parameters", []) if one["name"] != "Range"]
     return {
         **kept,

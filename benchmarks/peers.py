@@ -32,7 +32,7 @@ from pipeline.denoise import Inputs, PackedKeys
 from pipeline.drawing import Drawing
 from pipeline.load import Model, load
 from unet_opt import recipe as recipes
-from unet_opt.calibrate import STEPS, calibrate
+from unet_opt.calibrate import CalibrationSettings, Part, calibrate, observe_modules
 from unet_opt.program import UNetPrograms
 
 ROWS, FEW_ROWS = 16, 2
@@ -48,6 +48,7 @@ DRAWN = (
     "hibiscus", "octopus on a teal background", "alarm clock", "fox", "sailboat on a light blue background", "cherries",
     "man running", "umbrella",
 )  # fmt: skip
+_WATCHED = CalibrationSettings().watched_steps
 _REST_S = 0.02  # OpenMP's threads spin for some milliseconds after a forward, which would slow the next contender's
 
 Forward = Callable[[], Tensor]
@@ -127,7 +128,7 @@ def run(
         },
         "left_out": left_out,
         "forwards": forwards,
-        "calibration": {"captions": len(CALIBRATION), "steps": STEPS},
+        "calibration": {"captions": len(CALIBRATION), "steps": _WATCHED},
         "model": Path(settings.model_name).name,
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "threads": threads,
@@ -245,11 +246,12 @@ def _set(settings: Settings) -> tuple[Stage, list[Inputs]]:
         # The recipe asks for the first steps; NNCF also quantizes what reads the time, and must see all.
         drawing.latents(
             batch, range(len(batch)), forward=_listen(model.unet, seen),
-            around=lambda step: around(step) if step < STEPS else contextlib.nullcontext(),
+            around=lambda step: around("unet", step) if step < _WATCHED else contextlib.nullcontext(),
         )  # fmt: skip
 
     layers = recipes.unet(model.unet).targets(model.unet)
-    ranges = calibrate(model.unet, layers, CALIBRATION, draw, digest=model.digest)
+    parts = {"unet": Part(layers, observe_modules(model.unet))}
+    ranges = calibrate(parts, CALIBRATION, draw, digest=model.digest)["unet"]
     drawing.latents(DRAWN, range(100, 100 + len(DRAWN)), forward=_listen(model.unet, drawn))
     return Stage(settings, model, seen, ranges), drawn
 

@@ -80,13 +80,14 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """What is checked out, with "-dirty" where source files differ from it; None where neither git nor
-    `DIPTYCH_COMMIT` tells.
+    """What `DIPTYCH_COMMIT` says, else what is checked out, with "-dirty" where source files differ from it; or None.
 
     Outputs of benchmarks, docs and tests are no source files: a benchmark does not spoil the next one's commit.
     """
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named
     if not _is_repository():
-        return os.environ.get(COMMIT_VARIABLE) or None
+        return None
     head = _git("rev-parse", f"--short={_DIGITS}", "HEAD")
     if head is None:
         return None

@@ -77,11 +77,14 @@ def quality(data: Path, work: Path, names: list[str]) -> None:
     from pipeline.load import load
     from pipeline.prompts import read
     from pipeline.quantized import watch
+    from unet_opt.calibrate import CalibrationSettings
 
     captions = [prompt.text for prompt in read(data / "emoji" / "captions.tsv", columns=("name",), names=())]
     if not (work / "real").is_dir():
         _run("-m", "training.real", "--data", str(data), "--out", str(work / "real"))
-    watch(load(str(_ROOT / "models" / "emoji-xl")), captions[::_EVERY], work / "statistics.safetensors")
+    shipped = CalibrationSettings(guidance=5.0)  # as the scales in models/emoji-xl were made: 5 suits the model
+    model = load(str(_ROOT / "models" / "emoji-xl"))
+    watch(model, captions[::_EVERY], work / "statistics.safetensors", settings=shipped)
     for name in names:
         asked, only = (captions, ("--only", *_WHOLE)) if name == "quality" else (captions[::_SWEPT], ())
         folder = work / name

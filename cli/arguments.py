@@ -7,10 +7,11 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
     from core.config import Settings
     from workers.build import Works
@@ -100,15 +101,55 @@ def model_errors() -> Iterator[None]:
         raise Failure(f"{error} ({error.__cause__ or 'no reason is known'})") from error
 
 
+class Starting:
+    """A spinner with what happens now, or a bar while something is counted."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("starting")
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_bar()
+        self._status.stop()
+
+    def say(self, text: str) -> None:
+        self._end_bar()
+        self._status.update(text)
+
+    def count(self, text: str, done: int, total: int) -> None:
+        if self._bar is None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._status.stop()
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console)
+            self._bar.add_task(text, total=total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done)
+        if done == total:
+            self._end_bar()
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._status.start()
+
+
 def open_works(settings: Settings, console: Console, measure_s: float = 0.0) -> Works:
     """Build the works under a spinner."""
     # Imports make millions of objects that stay: looking through them for garbage is a tenth of the start.
     gc.disable()
     try:
-        with console.status("starting") as status:
+        with Starting(console) as starting:
             from workers.build import build
 
-            return build(settings, measure_s=measure_s, say=status.update)
+            return build(settings, measure_s=measure_s, say=starting.say, count=starting.count)
     finally:
         gc.freeze()
         gc.enable()

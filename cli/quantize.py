@@ -6,14 +6,18 @@ Knows options and progress; leaves ranges, recipes and files to `pipeline.quanti
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
-from cli.arguments import Commands, UsageError, model_errors, read_settings
+from cli.arguments import Commands, Starting, UsageError, model_errors, read_settings
 
 _ABOUT = """The variant goes into DIR as unet-int8 and vae-int8 (unet-fp8). `--precision int8` finds it where DIR is the
-model's own folder, and else with `--unet DIR/unet-int8`. A calibration that was stopped goes on where it was, with the
-same model, prompts and DIR.
+model's own folder, and else with `--unet DIR/unet-int8`. Without -o it goes into the cache, where `--precision int8`
+and `auto` find it; `--precision int8` does the same by itself with a model that has no variant. A calibration that
+was stopped goes on where it was, with the same model, prompts and DIR.
 """
+_LIMIT = 64
+_OWN = ("prompts", "limit", "alpha", "plain", "scales_only")  # of a variant that is looked for nowhere else than in DIR
 
 
 def add(commands: Commands) -> None:
@@ -33,10 +37,11 @@ def add(commands: Commands) -> None:
     quantize.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
     quantize.add_argument("--scheme", choices=("int8", "fp8"), default="int8", help="default: %(default)s")
     quantize.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE", help="to calibrate on: one a line, or a .tsv/.csv"
-    )
-    quantize.add_argument("--limit", type=int, default=64, metavar="N", help="only the first N; default: %(default)s")
-    quantize.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="for the variant")
+        "--prompts", type=Path, metavar="FILE",
+        help="to calibrate on: one a line, or a .tsv/.csv; default: 64 captions that come with the code",
+    )  # fmt: skip
+    quantize.add_argument("--limit", type=int, metavar="N", help="only the first N prompts; default: 64")
+    quantize.add_argument("-o", "--out", type=Path, metavar="DIR", help="for the variant; default: the cache")
     quantize.add_argument("--alpha", type=float, metavar="A", help="of SmoothQuant, 0 to 1; default: the recipe's")
     quantize.add_argument(
         "--plain", action="store_true", help="without smoothing: worse pictures, to see what smoothing brings"
@@ -49,39 +54,79 @@ def add(commands: Commands) -> None:
 
 
 def _quantize(options: argparse.Namespace) -> int:
+    if options.limit is not None and options.limit < 1:
+        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    if options.alpha is not None and not 0 <= options.alpha <= 1:
+        raise UsageError(f"--alpha: must be between 0 and 1, not {options.alpha:g}")
+    if options.text_model is not None:
+        return _quantize_text(options, _prompts(options))
+    if options.out is None:
+        return _into_cache(options)
+    return _into_folder(options, _prompts(options))
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    """The first of those in the file, or of the ones that come with the code."""
+    from pipeline.prompts import PromptsError, read
+
+    limit = options.limit or _LIMIT
+    if options.prompts is None:
+        from pipeline.calibration import default_prompts
+
+        return list(default_prompts()[:limit])
+    try:
+        return [prompt.text for prompt in read(options.prompts, limit)]
+    except PromptsError as error:
+        raise UsageError(f"--prompts: {error}") from error
+
+
+def _into_cache(options: argparse.Namespace) -> int:
+    """Make the variant that `--precision int8` looks for, unless it is there."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    given = [name for name in _OWN if getattr(options, name) not in (None, False)]
+    if given:
+        raise UsageError(f"--out: is needed with --{given[0].replace('_', '-')}: in the cache all is as by default")
+    settings = read_settings(options)
+    with model_errors(), Starting(Console(stderr=True)) as starting:
+        from workers import variants
+        from workers.build import device_of, plain_model, precision, unquantized
+
+        device = device_of(settings)
+        precision(settings.model_copy(update={"precision": options.scheme}), device)  # refuses what does not run here
+        place = variants.cached(settings, device, options.scheme, unquantized(device))
+        was_made = place.is_made
+        if not was_made:
+            opened = partial(plain_model, settings, options.scheme)
+            variants.quantize_into(place, settings, opened, starting.say, starting.count)
+    print(f"{place.folder} {'was there already' if was_made else 'is made'}; --precision {options.scheme} takes it")
+    return 0
+
+
+def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
+    from rich.console import Console
 
     from core.quant.convert import RecipeError
     from core.quant.statistics import StatisticsError
     from core.quant.store import StoreError
-    from pipeline.prompts import PromptsError, read
     from unet_opt.recipe import ALPHA
 
-    if options.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
-    if options.alpha is not None and not 0 <= options.alpha <= 1:
-        raise UsageError(f"--alpha: must be between 0 and 1, not {options.alpha:g}")
+    settings = read_settings(options)
+    doing = f"quantizing to {options.scheme}"
     try:
-        prompts = [prompt.text for prompt in read(options.prompts, options.limit)]
-    except PromptsError as error:
-        raise UsageError(f"--prompts: {error}") from error
-    if options.text_model is not None:
-        return _quantize_text(options, prompts)
-    settings = read_settings(options, precision="fp32")
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        with model_errors(), Progress(*columns, console=console) as progress:
+        with model_errors(), Starting(Console(stderr=True)) as starting:
             from pipeline.quantized import make
-            from workers.build import load_model
+            from workers.build import device_of, kernels, load_model, unquantized
 
-            bars = {part: progress.add_task(f"watching the {part}", total=len(prompts)) for part in ("unet", "vae")}
-            alpha = None if options.plain else ALPHA if options.alpha is None else options.alpha
+            # As it is in the folder, whatever the environment says of how it is served.
+            precision = unquantized(device_of(settings))
+            settings = settings.model_copy(update={"precision": precision, "unet": ""})
+            model = load_model(settings)
             made = make(
-                load_model(settings), prompts, options.out, scheme=options.scheme, alpha=alpha,
-                weights=not options.scales_only,
-                tell=lambda part, done, total: progress.update(bars[part], completed=done, total=total),
+                model, prompts, options.out, scheme=options.scheme,
+                alpha=None if options.plain else ALPHA if options.alpha is None else options.alpha,
+                weights=not options.scales_only, kernels=kernels(settings, model)[0],
+                tell=lambda done: starting.count(doing, done, len(prompts)),
             )  # fmt: skip
     except (StatisticsError, RecipeError, StoreError) as error:
         raise UsageError(str(error)) from error
@@ -102,6 +147,8 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
     from llm.quantized import make
     from llm.recipe import ALPHA, llama
 
+    if options.out is None:
+        raise UsageError("--out: is needed with --text-model: the folder of its model, or another")
     if options.scales_only:
         raise UsageError("--scales-only: is for models that draw; a --text-model is written with its weights")
     alpha = None if options.plain else ALPHA if options.alpha is None else options.alpha

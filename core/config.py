@@ -39,9 +39,13 @@ class Settings(BaseSettings):
     variant: str | None = Field(default=None, description="of the weight files, such as fp16")
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = Field(
         default="auto",
-        description="auto: int8 where the model has such a variant and the kernels run, else fp32 or bf16",
+        description="auto: int8 where the model, or the cache, has such a variant and the kernels run, else fp32 or "
+        "bf16; int8 and fp8 of a model without a variant make one, once",
     )
-    unet: str = Field(default="", description="a quantized UNet's folder; empty: the model's own unet-int8 or unet-fp8")
+    unet: str = Field(
+        default="",
+        description="a quantized UNet's folder; empty: the model's own unet-int8 or unet-fp8, or the cache's",
+    )
     lora: str = Field(
         default="", description="fused into the model as it is loaded: name, name:scale, or several with commas"
     )
@@ -57,7 +61,7 @@ class Settings(BaseSettings):
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
     kernels: bool = Field(default=True, description="our own CPU kernels where processor and compiler allow")
     compile: bool = Field(default=True, description="else compile torch's in the background, with a C++ compiler")
-    cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code, kept between starts")
+    cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code and variants")
     checker: str = Field(
         default="",
         pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_][\w.]*)?$",
@@ -77,7 +81,10 @@ class Settings(BaseSettings):
     text_model: str = Field(
         default="", description="a folder in transformers' format or a hub id; empty: the embedded one; off: no text"
     )
-    text_precision: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
+    text_precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = Field(
+        default="auto",
+        description="auto: int8 or fp8 where the model has such a variant and the kernels run, else fp32 or bf16",
+    )
     text_draft: str = Field(
         default="", description="makes guesses: a smaller text model, or lookup for what was said; empty: none"
     )

@@ -131,17 +131,15 @@ class Execution:
         model = self.model
         if model.device.type != "cuda":
             return None
-        if model.dtype == torch.float32:
-            self._on_torch("ours multiply bf16 and 8 bits, not fp32")
-            return None
-        if (why := lacks(model.network, self.cache)) is not None:
-            self._on_torch(why)
-            return None
+        why = "ours multiply bf16 and 8 bits, not fp32" if model.dtype == torch.float32 else None
+        why = why or lacks(model.network, self.cache)
         try:
-            return Fused(FusedLlama(model.network, self.cache), self.cache, sequences, context)
+            if why is None:
+                return Fused(FusedLlama(model.network, self.cache), self.cache, sequences, context)
         except ValueError as error:
-            self._on_torch(str(error))
-            return None
+            why = str(error)
+        self._on_torch(why)
+        return None
 
     def _on_torch(self, why: str) -> None:
         self.kernels_reason = why

@@ -204,6 +204,16 @@ def _check(name: str, network: Any, tokenizer: Any) -> None:
         )
 
 
+def variants(name: str) -> set[str]:
+    """The schemes in 8 bits that a model's folder holds a variant of. Raises `TextModelError` for no model."""
+    from core.quant import store
+
+    if name in tiny.SHAPES:
+        return set()
+    folder = _find(name)
+    return {scheme for scheme in _SCHEMES if (folder / variant(scheme) / store.MANIFEST).is_file()}
+
+
 def _quantized(name: str, folder: Path | None, network: Any, digest: str, scheme: str) -> str:
     from core.quant import store
 

@@ -23,7 +23,10 @@ class Drawing:
     It draws what a request for the native size with the model's own sampler would get.
     """
 
-    def __init__(self, model: Model, keys: denoise.PackedKeys, *, guidance: float = 5.0, steps: int = 20) -> None:
+    def __init__(
+        self, model: Model, keys: Callable[[Tensor], Tensor], *, guidance: float = 5.0, steps: int = 20
+    ) -> None:
+        """`keys` turns hidden states [B, T, D] of text into what cross-attention reads, [B, T, width]."""
         self.model = model
         self._keys = keys
         self._encoder = Encoder(model, capacity=512)

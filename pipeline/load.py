@@ -98,7 +98,7 @@ def load(
         loaded = {part: getattr(pipeline, part) for part in PARTS}
         loaded["scheduler"] = {**pipeline.scheduler.config, "_class_name": type(pipeline.scheduler).__name__}
         force_zeros = bool(pipeline.config.force_zeros_for_empty_prompt)
-        short, digest = name, f"{name}-seed0-torch{torch.__version__}"
+        short, digest = name, _seeded_digest(name, where)
     else:
         folder = folders.find(name, variant)
         index, files = folders.check(folder, variant)
@@ -151,6 +151,21 @@ def load(
 def seeded(name: str) -> bool:
     """Whether this names a model with random weights, made in code."""
     return name == sdxl.NAME or name in tiny.SHAPES
+
+
+def weights_digest(name: str, *, variant: str | None = None, device: str = "cpu") -> str:
+    """The digest that a model has which is loaded neither quantized nor with LoRAs. Raises `ModelError`."""
+    if seeded(name):
+        return _seeded_digest(name, _device(device))
+    folder = folders.find(name, variant)
+    return folders.digest(folder, folders.check(folder, variant)[1])
+
+
+def _seeded_digest(name: str, device: torch.device) -> str:
+    import torch
+
+    drawn = f"-{device.type}" if name == sdxl.NAME else ""  # its weights are drawn on the device, by another generator
+    return f"{name}-seed0-torch{torch.__version__}{drawn}"
 
 
 def _device(name: str) -> torch.device:

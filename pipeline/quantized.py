@@ -1,35 +1,31 @@
 """A model's quantized UNet and VAE: where they lie, how they are made, and putting them in place of the model's own.
 
-Knows folders, recipes and calibration; leaves arithmetic to `core.quant` and files to its store.
+Prompts are drawn by `pipeline.calibration`, arithmetic is `core.quant`'s.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, get_args
 
 from core.quant import store
 from core.quant.convert import Recipe, Report, Scheme, quantize_
 from core.quant.statistics import Statistics
-from pipeline.denoise import PackedKeys
-from pipeline.drawing import Drawing
+from pipeline.calibration import Part, collect
 from pipeline.folder import ModelError
-from pipeline.vae import unscale
 from unet_opt import recipe as recipes
-from unet_opt.calibrate import STEPS, calibrate
+from unet_opt.calibrate import CalibrationSettings
 
 if TYPE_CHECKING:
     from pipeline.load import Model
 
-Part = Literal["unet", "vae"]
-SCHEMES: tuple[Scheme, ...] = ("int8", "fp8")
-_FULL_STEPS = 20  # the VAE is calibrated on finished latents
-_GUIDANCE = 5.0
+PARTS: tuple[Part, ...] = get_args(Part)
+Ranges = Mapping[str, Statistics]  # by part
 
 
 def folder(parent: Path, part: Part, scheme: str) -> Path:
@@ -82,6 +78,29 @@ def check_scales_alone(where: Path) -> None:
         raise ModelError(str(error)) from error
 
 
+def recipes_of(model: Model, alpha: float | None = recipes.ALPHA) -> dict[Part, Recipe]:
+    """What is done with each part's layers. `alpha` None is plain INT8."""
+    return {"unet": recipes.unet(model.unet, alpha=alpha), "vae": recipes.decoder(model.vae)}
+
+
+def ranges(model: Model, prompts: Sequence[str], *, alpha: float | None = recipes.ALPHA, **options: Any) -> Ranges:
+    """What flows into the layers that are to be quantized; options as `calibration.collect` has them."""
+    return collect(model, _targets(model, recipes_of(model, alpha)), prompts, **options)
+
+
+def in_8_bits(
+    model: Model, part: Part, found: Ranges, *, scheme: Scheme = "int8", alpha: float | None = recipes.ALPHA
+) -> tuple[Any, Report]:
+    """The part in 8 bits, and what was done. The model's own part stays as it is.
+
+    Tensors of layers that are not quantized are shared with it: those that are take half or a quarter of its memory.
+    """
+    own = getattr(model, part)
+    module = copy.deepcopy(own, {id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())})
+    report = quantize_(module, recipes_of(model, alpha)[part], found[part], scheme=scheme, digest=model.digest)
+    return module, report
+
+
 def make(
     model: Model,
     prompts: Sequence[str],
@@ -90,74 +109,50 @@ def make(
     scheme: Scheme = "int8",
     alpha: float | None = recipes.ALPHA,
     weights: bool = True,
-    tell: Callable[[str, int, int], None] = lambda part, done, total: None,
+    settings: CalibrationSettings | None = None,
+    kernels: ctypes.CDLL | None = None,
+    tell: Callable[[int], None] = lambda count: None,
 ) -> dict[Part, tuple[Report, int]]:
     """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumes.
 
-    `model` must be in fp32 and is left as it is. Returns what was done and the bytes written, by part. Raises what
-    calibration, recipes and the store raise: `StatisticsError`, `RecipeError`, `StoreError`.
+    The model is in fp32, bf16 or fp16, and is left as it is. `kernels` are the CPU's. Returns what was done and the
+    bytes written, by part. Raises what calibration, recipes and the store raise: `StatisticsError`, `RecipeError`,
+    `StoreError`; and OSError where `out` cannot be made.
     """
-    drawing = Drawing(model, PackedKeys(model.unet), guidance=_GUIDANCE, steps=_FULL_STEPS)
+    settings = settings or CalibrationSettings()
     made: dict[Part, tuple[Report, int]] = {}
-
-    def draw(batch: Sequence[str], around: Any) -> None:
-        drawing.latents(batch, _seeds(batch), until=STEPS, around=around)
-
-    def decode(batch: Sequence[str], around: Any) -> None:
-        latents = drawing.latents(batch, _seeds(batch))
-        with around(0), torch.inference_mode():
-            model.vae.decode(unscale(latents.to(model.vae.dtype), model.vae.config), return_dict=False)
-
-    parts: list[tuple[Part, Any, Recipe, Any]] = [
-        ("unet", model.unet, recipes.unet(model.unet, alpha=alpha), draw),
-        ("vae", model.vae, recipes.decoder(model.vae), decode),
-    ]
     out.mkdir(parents=True, exist_ok=True)
-    for part, module, recipe, run in parts:
-        checkpoint = out / f".{part}-{scheme}.statistics"
-        statistics = calibrate(
-            module, recipe.targets(module), prompts, run, digest=model.digest, checkpoint=checkpoint,
-            tell=lambda count, part=part: tell(part, count, len(prompts)),  # type: ignore[misc]
-        )  # fmt: skip
-        made[part] = _write(model, part, recipe, statistics, folder(out, part, scheme), scheme, weights, len(prompts))
+    checkpoints: dict[Part, Path] = {part: out / f".{part}-{scheme}.statistics" for part in PARTS}
+    found = ranges(
+        model, prompts, alpha=alpha, settings=settings, kernels=kernels, checkpoints=checkpoints, tell=tell
+    )  # fmt: skip
+    for part, recipe in recipes_of(model, alpha).items():
+        module, report = in_8_bits(model, part, found, scheme=scheme, alpha=alpha)
+        manifest = store.Manifest(
+            scheme=scheme,
+            recipe=recipe.name,
+            source=model.digest,
+            layers={name: type(module.get_submodule(name)).__name__ for name in report.changed},
+            skipped=report.skipped,
+            calibration=calibration_of(prompts, settings) | {"dtype": str(model.dtype).removeprefix("torch.")},
+        )
+        made[part] = report, store.save(module, folder(out, part, scheme), manifest, weights=weights)
+    for checkpoint in checkpoints.values():
         checkpoint.unlink(missing_ok=True)
     return made
 
 
-def watch(model: Model, prompts: Sequence[str], path: Path) -> None:
+def calibration_of(prompts: Sequence[str], settings: CalibrationSettings) -> dict[str, Any]:
+    """What a manifest says of the calibration."""
+    said = "\n".join(prompts).encode("utf-8", "surrogatepass")
+    return asdict(settings) | {"prompts": len(prompts), "prompts_sha256": hashlib.sha256(said).hexdigest()}
+
+
+def watch(model: Model, prompts: Sequence[str], path: Path, *, settings: CalibrationSettings | None = None) -> None:
     """Calibrate the UNet alone and keep its statistics in `path`; resumes. To compare recipes on equal statistics."""
-    drawing = Drawing(model, PackedKeys(model.unet), guidance=_GUIDANCE, steps=_FULL_STEPS)
-
-    def draw(batch: Sequence[str], around: Any) -> None:
-        drawing.latents(batch, _seeds(batch), until=STEPS, around=around)
-
     layers = recipes.unet(model.unet).targets(model.unet)
-    calibrate(model.unet, layers, prompts, draw, digest=model.digest, checkpoint=path)
+    collect(model, {"unet": layers}, prompts, settings=settings, checkpoints={"unet": path})
 
 
-def _write(
-    model: Model,
-    part: Part,
-    recipe: Recipe,
-    statistics: Statistics,
-    where: Path,
-    scheme: Scheme,
-    weights: bool,
-    count: int,
-) -> tuple[Report, int]:
-    module = copy.deepcopy(getattr(model, part))
-    report = quantize_(module, recipe, statistics, scheme=scheme, digest=model.digest)
-    manifest = store.Manifest(
-        scheme=scheme,
-        recipe=recipe.name,
-        source=model.digest,
-        layers={name: type(module.get_submodule(name)).__name__ for name in report.changed},
-        skipped=report.skipped,
-        calibration={"prompts": count, "steps": STEPS if part == "unet" else _FULL_STEPS, "guidance": _GUIDANCE},
-    )
-    return report, store.save(module, where, manifest, weights=weights)
-
-
-def _seeds(batch: Sequence[str]) -> list[int]:
-    """A seed for each prompt, from its text: the same whatever batch it comes in."""
-    return [int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4]) for prompt in batch]
+def _targets(model: Model, of: Mapping[Part, Recipe]) -> dict[Part, list[str]]:
+    return {part: recipe.targets(getattr(model, part)) for part, recipe in of.items()}

@@ -153,12 +153,24 @@ def run(name: str, jobs: int, words: Sequence[str]) -> Row:
     parallel = ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
     named = any((ROOT / word.partition("::")[0]).exists() for word in words if not word.startswith("-"))
     rooms = [] if named else [room for room in ROOMS if (ROOT / room).exists()]
-    command = [sys.executable, "-m", "pytest", "-q", *parallel, f"--junit-xml={report}", *rooms, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        *parallel,
+        f"--junit-xml={report}",
+        "-o",
+        "junit_family=xunit1",
+        *rooms,
+        *words,
+    ]
     began = time.monotonic()
     code = subprocess.run(command, cwd=ROOT, env=environment(configuration)).returncode
-    if code not in (0, 1) or not report.is_file():
-        return Row(name, {}, f"pytest ended with {code}")
-    return Row(name, counts(report), seconds=time.monotonic() - began)
+    try:
+        return Row(name, counts(report), f"pytest ended with {code}" if code > 1 else "", time.monotonic() - began)
+    except (OSError, ElementTree.ParseError):  # it died, or never began
+        return Row(name, {}, f"pytest ended with {code} and no report")
 
 
 def counts(report: Path) -> dict[str, int]:

@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "evaluation/fid.py": ("tests/evaluation/test_fid.py",),
     "evaluation/mlperf.py": ("tests/evaluation/test_mlperf.py",),
     "llm/choose.py": ("tests/llm/test_choose.py",),
-    "llm/sample.py": ("tests/llm/test_sample.py",),
+    "llm/sample.py": ("tests/llm/test_sample.py", "tests/llm/test_choose.py"),
 }
 _PYTEST = (  # plugins may be among what was imported beforehand
     "-x", "-q", "--no-header", "-pno:cacheprovider", "-pno:xdist", "-Wignore::pytest.PytestAssertRewriteWarning",
@@ -59,12 +59,15 @@ _PATIENCE = 5.0  # times what they take on the code
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("room", help=f"a file; with tests known here: {', '.join(ROOMS)}")
+    parser.add_argument("room", nargs="?", help=f"a file; without one, after another: {', '.join(ROOMS)}")
     parser.add_argument("--tests", nargs="+", help="the tests that guard it, for a file that is not known here")
     parser.add_argument("--sample", type=int, help="take so many of its mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--lines", help="only these, such as 40-80")
     options = parser.parse_args()
+    if options.room is None:
+        command = [sys.executable, "-m", "tests.mutants"]
+        return max(subprocess.run([*command, room, *sys.argv[1:]], cwd=ROOT).returncode for room in ROOMS)
     room = str(Path(options.room))
     tests = options.tests or ROOMS.get(room)
     if tests is None:

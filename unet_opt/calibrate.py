@@ -1,74 +1,155 @@
-"""Collects what flows into a UNet's layers over the first steps of a list of prompts, resumably, and into a decoder's.
+"""Collects what flows into the layers of a UNet and of a VAE's decoder while a list of prompts is drawn, resumably.
 
-The first 8 of 20 steps, as NVIDIA's MLPerf submissions do. Knows batches and files; leaves drawing to its caller, and
-knows nothing of prompts.
+Drawing is the caller's: see `pipeline.calibration`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
+from core.quant.kernels.cpu.layers import Layer
 from core.quant.statistics import Statistics, StatisticsError
+from unet_opt.decoder import DecoderPrograms
+from unet_opt.program import UNetPrograms
 
-STEPS = 8
-BATCH = 8
 
-Around = Callable[[int], AbstractContextManager[None]]
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How prompts are drawn while ranges are collected: 20 steps with guidance 8, of which the UNet's first 8 count.
+
+    That is the published INT8 recipe for SDXL (NVIDIA's MLPerf Inference v4.0 submission), which takes the largest
+    magnitudes over 32 to 500 prompts. The decoder reads the finished latents. There is no negative prompt: keys and
+    values of the text are not quantized, so the layers that are never see what is particular about one.
+    """
+
+    steps: int = 20
+    watched_steps: int = 8
+    guidance: float = 8.0
+    batch: int = 8  # prompts drawn together
+
+
+Observe = Callable[[Statistics, Sequence[str], int], AbstractContextManager[None]]
+"""Adds what these layers read while the context is open to the statistics, as one batch of a step."""
+Around = Callable[[str, int], AbstractContextManager[None]]
+"""To be entered around a forward of this part in this step."""
 Run = Callable[[Sequence[str], Around], None]
-"""Runs a batch of prompts through the model, entering the given context around each forward of a step."""
+"""Draws a batch of prompts, entering the given context around each forward that is to be observed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layers to observe, how, and the file that keeps what was collected so far."""
+
+    layers: Sequence[str]
+    observe: Observe
+    checkpoint: Path | None = None
 
 
 def calibrate(
-    model: nn.Module,
-    layers: Sequence[str],
+    parts: Mapping[str, Part],
     prompts: Sequence[str],
     run: Run,
     *,
     digest: str,
-    checkpoint: Path | None = None,
+    settings: CalibrationSettings | None = None,
     tell: Callable[[int], None] = lambda count: None,
-) -> Statistics:
-    """Statistics of `layers` over all prompts, `BATCH` at a time.
+) -> dict[str, Statistics]:
+    """Statistics of each part's layers over all prompts, `settings.batch` at a time.
 
-    With `checkpoint` what was collected is kept there after each batch, and a run that finds it goes on from there.
+    With checkpoints what was collected is kept there after each batch, and a run that finds them goes on from there.
     `tell` is given the number of prompts done. Raises `StatisticsError` without prompts, for a checkpoint that cannot
-    be read or written, and for one of another model, other layers or other prompts.
+    be read or written, and for one of another model, other layers, other settings or other prompts.
     """
+    settings = settings or CalibrationSettings()
     if not prompts:
         raise StatisticsError("calibration needs prompts, and there are none")
-    statistics = _resume(checkpoint, digest, layers, prompts)
-    done = min(statistics.batches, default=0)
-    for start in range(done * BATCH, len(prompts), BATCH):
+    found = {name: _resume(part, digest, prompts, settings) for name, part in parts.items()}
+    done = {name: min(statistics.batches, default=0) for name, statistics in found.items()}
+    for batch, start in enumerate(range(0, len(prompts), settings.batch)):
+        waiting = {name for name in parts if done[name] <= batch}  # a part may be ahead: checkpoints are two files
+        if not waiting:
+            continue
         tell(start)
-        batch = prompts[start : start + BATCH]
-        run(batch, lambda step: statistics.observe(model, layers, step))
-        statistics.data = _digest(prompts[: start + BATCH])
-        if checkpoint is not None:
-            statistics.save(checkpoint)
+
+        def around(name: str, step: int, waiting: set[str] = waiting) -> AbstractContextManager[None]:
+            if name not in waiting:
+                return contextlib.nullcontext()
+            return parts[name].observe(found[name], parts[name].layers, step)
+
+        end = start + settings.batch
+        run(prompts[start:end], around)
+        for name in waiting:
+            found[name].data = _digest(prompts[:end], settings)
+            checkpoint = parts[name].checkpoint
+            if checkpoint is not None:
+                found[name].save(checkpoint)
     tell(len(prompts))
-    return statistics
+    return found
 
 
-def _digest(prompts: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join(prompts).encode("utf-8", "surrogatepass")).hexdigest()
+def observe_programs(programs: UNetPrograms | DecoderPrograms) -> Observe:
+    """Observes CPU programs, as `Statistics.observe` observes modules."""
+
+    @contextmanager
+    def observe(statistics: Statistics, layers: Sequence[str], step: int) -> Iterator[None]:
+        wanted = {*layers}
+        with statistics.batch(step) as see:
+
+            def watch(layer: Layer, x: Tensor) -> None:
+                if not wanted.isdisjoint(layer.names):
+                    with _one_thread():
+                        see(layer.names, x)
+
+            programs.watch = watch
+            try:
+                yield
+            finally:
+                programs.watch = None
+
+    return observe
 
 
-def _resume(checkpoint: Path | None, digest: str, layers: Sequence[str], prompts: Sequence[str]) -> Statistics:
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch off the other cores, where the kernels' threads wait for work: both would take twice as long."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+def observe_modules(model: Any) -> Observe:
+    """Observes torch's modules."""
+    return lambda statistics, layers, step: statistics.observe(model, layers, step)
+
+
+def _digest(prompts: Sequence[str], settings: CalibrationSettings) -> str:
+    said = "\0".join([*prompts, str(sorted(asdict(settings).items()))])
+    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _resume(part: Part, digest: str, prompts: Sequence[str], settings: CalibrationSettings) -> Statistics:
+    checkpoint = part.checkpoint
     if checkpoint is None or not checkpoint.is_file():
         return Statistics(digest)
     found = Statistics.load(checkpoint)
-    if found.model != digest or set(found.largest) != set(layers):
+    if found.model != digest or set(found.largest) != set(part.layers):
         raise StatisticsError(f"{checkpoint.name}: was begun with another model or recipe; remove it to begin anew")
     if len(set(found.batches)) > 1:  # stopped within a batch of several steps: never saved so by us
         with contextlib.suppress(OSError):
             checkpoint.unlink()
         return Statistics(digest)
-    if found.data != _digest(prompts[: min(found.batches) * BATCH]):
-        raise StatisticsError(f"{checkpoint.name}: was begun with other prompts; remove it to begin anew")
+    if found.data != _digest(prompts[: min(found.batches) * settings.batch], settings):
+        raise StatisticsError(f"{checkpoint.name}: was begun with other prompts or settings; remove it to begin anew")
     return found

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from core.quant.kernels.cpu.layers import Layers
-from unet_opt.writer import Map, Writer
+from unet_opt.writer import Map, Watch, Writer
 
 
 class DecoderPrograms:
@@ -26,6 +26,7 @@ class DecoderPrograms:
         check(vae)
         self.vae = vae
         self.library = library
+        self.watch: Watch | None = None  # called for each layer of every run, which makes runs slower
         self.layers = Layers(library, vae, half=half)
         self._programs: dict[tuple[int, int, int], tuple[Writer, Tensor, Tensor]] = {}
         self._lock = threading.Lock()  # programs share their buffers among runs
@@ -45,7 +46,7 @@ class DecoderPrograms:
                 self._programs[key] = self._write(rows, height, width)
             writer, start, out = self._programs[key]
             start.view(rows, height, width, channels).copy_(latents.permute(0, 2, 3, 1))
-            writer.program.run()
+            writer.run(self.watch)
             scale = 2 ** (len(self.vae.config.up_block_types) - 1)
             return out.view(rows, height * scale, width * scale, -1).clone()
 

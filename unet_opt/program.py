@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.quant.kernels.cpu.layers import Layer, Layers
 from unet_opt.deepcache import Features, shapes
-from unet_opt.writer import Map, Writer
+from unet_opt.writer import Map, Watch, Writer
 
 
 class UNetPrograms:
@@ -30,6 +30,7 @@ class UNetPrograms:
         check(unet)
         self.unet = unet
         self.library = library
+        self.watch: Watch | None = None  # called for each layer of every run, which makes runs slower
         self.layers = Layers(library, unet, half=half)
         resnets = [module for module in unet.modules() if type(module).__name__ == "ResnetBlock2D"]
         self.time_at: dict[int, tuple[int, int]] = {}
@@ -166,7 +167,7 @@ class UNetProgram:
         if self._shallow:
             for given, own in zip(features, maps, strict=True):
                 own.copy_(given)
-        self.writer.program.run()
+        self.writer.run(self._programs.watch)
         out = self._out.view(*self._shape, -1).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
         return (out,) if self._shallow else (out, *maps)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,6 +32,10 @@ class Cross(NamedTuple):
     width: int
 
 
+Watch = Callable[[Layer, Tensor], None]
+"""Called with a layer and the input [rows, channels] that it is about to read; the buffer is written over later."""
+
+
 class Writer:
     """Writes for one number of images. Buffers are given back as soon as nothing that follows reads them."""
 
@@ -39,13 +44,28 @@ class Writer:
         self.layers = layers
         self.images = images
         self.cross: list[Cross] = []
+        self._reads: list[tuple[int, Layer, Tensor]] = []  # number of the call, the layer and its input
+
+    def run(self, watch: Watch | None = None) -> None:
+        """Run the program; with `watch`, stop before each layer to call it."""
+        if watch is None:
+            self.program.run()
+            return
+        done = 0
+        for call, layer, x in self._reads:
+            self.program.run(done, call)
+            watch(layer, x)
+            done = call
+        self.program.run(done)
 
     def product(self, a: Map, layer: Layer, **options: Any) -> Tensor:
         """A layer over a map, [images · height · width, n]; options as `Program.product` has them."""
+        self._reads.append((len(self.program), layer, a.x))
         return self.program.product(a.x, layer.weights, grid=(self.images, a.height, a.width), **options)
 
     def linear(self, a: Tensor, layer: Layer, **options: Any) -> Tensor:
         """A layer of one tap over rows, [rows, channels] to [rows, n]."""
+        self._reads.append((len(self.program), layer, a))
         return self.program.product(a, layer.weights, grid=(1, 1, a.shape[0]), **options)
 
     def resnet(self, h: Map, skip: Map | None, block: Any, time: Tensor | None) -> Map:

@@ -9,7 +9,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,11 +22,13 @@ from llm.pages import PAGE
 from pipeline import lora
 from pipeline.adapters import Adapters
 from pipeline.folder import ModelError
-from pipeline.load import Model, load, seeded
+from pipeline.load import Model, load
 from pipeline.runner import ImageRunner
+from workers import variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
 from workers.devices import check_gpu, decided, describe, keep_compiled
+from workers.variants import Count, Say
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +75,11 @@ class Works:
         self.close()
 
 
-def load_model(settings: Settings) -> Model:
-    """The settings' model on the settings' device. Raises `pipeline.load.ModelError`."""
+def load_model(settings: Settings, say: Say = log.info, count: Count | None = None) -> Model:
+    """The settings' model on the settings' device. Raises `pipeline.load.ModelError`.
+
+    In 8 bits a model without such a variant is quantized first, once, into the cache; `count` is told of the prompts.
+    """
     import torch
 
     if settings.threads:
@@ -87,14 +92,28 @@ def load_model(settings: Settings) -> Model:
             "the pictures are noise",
             STAND_IN_MODEL,
         )
+    chosen, plain = precision(settings, device), unquantized(device)
+    unet = variants.unet_of(settings, device, chosen, plain, lambda: plain_model(settings, chosen), say, count)
     return load(
         settings.model_name,
-        precision=precision(settings, device),
+        precision=chosen,
         device=device,
         variant=settings.variant,
-        unet=Path(settings.unet) if settings.unet else None,
+        unet=unet,
         loras=lora.find(settings.lora, settings.lora_dir),
     )
+
+
+def plain_model(settings: Settings, scheme: str) -> tuple[Model, ctypes.CDLL | None]:
+    """The settings' model to be quantized, in its device's own precision, and the CPU kernels that calibrate it.
+
+    Raises `ModelError` also where a model like this does not run in `scheme` here: before minutes are spent on it.
+    """
+    device = device_of(settings)
+    model = load(settings.model_name, precision=unquantized(device), device=device, variant=settings.variant)
+    in_8_bits = replace(model, precision=scheme)
+    fused(settings, in_8_bits)
+    return model, kernels(settings, in_8_bits)[0]
 
 
 def device_of(settings: Settings) -> str:
@@ -107,12 +126,13 @@ def device_of(settings: Settings) -> str:
 
 
 def precision(settings: Settings, device: str) -> str:
-    """The settings' precision; for "auto" the fastest that is known to keep pictures as they are, said in the log.
+    """The settings' precision; for "auto" int8 if there is a variant and kernels run, else unquantized.
+
+    What "auto" means is said in the log, with the reason. It never quantizes: that takes minutes, which are asked for.
 
     Raises `ModelError` for one that the device cannot compute in: emulated it would be slower than fp32.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
-    from pipeline import folder, quantized
 
     on_cpu, asked = device == "cpu", settings.precision
     if asked == "fp8" and on_cpu:
@@ -122,10 +142,9 @@ def precision(settings: Settings, device: str) -> str:
     if asked != "auto":
         return asked
     plain = unquantized(device)
-    try:
-        where = None if seeded(settings.model_name) else folder.find(settings.model_name, settings.variant)
-        quantized.variant(where, "int8", Path(settings.unet) if settings.unet else None)
-    except ModelError:
+    own = variants.has_own(settings, "int8")
+    if not own and (settings.lora or not variants.cached(settings, device, "int8", plain).is_made):
+        log.info("%s: the model has no int8 variant; `--precision int8` or `diptych quantize` makes one", plain)
         return plain
     if not settings.kernels:
         log.info("%s instead of int8: our own kernels are switched off", plain)
@@ -138,6 +157,7 @@ def precision(settings: Settings, device: str) -> str:
     except Unavailable as error:
         log.warning("%s instead of int8: %s", plain, error)
         return plain
+    log.info("int8: the model has such a variant%s, and our kernels run", "" if own else " in the cache")
     return "int8"
 
 
@@ -256,29 +276,33 @@ def text_lane(settings: Settings) -> Lane | None:
     return StreamLane("text", device) if device.type == "cuda" else None
 
 
-def text_runner(settings: Settings, lane: Lane, say: Callable[[str], None]) -> TextRunner | None:
+def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
     """The settings' text model, ready to serve; None where none is wanted or embedded.
 
     Raises `ModelError`. What its keys and values may take is decided here, before pictures get the rest, and said.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
     from llm.load import TextModelError
-    from llm.load import load as load_text
+    from llm.precision import load as load_text
     from llm.runner import TextRunner
 
     name = settings.text_model_name
     if name is None:
         return None
     say(f"loading {name}")
-    found = None
+    found, why = None, None
     device = device_of(settings)
     keep_compiled(settings, device)
     if device != "cpu":
         check_gpu(settings, device, settings.text_precision)
-    elif settings.kernels:
+        why = lacks(describe(settings, device), "int8")
+    elif not settings.kernels:
+        why = "our own kernels are switched off"
+    else:
         try:
             found = library(settings.compiled_kernels)
         except Unavailable as error:
+            why = str(error)
             log.warning("text is written by torch's own kernels: %s", error)
 
     def make() -> TextRunner:
@@ -286,10 +310,11 @@ def text_runner(settings: Settings, lane: Lane, say: Callable[[str], None]) -> T
 
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        model = load_text(name, precision=settings.text_precision, device=device)
+        model, reason = load_text(name, settings.text_precision, device=device, lacks=why)
+        log.info("text: %s in %s: %s", model.name, model.precision, reason)
         draft: Any = settings.text_draft or None
         if draft is not None and draft != "lookup":
-            draft = load_text(draft, device=device)
+            draft, _ = load_text(draft, "auto", device=device, lacks=why)
         return TextRunner(
             model, lane=lane, max_requests=settings.text_requests, pages=_pages(settings, model), kv=settings.text_kv,
             kernels=found, draft=draft, patience_s=settings.text_first_s, pace_s=settings.text_token_s,
@@ -326,10 +351,13 @@ def build(
     lane: Lane | None = None,
     measure_s: float = 0.0,
     text: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
+    count: Count | None = None,
     on_tick: Callable[[Tick], None] | None = None,
 ) -> Works:
     """Load the model and start an engine. `measure_s` is how long cost curves may be measured beforehand.
+
+    `say` is told what happens now; `count` is told how far what can be counted is, and where it is None `say` is.
 
     On a GPU graphs are recorded in this time, and what is left of them beside traffic.
 
@@ -341,7 +369,7 @@ def build(
     beside = text_lane(settings) if text else None
     texts = text_runner(settings, beside or lane, say) if text else None
     say(f"loading {settings.model_name}")
-    model = lane.call(lambda: load_model(settings))
+    model = lane.call(lambda: load_model(settings, say, count))
     compiled, why_torch = lane.call(lambda: kernels(settings, model))
     fuse, why_eager = fused(settings, model)
     decisions = decided(settings, model, why_torch or why_eager)

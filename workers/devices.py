@@ -32,14 +32,16 @@ def check_gpu(settings: Settings, device: str, precision: str) -> None:
 
 def decided(settings: Settings, model: Model, why_torch: str) -> tuple[Decision, ...]:
     """Which kernels draw with this model, each said in a line of the log; `why_torch` if torch's do."""
-    where, found = str(model.device), [Decision(EVERY_LAYER, TORCH, why_torch)]
-    if not why_torch:
+    found: tuple[Decision, ...]
+    if why_torch:
+        where, found = str(model.device), (Decision(EVERY_LAYER, TORCH, why_torch),)
+    else:
         device = describe(settings, str(model.device))
-        where, found = str(device), [*decisions(device, model.precision)]
+        where, found = str(device), decisions(device, model.precision)
     log.info("%s draws in %s on %s", model.name, model.precision, where)
     for decision in found:
         say(decision)
-    return tuple(found)
+    return found
 
 
 def keep_compiled(settings: Settings, device: str) -> None:

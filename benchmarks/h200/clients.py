@@ -35,9 +35,16 @@ class Client:
         """Status and body. Raises OSError and `http.client.HTTPException`."""
         data = None if body is None else json.dumps(body).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}
-        self._connection.request(method, path, data, headers)
-        answer = self._connection.getresponse()
+        try:
+            answer = self._answer(method, path, data, headers)
+        except (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected):
+            self._connection.close()  # the server ends connections that are idle: the next request opens another
+            answer = self._answer(method, path, data, headers)
         return answer.status, answer.read()
+
+    def _answer(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+        self._connection.request(method, path, data, headers)
+        return self._connection.getresponse()
 
     def draw(self, **wanted: Any) -> bytes:
         """`POST /v1/images/generations` with `response_format` "url", then the PNG there. Raises `ClientError`."""

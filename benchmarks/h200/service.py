@@ -27,12 +27,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import provenance, record
 from benchmarks.h200.clients import closed_loop
 from benchmarks.h200.served import H200, POLL_S, TINY, Bench, GraphWatch, Plan, Service, StageError, service
 
 _RECORDED_S = 30.0  # the longest to wait for the last graph, without traffic
 _PARTIAL = "service-partial.json"
+_SERVED = ("core/jobs", "core/artifacts.py", "api", "workers", "deployment", "cli")  # that figures depend on too
 STAGES = ("quantize", "serve", "warm", "engine", "emoji")
 _SCHEDULES: dict[str, Any] = {"off": "off", "auto": "auto", "2": {"interval": 2, "depth": "block"}}
 """DeepCache as the command line says it, and as a request does."""
@@ -205,6 +206,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU")
     parser.add_argument("--work", type=Path, help="folder that is kept, such as for a quantized UNet of an earlier run")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/h200/results"))
+    parser.add_argument("--name", default="service", help="of the file of results; default: %(default)s")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     plan = TINY if options.tiny else H200
@@ -238,7 +240,8 @@ def main() -> None:
             results["stages"][stage] = {**found, "stage_s": round(time.monotonic() - began, 1)}
             _keep(bench.results, results)
     _table(results["stages"])
-    record.publish("service-tiny" if options.tiny else "service", results, bench.results)
+    rooms = (*provenance.GPU_IMAGES, *_SERVED, *(("models/emoji-xl",) if "emoji" in stages else ()))
+    record.publish(f"{options.name}-tiny" if options.tiny else options.name, results, bench.results, rooms=rooms)
     (bench.results / _PARTIAL).unlink(missing_ok=True)
     if any("failed" in found for found in results["stages"].values()):
         sys.exit(1)

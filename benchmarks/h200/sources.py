@@ -13,20 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.quant.convert import Scheme, quantize_
-from core.quant.statistics import Statistics
-from pipeline import sdxl
-from pipeline.denoise import PackedKeys
-from pipeline.drawing import Drawing
+from core.quant.convert import Scheme
+from pipeline import quantized, sdxl
+from pipeline.calibration import default_prompts
 from pipeline.load import Model, load
-from pipeline.vae import unscale
-from unet_opt import recipe
+from unet_opt.calibrate import CalibrationSettings
 
 PROMPTS = (
     "a red boat on a lake", "three blue teapots", "the moon over a harbour", "a fox that reads a map",
     "pink hearts", "a green apple", "a yellow bird in the snow", "a purple flower",
 )  # fmt: skip
-GUIDANCE, STEPS = 8.0, 20
+STEPS, GUIDANCE = CalibrationSettings().steps, CalibrationSettings().guidance
+CALIBRATED = 8  # prompts: fewer than `diptych quantize` takes, since what is measured does not depend on the ranges
 
 
 def model(name: str = sdxl.NAME) -> Model:
@@ -37,21 +35,9 @@ def model(name: str = sdxl.NAME) -> Model:
     return made
 
 
-@torch.inference_mode()
-def ranges(source: Model) -> tuple[Statistics, Statistics]:
-    """What flows into the layers of UNet and VAE in the first steps of few prompts."""
-    unet, decoder = Statistics(source.digest), Statistics(source.digest)
-    drawing = Drawing(source, PackedKeys(source.unet), guidance=GUIDANCE, steps=STEPS)
-    layers = recipe.unet(source.unet).targets(source.unet)
-    seeds = range(len(PROMPTS))
-    begun = drawing.latents(PROMPTS, seeds, until=8, around=lambda step: unet.observe(source.unet, layers, step))
-    # Colours that the decoder was not shown would be cut off. Noise has all of them at once.
-    finished = begun if source.name == sdxl.NAME else drawing.latents(PROMPTS, seeds)
-    for part in finished.split(2):
-        with decoder.observe(source.vae, recipe.decoder(source.vae).targets(source.vae), 0):
-            source.vae.decode(unscale(part.to(source.vae.dtype), source.vae.config), return_dict=False)
-    plain_attention(source)
-    return unet, decoder
+def ranges(source: Model, prompts: int = CALIBRATED) -> quantized.Ranges:
+    """What flows into the layers of UNet and VAE, as `diptych quantize` collects it, of the first of its prompts."""
+    return quantized.ranges(source, default_prompts()[:prompts])
 
 
 def plain_attention(source: Model) -> None:
@@ -61,13 +47,15 @@ def plain_attention(source: Model) -> None:
     source.unet.set_attn_processor(AttnProcessor2_0())
 
 
-def variant(source: Model, scheme: Scheme | None, found: tuple[Statistics, Statistics]) -> Model:
+def variant(source: Model, scheme: Scheme | None, found: quantized.Ranges) -> Model:
     """The model with UNet and VAE of its own, quantized unless `scheme` is None."""
-    unet, vae = copy.deepcopy(source.unet), copy.deepcopy(source.vae)
+    unet: Any = source.unet
+    vae: Any = source.vae
     if scheme is not None:
-        quantize_(unet, recipe.unet(unet), found[0], scheme=scheme)
-        quantize_(vae, recipe.decoder(vae), found[1], scheme=scheme)
-    return replace(source, unet=unet, vae=vae, precision=scheme or "bf16")
+        unet, _ = quantized.in_8_bits(source, "unet", found, scheme=scheme)
+        vae, _ = quantized.in_8_bits(source, "vae", found, scheme=scheme)
+    # Copies, because what runs a model may let go of its weights, and `source` is needed again.
+    return replace(source, unet=copy.deepcopy(unet), vae=copy.deepcopy(vae), precision=scheme or "bf16")
 
 
 def stock_pipeline(source: Model) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +46,36 @@ def test_stops_when_it_is_told_to(redis_url: str, folder: Path) -> None:
             assert child.wait(PATIENCE_S) == -signal.SIGTERM
             assert child.stderr is not None and child.stderr.read() == ""
         assert worker.is_(id, JobState.CANCELLED)
+
+
+# Tells on SIGUSR1 how many full collections of garbage there were.
+TELLS = (
+    "import gc, signal, sys\n"
+    "said = lambda *_: print(gc.get_stats()[2]['collections'], file=sys.stderr, flush=True)\n"
+    "signal.signal(signal.SIGUSR1, said)\n" + SERVE
+)
+
+
+def test_opening_streams_does_not_stop_for_all_garbage(redis_url: str, folder: Path) -> None:
+    """Counted, not timed: a full collection walks through every open stream while nobody is answered."""
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker, contextlib.ExitStack() as streams:
+        worker.announce()
+        with process(TELLS, settings) as (child, client):
+            assert child.stderr is not None
+            id = client.post("/v1/jobs", json={"type": "image", "prompt": "a cat"}).json()["id"]
+
+            def collections() -> int:
+                child.send_signal(signal.SIGUSR1)
+                return int(child.stderr.readline())
+
+            before = collections()
+            limits = httpx2.Limits(max_connections=600)
+            many = streams.enter_context(httpx2.Client(base_url=client.base_url, timeout=PATIENCE_S, limits=limits))
+            for _ in range(600):
+                opened = streams.enter_context(many.stream("GET", f"/v1/jobs/{id}/events"))
+                assert next(opened.iter_lines()).startswith("event: queued")
+            assert collections() == before
 
 
 def test_answers_are_not_held_back(redis_url: str, folder: Path) -> None:

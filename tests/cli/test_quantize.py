@@ -1,14 +1,20 @@
-"""`diptych quantize` of a language model: a variant that loads, in either scheme."""
+"""`diptych quantize`: variants that load, of models that draw and of models that write, in a folder or in the cache."""
 
 from __future__ import annotations
 
+import ctypes
+import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from llm import tiny
 from llm.load import load
+from pipeline.load import load as load_image_model
+from pipeline.tiny import TINY
 from tests.cli.shell import Shell
+from tests.core.quant import stage
 
 
 @pytest.fixture
@@ -34,3 +40,90 @@ def test_scales_alone_are_for_models_that_draw(shell: Shell, model: Path) -> Non
     prompts = str(shell.folder / "prompts.txt")
     said = shell("quantize", "--text-model", str(model), "--scales-only", "--prompts", prompts, "-o", "out")
     assert said.code == 2 and "--scales-only: " in said.err
+
+
+# -- models that draw ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(shell: Shell, monkeypatch: pytest.MonkeyPatch, kernels: ctypes.CDLL) -> Path:
+    """A cache that holds the kernels and nothing else."""
+    folder = shell.folder / "cache"
+    folder.mkdir()
+    (folder / "kernels").symlink_to(stage.CACHE)
+    monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def kernels() -> ctypes.CDLL:
+    return stage.kernels()
+
+
+def precisions(shell: Shell) -> set[str]:
+    """What the fingerprints of all pictures say."""
+    found = set()
+    for path in shell.pictures():
+        with Image.open(path) as image:
+            found.add(json.loads(image.text["fingerprint"])["precision"])  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_seeded_model_is_quantized_by_the_captions_that_come_with_the_code(shell: Shell) -> None:
+    said = shell("quantize", "--model", TINY, "--limit", "9", "-o", "variant")
+    assert said.code == 0, said.err
+    assert said.out.startswith("unet: ") and "quantizing to int8" in said.err
+    about = json.loads((shell.folder / "variant" / "unet-int8" / "quantization.json").read_text())
+    assert about["source"] == load_image_model(TINY).digest
+    calibration = about["calibration"]
+    assert calibration.pop("prompts_sha256")
+    assert calibration == {
+        "steps": 20, "watched_steps": 8, "guidance": 8.0, "batch": 8, "prompts": 9, "dtype": "float32",
+    }  # fmt: skip
+    drawn = shell.generate("a cat", "--precision", "int8", "--unet", "variant/unet-int8")
+    assert drawn.code == 0 and "quantizing" not in drawn.err
+    assert precisions(shell) == {"int8"}
+
+
+def test_int8_of_a_plain_model_quantizes_it_once_into_the_cache(
+    shell: Shell, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_PRECISION", "int8")
+    first, second = shell.generate("a cat", "--seed", "1"), shell.generate("a cat", "--seed", "1")
+    assert (first.code, second.code) == (0, 0), first.err
+    assert "quantizing random:tiny to int8" in first.err and "64/64" in first.err
+    assert "quantizing" not in second.err
+    assert len(list((cached / "quantized").glob("*/unet-int8"))) == 1
+    assert precisions(shell) == {"int8"}
+
+
+def test_without_a_folder_it_goes_into_the_cache_where_auto_finds_it(shell: Shell, cached: Path) -> None:
+    for wanted in ("is made", "was there already"):
+        said = shell("quantize", "--model", TINY)
+        assert said.code == 0, said.err
+        assert said.out.startswith(str(cached / "quantized")) and wanted in said.out
+    assert shell.generate("a cat").code == 0
+    assert precisions(shell) == {"int8"}
+
+
+@pytest.mark.parametrize("option", ["--limit 3", "--alpha 0.5", "--plain", "--scales-only", "--prompts prompts.txt"])
+def test_what_the_cache_is_not_asked_for_needs_a_folder(shell: Shell, cached: Path, option: str) -> None:
+    said = shell("quantize", "--model", TINY, *option.split())
+    assert said.code == 2 and f"--out: is needed with {option.split()[0]}" in said.err
+    assert not (cached / "quantized").exists()
+
+
+def test_a_cache_that_cannot_be_used_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shell.folder / "file").write_text("no folder")
+    monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(shell.folder / "file"))
+    monkeypatch.setenv("DIPTYCH_KERNELS", "0")
+    said = shell("quantize", "--model", TINY)
+    assert (said.code == 2 and "DIPTYCH_CACHE_DIR" in said.err) or "int8 does not run here" in said.err
+
+
+def test_a_text_model_needs_a_folder(shell: Shell, model: Path) -> None:
+    said = shell("quantize", "--text-model", str(model))
+    assert said.code == 2 and "--out: is needed with --text-model" in said.err
+    said = shell("quantize", "--text-model", str(model), "--limit", "2", "-o", str(model))
+    assert said.code == 0 and load(str(model), precision="int8").precision == "int8", said.err

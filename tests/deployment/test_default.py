@@ -112,15 +112,16 @@ def test_a_streamed_picture_is_the_one_that_is_waited_for(client: OpenAI) -> Non
     assert np.array_equal(whole, waited_for)
 
 
-def test_it_chats_at_once_and_word_by_word(client: OpenAI) -> None:
+def test_it_chats_at_once_and_as_a_stream(client: OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "emoji-lm", "messages": [{"role": "user", "content": "a cat"}], "temperature": 0, "max_tokens": 40,
     }  # fmt: skip
     answer = client.chat.completions.create(**asked)
     text = answer.choices[0].message.content
     assert text and "cat" in text and answer.usage is not None and answer.usage.completion_tokens > 3
-    pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)]
-    assert len(pieces) > 3 and "".join(pieces) == text
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == text
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [answer.choices[0].finish_reason]
 
 
 def test_a_cancelled_job_ends_amid_its_steps_and_others_are_drawn(service: Served, client: OpenAI) -> None:

@@ -76,6 +76,36 @@ def test_the_nucleus_is_the_fewest_that_reach_top_p(words: int, top_k: int, top_
         assert left.min() >= row[~kept].max() if not kept.all() else True, "the likeliest"
 
 
+@examples(max_examples=30)
+@given(words=st.integers(2, 3000), kinds=st.integers(1, 3), top_k=st.integers(1, 3000), seed=st.integers(0, 99))
+def test_of_equals_at_the_border_those_of_the_least_numbers_are_left(
+    words: int, kinds: int, top_k: int, seed: int
+) -> None:
+    """So that a seed means one text. With few different logits nearly all tokens have equals."""
+    logits = torch.randint(0, kinds, (1, words), generator=torch.Generator().manual_seed(seed)).float()
+    found = sample.probabilities(logits, settings(1, top_k=top_k))[0] > 0
+    order = sorted(range(words), key=lambda token: (-float(logits[0, token]), token))
+    assert found.nonzero()[:, 0].tolist() == sorted(order[:top_k])
+
+
+def test_what_bounds_leave_in_at_their_very_edge() -> None:
+    """min_p 1 leaves the likeliest, and all that are as likely; top_p 1 leaves what is too small to count."""
+    logits = torch.tensor([[2.0, 1.0, 2.0, -1.0]])
+    assert (sample.probabilities(logits, settings(1, min_p=1.0)) > 0).tolist() == [[True, False, True, False]]
+    far = torch.tensor([[0.0, -40.0, -50.0]])
+    assert (sample.probabilities(far, settings(1, top_k=2, top_p=1.0)) > 0).tolist() == [[True, True, False]]
+
+
+def test_rows_without_bounds_stand_beside_others() -> None:
+    logits = normal(8, 3, 50, scale=2)
+    mixed = sample.gathered([settings(1), settings(1, top_k=5), settings(1, top_p=0.5)])
+    found = sample.probabilities(logits, mixed)
+    for row in range(3):
+        one = torch.tensor([row])
+        assert torch.equal(found[one], sample.probabilities(logits[one], mixed.at(one)))
+    assert (found > 0).sum(1).tolist()[:2] == [50, 5]
+
+
 def test_a_row_is_drawn_as_if_it_were_alone() -> None:
     logits = normal(1, 40, 500, scale=2)
     many = sample.Settings(
@@ -114,6 +144,25 @@ def test_numbers_are_uniform_and_of_one_another_independent() -> None:
         assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
     assert abs(np.corrcoef(drawn)[np.triu_indices(3, 1)]).max() < 0.02
     assert len(np.unique(np.concatenate(drawn))) == 3 * len(seeds)
+
+
+def test_numbers_are_splitmix64s_so_that_a_seed_means_one_text_in_every_version() -> None:
+    """The published generator's first outputs under the seed 0, and then ours of it in whole numbers of any size."""
+    golden, whole = 0x9E3779B97F4A7C15, 2**64
+
+    def mixed(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % whole
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % whole
+        return z ^ z >> 31
+
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [mixed(n * golden % whole) for n in (1, 2, 3)] == published
+    for seed in (0, 1, 77, 2**63 - 1):
+        for index in (0, 1, 5, 100_000):
+            for purpose in (sample.TOKEN, sample.DRAFT, sample.ACCEPT):
+                state = (mixed((seed + golden) % whole) + (3 * index + purpose + 1) * golden) % whole
+                found = sample.uniform(np.array([seed], np.uint64), np.array([index]), purpose)
+                assert found.tolist() == [(mixed(state) >> 11) / 2**53]
 
 
 def test_certain_and_nearly_certain_rows() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,12 @@ def test_nan_is_never_written_as_json() -> None:
         made(guidance_scale=float("nan")).png()
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file may grow beyond 1000 bytes: the kernel's own refusal, as on a full disk or over a quota."""
+    """No file may grow beyond 1000 bytes: the kernel's own refusal, as on a full disk or over a quota.
+
+    That holds for pytest's output too, where it goes into a file: nothing but the writing belongs inside.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -81,18 +85,16 @@ def small_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_file_that_cannot_grow_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError) as caught, small_files():
         made().write(tmp_path / "p.png")
     assert caught.value.errno == errno.EFBIG
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_file_that_cannot_grow_leaves_the_old_one(tmp_path: Path) -> None:
     (tmp_path / "p.png").write_bytes(b"old")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError), small_files():
         made().write(tmp_path / "p.png")
     assert [path.name for path in tmp_path.iterdir()] == ["p.png"]
     assert (tmp_path / "p.png").read_bytes() == b"old"

@@ -69,6 +69,9 @@ class Inputs(NamedTuple):
     def rows(self, which: Sequence[int]) -> Inputs:
         return Inputs(*(None if part is None else part[list(which)] for part in self))
 
+    def double(self) -> Inputs:
+        return Inputs(*(None if part is None else part.double() for part in self))
+
 
 def inputs(of: Any, rows: int, height: int, width: int, *, tokens: int = 7, seed: int = 0) -> Inputs:
     config = of.config

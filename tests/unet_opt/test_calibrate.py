@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import torch
 from core.quant.statistics import Statistics, StatisticsError
 from tests.core.quant.blocks import LAYERS, block
 from tests.core.quant.stage import ROOT, normal
-from unet_opt.calibrate import BATCH, Around, calibrate
+from unet_opt.calibrate import Around, CalibrationSettings, Part, calibrate, observe_modules
 
+SETTINGS = CalibrationSettings()
+BATCH = SETTINGS.batch
 PROMPTS = [f"a picture of {number} cats" for number in range(3 * BATCH - 2)]
 
 
@@ -35,7 +39,7 @@ class Run:
         self.batches.append(list(batch))
         for step in range(2):
             x = torch.cat([normal(hash_of(prompt) + step, 1, 32, 6, 6) for prompt in batch])
-            with around(step), torch.inference_mode():
+            with around("block", step), torch.inference_mode():
                 self.model(x)
             if (len(self.batches) - 1, step) == self._dies_at:
                 raise Killed
@@ -46,10 +50,8 @@ def hash_of(prompt: str) -> int:
 
 
 def collect(run: Run, checkpoint: Path | None = None, prompts: Sequence[str] = PROMPTS, **options: Any) -> Statistics:
-    return calibrate(
-        run.model, options.pop("layers", LAYERS), prompts, run, digest=options.pop("digest", "digest"),
-        checkpoint=checkpoint, **options,
-    )  # fmt: skip
+    part = Part(options.pop("layers", LAYERS), observe_modules(run.model), checkpoint)
+    return calibrate({"block": part}, prompts, run, digest=options.pop("digest", "digest"), **options)["block"]
 
 
 def same(a: Statistics, b: Statistics) -> bool:
@@ -91,6 +93,53 @@ def test_more_prompts_go_on_from_what_was_done(tmp_path: Path) -> None:
     assert same(collect(again, tmp_path / "checkpoint"), collect(Run())) and len(again.batches) == 1
 
 
+class Both:
+    """Draws with two models, of which one is observed in two steps and the other in one."""
+
+    def __init__(self) -> None:
+        self.first, self.second = Run(), Run()
+        self.observed: list[tuple[str, int]] = []
+
+    def __call__(self, batch: Sequence[str], around: Around) -> None:
+        def seen(name: str) -> Around:
+            def entered(_: str, step: int) -> AbstractContextManager[None]:
+                if name == "second" and step:
+                    return nullcontext()
+                context = around(name, step)
+                if not isinstance(context, nullcontext):
+                    self.observed.append((name, step))
+                return context
+
+            return entered
+
+        self.first(batch, seen("first"))
+        self.second(batch, seen("second"))
+
+    def parts(self, folder: Path) -> Mapping[str, Part]:
+        return {
+            name: Part(LAYERS, observe_modules(run.model), folder / name)
+            for name, run in (("first", self.first), ("second", self.second))
+        }
+
+
+def test_of_two_parts_the_one_that_is_behind_goes_on_alone(tmp_path: Path) -> None:
+    """Killed between the files of two parts: neither misses a batch, and none counts twice."""
+    whole = Both()
+    wanted = calibrate(whole.parts(tmp_path), PROMPTS, whole, digest="digest")
+    assert {name: found.batches for name, found in wanted.items()} == {"first": [3, 3], "second": [3]}
+    behind = Both()
+    (tmp_path / "second").unlink()
+    calibrate({"second": behind.parts(tmp_path)["second"]}, PROMPTS[:BATCH], behind_only(behind), digest="digest")
+    again = Both()
+    found = calibrate(again.parts(tmp_path), PROMPTS, again, digest="digest")
+    assert all(same(found[name], wanted[name]) for name in wanted)
+    assert again.observed == [("second", 0)] * 2
+
+
+def behind_only(both: Both) -> Any:
+    return lambda batch, around: both.second(batch, lambda _, step: nullcontext() if step else around("second", step))
+
+
 KILL = """
 import os, signal, sys
 from pathlib import Path
@@ -116,9 +165,13 @@ def test_a_process_that_is_killed_leaves_a_checkpoint_that_is_whole(tmp_path: Pa
     [
         ({"digest": "other"}, "checkpoint: was begun with another model or recipe; remove it to begin anew"),
         ({"layers": LAYERS[1:]}, "checkpoint: was begun with another model or recipe"),
-        ({"prompts": ["others", *PROMPTS[1:]]}, "checkpoint: was begun with other prompts; remove it to begin anew"),
+        (
+            {"prompts": ["others", *PROMPTS[1:]]},
+            "checkpoint: was begun with other prompts or settings; remove it to begin anew",
+        ),
         ({"prompts": PROMPTS[:3]}, "checkpoint: was begun with other prompts"),
         ({"prompts": [*PROMPTS, "one more in a batch that was full of fewer"]}, "was begun with other prompts"),
+        ({"settings": replace(SETTINGS, guidance=5.0)}, "was begun with other prompts or settings"),
         ({"prompts": []}, "calibration needs prompts, and there are none"),
     ],
 )

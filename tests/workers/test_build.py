@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.batching.runner import Lane
 from core.config import Settings
 from core.quant.kernels import describe as description
 from core.quant.kernels.cpu import library as kernels
@@ -17,15 +19,18 @@ from core.quant.kernels.cpu.library import Unavailable
 from core.quant.kernels.cuda import driver, language
 from core.quant.kernels.device import say
 from core.schedule import AUTO, DeepCache
+from llm import tiny as texts
+from llm.load import load as load_text
+from llm.quantized import make as quantize_text
 from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
 from tests.core.quant.kernels.test_device import H200
 from tests.core.quant.stage import CACHE
-from workers import app
+from workers import app, variants
 from workers import build as build_module
-from workers.build import build, memory_bytes, precision
-from workers.equipment import panels_of
+from workers.build import build, memory_bytes, precision, text_runner
+from workers.equipment import WorksEquipment, panels_of
 
 SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))
 
@@ -92,10 +97,78 @@ def test_a_precision_that_the_device_has_no_path_for_is_refused(
         precision(settings(model, cache, precision=asked), device)
 
 
-def test_int8_of_a_model_without_a_variant_says_what_makes_one(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.usefixtures("has_kernels")
+@pytest.mark.parametrize("name", ["folder", tiny.TINY])
+def test_int8_of_a_model_without_a_variant_makes_one_in_the_cache_which_auto_takes(
+    name: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = str(tiny.save(tmp_path / "plain", SHAPE)) if name == "folder" else name
+    mine = tmp_path / "cache"
+    mine.mkdir()
+    (mine / "kernels").symlink_to(cache / "kernels")
+    with caplog.at_level(logging.INFO, "workers"):
+        assert precision(settings(plain, mine), "cpu") == "fp32"
+    assert "no int8 variant; `--precision int8` or `diptych quantize` makes one" in caplog.text
+    said: list[str] = []
+    with build(settings(plain, mine, precision="int8"), say=said.append) as works:
+        assert works.images.model.precision == "int8" and works.images.execution.programs
+        digest = works.images.model.digest
+    assert [line for line in said if "to int8: 0 of 64 prompts" in line or "to int8: 64 of 64 prompts" in line]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "workers"):
+        assert precision(settings(plain, mine), "cpu") == "int8"
+    assert "such a variant in the cache" in caplog.text
+    again: list[str] = []
+    with build(settings(plain, mine, precision="int8"), say=again.append) as works:
+        assert works.images.model.digest == digest
+    assert not [line for line in again if "quantizing" in line]
+
+
+@pytest.mark.usefixtures("has_kernels")
+def test_over_a_lora_nothing_is_quantized_by_itself(tmp_path: Path, cache: Path) -> None:
     folder = tiny.save(tmp_path / "plain", SHAPE)
-    with pytest.raises(ModelError, match="diptych quantize"):
-        build(settings(folder, cache, precision="int8"))
+    asked = settings(folder, cache, precision="int8", lora="any", lora_dir=str(tmp_path))
+    assert variants.unet_of(asked, "cpu", "int8", "fp32", pytest.fail, pytest.fail, None) is None
+    assert precision(asked.model_copy(update={"precision": "auto"}), "cpu") == "fp32"
+
+
+def test_what_would_not_run_in_8_bits_is_refused_before_it_is_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Narrow heads, which the kernels do not know; and no compiler at all."""
+    narrow = tiny.save(tmp_path / "narrow", tiny.Shape())
+    said: list[str] = []
+    with pytest.raises(ModelError, match=r"int8 does not run here: unet .*no multiple of 16"):
+        build(settings(narrow, tmp_path / "cache", precision="int8"), say=said.append)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    kernels.library.cache_clear()
+    with pytest.raises(ModelError, match=r"int8 does not run here: .*compiler"):
+        build(settings(tiny.TINY, tmp_path / "empty", precision="int8"), say=said.append)
+    assert not [line for line in said if "prompts" in line]
+
+
+@pytest.mark.usefixtures("has_kernels")
+def test_text_takes_its_variant_where_the_kernels_run_and_the_log_says_why(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = texts.save(tmp_path / "small", texts.SHAPES[texts.TINY])
+    quantize_text(load_text(str(folder)), [(1, 7, 8, 9)], folder)
+    for given, wanted, said in (
+        ({"text_model": str(folder)}, "int8", "the model has such a variant"),
+        ({"text_model": str(folder), "kernels": False}, "fp32", "our own kernels are switched off"),
+        ({"text_model": str(folder), "text_precision": "fp32"}, "fp32", "as the settings say"),
+        ({"text_model": texts.TINY}, "fp32", "no variant in 8 bits"),
+        ({}, "fp32", "no variant in 8 bits"),
+    ):
+        caplog.clear()
+        lane = Lane("tests-text")
+        with caplog.at_level(logging.INFO, "workers"):
+            runner = text_runner(settings(tiny.TINY, cache, text_memory_mib=1, **given), lane, lambda text: None)
+        assert runner is not None and runner.model.precision == wanted
+        assert f"in {wanted}: " in caplog.text and said in caplog.text
+        runner.close()
+        lane.close()
 
 
 def test_what_requests_may_hold_is_set_or_most_of_what_is_free(model: Path, cache: Path) -> None:
@@ -120,8 +193,10 @@ def test_forwards_buffers_and_loras_get_what_requests_may_not_hold(
 def test_a_worker_measures_what_forwards_cost_before_its_first_job(cache: Path) -> None:
     """The scheduler chooses widths by cost curves: without them its first jobs would be batched blindly."""
     said: list[str] = []
-    with app._build(settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False), said.append) as works:
-        curves = works.images.execution.costs()
+    given = settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False)
+    with closing(app._build(given, said.append)) as equipment:
+        assert isinstance(equipment, WorksEquipment)
+        curves = equipment.works.images.execution.costs()
         assert {key[0] for key in curves} >= {"deep", "vae"}
         assert all(seconds > 0 for curve in curves.values() for seconds in curve.values())
         deep = [rows for key, curve in curves.items() if key[0] == "deep" for rows in curve]

@@ -141,3 +141,16 @@ def test_without_redis_nobody_is_let_in() -> None:
     for call in (lambda: keyring.add("me"), keyring.all, lambda: keyring.revoke("0" * 12), keyring.secret):
         with pytest.raises(StoreDown):
             call()
+
+
+def test_closed_it_holds_no_connection_and_may_be_used_again(redis_url: str, client: redis.Redis) -> None:
+    keyring = Keyring(redis_url)
+    keyring.add("me")
+    others = {one["id"] for one in client.client_list()}
+    keyring.close()
+    until = time.monotonic() + 20  # Redis has to notice
+    while len(left := {one["id"] for one in client.client_list()} & others) == len(others):
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
+    assert [key.name for key in keyring.all()] == ["me"]
+    keyring.close()

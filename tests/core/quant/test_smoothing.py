@@ -69,6 +69,24 @@ def test_what_calibration_saw_fills_the_levels_and_does_not_leave_them(
         assert part.max() == pytest.approx(LEVELS, rel=1e-4)
 
 
+@few
+@given(channels=st.integers(2, 40), alpha=st.one_of(st.none(), alphas), seed=st.integers(0, 999), data=st.data())
+def test_a_layers_input_scales_are_the_smoothing_and_one_scale_behind_it(
+    channels: int, alpha: float | None, seed: int, data: st.DataObject
+) -> None:
+    """By the formula in numpy: LEVELS / max(x / s) / s, for each half by itself."""
+    halves = data.draw(st.one_of(st.none(), st.integers(1, channels - 1)))
+    x, w = ranges(seed, channels), ranges(seed + 1, channels)
+    smooth = None if alpha is None else smoothing(x, w, alpha)
+    s = np.ones(channels) if alpha is None else x.double().numpy() ** alpha / w.double().numpy() ** (1 - alpha)
+    for found, seen, scale in zip(
+        np.split(inverse_scales(x, smooth, halves).numpy(), [halves or 0]),
+        np.split(x.numpy(), [halves or 0]), np.split(s, [halves or 0]), strict=True,
+    ):  # fmt: skip
+        if len(found):
+            assert np.allclose(found, LEVELS / (seen / scale).max() / scale, rtol=1e-4)
+
+
 def test_plain_is_one_scale_for_all_channels() -> None:
     assert torch.equal(inverse_scales(torch.tensor([1.0, 4.0, 2.0])), torch.full((3,), LEVELS / 4.0))
     found = inverse_scales(torch.tensor([1.0, 4.0, 2.0]), None, 1)

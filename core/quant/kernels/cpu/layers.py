@@ -18,10 +18,14 @@ from core.quant.linear import Int8Conv2d, Int8Linear, steps
 
 
 class Layer(NamedTuple):
-    """`inverse` [channels] is what the layer's input is quantized by; None for a layer in floats."""
+    """`inverse` [channels] is what the layer's input is quantized by; None for a layer in floats.
+
+    `names` are those of the modules that it was packed from.
+    """
 
     weights: Weights
     inverse: Tensor | None
+    names: tuple[str, ...] = ()
 
 
 class Layers:
@@ -75,10 +79,11 @@ class Layers:
     def _once(self, modules: Sequence[nn.Module], how: tuple[object, ...], make: Callable[[], Layer]) -> Layer:
         key = (*(id(module) for module in modules), *how)
         if key not in self._made:
+            names = tuple(self._names.get(id(module), "?") for module in modules)
             try:
-                self._made[key] = (modules, make())
+                self._made[key] = (modules, make()._replace(names=names))
             except ValueError as error:
-                raise ValueError(f"layer {self._names.get(id(modules[0]), '?')}: {error}") from error
+                raise ValueError(f"layer {names[0]}: {error}") from error
         return self._made[key][1]
 
     def _pack(self, modules: Sequence[nn.Module], geglu: bool) -> Layer:

@@ -316,13 +316,17 @@ class Program:
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Everything, in order, on as many threads as torch has. Releases the interpreter's lock meanwhile."""
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        """Calls `first` to `last` (default: all), in order, on as many threads as torch has.
+
+        Releases the interpreter's lock meanwhile.
+        """
         if self._ready is None:
             made = (calls.Call(s.KIND, ctypes.addressof(s)) for s in self._list)
             self._ready = (calls.Call * len(self._list))(*made)
         torch.get_num_threads()  # OpenMP counts for each thread by itself: torch now tells it of what was set elsewhere
-        self._library.diptych_run(self._ready, len(self._list))
+        count = (len(self._list) if last is None else last) - first
+        self._library.diptych_run(ctypes.byref(self._ready, first * ctypes.sizeof(calls.Call)), count)
 
     @property
     def last(self) -> Any:

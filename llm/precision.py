@@ -1,0 +1,61 @@
+"""Chooses what a text model is computed in where nobody says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llm.load import TextModel
+
+_BF16, _E4M3 = (8, 0), (8, 9)  # compute capabilities from which on a GPU multiplies these
+
+
+def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lacks: str | None) -> tuple[str, str]:
+    """The precision, and the reason in a few words.
+
+    Args:
+        variants: the schemes in 8 bits that the model has a variant of.
+        capability: the GPU's compute capability; None for a CPU.
+        lacks: why our kernels do not run on the device; None where they do.
+    """
+    runs = [scheme for scheme in ("int8", "fp8") if scheme in variants]
+    if capability is None or capability < _E4M3:
+        runs = [scheme for scheme in runs if scheme != "fp8"]
+    if runs and lacks is None:
+        return runs[0], f"the model has such a variant (model-{runs[0]}), and our kernels run"
+    if runs:
+        reason = f"{lacks}, so its model-{runs[0]} is of no use"
+    elif variants:
+        reason = f"this device does not multiply {' or '.join(sorted(variants))}"
+    else:
+        reason = "the model has no variant in 8 bits, which `diptych quantize --text-model` makes"
+    if capability is None:
+        return "fp32", reason
+    if capability < _BF16:
+        return "fp32", f"{reason}, and compute capability {capability[0]}.{capability[1]} has no bf16"
+    return "bf16", reason
+
+
+def load(name: str, asked: str, *, device: str, lacks: str | None) -> tuple[TextModel, str]:
+    """Load a model in the precision that was asked for, or for "auto" in what `choose` says; and the reason.
+
+    `lacks` as for `choose`. Raises `llm.load.TextModelError`.
+    """
+    import torch
+
+    from llm import family
+    from llm.load import load, variants
+
+    if asked != "auto":
+        return load(name, precision=asked, device=device), "as the settings say"
+    capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
+    chosen, reason = choose(variants(name), capability=capability, lacks=lacks)
+    model = load(name, precision=chosen, device=device)
+    if chosen in ("int8", "fp8"):
+        try:
+            family.check(model.network)
+        except ValueError as error:
+            chosen, _ = choose((), capability=capability, lacks=None)
+            model, reason = load(name, precision=chosen, device=device), f"its layers stay out of 8 bits: {error}"
+    return model, reason

@@ -1,0 +1,120 @@
+"""Draws prompts and collects the ranges of what the layers of a model's UNet and VAE read meanwhile.
+
+One way for `diptych quantize`, for variants that are made as a model is loaded, and for benchmarks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from core.quant.statistics import Statistics
+from pipeline.denoise import PackedKeys
+from pipeline.drawing import Drawing
+from pipeline.vae import unscale
+from unet_opt.calibrate import Around, CalibrationSettings, Observe, calibrate, observe_modules, observe_programs
+from unet_opt.calibrate import Part as Watched
+from unet_opt.decoder import DecoderPrograms
+from unet_opt.program import UNetPrograms
+
+if TYPE_CHECKING:
+    from pipeline.load import Model
+
+log = logging.getLogger(__name__)
+
+Part = Literal["unet", "vae"]
+_DECODED = 2  # latents that are decoded together: a decoder at 1024² needs 5 GiB for each
+_PROMPTS = Path(__file__).resolve().with_name("calibration_prompts.txt")
+
+
+@cache
+def default_prompts() -> tuple[str, ...]:
+    """The captions that come with the code, for models that are quantized without prompts of their own."""
+    return tuple(_PROMPTS.read_text("utf-8").splitlines())
+
+
+def collect(
+    model: Model,
+    layers: Mapping[Part, Sequence[str]],
+    prompts: Sequence[str],
+    *,
+    settings: CalibrationSettings | None = None,
+    kernels: ctypes.CDLL | None = None,
+    checkpoints: Mapping[Part, Path] | None = None,
+    tell: Callable[[int], None] = lambda count: None,
+) -> dict[str, Statistics]:
+    """Statistics of these layers over the prompts, drawn in the model's own type on its device, at its native size.
+
+    Without layers of the VAE no step is drawn that is not watched. With `kernels` a model in fp32 is drawn by the CPU's
+    kernels if they know its layout. The model is left as it is. Raises what `calibrate` raises.
+    """
+    settings = settings or CalibrationSettings()
+    until = settings.steps if "vae" in layers else settings.watched_steps
+    with _network(model, kernels) as network:
+        drawing = Drawing(model, network.keys, guidance=settings.guidance, steps=settings.steps)
+
+        def run(batch: Sequence[str], around: Around) -> None:
+            latents = drawing.latents(
+                batch, [seed(prompt) for prompt in batch], forward=network.unet, until=until,
+                around=lambda step: around("unet", step) if step < settings.watched_steps else nullcontext(),
+            )  # fmt: skip
+            if "vae" in layers:
+                with around("vae", 0), torch.inference_mode():
+                    for some in latents.split(_DECODED):
+                        network.decode(unscale(some.to(model.vae.dtype), model.vae.config))
+
+        parts: dict[str, Watched] = {
+            name: Watched(names, network.observe[name], (checkpoints or {}).get(name)) for name, names in layers.items()
+        }
+        return calibrate(parts, prompts, run, digest=model.digest, settings=settings, tell=tell)
+
+
+def seed(prompt: str) -> int:
+    """A seed from the prompt's text: the same whatever batch it comes in."""
+    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4])
+
+
+@dataclass(frozen=True)
+class _Network:
+    """A model's forwards: `keys` and `unet` as `Drawing` takes them, `decode` of unscaled latents."""
+
+    keys: Callable[[Tensor], Tensor]
+    unet: Callable[..., Any]
+    decode: Callable[[Tensor], Any]
+    observe: Mapping[Part, Observe]
+
+
+@contextmanager
+def _network(model: Model, kernels: ctypes.CDLL | None) -> Iterator[_Network]:
+    if kernels is not None and model.dtype is torch.float32 and model.device.type == "cpu":
+        try:
+            unet, decoder = UNetPrograms(kernels, model.unet), DecoderPrograms(kernels, model.vae)
+        except ValueError as error:
+            log.warning("calibration runs on torch: %s", error)
+        else:
+            observe: dict[Part, Observe] = {"unet": observe_programs(unet), "vae": observe_programs(decoder)}
+            yield _Network(unet.keys, unet, decoder, observe)
+            return
+    if model.device.type == "cuda":  # as cuDNN's kernels in half precision read convolutions' weights
+        model.unet.to(memory_format=torch.channels_last)
+        model.vae.to(memory_format=torch.channels_last)
+    processors = dict(model.unet.attn_processors)
+    try:
+        yield _Network(
+            PackedKeys(model.unet),
+            model.unet,
+            lambda latents: model.vae.decode(latents, return_dict=False),
+            {"unet": observe_modules(model.unet), "vae": observe_modules(model.vae)},
+        )
+    finally:
+        model.unet.set_attn_processor(processors)

@@ -1,0 +1,119 @@
+"""Quantized variants in the cache folder: made once of a model that has none of its own, and found again.
+
+A variant lies in `quantized/DIGEST` of the cache, where the digest is of all that it was made from. It is written
+beside its place and renamed when it is whole; processes that want the same one wait for the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from core.quant import store
+from core.quant.convert import RecipeError, Scheme
+from core.quant.statistics import StatisticsError
+from pipeline import quantized
+from pipeline.calibration import default_prompts
+from pipeline.folder import ModelError
+from unet_opt.calibrate import CalibrationSettings
+from unet_opt.recipe import ALPHA
+
+if TYPE_CHECKING:
+    from pipeline.load import Model
+
+_VERSION = 1  # to be raised when recipes or the way that ranges are collected change: variants are then made anew
+
+
+@dataclass(frozen=True)
+class CachedVariant:
+    """A variant's place; it may not be there yet."""
+
+    folder: Path
+    scheme: Scheme
+
+    @property
+    def unet(self) -> Path:
+        return quantized.folder(self.folder, "unet", self.scheme)
+
+    @property
+    def is_made(self) -> bool:
+        return all((quantized.folder(self.folder, p, self.scheme) / store.MANIFEST).is_file() for p in quantized.PARTS)
+
+    def make(
+        self,
+        open_model: Callable[[], tuple[Model, ctypes.CDLL | None]],
+        *,
+        tell: Callable[[int, int], None] = lambda done, total: None,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Quantize the model and put the variant into its place, unless another process has by then.
+
+        `open_model` returns the model, not quantized, and the CPU's kernels; it is not called where nothing is left to
+        do. `tell` is given the prompts done and their number; `wait` is called once before waiting for another process.
+        A calibration that was stopped goes on where it was. Raises `ModelError`, also for a cache that cannot be
+        written, and what `open_model` raises.
+        """
+        prompts, partial = default_prompts(), self._beside(".part")
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with _held(FileLock(self._beside(".lock")), wait):
+                if self.is_made:
+                    return
+                model, kernels = open_model()
+                quantized.make(
+                    model, prompts, partial, scheme=self.scheme, kernels=kernels,
+                    tell=lambda done: tell(done, len(prompts)),
+                )  # fmt: skip
+                if self.folder.exists():  # somebody removed a part of it
+                    shutil.rmtree(self.folder)
+                partial.rename(self.folder)
+        except OSError as error:
+            raise self._unusable(f"{error.filename or self.folder}: {error.strerror or error}") from error
+        except (store.StoreError, StatisticsError, RecipeError) as error:
+            if error.__cause__ is None:
+                raise ModelError(f"cannot be quantized to {self.scheme}: {error}") from error
+            raise self._unusable(str(error)) from error
+
+    def _beside(self, ending: str) -> Path:
+        return self.folder.with_name(self.folder.name + ending)
+
+    def _unusable(self, why: str) -> ModelError:
+        return ModelError(
+            f"cannot be quantized to {self.scheme}: the cache cannot be used ({why}); DIPTYCH_CACHE_DIR names another"
+        )
+
+
+def find(cache: Path, source: str, scheme: Scheme, precision: str) -> CachedVariant:
+    """The place of the variant of a model whose weights have the digest `source`, calibrated in `precision`."""
+    made_from = {
+        "version": _VERSION,
+        "weights": source,
+        "scheme": scheme,
+        "alpha": ALPHA,
+        "precision": precision,
+        **quantized.calibration_of(default_prompts(), CalibrationSettings()),
+    }
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+    return CachedVariant(cache / "quantized" / digest, scheme)
+
+
+@contextmanager
+def _held(lock: FileLock, wait: Callable[[], None]) -> Iterator[None]:
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

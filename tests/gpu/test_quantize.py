@@ -1,0 +1,59 @@
+"""Quantizing on a GPU: the benchmarks' variant is the one that `diptych quantize` writes, and is close to bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+MODEL = "random:emoji-xl"
+LEAST_DB = 38.0  # of one forward in INT8 beside bf16; 42.6 in fp32 with emulated INT8, on a CPU
+
+
+def layers(module: Any) -> dict[str, Any]:
+    from core.quant.linear import Scaled
+
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, Scaled)}
+
+
+def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
+    from benchmarks.h200 import sources
+    from core.quant.store import read_manifest
+    from pipeline import quantized
+    from pipeline.calibration import default_prompts
+    from pipeline.load import load
+
+    prompts = default_prompts()[: sources.CALIBRATED]
+    model = load(MODEL, precision="bf16", device="cuda")
+    quantized.make(model, prompts, tmp_path)
+    source = sources.model(MODEL)
+    measured = sources.variant(source, "int8", sources.ranges(source))
+    written = load(MODEL, precision="int8", device="cuda", unet=tmp_path / "unet-int8")
+    for part in quantized.PARTS:
+        manifest = read_manifest(tmp_path / f"{part}-int8")
+        assert manifest.source == source.digest and manifest.calibration["dtype"] == "bfloat16"
+        found, wanted = layers(getattr(measured, part)), layers(getattr(written, part))
+        assert {name: type(layer).__name__ for name, layer in found.items()} == manifest.layers
+        for name, layer in wanted.items():
+            torch.testing.assert_close(found[name].inverse, layer.inverse, rtol=2**-7, atol=0)  # bf16's rounding
+
+
+@torch.inference_mode()
+def test_the_fused_layers_in_int8_are_close_to_bf16() -> None:
+    from benchmarks.h200 import sources
+    from benchmarks.h200.numerics import agreement
+    from unet_opt.fused.network import FusedUNet
+
+    source = sources.model(MODEL)
+    found = sources.ranges(source)
+    given = sources.inputs(source, 4)
+    expected = sources.stock(source.unet, given)
+    assert expected.float().std() > 0.1, "of nothing all is close"
+    unet = FusedUNet(sources.variant(source, "int8", found).unet, rows=4)
+    out, *_ = sources.fused(unet, given, unet.keys(given["text"]))
+    result = agreement(out, expected)
+    assert result["finite"] == 1 and result["psnr_db"] > LEAST_DB, result

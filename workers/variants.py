@@ -1,0 +1,100 @@
+"""Finds the quantized variant of the settings' image model, and makes one in the cache where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
+
+from core.config import Settings
+from core.quant.convert import Scheme
+from pipeline.folder import ModelError
+
+if TYPE_CHECKING:
+    from pipeline.load import Model
+    from pipeline.variant_cache import CachedVariant
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+Count = Callable[[str, int, int], None]
+"""Told what is counted, how many are done, and of how many."""
+Open = Callable[[], "tuple[Model, ctypes.CDLL | None]"]
+
+
+def unet_of(
+    settings: Settings, device: str, chosen: str, plain: str, open_model: Open, say: Say, count: Count | None
+) -> Path | None:
+    """The folder of a quantized UNet that is not in the model's own, made now in the cache where there is none at all.
+
+    `chosen` is the precision to load the model in, the rest as for `cached` and `quantize_into`. Raises `ModelError`.
+    """
+    if settings.unet:
+        return Path(settings.unet)
+    # Over LoRAs a variant must hold scales alone, and the cache's holds weights: then there is none, as `load` says.
+    if chosen not in get_args(Scheme) or settings.lora or has_own(settings, chosen):
+        return None
+    place = cached(settings, device, cast(Scheme, chosen), plain)
+    if not place.is_made:
+        quantize_into(place, settings, open_model, say, count)
+    return place.unet
+
+
+def has_own(settings: Settings, scheme: str) -> bool:
+    """Whether a quantized UNet is named, or lies in the model's own folder."""
+    from pipeline import folder, quantized
+    from pipeline.load import seeded
+
+    try:
+        where = None if seeded(settings.model_name) else folder.find(settings.model_name, settings.variant)
+        quantized.variant(where, scheme, Path(settings.unet) if settings.unet else None)
+    except ModelError:
+        return False
+    return True
+
+
+def cached(settings: Settings, device: str, scheme: Scheme, plain: str) -> CachedVariant:
+    """The place in the cache for the variant of the settings' model, calibrated in the precision `plain`.
+
+    Raises `ModelError` for no model.
+    """
+    from pipeline import variant_cache
+    from pipeline.load import weights_digest
+
+    source = weights_digest(settings.model_name, variant=settings.variant, device=device)
+    return variant_cache.find(settings.cache_dir.expanduser(), source, scheme, plain)
+
+
+def quantize_into(
+    place: CachedVariant,
+    settings: Settings,
+    open_model: Open,
+    say: Say = log.info,
+    count: Count | None = None,
+) -> None:
+    """Quantize the model into its place in the cache, unless it is there. Raises `ModelError`.
+
+    `open_model` loads it as it is, beside the CPU's kernels, if any. Without `count`, `say` tells how far it is.
+    """
+    import torch
+
+    name = settings.model_name
+    doing = f"quantizing {Path(name).name if Path(name).is_dir() else name} to {place.scheme}"
+
+    def opened() -> tuple[Model, ctypes.CDLL | None]:
+        say(f"{doing}, once, into {place.folder}")
+        return open_model()
+
+    def tell(done: int, total: int) -> None:
+        if count is None:
+            say(f"{doing}: {done} of {total} prompts")
+        else:
+            count(doing, done, total)
+
+    place.make(opened, tell=tell, wait=lambda: say(f"{doing}: waiting for another process that does"))
+    gc.collect()  # the model as it was, before the quantized one is loaded
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
