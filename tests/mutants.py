@@ -100,7 +100,6 @@ class Runner:
         _prepare(self.tree)
         path = self.tree / self.room
         original = path.read_text("utf-8")
-        began = time.monotonic()
         if self._fails(3600, modules := self.tree / "modules.json"):
             sys.exit("the tests fail on the code as it is")
         # What was compiled so far is used again. A mutant's own code is not kept: the next may be as long and as old.
@@ -109,6 +108,7 @@ class Runner:
         for name in json.loads(modules.read_text()):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+        began = time.monotonic()
         if self._fails(3600):
             sys.exit(f"the tests fail where modules are imported beforehand: {(self.tree / 'output.txt').read_text()}")
         limit_s = max(_LEAST_S, _PATIENCE * (time.monotonic() - began))

@@ -89,7 +89,11 @@ def test_of_equals_at_the_border_those_of_the_least_numbers_are_left(
 
 
 def test_what_bounds_leave_in_at_their_very_edge() -> None:
-    """min_p 1 leaves the likeliest, and all that are as likely; top_p 1 leaves what is too small to count."""
+    """min_p 1 leaves the likeliest, and all that are as likely; top_p 1 what is too small to count; and where the first
+    two reach top_p exactly there is no third."""
+    assert (sample.probabilities(torch.zeros(1, 4), settings(1, top_p=0.5)) > 0).tolist() == [
+        [True, True, False, False]
+    ]
     logits = torch.tensor([[2.0, 1.0, 2.0, -1.0]])
     assert (sample.probabilities(logits, settings(1, min_p=1.0)) > 0).tolist() == [[True, False, True, False]]
     far = torch.tensor([[0.0, -40.0, -50.0]])
