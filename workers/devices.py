@@ -1,7 +1,8 @@
-"""What the settings' device can do: describes it, refuses what it lacks, and says which kernels draw on it."""
+"""What the settings' device can do: describes it, refuses what it lacks, and chooses and says which kernels draw."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 
 import torch
@@ -28,6 +29,79 @@ def check_gpu(settings: Settings, device: str, precision: str) -> None:
     found = describe(settings, device)
     if (why := lacks(found, precision)) is not None:
         raise ModelError(f"{precision} does not run on {device}: {why}; take {instead(found, precision)}")
+
+
+def kernels(settings: Settings, model: Model) -> tuple[ctypes.CDLL | None, str]:
+    """The CPU kernels for this model; or None, and on a CPU the reason why torch's are used.
+
+    Raises `ModelError` for INT8 without them: emulated it would be slower than fp32.
+    """
+    from core.quant.kernels.cpu.library import Unavailable, library
+    from unet_opt.program import check
+
+    if model.device.type != "cpu":
+        return None, ""
+    if not (settings.kernels or model.precision == "int8"):
+        return None, "our own kernels are switched off"
+    if model.precision not in ("fp32", "int8"):
+        return None, f"the CPU kernels know fp32 and int8, not {model.precision}"
+    try:
+        check(model.unet)
+        return library(settings.compiled_kernels), ""
+    except (Unavailable, ValueError) as error:
+        if model.precision == "int8":
+            raise ModelError(f"int8 does not run here: {error}; take fp32") from error
+        return None, str(error)
+
+
+def fused(settings: Settings, model: Model) -> tuple[bool, str]:
+    """Whether fused layers in CUDA graphs draw with this model, and on a GPU the reason why not.
+
+    Raises `ModelError` for 8 bits without them: emulated they would be slower than bf16.
+    """
+    from unet_opt.decoder import check as check_decoder
+    from unet_opt.fused.network import check_layout
+
+    if model.device.type != "cuda":
+        return False, ""
+    in_8_bits = model.precision in ("int8", "fp8")
+    try:
+        if not (settings.kernels or in_8_bits):
+            raise ValueError("our own kernels are switched off")
+        if model.dtype is not torch.bfloat16:
+            raise ValueError(f"the GPU kernels know bf16 and 8 bits, not {model.precision}")
+        if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
+            raise ValueError(why)
+        check_layout(model.unet)
+        check_decoder(model.vae)
+    except ValueError as error:
+        if in_8_bits:
+            raise ModelError(f"{model.precision} does not run here: {error}; take bf16") from error
+        return False, str(error)
+    return True, ""
+
+
+def widest(settings: Settings, model: Model) -> int:
+    """The most rows of one forward: as set, but on a GPU no more than its tiles were measured for, which the log says.
+
+    A device without measurements gets what is set: its tiles are chosen by their estimated cost, at any width.
+    """
+    from unet_opt.fused.widths import tuned_rows
+
+    if model.device.type != "cuda":
+        return settings.max_rows
+    side, name = model.native // model.vae_scale, torch.cuda.get_device_name(model.device)
+    tuned = tuned_rows(model.unet, side, side, name)
+    if tuned is None:
+        log.info(
+            "no tiles were measured on %s for %s: forwards have up to %d rows, tiles by estimate",
+            name, model.name, settings.max_rows,
+        )  # fmt: skip
+        return settings.max_rows
+    if tuned < settings.max_rows:
+        log.info("forwards have at most %d rows, not %d: on %s no tiles were measured for more",
+                 tuned, settings.max_rows, name)  # fmt: skip
+    return max(2, min(tuned, settings.max_rows))
 
 
 def decided(settings: Settings, model: Model, why_torch: str) -> tuple[Decision, ...]:

@@ -16,11 +16,13 @@ import torch
 import yaml
 
 from core.config import Settings
-from core.quant.kernels.cuda import language
+from core.quant.kernels import describe as description
 from pipeline.load import load
+from tests.core.quant.kernels.test_device import H200
 from tests.deployment.served import ROOT
 from tests.test_floors import Module, read
-from workers.build import device_of, fused, precision
+from workers.build import device_of, precision
+from workers.devices import fused
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
@@ -69,10 +71,9 @@ def settings(service: str, monkeypatch: pytest.MonkeyPatch, **given: str) -> Set
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with an H200 and Triton, as far as the decisions of workers.build look."""
+    """A machine with an H200 and Triton, as far as the choice of kernels looks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(language, "triton", object())
+    monkeypatch.setattr(description, "describe", lambda *_: H200)
 
 
 @pytest.mark.usefixtures("h200")
@@ -84,7 +85,7 @@ def test_the_gpu_worker_runs_int8_on_fused_layers(monkeypatch: pytest.MonkeyPatc
     assert (device, chosen) == ("cuda", "int8")
     # Loaded for any device that is no CPU; "meta" holds shapes and types, and decisions look at nothing else.
     model = replace(load(read_there.model_name, precision=chosen, device="meta"), device=torch.device(device))
-    assert fused(read_there, model)
+    assert fused(read_there, model) == (True, "")
     assert read_there.compile and read_there.kernels
 
 
@@ -95,7 +96,7 @@ def test_a_shell_that_names_a_precision_is_obeyed(monkeypatch: pytest.MonkeyPatc
         assert settings(service, monkeypatch, DIPTYCH_PRECISION="fp16").precision == "fp16"
     read_there = settings("worker-gpu", monkeypatch, DIPTYCH_PRECISION="fp16")
     model = replace(load("random:tiny", precision="fp16", device="meta"), device=torch.device("cuda"))
-    assert not fused(read_there, model), "fp16 runs on torch's own kernels"
+    assert fused(read_there, model) == (False, "the GPU kernels know bf16 and 8 bits, not fp16")
 
 
 def test_the_cpu_worker_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
