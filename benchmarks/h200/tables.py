@@ -61,21 +61,6 @@ def phases(found: Result) -> list[str]:
     return markdown(("ms a graph, phase × rows", *(_KINDS[kind] for kind in kinds)), rows)
 
 
-def arrivals(found: Result) -> list[str]:
-    played = found.get("arrivals")
-    if played is None:
-        return ["Arrivals were not played in this run (`--arrivals`)."]
-    names = {
-        "engine": "step-level", "window_free": "request-level, what waits", "window_3s": "request-level, 3 s window",
-    }  # fmt: skip
-    rows = [
-        (label, *(f"{played[name][key]:.2f} s" for key in ("mean_s", "p50_s", "p99_s")))
-        for name, label in names.items()
-    ]
-    said = f"{played['arrivals']} Poisson arrivals at {played['rate_per_s']:.2f}/s."
-    return [*markdown(("batching", "mean", "p50", "p99"), rows), "", said]
-
-
 def numerics(found: Result) -> list[str]:
     rows = []
     for kind, label in {"bf16": "fused bf16", "int8": "INT8", "fp8": "FP8 (E4M3)"}.items():
@@ -225,7 +210,6 @@ def _ms(value: float | None) -> str:
 TABLES = {
     "h200-engine": Table(("h200/engine", "quality", "sweep"), engine),
     "h200-phases": Table(("h200/engine",), phases),
-    "h200-arrivals": Table(("h200/engine",), arrivals),
     "h200-numerics": Table(("h200/numerics",), numerics),
     "h200-cohost": Table(("h200/cohost",), cohost),
     "h200-text-steps": Table(("h200/text",), text_steps),
