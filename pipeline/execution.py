@@ -25,6 +25,7 @@ from pipeline.phases import (
     GRAPHS,
     IMAGE,
     KERNELS,
+    LAYERS,
     SHALLOW,
     STEPS,
     TEXT,
@@ -130,18 +131,20 @@ class Execution:
         return mode or own or ("eager or compiled" if self._executables.enabled else "eager")
 
     def fixed_way(self, size: tuple[int, int], depth: str = "", *, adapted: bool = False) -> str:
-        """The mode for a deterministic request that begins now: compiled once all that it needs is compiled.
+        """The mode for a deterministic request that begins now, which it keeps to: compiled, or in graphs, once all
+        that it needs is compiled or recorded.
 
-        `depth` is that of its shallow steps, if it has any.
+        cuBLAS and cuDNN may choose other algorithms while a graph is recorded, so that bits differ from the same
+        kernels launched one by one. `depth` is that of its shallow steps, if it has any.
         """
         if adapted:
             return "eager"
         if self.programs:
             return KERNELS
-        if self._recordings is not None:
-            return GRAPHS
         steps = (DEEP, SHALLOW[depth]) if depth else (DEEP,)
         keys = (*(Key(phase, self.deterministic_rows, size) for phase in steps), Key(VAE, 1, size))
+        if self._recordings is not None:
+            return GRAPHS if all(self._recordings.has(key) for key in keys) else LAYERS
         return "eager" if any(self._executables.find(key) is None for key in keys) else "compiled"
 
     def cheapest(self, group: Group, rows: int) -> Way:
@@ -205,7 +208,8 @@ class Execution:
         rows = len(ids[0])
         key = Key(TEXT, self._recordings.width(TEXT, rows), (0, 0))
         padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self._model.device) for part in ids]
-        self._recordings.missed(key)
+        # Not later: embeddings are remembered, and must not depend on when they were made.
+        self._recordings.record_now(key, self._record)
         hidden, pooled = self._recordings.function(key)(padded)
         return hidden[:rows], pooled[:rows]
 
@@ -334,9 +338,11 @@ class Execution:
 
     def _graphed(self, recordings: Recordings, group: Group, key: Key) -> Way:
         """The graph; while it is missing the next wider one where that is known to cost less, else the same kernels at
-        the same width one by one. For a mode always the same width, and so the same bits.
+        the same width one by one. A mode keeps to one width, and to graphs or to none.
         """
         graph, eager = self._curve(group, True), self._curve(group, False)
+        if group.mode == LAYERS:
+            return Way(self._executables.eager(group.phase), False, key.rows, eager(key.rows))
         if recordings.has(key):
             return Way(self._function(key), True, key.rows, graph(key.rows))
         # As long as it was never timed it is taken for as fast as a graph, and so is timed.

@@ -22,6 +22,7 @@ from unet_opt.program import UNetPrograms
 
 KERNELS = "kernels"  # of our own, on a CPU
 GRAPHS = "graphs"  # of fused layers, on a GPU
+LAYERS = "layers"  # the same without graphs, kernel by kernel
 ENCODE, DEEP, VAE = "encode", "deep", "vae"
 IMAGE = "image"  # what is edited becomes latents
 SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth

@@ -93,6 +93,13 @@ class Recordings:
             key = next(iter(self._missed or self._planned), None)
         if key is None:
             return False
+        self.record_now(key, record)
+        return True
+
+    def record_now(self, key: Key, record: Callable[[Key, Callable[..., Any]], None]) -> None:
+        """Record this one, as `record_next` does, unless it is recorded or has failed."""
+        if self.has(key) or key in self.failed:
+            return
         started = time.monotonic()
         try:
             record(key, partial(self._graphs.record, key.phase, (key.rows, key.size)))
@@ -111,7 +118,6 @@ class Recordings:
         if not self.pending:
             self._graphs.settle()
             log.info("recorded %d of %d graphs in %.1f s", *self.counts, self.spent_s)
-        return True
 
 
 class BackgroundRecorder:

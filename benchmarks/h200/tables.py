@@ -18,6 +18,8 @@ _RUNGS = {
     "fp8": "FP8",
     "fp8+deepcache-half": 'FP8, DeepCache "half"',
 }
+_SERVED_WITH = {"off": "INT8", "auto": 'INT8, DeepCache "auto"', "2": 'INT8, DeepCache "2" ("block")'}
+_SCORED = {"off": "int8", "auto": "int8-auto", "2": "int8-block2"}  # by DeepCache's schedule
 _KINDS = {"int8": "INT8", "fp8": "FP8 (E4M3)", "bf16": "bf16"}
 
 
@@ -159,22 +161,55 @@ def text_rates(found: Result) -> list[str]:
     return markdown(("computed: static batches, tokens in/out", *(f"{_KINDS[kind]}, tokens/s" for kind in kinds)), rows)
 
 
-def headline(engine: Result, text: Result, both: Result, *scored: Result) -> list[str]:
-    rungs = engine["rungs"]
+def service(found: Result, *scored: Result) -> list[str]:
+    """The service over HTTP: rates by schedule beside the engine's own, one client alone, starts and recording."""
+    served, alone = found["stages"]["serve"], found["stages"]["engine"]
     rows = []
-    for name, label in _RUNGS.items():
-        if name not in ("diffusers-8", *_DRAWN_AS) or name not in rungs:
-            continue
-        ratio = _score(name, scored)
-        kept = f"{ratio[0]:.2%}, gate {gate(_DRAWN_AS[name], ratio)}" if ratio else NONE
-        rows.append((f"SDXL, {label}", f"{rungs[name]['images_s']:.2f} pictures/s", kept))
-    for requests in ("64", "256"):
-        if one := text.get(f"engine int8 {requests}"):
-            rows.append((f"Llama 8B, INT8, {requests} requests", f"{one['tokens_per_s']:,.0f} tokens/s", NONE))
-    if one := both.get("int8"):
-        told = f"{one['together']['images_s']:.2f} pictures/s and {one['together']['tokens_s']:,.0f} tokens/s"
-        rows.append(("both at once, INT8", f"{told}: {one['sum']:.2f} of taking turns", NONE))
-    return markdown(("one H200, through the engine", "measured", "score of emoji-xl, of fp32's"), rows)
+    for schedule, label in _SERVED_WITH.items():
+        one = served[f"deepcache {schedule}"]
+        ratio = next((of["variants"][_SCORED[schedule]]["clip_ratio"] for of in scored
+                      if _SCORED[schedule] in of["variants"]), None)  # fmt: skip
+        single = served["alone"].get(schedule)
+        rows.append(
+            (
+                label, f"{one['pictures_per_s']:.2f}", f"{alone[f'deepcache {schedule}']['pictures_per_s']:.2f}",
+                f"{one['p50_s']:.2f} s, {one['p99_s']:.2f} s", f"{single['p50_s']:.2f} s" if single else NONE,
+                gate(_SCORED[schedule], ratio) if ratio else NONE,
+            )
+        )  # fmt: skip
+    clients = served["deepcache off"]["clients"]
+    header = (
+        f"SDXL's shape over HTTP, {clients} clients", "pictures/s", "the engine alone, in process",
+        "p50, p99 of a picture", "one client alone", "gate of the score on emoji-xl",
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
+def starts(found: Result) -> list[str]:
+    """What a user waits for: quantizing, cold and warm starts, first pictures, and until all graphs are recorded."""
+    stages = found["stages"]
+    cold, warm, meanwhile = stages["serve"], stages["warm"], stages["serve"]["while_recording"]
+    done = [next(one for one in stage["graphs"] if one["recorded"] == one["wanted"]) for stage in (cold, warm)]
+    rows = [
+        ("`diptych quantize`, once", f"{stages['quantize']['seconds']:.0f} s", NONE),
+        ("from `diptych serve` to ready", f"{cold['cold_ready_s']:.1f} s", f"{warm['ready_s']:.1f} s"),
+        ("first picture after that", f"{cold['first_picture_s']:.1f} s", f"{warm['first_picture_s']:.1f} s"),
+        ("all graphs recorded, since the start", *(f"{one['recorded']} after {one['at_s']:.0f} s" for one in done)),
+        ("pictures/s in the half minute of recording beside traffic", f"{meanwhile['pictures_per_s']:.2f}", NONE),
+    ]
+    return markdown(("", "cold: nothing compiled", "warm: by the caches"), rows)
+
+
+def fidelity(found: Result) -> list[str]:
+    """PSNR of the embedded model's pictures on the GPU against fp32 on the CPU, at equal seeds."""
+    one = found["stages"]["emoji"]["against_fp32"]
+    rows = [
+        (_KINDS[kind], str(of["pictures"]), *(f"{of[f'psnr_{key}_db']:.1f} dB" for key in ("mean", "median", "min")),
+         f"{of['brighter_levels']:+.2f} levels of 255")
+        for kind, of in one.items()
+    ]  # fmt: skip
+    header = ("emoji-xl on the GPU, shipped scales", "pictures", "mean PSNR", "median", "least", "mean brightness")
+    return markdown(header, rows)
 
 
 def _score(rung: str, scored: Sequence[Result]) -> Sequence[float] | None:
@@ -196,5 +231,7 @@ TABLES = {
     "h200-text-steps": Table(("h200/text",), text_steps),
     "h200-text-engine": Table(("h200/text",), text_engine),
     "h200-text-rates": Table(("h200/text",), text_rates),
-    "h200-headline": Table(("h200/engine", "h200/text", "h200/cohost", "quality", "sweep"), headline),
+    "h200-service": Table(("h200/service", "quality", "sweep"), service),
+    "h200-starts": Table(("h200/service",), starts),
+    "h200-fidelity": Table(("h200/emoji-xl",), fidelity),
 }

@@ -17,10 +17,10 @@ ROOT = provenance.ROOT
 # from here; none is added. As of 2026-11-22.
 TO_MEASURE_AGAIN = {
     "arrivals", "chaos", "cohost", "ladder", "peers", "quality", "serve", "sweep", "text-emoji-lm", "text-llama-100m",
-    "h200/cohost", "h200/encoders", "h200/engine", "h200/fused", "h200/numerics", "h200/numerics-emoji-xl", "h200/text",
+    "h200/cohost", "h200/encoders", "h200/engine", "h200/fused", "h200/numerics", "h200/text",
     "h200/vae",
 }  # fmt: skip
-LATER = {"scheduling", "h200/serve"}  # that a page has a place for and nobody has measured yet
+LATER = {"scheduling"}  # that a page has a place for and nobody has measured yet
 
 
 def pages() -> dict[str, str]:

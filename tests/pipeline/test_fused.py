@@ -64,6 +64,12 @@ def runner_of(shape: str, *, recorded: bool = True, **options: Any) -> Watching:
 BF16 = 4.0
 
 
+def near(one: object, other: object) -> bool:
+    """Within what another order of sums costs."""
+    difference = np.abs(levels(one).astype(float) - levels(other))  # type: ignore[arg-type]
+    return bool(difference.mean() < BF16 if CUDA else difference.max() <= 1)
+
+
 def off(picture: object, expected: np.ndarray) -> float:
     return float(np.abs(levels(picture).astype(float) - expected).mean())  # type: ignore[arg-type]
 
@@ -106,13 +112,18 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
     never = runner_of(shape, recorded=False)
     never.recording.close()
     mixed, meanwhile, without = (together(one, parameters) for one in (runner, recording, never))
-    assert never.execution.graphs[0] == 0 and never.execution.pending
+    assert never.execution.pending
     assert recording.recording.wait(600) and recording.execution.graphs[0] > 0
     for one, *pictures in zip(parameters, mixed, meanwhile, without, strict=True):
-        if one.deterministic:
-            alone = solo(runner, one)
-            assert [picture.png() for picture in pictures] == [alone.png()] * 3
-            assert alone.fingerprint["executable"] == "graphs" and alone.fingerprint["bucket"] == 8
+        if not one.deterministic:
+            continue
+        alone = {"graphs": solo(runner, one), "layers": solo(never, one)}
+        for executable, picture in alone.items():
+            assert picture.fingerprint["executable"] == executable and picture.fingerprint["bucket"] == 8
+        assert [pictures[0].fingerprint["executable"], pictures[2].fingerprint["executable"]] == ["graphs", "layers"]
+        for picture in pictures:  # equal seeds and equal fingerprints, and so equal bytes
+            assert picture.png() == alone[picture.fingerprint["executable"]].png()
+        assert near(alone["graphs"], alone["layers"])
 
 
 def test_padding_repeats_a_row_and_changes_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +247,8 @@ def test_a_graph_that_cannot_be_recorded_costs_no_picture(caplog: pytest.LogCapt
     assert runner.recording.wait(600)
     assert "deep at 8 rows" in caplog.text and "runs without a graph (OutOfMemoryError" in caplog.text
     assert runner.execution.graphs == (2, 3)
-    assert solo(runner, one).png() == first.png() == solo(runner_of("wide-heads"), one).png()
+    assert first.fingerprint["executable"] == "layers" and solo(runner, one).png() == first.png()
+    assert near(first, solo(runner_of("wide-heads"), one))
 
 
 def test_forwards_run_at_the_next_bucket() -> None:
