@@ -116,7 +116,8 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
     try:
         with model_errors(), Starting(Console(stderr=True)) as starting:
             from pipeline.quantized import make
-            from workers.build import device_of, kernels, load_model, unquantized
+            from workers.build import device_of, load_model, unquantized
+            from workers.devices import kernels
 
             # As it is in the folder, whatever the environment says of how it is served.
             precision = unquantized(device_of(settings))
