@@ -14,7 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and fork do not mi
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 from install import has_gpu  # noqa: E402
 
@@ -34,4 +34,6 @@ settings.register_profile(
 )
 # explore: new examples every time, and ten times as many; HYPOTHESIS_PROFILE=explore make test
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
+# mutants: as ci, but the first example that fails is enough (tests/mutants.py).
+settings.register_profile("mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

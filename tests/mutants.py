@@ -169,6 +169,7 @@ def _prepare(tree: Path) -> None:
         del sys.modules[name]
     sys.path[:] = [str(tree), *(entry for entry in sys.path if entry and Path(entry).resolve() != ROOT)]
     os.environ["PYTHONPATH"] = str(tree)
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ[name] = "1"
 
