@@ -73,35 +73,49 @@ def test_subjects_are_taken_in_turn(shell: Shell) -> None:
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_command_ends_with_the_file_of_an_unbroken_one(shell: Shell, stop: signal.Signals) -> None:
-    words = ["captions", "--count", "150", "--out", "broken.tsv", "--threads", "1"]
-    part = shell.folder / "broken.tsv.part"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "DIPTYCH_TEXT_REQUESTS": "4"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    until = time.monotonic() + 180
-    while process.poll() is None and (not part.exists() or part.read_bytes().count(b"\n") < 20):
-        assert time.monotonic() < until
-        time.sleep(0.002)
-    process.send_signal(stop)
-    _, err = process.communicate(timeout=60)
-    assert not (shell.folder / "broken.tsv").exists(), "it was done before it was stopped"
-    assert process.returncode == (130 if stop == signal.SIGINT else -stop), err
-    if stop == signal.SIGINT:
-        assert b"of 150 captions are there; the same command goes on" in err
-    with part.open("ab") as stream:
+    count, words = stopped(shell, stop)
+    with (shell.folder / "broken.tsv.part").open("ab") as stream:
         stream.write(b'{"index": 20, "capt')
     said = shell(*words)
-    assert said.code == 0 and "of 150 captions are there" in said.err, said
-    assert (shell.folder / "broken.tsv").read_bytes() == write(shell, "whole.tsv", 150)
+    assert said.code == 0 and f"of {count} captions are there" in said.err, said
+    assert (shell.folder / "broken.tsv").read_bytes() == write(shell, "whole.tsv", count)
     told = [json.loads((shell.folder / f"{name}.tsv.json").read_text("utf-8")) for name in ("broken", "whole")]
     assert told[0] == told[1]
     assert sorted(path.name for path in shell.folder.glob("broken*")) == ["broken.tsv", "broken.tsv.json"]
     again = shell(*words)
-    assert again.code == 0 and "150 captions of" in again.err
+    assert again.code == 0 and f"{count} captions of" in again.err
     other = shell(*words, "--seed", "1")
     assert other.code == 2 and "broken.tsv holds captions of other settings" in other.err
     assert "seed is 0 there, 1 here" in other.err
+
+
+def stopped(shell: Shell, stop: signal.Signals) -> tuple[int, list[str]]:
+    """How many captions a command was to write that was stopped amid its work, and its words.
+
+    More of them where it was done before.
+    """
+    for count in (150, 600, 2400):
+        words = ["captions", "--count", str(count), "--out", "broken.tsv", "--threads", "1"]
+        part = shell.folder / "broken.tsv.part"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "DIPTYCH_TEXT_REQUESTS": "4"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cli", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        until = time.monotonic() + 180
+        while process.poll() is None and (not part.exists() or part.read_bytes().count(b"\n") < 20):
+            assert time.monotonic() < until
+            time.sleep(0.002)
+        process.send_signal(stop)
+        _, err = process.communicate(timeout=60)
+        if (shell.folder / "broken.tsv").exists():
+            for path in shell.folder.glob("broken*"):
+                path.unlink()
+            continue
+        assert process.returncode == (130 if stop == signal.SIGINT else -stop), err
+        if stop == signal.SIGINT:
+            assert f"of {count} captions are there; the same command goes on".encode() in err
+        return count, words
+    raise AssertionError("it was always done before it was stopped")
 
 
 def small(folder: Path, chat: bool) -> Path:

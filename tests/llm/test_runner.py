@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,8 +285,12 @@ def test_an_abort_frees_pages_within_an_iteration() -> None:
         assert runner.held() == 0 and len(seen) < 400
 
 
-def test_10_000_admissions_aborts_and_preemptions_leave_every_page_free() -> None:
-    """The runner under the scheduler, without an engine: what is done between iterations is drawn at random."""
+def test_10_000_admissions_aborts_and_preemptions_leave_every_page_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner under the scheduler, without an engine: what is done between iterations is drawn at random.
+
+    Its clock counts calls, so that no real time decides about widths, and with them about who is sent away.
+    """
+    monkeypatch.setattr("llm.runner.time", SimpleNamespace(perf_counter=itertools.count(0, 0.001).__next__))
     model, draw, lane = stage.small(), random.Random(5), Lane("text")
     runner = TextRunner(model, lane=lane, max_requests=12, pages=22, chunk=6, kernels=stage.kernels(), draft="lookup")
     scheduler = Scheduler([runner], starvation_s=0.5)
