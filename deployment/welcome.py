@@ -10,9 +10,15 @@ if TYPE_CHECKING:
 
 
 def welcome(url: str, models: Sequence[ModelCard]) -> str:
-    """`url` has no slash at its end."""
-    offered = "; ".join(f"{model.name}, {model.precision} on {model.device}" for model in models)
+    """`url` has no slash at its end. Each model is named with the kernels that run it, and why no faster ones do."""
+    offered = "; ".join(map(_offered, models))
     return f"Diptych serves at {url} ({offered}). Its pages: {url}/docs. A first picture:\n\n  {command(url)}\n"
+
+
+def _offered(model: ModelCard) -> str:
+    said = f"{model.name}, {model.precision} on {model.device}"
+    kernels = ": ".join(filter(None, (model.kernels, model.kernels_reason)))
+    return f"{said}, {kernels}" if kernels else said
 
 
 def command(url: str) -> str:

@@ -114,7 +114,7 @@ def decided(settings: Settings, model: Model, why_torch: str) -> tuple[Decision,
         where, found = str(device), decisions(device, model.precision)
     log.info("%s draws in %s on %s", model.name, model.precision, where)
     for decision in found:
-        say(decision)
+        say(decision, asked=not settings.kernels)
     return found
 
 

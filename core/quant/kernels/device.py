@@ -135,9 +135,9 @@ def summary(found: Sequence[Decision]) -> tuple[str, str]:
 
 
 @functools.cache
-def say(decision: Decision) -> None:
-    """Log a decision, once in the life of the process."""
-    warn = decision.operation == EVERY_LAYER and decision.implementation == TORCH
+def say(decision: Decision, *, asked: bool = False) -> None:
+    """Log a decision, once in the life of the process; torch for all layers as a warning, unless that was asked for."""
+    warn = decision.operation == EVERY_LAYER and decision.implementation == TORCH and not asked
     log.log(logging.WARNING if warn else logging.INFO, "%s", decision)
 
 
