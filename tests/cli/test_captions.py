@@ -106,7 +106,7 @@ def stopped(shell: Shell, stop: signal.Signals) -> tuple[int, list[str]]:
             assert time.monotonic() < until
             time.sleep(0.002)
         process.send_signal(stop)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
         if (shell.folder / "broken.tsv").exists():
             for path in shell.folder.glob("broken*"):
                 path.unlink()

@@ -19,7 +19,7 @@ from torch import nn
 from training import checkpoint, loop
 from training.run import Run
 
-LENGTH = 120
+LENGTH = 60
 PATIENCE_S = 600.0  # a run that hangs ends the test; how fast one is does not
 
 
@@ -52,7 +52,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(run: Run, tmp_path: Path) -> No
     calm = dataclasses.replace(run, work=tmp_path / "calm")
     straight, broken = run_vae(calm), run_vae(run, "--checkpoint-s", "0")
     deadline = time.monotonic() + PATIENCE_S
-    while iteration(run) < 40:
+    while iteration(run) < 20:
         assert time.monotonic() < deadline and broken.poll() is None
         time.sleep(0.01)
     broken.send_signal(signal.SIGKILL)
