@@ -38,6 +38,7 @@ from pipeline.phases import (
     on_kernels,
     on_torch,
     packed,
+    without_text,
 )
 from pipeline.recording import Recordings
 from unet_opt.decoder import DecoderPrograms
@@ -316,7 +317,7 @@ class Execution:
         size: Any = key.size  # (width, height); None for `TEXT`
         example = self._example(key.phase, key.rows, size)
         with torch.inference_mode():
-            example(_without_text(key.phase, record))
+            example(without_text(key.phase, record))
             if key.phase == TEXT:
                 return
             for run in range(2):
@@ -355,7 +356,7 @@ class Execution:
 
     def _function(self, key: Key) -> Callable[..., Any]:
         assert self._recordings is not None
-        return _without_text(key.phase, self._recordings.function(key))
+        return without_text(key.phase, self._recordings.function(key))
 
     def _curve(self, group: Group, compiled: bool) -> CostCurve:
         return self._costs[f"{group.phase}, adapted" if group.adapted else group.phase, group.size, compiled]
@@ -396,10 +397,3 @@ class Execution:
     @staticmethod
     def _nothing(*_: Any) -> Any:
         raise AssertionError("prompts and images are not encoded through an executable")
-
-
-def _without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A shallow step reads no text, and its graph would hold a copy. Other phases are as they are."""
-    if phase not in SHALLOW.values():
-        return run
-    return lambda features, sample, timestep, encoder_hidden_states, **rest: run(features, sample, timestep, **rest)

@@ -94,3 +94,10 @@ def on_kernels(model: Model, unet: UNetPrograms, decoder: DecoderPrograms) -> Ph
         **shallow,
         VAE: lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config))),
     }
+
+
+def without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A shallow step reads no text, and its graph would hold a copy. Other phases are as they are."""
+    if phase not in SHALLOW.values():
+        return run
+    return lambda features, sample, timestep, encoder_hidden_states, **rest: run(features, sample, timestep, **rest)
