@@ -109,8 +109,9 @@ def _python(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
                 yield from ((node, f"({other})") for other in ((value * 1.1, value * 0.9) if value else (1.0,)))
             case ast.Call(args=arguments) if not any(isinstance(one, ast.Starred) for one in arguments):
                 for i in range(len(arguments) - 1):
-                    swapped = [*arguments[:i], arguments[i + 1], arguments[i], *arguments[i + 2 :]]
-                    yield node, _changed(node, args=swapped)
+                    if ast.dump(arguments[i]) != ast.dump(arguments[i + 1]):
+                        swapped = [*arguments[:i], arguments[i + 1], arguments[i], *arguments[i + 2 :]]
+                        yield node, _changed(node, args=swapped)
             case ast.If(test=test) | ast.While(test=test):
                 if not isinstance(test, ast.Compare | ast.UnaryOp):  # which are negated by themselves
                     yield test, f"(not ({ast.unparse(test)}))"

@@ -65,6 +65,22 @@ def test_it_is_a_distance(seed: int) -> None:
     assert fid.fid(a, b) == pytest.approx(fid.fid(b, a), rel=1e-8)
 
 
+@pytest.mark.parametrize("shape", [(8,), (2, 3, 4)])
+def test_what_is_no_table_of_features_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"features must be \[N, D\], not \["):
+        fid.gaussian(torch.zeros(shape))
+
+
+def test_one_picture_has_no_covariance() -> None:
+    """Nor has one that counts among others that do not; two have, also two of the same."""
+    rows = features(3, 4, 0)
+    for few, counts in ((rows[:1], None), (rows[:0], None), (rows, torch.tensor([0, 1, 0]))):
+        with pytest.raises(ValueError, match=r"features must be at least 2, not [01]"):
+            fid.gaussian(few, counts)
+    for enough, counts in ((rows[:2], None), (rows, torch.tensor([0, 2, 0]))):
+        assert fid.gaussian(enough, counts).covariance.isfinite().all()
+
+
 def test_torchmetrics_says_the_same() -> None:
     a, b = features(300, 32, 1), features(400, 32, 2, shift=0.2)
     reference = Reference("real", "folder", fid.gaussian(b), b, b)

@@ -413,6 +413,21 @@ def test_one_shots_still_go_between_the_steps_of_an_elder() -> None:
 # -- abort and expiry ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_what_was_aborted_in_flight_stays_so_though_its_deadline_passes(seen: bool) -> None:
+    """Whether or not the scheduler is asked for more in between."""
+    driven, _ = drive(depth=2, costs={"": flat(10.0)})
+    flying = driven.add("flying", STEPS, deadline=5.0)
+    driven.launch()
+    assert driven.abort("flying")
+    driven.clock.now = 6.0
+    if seen:
+        assert driven.launch() == []
+    driven.clock.now = 10.0
+    assert driven.land()
+    assert flying.state is State.ABORTED and flying.ended == 10.0
+
+
 def test_abort_ends_at_once_or_with_the_iteration_under_way() -> None:
     driven, runner = drive(slots=2)
     flying, admitted = driven.add("flying", Ask(size="s")), driven.add("admitted", Ask(size="l"))
