@@ -271,7 +271,9 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
         made = torch.stack(found)
         if kind == "plain" and kv == "float" and not CUDA:
             torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
-        assert cosine(made, expected) > (0.999 if kind == "plain" else 0.99), cosine(made, expected)
+        # E4M3 keeps three bits of a key or value: 2.6% of each at the mean, where int8 of a row's largest keeps 0.5%.
+        least = 0.99 if kind != "plain" else 0.998 if kv == "fp8" else 0.999
+        assert cosine(made, expected) > least, cosine(made, expected)
 
 
 def test_weights_are_held_once() -> None:

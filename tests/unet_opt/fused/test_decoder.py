@@ -29,10 +29,11 @@ def test_in_floats_it_is_diffusers(name: str) -> None:
     for rows, height, width in ((1, 4, 4), (3, 6, 2)):
         x = latents(rows, height, width, rows)
         wanted = stock(of.float().cpu(), x)
+        rounded = stock(of.to(DEVICE, BASE), x.to(DEVICE, BASE)).float().cpu()
         found = fused(of, x)
         assert wanted.std() > 0.05
-        if CUDA:
-            assert error(found, wanted) < 0.03
+        if CUDA:  # as far from fp32 as diffusers in the same type is, whose sums are rounded elsewhere
+            assert error(found, wanted) < 1.3 * error(rounded, wanted) + 0.002
         else:
             check_close(found, wanted, relative=1e-5)
 

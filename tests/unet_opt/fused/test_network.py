@@ -81,9 +81,11 @@ def test_in_8_bits_it_is_the_quantized_modules(name: str, scheme: str) -> None:
     wanted = stock(of, given)
     floats = stock(unet(name), given)
     out, *_ = fused(FusedUNet(of.to(DEVICE, BASE), rows=3), placed(given))
-    # Levels at an edge fall either way, and each moves what follows: within the error of the 8 bits themselves.
-    assert error(out.cpu(), wanted) < 1.1 * error(wanted, floats) + 0.005
-    assert error(out.cpu(), floats) < 1.4 * error(wanted, floats) + 0.005
+    # Levels at an edge fall either way, and each moves what follows: within the error of the 8 bits themselves, and of
+    # the type that is computed in.
+    rounding = error(stock(unet(name).to(DEVICE, BASE), placed(given)).cpu(), floats) if CUDA else 0.0
+    assert error(out.cpu(), wanted) < 1.1 * error(wanted, floats) + rounding + 0.005
+    assert error(out.cpu(), floats) < 1.4 * error(wanted, floats) + rounding + 0.005
 
 
 @pytest.mark.parametrize("scheme", ["floats", "int8", "fp8"])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.quant.kernels.cuda import gemm, portable
+from core.quant.kernels.cuda.language import evenly_spaced
 from core.quant.kernels.cuda.tiles import Tile
 from core.quant.kernels.device import CONV, TRITON, UPSAMPLE, Decision, say
 
@@ -85,10 +86,7 @@ def _conv(
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=x.device)
     for tensor in (t for t in (out, residual) if t is not None):
-        if tensor.shape != shape or tensor.stride()[:2] != (
-            shape[1] * shape[2] * tensor.stride(2),
-            shape[2] * tensor.stride(2),
-        ):
+        if tensor.shape != shape or not evenly_spaced(tensor):
             raise ValueError(f"pixels are not evenly spaced: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
     extras = gemm.Extras(bias=bias, row_bias=row_bias, residual=residual)
     if (why := gemm.lacks(x, weight, scale, out, extras)) is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from core.quant.kernels.cuda import driver, tiles
 from core.quant.kernels.cuda.gemm_source import Variant, source
+from core.quant.kernels.cuda.language import pixel_stride
 from core.quant.kernels.cuda.tiles import Tile
 
 _SHARED_BYTES = 227 * 1024  # that one block may have on Hopper
@@ -155,8 +156,8 @@ def product(
         row_bias=_pointer(extras.row_bias),
         row_scale=_pointer(extras.row_scale),
         inverse=_pointer(extras.inverse),
-        out_stride=out.stride(2),
-        residual_stride=0 if extras.residual is None else extras.residual.stride(2),
+        out_stride=pixel_stride(out),
+        residual_stride=0 if extras.residual is None else pixel_stride(extras.residual),
         row_bias_stride=0 if extras.row_bias is None else extras.row_bias.stride(0),
         columns=columns // 2 if gated else columns,
         column_tiles=column_tiles,
@@ -194,7 +195,7 @@ def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: Extras)
     tensors = (x, weight, scale, out, *(t for t in (extras.residual, extras.bias, extras.row_bias) if t is not None))
     if any(t.data_ptr() % 16 for t in tensors):
         return "an address is not a multiple of 16"
-    strides = [t.stride(2) * t.element_size() for t in (out, extras.residual) if t is not None]
+    strides = [pixel_stride(t) * t.element_size() for t in (out, extras.residual) if t is not None]
     if any(step % (8 if out.element_size() == 1 else 16) for step in strides):
         return "pixels are not a multiple of 16 bytes apart"
     if extras.row_bias is not None and extras.row_bias.stride(0) % 4:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.quant.kernels.cuda.language import kernel, power, tl, width
+from core.quant.kernels.cuda.language import kernel, pixel_stride, power, tl, width
 from core.quant.kernels.cuda.quantize import levels, per_channel, to_levels
 
 
@@ -129,7 +129,7 @@ def group_norm_int8(
     images, tall, wide, channels = x.shape
     if channels % groups:
         raise ValueError(f"{groups} groups do not divide {channels} channels")
-    pixels, stride = tall * wide, x.stride(2)
+    pixels, stride = tall * wide, pixel_stride(x)
     kind = 0 if dtype.is_floating_point and dtype.itemsize > 1 else 1 if dtype == torch.int8 else 2
     block = width(channels)
     across = (channels + block - 1) // block

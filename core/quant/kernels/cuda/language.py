@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 log = logging.getLogger(__name__)
 
 triton: Any = None
@@ -52,6 +54,18 @@ def kernel(function: Callable[..., None]) -> Any:
 def power(n: int) -> int:
     """The smallest power of two not below n: Triton's blocks have no other sizes."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def pixel_stride(x: Tensor) -> int:
+    """Elements between neighbouring pixels of x [B, H, W, C]. The stride of a dimension of one may be anything."""
+    spacing = [stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
+    return spacing[-1] if spacing else x.shape[3]
+
+
+def evenly_spaced(x: Tensor) -> bool:
+    """Whether x [B, H, W, C] can be addressed by `pixel_stride` alone."""
+    steps = (x.shape[1] * x.shape[2], x.shape[2], 1)
+    return all(s == step * pixel_stride(x) for n, s, step in zip(x.shape, x.stride(), steps, strict=False) if n > 1)
 
 
 def width(channels: int) -> int:

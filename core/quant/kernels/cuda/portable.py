@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from core.quant.kernels.cuda.language import kernel, tl
+from core.quant.kernels.cuda.language import kernel, pixel_stride, tl
 from core.quant.kernels.cuda.quantize import levels
 
 
@@ -211,6 +211,7 @@ def conv(
     bm, bn = _rows(rows), 128
     _conv[((rows + bm - 1) // bm * ((columns + bn - 1) // bn), phases)](
         x, weight, scale, bias, row_bias, residual, out, images, height, width, tall, wide, columns,
-        out.stride(2), 0 if residual is None else residual.stride(2), 0 if row_bias is None else row_bias.stride(0),
+        pixel_stride(out), 0 if residual is None else pixel_stride(residual),
+        0 if row_bias is None else row_bias.stride(0),
         channels, taps, stride, phases, x.dtype.is_floating_point, bm, bn, 64, num_warps=8, num_stages=3,
     )  # fmt: skip

@@ -175,6 +175,22 @@ def test_conv(kind: torch.dtype, stride: int, shape: tuple[int, int, int, int], 
         close(conv3x3_int8(x, weight, scale, *arguments, stride), expected, BF16, 1.0 if kind == E4M3 else 0.02)
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 1, 64), (2, 1, 1, 64), (1, 1, 1, 64), (2, 1, 4, 64)])
+def test_the_stride_of_a_dimension_of_one_says_nothing(shape: tuple[int, int, int, int]) -> None:
+    g = draw(16)
+    wide = normal(g, *shape[:3], 2 * shape[3]).to(BF16)[..., : shape[3]]
+    strides = [7 if size == 1 else stride for size, stride in zip(shape, wide.stride(), strict=True)]
+    x = wide.as_strided(shape, strides)
+    weight, inverse = normal(g, shape[3]).to(BF16), torch.full((1,), 20.0, device=DEVICE)
+    given = (4, weight, weight, 1e-5, inverse, False, INT8)
+    close(group_norm_int8(x, *given), group_norm_int8_reference(wide.contiguous(), *given), INT8, 0.02)
+    x_q, weight_q = eight_bits(g, INT8, *shape), eight_bits(g, INT8, 64, 3, 3, shape[3])
+    scale, bias = torch.rand(64, generator=g, device=DEVICE) * 1e-3, normal(g, 64)
+    expected = conv3x3_int8_reference(x_q, weight_q, scale, bias, None, wide.contiguous())
+    close(conv3x3_int8(x_q, weight_q, scale, bias, None, x), expected, BF16, 0.02)
+    close(conv3x3_int8(x_q, weight_q, scale, bias, None, x, out=x), expected, BF16, 0.02)
+
+
 @pytest.mark.parametrize("kind", EIGHT)
 @pytest.mark.parametrize(("shape", "n"), [((2, 6, 9, 32), 96), ((1, 8, 5, 48), 32)])
 def test_upsampling_conv(kind: torch.dtype, shape: tuple[int, int, int, int], n: int) -> None:
