@@ -65,7 +65,7 @@ def _coefficients(  # type: ignore[no-untyped-def]
     part = tl.arange(0, PARTS)
     inside = (part < CHUNKS)[:, None] & (within < WIDTH)[None, :]
     at = sums + ((image * CHUNKS + part[:, None]) * 2) * C + channel[None, :]
-    count = WIDTH * pixels.to(tl.float32)
+    count = WIDTH * (pixels * 1.0)  # Triton passes a size of one as a Python number
     mean = tl.sum(tl.load(at, inside, other=0.0)) / count
     variance = tl.sum(tl.load(at + C, inside, other=0.0)) / count - mean * mean
     inverse = 1.0 / tl.sqrt(tl.maximum(variance, 0.0) + eps)
