@@ -4,6 +4,14 @@ Knows nothing of the rooms; their fixtures live beside their tests.
 """
 
 import os
+import signal
+
+# A shell's background job ignores Ctrl-C, one under nohup a hang-up too, and every process that a test starts would
+# inherit that and not be stopped by them. What has a handler here is at its default there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # Before anything imports torch: it reads these once. One thread each, because xdist runs a process per core,
 # and because sums must not depend on how many cores a machine has.
