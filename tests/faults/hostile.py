@@ -1,0 +1,171 @@
+"""Sends thousands of hostile requests to an API and watches it: `python -m tests.faults.hostile --bodies 10000`.
+
+A thread asks /healthz all the while, and the process's memory is read. The exit code is 1 if a request was answered
+with a 5xx other than 503 or with none at all, or if the API ended. The result is benchmarks/results/hostile.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import record
+from benchmarks.record import table
+from deployment.redis import RedisServer
+from tests.api.world import SERVE, Worker, process, settings_of
+from tests.faults.bodies import HostileRequest, requests
+
+ANSWER_S = 30.0
+_CLIENTS = 4
+_WARM = 0.2  # of all requests, until memory is read for the first time
+
+
+@dataclass
+class Watch:
+    """Asks /healthz every 20 ms and reads the API's memory. Use as a context manager."""
+
+    port: int
+    pid: int
+    health_s: list[float] = field(default_factory=list)
+    rss_mib: list[float] = field(default_factory=list)
+
+    def __enter__(self) -> Watch:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        process = psutil.Process(self.pid)
+        while not self._ended.wait(0.02):
+            begun = time.perf_counter()
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+            try:
+                connection.request("GET", "/healthz")
+                connection.getresponse().read()
+                self.rss_mib.append(process.memory_info().rss / 2**20)
+            except (OSError, http.client.HTTPException, psutil.NoSuchProcess):
+                pass  # ANSWER_S was waited, or it is gone: both show in what is returned
+            finally:
+                connection.close()
+            self.health_s.append(time.perf_counter() - begun)
+
+
+def send(port: int, request: HostileRequest) -> int:
+    """The status of the answer; 0 where the connection is closed without one, -1 where nothing comes."""
+    given = {"Host": f"127.0.0.1:{port}", "Connection": "close"} | request.headers
+    if not {"Content-Length", "Transfer-Encoding"} & given.keys():
+        given["Content-Length"] = str(len(request.body))
+    head = f"{request.method} {request.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in given.items()) + "\r\n"
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as connection:
+            try:
+                connection.sendall(head.encode("latin-1", "replace") + request.body)
+                connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # refused before all of it was sent: the answer is there
+            answer = http.client.HTTPResponse(connection, method=request.method)
+            answer.begin()
+            return answer.status
+    except TimeoutError:
+        return -1
+    except (OSError, http.client.HTTPException):
+        return 0
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What the requests were answered with, by kind, and how the API bore it."""
+
+    statuses: dict[str, Counter[int]]
+    health_s: list[float]
+    rss_mib: list[float]
+    survived: bool
+
+    @property
+    def faults(self) -> list[str]:
+        """Kinds with an answer that nobody may get."""
+        found = [
+            f"{kind}: {status} × {count}"
+            for kind, statuses in sorted(self.statuses.items())
+            for status, count in statuses.items()
+            if status == -1 or (status >= 500 and status != 503)
+        ]
+        return found if self.survived else [*found, "the API ended"]
+
+
+def attack(count: int, seed: int, folder: Path) -> Attack:
+    """Send `count` requests of this seed to an API process with a Redis of its own."""
+    redis = RedisServer(folder / "redis")
+    redis.start()
+    try:
+        settings = settings_of(redis.url, folder / "data", max_queued=10_000_000)
+        with Worker(settings) as worker, process(SERVE, settings) as (child, client):
+            worker.announce(ttl_s=86_400)
+            port = client.base_url.port
+            assert port is not None
+            statuses: dict[str, Counter[int]] = {}
+            with Watch(port, child.pid) as watch, ThreadPoolExecutor(_CLIENTS) as pool:
+                asked = islice(requests(seed), count)
+                while some := list(islice(asked, 200)):
+                    for request, status in zip(some, pool.map(lambda one: send(port, one), some), strict=True):
+                        statuses.setdefault(request.kind, Counter())[status] += 1
+            return Attack(statuses, watch.health_s, watch.rss_mib, child.poll() is None)
+    finally:
+        redis.kill()
+
+
+def summary(found: Attack) -> dict[str, Any]:
+    """As JSON. Memory: the mean of what was read after a fifth of the requests, and of the last fifth."""
+    health, rss = sorted(found.health_s), found.rss_mib
+    fifth = max(1, int(len(rss) * _WARM))
+    return {
+        "requests": sum(map(Counter.total, found.statuses.values())),
+        "statuses": {kind: dict(sorted(one.items())) for kind, one in sorted(found.statuses.items())},
+        "healthz_asked": len(health),
+        "healthz_p50_ms": round(health[len(health) // 2] * 1e3, 1),
+        "healthz_p99_ms": round(health[int(len(health) * 0.99)] * 1e3, 1),
+        "healthz_worst_ms": round(health[-1] * 1e3, 1),
+        "rss_mib": [round(sum(part) / len(part), 1) for part in (rss[fifth : 2 * fifth] or rss, rss[-fifth:])],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.hostile", description=__doc__)
+    parser.add_argument("--bodies", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with record.alone(), tempfile.TemporaryDirectory() as folder:
+        found = attack(options.bodies, options.seed, Path(folder))
+    result = summary(found)
+    header = ("kind", "requests", "answers: count")
+    rows = [
+        (kind, str(one.total()), ", ".join(f"{status}: {n}" for status, n in sorted(one.items())))
+        for kind, one in sorted(found.statuses.items())
+    ]
+    table("hostile requests", header, rows)
+    record.publish("hostile", result, rooms=("api", "core/jobs", "tests/faults/bodies.py", "tests/faults/hostile.py"))
+    for fault in found.faults:
+        print(f"wrong: {fault}", file=sys.stderr)
+    return int(bool(found.faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Some hundred hostile requests: none is answered by a fault of the server, none is left without an answer."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from tests.faults.bodies import requests
+from tests.faults.hostile import attack, summary
+
+
+def test_hostile_requests_are_refused(tmp_path: Path) -> None:
+    found = attack(300, seed=1, folder=tmp_path)
+    assert found.faults == [], found.faults
+    result = summary(found)
+    assert result["requests"] == 300 and len(result["statuses"]) == 14
+    refused = sum(n for one in found.statuses.values() for status, n in one.items() if 400 <= status < 500)
+    assert refused > 250, found.statuses
+
+
+def test_a_seed_is_a_sequence() -> None:
+    first, again, other = (list(islice(requests(seed), 50)) for seed in (3, 3, 4))
+    assert first == again != other
