@@ -163,7 +163,7 @@ def gpu_draw(model: Path, variant: Variant) -> Draw:
 def _published(model: Path, variant: Variant, device: str) -> Draw:
     """The DeepCache package's helper (Ma et al.) on the stock pipeline, branch 0, uniform."""
     import torch
-    from DeepCache import DeepCacheSDHelper  # type: ignore[import-not-found, unused-ignore]
+    from DeepCache import DeepCacheSDHelper  # type: ignore[import-not-found, import-untyped, unused-ignore]
     from diffusers import StableDiffusionXLPipeline
 
     pipeline = StableDiffusionXLPipeline.from_pretrained(str(model), torch_dtype=torch.float32).to(device)
