@@ -20,6 +20,7 @@ import httpx2
 
 from benchmarks import record
 from core.jobs.keyring import Keyring
+from deployment.redis import address_in
 from tests.deployment.served import ROOT, Served
 
 _ANSWER_S = 120.0
@@ -73,8 +74,7 @@ def measure(folder: Path, rounds: int, turns: int) -> tuple[Felt, Felt]:
     service = Served(folder, model=None, unset=("DIPTYCH_KERNELS", "DIPTYCH_COMPILE"))
     try:
         service.ready()
-        port = service.part("redis-server").net_connections()[0].laddr.port
-        keyring = Keyring(f"redis://127.0.0.1:{port}/0")
+        keyring = Keyring(address_in(folder / "data" / "redis"))
         keys = [keyring.add(name, ["images", "text"], "", "")[1] for name in ("well-behaved", "worst")]
         keyring.close()
         headers = {"Authorization": f"Bearer {keys[0]}"}
