@@ -32,17 +32,17 @@ _RENEWED = 25  # histories of one world: then a new one, on the other kind of st
 class House:
     """Keeps a world, for as long as it is well and not too old."""
 
-    def __init__(self, other: Path | None) -> None:
-        self._other = other
+    def __init__(self, other: Path | None, real: bool) -> None:
+        self._other, self._real = other, real
         self._open = ExitStack()
         self._world: World | None = None
         self._age = 0
 
     def world(self, objects: bool) -> World:
-        if self._world is None or self._world.objects != objects or self._age >= 2 * _RENEWED:
+        if self._world is None or self._world.objects != objects or self._age >= _RENEWED:
             self.close()
             folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="diptych-histories-")))
-            self._world = self._open.enter_context(World(folder, objects=objects, other=self._other))
+            self._world = self._open.enter_context(World(folder, objects=objects, other=self._other, real=self._real))
         self._age += 1
         return self._world
 
@@ -106,10 +106,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="stop after so long, to go on later")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="of faults")
     parser.add_argument("--tries", type=int, default=20, metavar="N", help="replays to shrink a failure; default: %(default)s")
+    parser.add_argument(
+        "--model", choices=("stand-in", "tiny"), default="stand-in",
+        help="who draws; default: a stand-in, which starts at once, each of whose pictures is another",
+    )  # fmt: skip
     parser.add_argument("--replay", type=Path, metavar="FILE", help="play what failed once more")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    house = House(checkout(options.other, options.folder) if options.other else None)
+    other = checkout(options.other, options.folder) if options.other else None
+    house = House(other, real=options.model == "tiny")
     try:
         if options.replay:
             raw = json.loads(options.replay.read_text())

@@ -223,7 +223,7 @@ def ends_are_explained(index: Index) -> Iterator[str]:
     losses = {
         call.about: sum(one.type == "queued" for one in call.told[1:])
         for call in index.calls
-        if call.op == "events" and call.whole
+        if call.op in ("events", "stream") and call.whole
     }
     for job in index.accepted:
         for seen in {seen for _, seen in index.seen[job] if seen.final}:
@@ -258,7 +258,7 @@ def limits_hold(index: Index) -> Iterator[str]:
                     break
     if jumped:
         return
-    changes = sorted(change for call in index.calls if call.whole and call.told for change in _waiting(call.told))
+    changes = sorted(change for call in index.calls if call.op == "stream" and call.whole for change in _waiting(call.told))
     waiting = 0
     for at, change in changes:
         waiting += change
@@ -286,7 +286,7 @@ def answers_are_documented(index: Index) -> Iterator[str]:
             yield f"{call.op} {call.about}: answered {call.status} {call.code}"
 
 
-_NAMED = frozenset({"artifact_error", "crashed", "store_error"})
+_NAMED = frozenset({"artifact_error", "artifact_unreadable", "crashed"})
 
 
 def batches_are_whole(index: Index) -> Iterator[str]:

@@ -5,9 +5,6 @@ Knows the REST API. What must have come of it, the checker says.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import io
 import json
 import random
 import threading
@@ -17,24 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx2
-from PIL import Image
 
+from tests.faults.histories.gallery import Gallery, digest
 from tests.faults.histories.record import FINAL, OK, REFUSED, UNKNOWN, Call, Seen, Told
-from tests.faults.histories.worker import edited
-from tests.workers.stage import picture
 
 _TIMEOUT = httpx2.Timeout(6, connect=2)
 _LONGEST_FOLLOW_S = 4.0
-_SIDE = 32
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:24]
-
-
-def wanted(prompt: str, seed: int, n: int = 1) -> tuple[str, ...]:
-    """Digests of the pictures that such a job makes."""
-    return tuple(digest(picture(prompt, seed + k, _SIDE, _SIDE)) for k in range(n))
 
 
 class Book:
@@ -226,10 +211,14 @@ class Own:
 class Client(threading.Thread):
     """One client of one tenant: calls of all kinds, drawn from its own seed, until it is told to stop."""
 
-    def __init__(self, name: str, tenant: str, line: Line, others: list[tuple[str, Own]], hook: str, stop: threading.Event) -> None:
+    def __init__(
+        self, name: str, tenant: str, line: Line, others: list[tuple[str, Own]], gallery: Gallery, hook: str,
+        stop: threading.Event,
+    ) -> None:  # fmt: skip
         """`others`: what all clients made, with whose it is. `hook`: where webhooks go to."""
         super().__init__(name=name, daemon=True)
         self.tenant, self.line, self.others, self.hook, self.over = tenant, line, others, hook, stop
+        self.gallery = gallery
         self.own: list[Own] = []
         self.links: list[Own] = []  # also of what was erased
         self.made: list[tuple[str, tuple[str, ...]]] = []  # files, with what their content is
@@ -249,24 +238,10 @@ class Client(threading.Thread):
             self.error = error
 
     def _body(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        random_ = self.line.random
-        # Some ask for the same as others do, and share its artifact.
-        prompt = f"common {random_.randrange(4)}" if random_.random() < 0.2 else f"{self.name} {self._count}"
-        prompt += f" STEP={random_.choice((0.005, 0.01, 0.02, 0.05))}"
-        seed, n = random_.randrange(3), random_.choice((1, 1, 1, 2))
-        body: dict[str, Any] = {
-            "type": "image", "prompt": prompt, "seed": seed, "n": n, "steps": random_.randrange(2, 25),
-            "size": f"{_SIDE}x{_SIDE}", "priority": random_.randrange(10),
-        }  # fmt: skip
-        if random_.random() < 0.15:
+        fields, wants = self.gallery.order(self.line.random, f"{self.name} {self._count}")
+        body: dict[str, Any] = {"type": "image", "priority": self.line.random.randrange(10), **fields}
+        if self.line.random.random() < 0.15:
             body["webhook_url"] = f"{self.hook}/{self.tenant}"
-        wants = wanted(prompt, seed, n)
-        if random_.random() < 0.15:
-            source = picture(f"source {random_.randrange(3)}", 0, _SIDE, _SIDE)
-            body |= {
-                "type": "edit", "images": [{"image_url": "data:image/png;base64," + base64.b64encode(source).decode()}],
-            }  # fmt: skip
-            wants = wanted(edited(prompt, _pixels(source)), seed, n)
         return body, wants
 
     def put(self) -> None:
@@ -282,8 +257,12 @@ class Client(threading.Thread):
         call = again()
         if call.outcome == UNKNOWN and key:
             self.unresolved.append(again)
+        self.note(call)
+
+    def note(self, call: Call) -> None:
+        """Remember what a submission made."""
         if call.outcome == OK and all(own.id != call.about for own in self.own):
-            own = Own(call.about, wants, call.seen[0].created)
+            own = Own(call.about, call.wants, call.seen[0].created)
             self.own.append(own)
             self.others.append((self.tenant, own))
 
@@ -292,8 +271,9 @@ class Client(threading.Thread):
         self._make("", f"{self.name}-key-{self._count}")
 
     def resolve(self) -> None:
-        if self.unresolved and self.unresolved[0]().outcome != UNKNOWN:
+        if self.unresolved and (call := self.unresolved[0]()).outcome != UNKNOWN:
             self.unresolved.pop(0)
+            self.note(call)
 
     def reuse(self) -> None:
         """Another job under an id that was erased, which somebody else may have had."""
@@ -375,10 +355,10 @@ class Client(threading.Thread):
         self._count += 1
         lines, wants = [], []
         for k in range(self.line.random.randrange(1, 4)):
-            prompt = f"{self.name} batch {self._count} line {k} STEP=0.005"
-            body = {"prompt": prompt, "seed": k, "steps": 3, "size": f"{_SIDE}x{_SIDE}", "response_format": "b64_json"}
+            body, want = self.gallery.order(self.line.random, f"{self.name} batch {self._count} {k}", line=True)
+            body["response_format"] = "b64_json"
             lines.append({"custom_id": f"line-{k}", "method": "POST", "url": "/v1/images/generations", "body": body})
-            wants.append(f"line-{k} {wanted(prompt, k)[0]}")
+            wants += [f"line-{k} {one}" for one in want]
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
         file = self.line.upload(self.tenant, data)
         if file.outcome == OK:
@@ -396,12 +376,4 @@ _WHAT = {
     "put": 9, "post": 5, "resolve": 3, "reuse": 3, "erase": 2, "erase_logo": 3, "cancel": 2, "look": 6, "follow": 4,
     "fetch": 5, "link": 4, "list": 2, "probe": 3, "text": 3, "files": 2, "batch": 0.7,
 }  # fmt: skip
-
-
-def _pixels(png: bytes) -> bytes:
-
-
-    with Image.open(io.BytesIO(png)) as image:
-        return image.convert("RGB").tobytes()
-
 

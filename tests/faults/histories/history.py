@@ -13,14 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from core.jobs import keys
 from core.jobs.broker import QUEUES
 from core.jobs.record import Backlog
-from tests.faults.histories.clients import Book, Client, Line, Own, digest
+from tests.faults.histories.clients import Book, Client, Line, Own
 from tests.faults.histories.faults import Play
-from tests.faults.histories.record import OK, REFUSED, UNKNOWN, Call, Fault, History, Limits, Seen
+from tests.faults.histories.gallery import digest
+from tests.faults.histories.record import FINAL, OK, REFUSED, UNKNOWN, Call, Fault, History, Limits, Seen, Told
 from tests.faults.histories.world import RATES, TENANTS, World
 
 END_S = 150.0  # until all has ended: far beyond what is needed, since it only decides that something never ends
+_KEPT = 1000  # entries of a stream; the first are dropped then
 _SPANS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
 
@@ -34,7 +37,7 @@ def play(world: World, seed: int, schedule: Sequence[Fault], span_s: float, clie
     for k in range(clients):
         line = Line(book, world.urls(), world.tokens, random.Random(seed * 1000 + k))
         hook = f"http://127.0.0.1:{world.receiver.port}/{seed}"
-        crowd.append(Client(f"h{seed}c{k}", TENANTS[k % len(TENANTS)], line, made, hook, over))
+        crowd.append(Client(f"h{seed}c{k}", TENANTS[k % len(TENANTS)], line, made, world.gallery, hook, over))
     for client in crowd:
         client.start()
     playing = Play(world, schedule)
@@ -48,10 +51,10 @@ def play(world: World, seed: int, schedule: Sequence[Fault], span_s: float, clie
     while any(client.is_alive() for client in crowd):
         world.tend()
         time.sleep(0.05)
-    history = History(seed, playing.played, limits=_limits(world))
+    history = History(seed, playing.played, limits=limits(world))
     try:
         world.settle()
-        history.left += list(_read_back(world, book, crowd, made, end_s))
+        history.left += list(read_back(world, book, crowd, made, end_s))
     finally:
         for client in crowd:
             client.line.close()
@@ -67,25 +70,23 @@ def play(world: World, seed: int, schedule: Sequence[Fault], span_s: float, clie
     return history
 
 
-def _limits(world: World) -> Limits:
+def limits(world: World) -> Limits:
     rates: list[dict[str, tuple[int, float]]] = [{}, {}]
-    for tenant, limits in RATES.items():
-        for found, limit in zip(rates, limits, strict=True):
+    for tenant, given in RATES.items():
+        for found, limit in zip(rates, given, strict=True):
             count, _, span = limit.partition("/")
             found[tenant] = int(count), _SPANS[span]
     return Limits(world.max_attempts, world.max_queued, *rates)
 
 
-def _read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[str, Own]], end_s: float) -> list[str]:
+def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[str, Own]], end_s: float) -> list[str]:
     """Ask for everything once all has ended, or has had all the time in the world. Returns what is left over."""
     until = time.monotonic() + end_s
     line = Line(book, world.urls(), world.tokens, random.Random(0))
     try:
         for client in crowd:
             for again in client.unresolved:
-                call = _patiently(again, world, until)
-                if call.outcome == OK and all(own.id != call.about for _, own in made):
-                    made.append((client.tenant, Own(call.about, call.wants, call.seen[0].created)))
+                client.note(_patiently(again, world, until))
         jobs = {(tenant, own.id): own for tenant, own in made}
         for (tenant, id), own in jobs.items():
             last = _ended(world, line, tenant, id, until)
@@ -95,6 +96,7 @@ def _read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[s
             if follow.outcome == OK and last.seen[0].status == "succeeded":
                 wants = own.wants if last.seen[0].created == own.created else ()
                 _patiently(lambda tenant=tenant, id=id, wants=wants: line.picture(tenant, id, wants=wants, whole=True), world, until)  # type: ignore[misc]
+        _streams(world, book, list(jobs))
         for client in crowd:
             for link in client.links:
                 about = {"about": link.id, "created": link.created, "wants": link.wants}
@@ -107,6 +109,23 @@ def _read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[s
     finally:
         line.close()
     return _left(world, min(until, time.monotonic() + 30))
+
+
+def _streams(world: World, book: Book, jobs: list[tuple[str, str]]) -> None:
+    """The jobs' streams as Redis holds them: what is told after an end reaches nobody who follows."""
+    at = book.now()
+    with world.direct(world.servers[0]) as client, client.pipeline(transaction=False) as pipe:
+        for _, id in jobs:
+            pipe.xrange(keys.events(id))
+        found = pipe.execute()
+    for (tenant, id), entries in zip(jobs, found, strict=True):
+        told = []
+        for position, fields in entries:
+            data = json.loads(fields["data"])
+            value = data.get("attempt" if fields["type"] == "running" else "steps_done", 0)
+            told.append(Told(position, fields["type"], value if isinstance(value, int) else 0))
+        whole = bool(told) and told[-1].type in FINAL and len(told) < _KEPT
+        book.write(Call("stream", tenant, at, book.now(), OK, 200, about=id, told=tuple(told), whole=whole))
 
 
 def _bytes(response: Any) -> dict[str, Any]:

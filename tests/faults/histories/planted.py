@@ -103,8 +103,8 @@ def _api() -> None:
     make = Submissions.make
 
     async def lose(submissions: Any, draft: Any, *given: Any, **named: Any) -> Any:
-        """Every third job is said to be made, and is not."""
-        if bug() == LOST and zlib.crc32(draft.id.encode()) % 3 == 0:
+        """Every other job is said to be made, and is not."""
+        if bug() == LOST and zlib.crc32(draft.id.encode()) % 2:
             made = await make(submissions, draft, *given, **named)
             _forget(draft.id)
             return made

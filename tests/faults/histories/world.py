@@ -25,6 +25,7 @@ from deployment.address import listen, url
 from deployment.redis import RedisError, RedisServer
 from tests.faults.guard import Guard
 from tests.faults.histories.clocks import Clocks
+from tests.faults.histories.gallery import Computed, Drawn, Gallery
 from tests.faults.histories.others import Receiver, Storage
 from tests.faults.histories.proxy import Proxy
 from tests.faults.parts import Part, wait_for
@@ -44,7 +45,8 @@ class World:
     """Starts on `with`, and leaves no process and no mount behind. Parts are started by the thread that enters it.
 
     `objects`: artifacts lie in an object store, else in a folder. `bug`: the file that says what is planted.
-    `other`: a checkout of another version, which parts may be started from.
+    `other`: a checkout of another version, which parts may be started from. `real`: pictures by a tiny model of noise,
+    which takes torch's time to start, else by the stand-in.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class World:
     bug: Path | None = None
     other: Path | None = None
     replica: bool = True
+    real: bool = False
     paused: set[Part] = field(default_factory=set)
     redis_away: bool = False  # on purpose: nobody starts it again
     parts: list[Part] = field(default_factory=list)
@@ -90,7 +93,7 @@ class World:
             api = self._command("tests.faults.fragile", "api") + ["--fd", str(descriptor)]
             place = {**self._environment("api", f"api-{k}")}
             self.parts.append(Part(f"api-{k}", api, place, logs / f"api-{k}.log", self.guard, descriptors=(descriptor,)))
-        worker = [*self._command("tests.faults.histories.worker", "worker"), "--text"]
+        worker = [*self._command("tests.faults.histories.worker", "worker"), "--text", *(["--real"] if self.real else [])]
         for k in range(2):
             place = self._environment("worker", f"worker-{k}")
             self.parts.append(Part(f"worker-{k}", worker, place, logs / f"worker-{k}.log", self.guard))
@@ -108,6 +111,7 @@ class World:
         for part in self.parts:
             part.start()
         self.settle()
+        self.gallery: Gallery = Drawn(self.urls()[0], self.tokens["anna"]) if self.real else Computed()
 
     def _command(self, module: str, planted: str) -> list[str]:
         what = [module] if self.bug is None else ["tests.faults.histories.planted", planted]
