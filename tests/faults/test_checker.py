@@ -123,7 +123,10 @@ def test_events_out_of_order_are_found(history: History, data: st.DataObject) ->
         broken("events_in_order", replace(history, calls=wrong))
 
 
-def job(*more: Call, faults: tuple[str, ...] = (), limits: Limits = Limits(), **named: object) -> History:
+_NONE = Limits()
+
+
+def job(*more: Call, faults: tuple[str, ...] = (), limits: Limits = _NONE, **named: object) -> History:
     """One job that goes well, and some more calls."""
     calls = [
         call("submit", 0, "a", seen("a", "queued", 0), wants=("mine",)),
@@ -131,6 +134,10 @@ def job(*more: Call, faults: tuple[str, ...] = (), limits: Limits = Limits(), **
         *more,
     ]
     return History(1, [Fault(1, kind) for kind in faults], calls, limits, **named)  # type: ignore[arg-type]
+
+
+def waited(k: int) -> tuple[Told, ...]:
+    return Told(f"1-{k}", "queued"), Told(f"2-{k}", "running", 1)
 
 
 WRONG: dict[str, list[History]] = {
@@ -163,7 +170,8 @@ WRONG: dict[str, list[History]] = {
         job(call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "cancelled"))),
         job(call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "expired"))),
         job(
-            call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "failed", error="engine_error")),
+            call("submit", 2, "b", seen("b", "queued", 0)),
+            call("finally", 50, "b", seen("b", "failed", error="engine_error")),
             faults=("kill_worker", "disk_full"),
         ),
         job(
@@ -171,7 +179,8 @@ WRONG: dict[str, list[History]] = {
             call("finally", 50, "b", seen("b", "failed", error="artifact_error")), faults=("kill_worker",),
         ),
         job(
-            call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "failed", error="crashed")),
+            call("submit", 2, "b", seen("b", "queued", 0)),
+            call("finally", 50, "b", seen("b", "failed", error="crashed")),
             call("events", 60, "b", told=stream("b", "failed", 2), whole=True), faults=("kill_worker",),
         ),
     ],
@@ -184,12 +193,13 @@ WRONG: dict[str, list[History]] = {
         for name in ("requests", "pictures")
     ] + [
         job(
-            *(call("stream", 60, f"b{k}", told=(Told(f"1-{k}", "queued"), Told(f"2-{k}", "running", 1)), whole=True) for k in range(30)),
+            *(call("stream", 60, f"b{k}", told=waited(k), whole=True) for k in range(30)),
             limits=Limits(max_queued=4),
         )
     ],
     "answers_are_documented": [
-        job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=status, code=code)) for status, code in ((500, ""), (502, "x"))
+        job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=status, code=code))
+        for status, code in ((500, ""), (502, "x"))
     ],
     "batches_are_whole": [
         job(call("batch", 2, "", ids=("batch_1",), wants=("line-0 x", "line-1 y")), *ends)
@@ -222,8 +232,8 @@ ALLOWED = [
     job(call("erase", 55, "a"), call("submit", 60, "a", seen("a", "queued", 0, created=2.0), wants=("second",)),
         call("picture", 70, "a", got=("second",)), call("finally", 80, "a", seen("a", "succeeded", created=2.0))),
     job(replace(call("erase", 40, "a"), outcome=UNKNOWN), call("picture", 70, "a", got=("mine",))),
-    job(call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "failed", error="artifact_error")),
-        faults=("disk_full",)),
+    job(call("submit", 2, "b", seen("b", "queued", 0)),
+        call("finally", 50, "b", seen("b", "failed", error="artifact_error")), faults=("disk_full",)),
     job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=503)),
     job(replace(call("look", 60, "a", tenant="bert"), outcome=REFUSED, status=404)),
 ]  # fmt: skip

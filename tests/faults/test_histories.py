@@ -1,4 +1,4 @@
-"""A short random history, from a seed, on a real service: the checker accepts it. And what plays it does what it says."""
+"""A short random history on a real service is accepted by the checker; and what plays it does what it says."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -77,7 +76,11 @@ def peaceful(world: World, client: Client) -> list[Fault]:
     """Jobs are made and looked at, one is erased, and another takes its id."""
     for _ in range(6):
         client.put()
-    wait_for("they have ended", lambda: all(client.line.look(client.tenant, own.id)[0].seen[0].final for own in client.own), PATIENCE_S)
+    wait_for(
+        "they have ended",
+        lambda: all(client.line.look(client.tenant, own.id)[0].seen[0].final for own in client.own),
+        PATIENCE_S,
+    )
     own = client.own[0]
     client.look(own)
     client.line.erase(client.tenant, own.id)
@@ -105,7 +108,9 @@ SHOWN: dict[str, tuple[Callable[[World, Client], list[Fault]], float, set[str]]]
 }  # fmt: skip
 
 
-def broken(world: World, name: str, *acts: Callable[[World, Client], list[Fault]], end_s: float = PATIENCE_S) -> set[str]:
+def broken(
+    world: World, name: str, *acts: Callable[[World, Client], list[Fault]], end_s: float = PATIENCE_S
+) -> set[str]:
     """The rules that a history of these acts breaks."""
     assert world.bug is not None
     world.settle()
@@ -114,7 +119,15 @@ def broken(world: World, name: str, *acts: Callable[[World, Client], list[Fault]
     crowd = []
     for act in acts:
         line = Line(book, world.urls(), world.tokens, random.Random(1))
-        client = Client(f"{name or 'none'}-{act.__name__.strip('<>')}", "anna", line, made, world.gallery, "http://127.0.0.1:1", threading.Event())
+        client = Client(
+            f"{name or 'none'}-{act.__name__.strip('<>')}",
+            "anna",
+            line,
+            made,
+            world.gallery,
+            "http://127.0.0.1:1",
+            threading.Event(),
+        )
         crowd.append(client)
     try:
         for act, client in zip(acts, crowd, strict=True):

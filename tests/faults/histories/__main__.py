@@ -1,7 +1,7 @@
 """Plays random histories until so many faults have been: `python -m tests.faults.histories --faults 10000 --seed 1`.
 
 Goes on where it was stopped, by the file `state.json` in the folder. What the checker does not accept is kept there:
-the history, and a schedule that was shrunk to few faults, which `--replay FILE` plays again. Exit code 1: there is such.
+the history, and a schedule shrunk to few faults, which `--replay FILE` plays again. Exit code 1: there is such.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def main() -> int:
     parser.add_argument("--other", default="", metavar="COMMIT", help="parts are also started with this one's code")
     parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="stop after so long, to go on later")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="of faults")
-    parser.add_argument("--tries", type=int, default=20, metavar="N", help="replays to shrink a failure; default: %(default)s")
+    parser.add_argument(
+        "--tries", type=int, default=20, metavar="N", help="replays to shrink a failure; default: %(default)s"
+    )
     parser.add_argument(
         "--model", choices=("stand-in", "tiny"), default="stand-in",
         help="who draws; default: a stand-in, which starts at once, each of whose pictures is another",
@@ -151,9 +153,11 @@ def _run(house: House, options: argparse.Namespace) -> int:
         ):  # fmt: skip
             state[name] += more
         words = "well" if not problems else f"NOT WELL ({', '.join(sorted(rules(problems)))})"
+        told = f"{len(history.faults)} faults, {len(history.calls)} calls, {accepted} accepted"
         print(
-            f"{number} in {took_s:.0f} s: {len(history.faults)} faults, {len(history.calls)} calls, {accepted} accepted: "
-            f"{words}; {state['faults']} faults in all, {60 * state['faults'] / state['seconds']:.0f} a minute", flush=True,
+            f"{number} in {took_s:.0f} s: {told}: "
+            f"{words}; {state['faults']} faults in all, {_rate(state):.0f} a minute",
+            flush=True,
         )  # fmt: skip
         if problems:
             print("\n".join(problems[:8][:-1]), flush=True)
@@ -164,6 +168,10 @@ def _run(house: House, options: argparse.Namespace) -> int:
         path.write_text(json.dumps(state, indent=1) + "\n")
     print(json.dumps(state))
     return int(bool(state["failed"]))
+
+
+def _rate(state: dict[str, Any]) -> float:
+    return float(60 * state["faults"] / state["seconds"])
 
 
 def _shrunk(

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tests.faults.histories.record import FINAL, OK, REFUSED, UNKNOWN, Call, History, Seen, Told
 
@@ -19,7 +20,9 @@ Job = tuple[str, float]  # id, and when it was made
 # Ends that only some faults may bring: code → kinds of faults.
 _EXPLAINED = {
     "artifact_error": ("storage", "disk"),
-    "crashed": ("kill_worker", "pause_worker", "redis", "cut", "hang", "slow", "clock", "disown", "other", "storage", "disk"),
+    "crashed": (
+        "kill_worker", "pause_worker", "redis", "cut", "hang", "slow", "clock", "disown", "other", "storage", "disk",
+    ),
 }  # fmt: skip
 _FEW = frozenset({502, 504})  # what no part of the service answers with
 
@@ -117,7 +120,7 @@ def events_in_order(index: Index) -> Iterator[str]:
 
 def _disorder(told: tuple[Told, ...], *, whole: bool) -> Iterator[str]:
     positions = [tuple(map(int, re.findall(r"\d+", one.id))) for one in told if one.id]
-    if any(b <= a for a, b in zip(positions, positions[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(positions)):
         yield "events came twice or out of order"
     ends = [k for k, one in enumerate(told) if one.type in FINAL]
     if len(ends) > 1:
@@ -128,7 +131,7 @@ def _disorder(told: tuple[Told, ...], *, whole: bool) -> Iterator[str]:
         if one.job is not None and one.job.status != one.type:
             yield f"the event {one.type} shows a job that is {one.job.status}"
     attempts = [one.value for one in told if one.type == "running"]
-    if any(b <= a for a, b in zip(attempts, attempts[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(attempts)):
         yield f"attempts are not counted up: {attempts}"
     if whole and told and told[0].type != "queued" and told[0].id:
         yield f"its events begin with {told[0].type}"
@@ -176,7 +179,9 @@ def _could_be(index: Index, call: Call) -> set[str]:
     for made in index.submits:
         if (made.tenant, made.about) == (call.tenant, call.about) and made.begin < call.end:
             gone = [
-                e for e in index.erases[call.tenant, call.about] if e.outcome == OK and e.begin > made.end < call.begin > e.end
+                e
+                for e in index.erases[call.tenant, call.about]
+                if e.outcome == OK and e.begin > made.end < call.begin > e.end
             ]
             if made.outcome != REFUSED and not gone:
                 found |= set(made.wants)
@@ -258,7 +263,9 @@ def limits_hold(index: Index) -> Iterator[str]:
                     break
     if jumped:
         return
-    changes = sorted(change for call in index.calls if call.op == "stream" and call.whole for change in _waiting(call.told))
+    changes = sorted(
+        change for call in index.calls if call.op == "stream" and call.whole for change in _waiting(call.told)
+    )
     waiting = 0
     for at, change in changes:
         waiting += change
@@ -316,5 +323,3 @@ RULES: tuple[Callable[[Index], Iterator[str]], ...] = (
     pictures_are_there, own_things_only, once_for_each_key, ends_are_explained, limits_hold, answers_are_documented,
     batches_are_whole, nothing_is_left,
 )  # fmt: skip
-
-

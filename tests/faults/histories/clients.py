@@ -376,4 +376,3 @@ _WHAT = {
     "put": 9, "post": 5, "resolve": 3, "reuse": 3, "erase": 2, "erase_logo": 3, "cancel": 2, "look": 6, "follow": 4,
     "fetch": 5, "link": 4, "list": 2, "probe": 3, "text": 3, "files": 2, "batch": 0.7,
 }  # fmt: skip
-

@@ -65,7 +65,13 @@ class Drawn:
         key = {"Authorization": f"Bearer {token}"}
         with httpx2.Client(base_url=url, headers=key, timeout=_PATIENCE_S, trust_env=False) as http:
             for k in range(_FEW):
-                fields = {"prompt": f"a house {k}", "seed": k, "steps": 2 + k % 5, "deterministic": True, "n": 1 + (k % 4 == 0)}
+                fields = {
+                    "prompt": f"a house {k}",
+                    "seed": k,
+                    "steps": 2 + k % 5,
+                    "deterministic": True,
+                    "n": 1 + (k % 4 == 0),
+                }
                 id = http.post("/v1/jobs", json={"type": "image", **fields}).json()["id"]
                 until = time.monotonic() + _PATIENCE_S
                 while (job := http.get(f"/v1/jobs/{id}?wait_s=10").json())["status"] != "succeeded":

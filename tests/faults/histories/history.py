@@ -27,7 +27,9 @@ _KEPT = 1000  # entries of a stream; the first are dropped then
 _SPANS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
 
-def play(world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S) -> History:
+def play(
+    world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S
+) -> History:
     """One history: so many clients for so long, and longer where faults last; `schedule` as far as it can be done."""
     world.settle()
     book, over = Book(), threading.Event()
@@ -65,7 +67,9 @@ def play(world: World, seed: int, schedule: Sequence[Fault], span_s: float, clie
         _, number, tenant = path.split("/")
         if int(number) == seed:
             seen = (Seen.of(told["data"]),)
-            book.write(Call("webhook", tenant, at - book.started, at - book.started, OK, 200, about=seen[0].id, seen=seen))
+            book.write(
+                Call("webhook", tenant, at - book.started, at - book.started, OK, 200, about=seen[0].id, seen=seen)
+            )
     history.calls, history.seconds = book.calls, book.now()
     return history
 
@@ -95,14 +99,24 @@ def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[st
             follow = _patiently(lambda tenant=tenant, id=id: line.follow(tenant, id, whole=True), world, until)  # type: ignore[misc]
             if follow.outcome == OK and last.seen[0].status == "succeeded":
                 wants = own.wants if last.seen[0].created == own.created else ()
-                _patiently(lambda tenant=tenant, id=id, wants=wants: line.picture(tenant, id, wants=wants, whole=True), world, until)  # type: ignore[misc]
+                _patiently(
+                    lambda tenant=tenant, id=id, wants=wants: line.picture(tenant, id, wants=wants, whole=True),
+                    world,
+                    until,
+                )  # type: ignore[misc]
         _streams(world, book, list(jobs))
         for client in crowd:
             for link in client.links:
                 about = {"about": link.id, "created": link.created, "wants": link.wants}
-                _patiently(lambda link=link, about=about: line.call("link", "", "GET", link.link, _bytes, **about)[0], world, until)  # type: ignore[misc]
+                _patiently(
+                    lambda link=link, about=about: line.call("link", "", "GET", link.link, _bytes, **about)[0],
+                    world,
+                    until,
+                )  # type: ignore[misc]
             for file, wants in client.made:
-                _patiently(lambda file=file, wants=wants, t=client.tenant: line.content(t, file, wants)[0], world, until)  # type: ignore[misc]
+                _patiently(
+                    lambda file=file, wants=wants, t=client.tenant: line.content(t, file, wants)[0], world, until
+                )  # type: ignore[misc]
             for batch in client.batches:
                 _batch(world, line, batch, until)
             _patiently(lambda t=client.tenant: line.list(t), world, until)  # type: ignore[misc]
@@ -162,13 +176,19 @@ def _batch(world: World, line: Line, batch: Call, until: float) -> None:
         call, response = line.call("batch_look", batch.tenant, "GET", f"/v1/batches/{id}", keep=False, about=id)
         if call.outcome == OK and response is not None:
             status, output = response.json()["status"], response.json()["output_file_id"]
-        if call.outcome == REFUSED or status in ("completed", "failed", "cancelled", "expired") or time.monotonic() > until:
+        if (
+            call.outcome == REFUSED
+            or status in ("completed", "failed", "cancelled", "expired")
+            or time.monotonic() > until
+        ):
             break
         world.tend()
         time.sleep(0.1)
     got: list[str] = []
     while output:
-        call, response = line.call("content", batch.tenant, "GET", f"/v1/files/{output}/content", keep=False, about=output)
+        call, response = line.call(
+            "content", batch.tenant, "GET", f"/v1/files/{output}/content", keep=False, about=output
+        )
         if call.outcome != UNKNOWN or time.monotonic() > until:
             for text in response.text.splitlines() if call.outcome == OK and response is not None else ():
                 answer = json.loads(text)
@@ -177,7 +197,17 @@ def _batch(world: World, line: Line, batch: Call, until: float) -> None:
             break
         time.sleep(0.2)
     line.book.write(
-        Call("batch_end", batch.tenant, batch.begin, line.book.now(), call.outcome, call.status, status, id, got=tuple(got))
+        Call(
+            "batch_end",
+            batch.tenant,
+            batch.begin,
+            line.book.now(),
+            call.outcome,
+            call.status,
+            status,
+            id,
+            got=tuple(got),
+        )
     )
 
 

@@ -99,7 +99,7 @@ class Receiver(_Outside):
         receiver = self
 
         class Handler(_Quiet):
-            def do_POST(self) -> None:  # noqa: N802
+            def do_POST(self) -> None:
                 data = self.body()
                 until = time.monotonic() + receiver.slow_s
                 while time.monotonic() < until and receiver.slow_s:

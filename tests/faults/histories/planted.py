@@ -48,7 +48,8 @@ def _scripts() -> dict[tuple[str, str], str]:
         (FENCING, scripts.RENEW): _changed(scripts.RENEW, (attempt, ""), (" and job.worker == ARGV[2]", "")),
         (FENCING, scripts.FINISH): _changed(scripts.FINISH, (finish, "")),
         (AFTER, scripts.FINISH): _changed(
-            scripts.FINISH, ("  return 1\nend", "  emit(job.id, 'progress', '{\"steps_done\":1,\"steps\":1}')\n  return 1\nend")
+            scripts.FINISH,
+            ("  return 1\nend", "  emit(job.id, 'progress', '{\"steps_done\":1,\"steps\":1}')\n  return 1\nend"),
         ),
     }
 

@@ -36,7 +36,7 @@ class Proxy:
         self._do(self._abort)
 
     def turn(self, mode: str, delay_s: float = 0.0) -> None:
-        """CUT: what is open breaks and nothing new is let in. HANG: nothing moves. SLOW: each piece waits for so long."""
+        """CUT: what is open breaks, nothing new is let in. HANG: nothing moves. SLOW: each piece waits for so long."""
 
         def change() -> None:
             self._mode, self._delay_s = mode, delay_s

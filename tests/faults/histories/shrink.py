@@ -1,8 +1,9 @@
-"""Delta debugging (Zeller's ddmin): the shortest part of a list that still fails, as far as halving and leaving out go."""
+"""Delta debugging (Zeller's ddmin): a short part of a list that still fails, found by halving and leaving out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,8 +15,11 @@ def shrink(whole: Sequence[T], fails: Callable[[list[T]], bool], tries: int = 10
     while kept and left > 0:
         size = -(-len(kept) // parts)
         pieces = [kept[k : k + size] for k in range(0, len(kept), size)]
-        rests = [sum(pieces[:k] + pieces[k + 1 :], []) for k in range(len(pieces))]
-        for tried, then in [*((piece, 2) for piece in pieces if len(pieces) > 1), *((r, max(2, parts - 1)) for r in rests)]:
+        rests = [list(chain(*pieces[:k], *pieces[k + 1 :])) for k in range(len(pieces))]
+        for tried, then in [
+            *((piece, 2) for piece in pieces if len(pieces) > 1),
+            *((r, max(2, parts - 1)) for r in rests),
+        ]:
             if left <= 0:
                 break
             left -= 1

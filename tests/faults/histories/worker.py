@@ -1,6 +1,6 @@
-"""A worker for histories: the stand-in of tests/workers, whose edits depend on their picture and whose texts the API reads.
+"""A worker for histories: that of tests/workers, with edits that depend on their picture and texts that the API reads.
 
-    python -m tests.faults.histories.worker [what tests.workers.stage takes]
+python -m tests.faults.histories.worker [what tests.workers.stage takes]
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> int:
     def requests(panel: stage.StagePictures, parameters: Mapping[str, Any]) -> list[Any]:
         found = pictures(parameters, fetch=artifacts.get)
         return [
-            one if one.edit is None else replace(one, prompt=edited(one.prompt, one.edit.image), edit=None) for one in found
+            one if one.edit is None else replace(one, prompt=edited(one.prompt, one.edit.image), edit=None)
+            for one in found
         ]
 
     def answers(panel: stage.StageText, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:

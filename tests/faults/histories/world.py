@@ -90,10 +90,16 @@ class World:
         logs = self.folder / "logs"
         for k, listener in enumerate(self.listeners):
             descriptor = listener.fileno()
-            api = self._command("tests.faults.fragile", "api") + ["--fd", str(descriptor)]
-            place = {**self._environment("api", f"api-{k}")}
-            self.parts.append(Part(f"api-{k}", api, place, logs / f"api-{k}.log", self.guard, descriptors=(descriptor,)))
-        worker = [*self._command("tests.faults.histories.worker", "worker"), "--text", *(["--real"] if self.real else [])]
+            api = [*self._command("tests.faults.fragile", "api"), "--fd", str(descriptor)]
+            place = self._environment("api", f"api-{k}")
+            self.parts.append(
+                Part(f"api-{k}", api, place, logs / f"api-{k}.log", self.guard, descriptors=(descriptor,))
+            )
+        worker = [
+            *self._command("tests.faults.histories.worker", "worker"),
+            "--text",
+            *(["--real"] if self.real else []),
+        ]
         for k in range(2):
             place = self._environment("worker", f"worker-{k}")
             self.parts.append(Part(f"worker-{k}", worker, place, logs / f"worker-{k}.log", self.guard))
@@ -186,7 +192,7 @@ class World:
         self.guard.forget(pid)
 
     def promote(self) -> bool:
-        """Have the replica, once it has all, take over, in an orderly way (FAILOVER). False: it is not ready for that."""
+        """Have the replica take over in an orderly way, once it has all (FAILOVER). False: it is not ready."""
         first, second = self.servers
         try:
             with self.direct(first) as client:
@@ -232,7 +238,9 @@ class World:
         self.tend()
         try:
             live = {card.pid for card in self.registry.workers() if card.state == "ready"}
-            answers = [httpx2.get(f"{address}/readyz", timeout=10, trust_env=False).status_code for address in self.urls()]
+            answers = [
+                httpx2.get(f"{address}/readyz", timeout=10, trust_env=False).status_code for address in self.urls()
+            ]
         except (RuntimeError, httpx2.TransportError):
             return False
         return {part.pid for part in self.crew} <= live and answers == [200, 200]
