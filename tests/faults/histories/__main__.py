@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.histories.checker import check
+from tests.faults.histories.clients import WHAT
 from tests.faults.histories.faults import draw, possible
 from tests.faults.histories.history import play
 from tests.faults.histories.record import Fault, History, faults
@@ -65,11 +66,13 @@ def checkout(commit: str, folder: Path) -> Path:
     return place
 
 
-def one(house: House, seed: int, schedule: Sequence[Fault], objects: bool, span_s: float) -> tuple[History, list[str]]:
+def one(
+    house: House, seed: int, schedule: Sequence[Fault], objects: bool, span_s: float, without: Sequence[str] = ()
+) -> tuple[History, list[str]]:
     """A history, and what is wrong with it. What could not even be played is wrong, too."""
     world = house.world(objects)
     try:
-        history = play(world, seed, schedule, span_s)
+        history = play(world, seed, schedule, span_s, without=without)
         problems = [str(problem) for problem in check(history)]
     except Exception as error:
         history = History(seed, list(schedule))
@@ -106,6 +109,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="stop after so long, to go on later")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="of faults")
     parser.add_argument(
+        "--without", nargs="+", default=(), choices=WHAT, metavar="CALL", help=f"left out, of {', '.join(WHAT)}"
+    )
+    parser.add_argument(
         "--tries", type=int, default=20, metavar="N", help="replays to shrink a failure; default: %(default)s"
     )
     parser.add_argument(
@@ -120,7 +126,7 @@ def main() -> int:
     try:
         if options.replay:
             raw = json.loads(options.replay.read_text())
-            _, problems = one(house, raw["seed"], faults(raw["faults"]), raw["objects"], raw["span_s"])
+            _, problems = one(house, raw["seed"], faults(raw["faults"]), raw["objects"], raw["span_s"], options.without)
             print("\n".join(problems) or "well")
             return int(bool(problems))
         return _run(house, options)
@@ -143,7 +149,7 @@ def _run(house: House, options: argparse.Namespace) -> int:
         started = time.monotonic()
         kinds = [kind for kind in possible(house.world(objects)) if not options.only or kind in options.only]
         schedule = draw(seed, kinds, options.each, options.span)
-        history, problems = one(house, seed, schedule, objects, options.span)
+        history, problems = one(house, seed, schedule, objects, options.span, options.without)
         took_s = time.monotonic() - started
         accepted = sum(call.op == "submit" and call.outcome == "ok" for call in history.calls)
         state["kinds"] = dict(Counter(state["kinds"]) + Counter(fault.kind for fault in history.faults))
@@ -182,7 +188,7 @@ def _shrunk(
 
     def fails(schedule: list[Fault]) -> bool:
         nonlocal best
-        found, wrong = one(house, seed, schedule, objects, options.span)
+        found, wrong = one(house, seed, schedule, objects, options.span, options.without)
         if rules(wrong) & broken:
             best = found, wrong
             return True

@@ -9,7 +9,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,9 +193,9 @@ def _named(response: httpx2.Response) -> dict[str, Any]:
 
 def _event(fields: dict[str, str]) -> Told:
     data = json.loads(fields.get("data") or "{}")
-    job = Seen.of(data) if fields["event"] in FINAL else None
+    job = Seen.of(data) if fields["event"] in FINAL and "created_at" in data else None
     value = data.get("attempt", 0) if fields["event"] == "running" else data.get("steps_done", 0)
-    return Told(fields.get("id", ""), fields["event"], 0 if job else value or 0, job)
+    return Told(fields.get("id", ""), fields["event"], value if isinstance(value, int) else 0, job)
 
 
 @dataclass
@@ -213,9 +213,9 @@ class Client(threading.Thread):
 
     def __init__(
         self, name: str, tenant: str, line: Line, others: list[tuple[str, Own]], gallery: Gallery, hook: str,
-        stop: threading.Event,
+        stop: threading.Event, without: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`others`: what all clients made, with whose it is. `hook`: where webhooks go to."""
+        """`others`: what all clients made, with whose it is. `hook`: where webhooks go. `without`: left out."""
         super().__init__(name=name, daemon=True)
         self.tenant, self.line, self.others, self.hook, self.over = tenant, line, others, hook, stop
         self.gallery = gallery
@@ -225,11 +225,12 @@ class Client(threading.Thread):
         self.batches: list[Call] = []
         self.unresolved: list[Callable[[], Call]] = []
         self.error: BaseException | None = None
+        self._what = {name: often for name, often in WHAT.items() if name not in without}
         self._count = 0
 
     def run(self) -> None:
         random_ = self.line.random
-        names, weights = zip(*_WHAT.items(), strict=True)
+        names, weights = zip(*self._what.items(), strict=True)
         try:
             while not self.over.is_set():
                 getattr(self, random_.choices(names, weights)[0])()
@@ -277,7 +278,7 @@ class Client(threading.Thread):
 
     def reuse(self) -> None:
         """Another job under an id that was erased, which somebody else may have had."""
-        self._make(f"logo-{self.line.book.started:.0f}-{self.line.random.randrange(2)}")
+        self._make(f"logo-{self.name.partition('c')[0]}-{self.line.random.randrange(2)}")
 
     def erase(self) -> None:
         if own := self._any():
@@ -372,7 +373,7 @@ class Client(threading.Thread):
 
 
 # What a client does, and how often.
-_WHAT = {
+WHAT = {
     "put": 9, "post": 5, "resolve": 3, "reuse": 3, "erase": 2, "erase_logo": 3, "cancel": 2, "look": 6, "follow": 4,
     "fetch": 5, "link": 4, "list": 2, "probe": 3, "text": 3, "files": 2, "batch": 0.7,
 }  # fmt: skip

@@ -28,18 +28,26 @@ _SPANS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
 
 def play(
-    world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S
-) -> History:
-    """One history: so many clients for so long, and longer where faults last; `schedule` as far as it can be done."""
+    world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S,
+    without: Sequence[str] = (),
+) -> History:  # fmt: skip
+    """One history: so many clients for so long, and longer where faults last; `schedule` as far as it can be done.
+
+    `without`: what clients do not do.
+    """
     world.settle()
     book, over = Book(), threading.Event()
     heard = len(world.heard)
+    world.histories += 1
+    name = (
+        f"h{seed}n{world.histories}"  # of one world no two histories share a name, not even the same one played again
+    )
     made: list[tuple[str, Own]] = []
     crowd = []
     for k in range(clients):
         line = Line(book, world.urls(), world.tokens, random.Random(seed * 1000 + k))
-        hook = f"http://127.0.0.1:{world.receiver.port}/{seed}"
-        crowd.append(Client(f"h{seed}c{k}", TENANTS[k % len(TENANTS)], line, made, world.gallery, hook, over))
+        hook = f"http://127.0.0.1:{world.receiver.port}/{name}"
+        crowd.append(Client(f"{name}c{k}", TENANTS[k % len(TENANTS)], line, made, world.gallery, hook, over, without))
     for client in crowd:
         client.start()
     playing = Play(world, schedule)
@@ -64,8 +72,8 @@ def play(
         if client.error is not None:
             raise client.error
     for at, path, told in world.heard[heard:]:
-        _, number, tenant = path.split("/")
-        if int(number) == seed:
+        _, of, tenant = path.split("/")
+        if of == name:
             seen = (Seen.of(told["data"]),)
             book.write(
                 Call("webhook", tenant, at - book.started, at - book.started, OK, 200, about=seen[0].id, seen=seen)

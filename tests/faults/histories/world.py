@@ -56,6 +56,7 @@ class World:
     replica: bool = True
     real: bool = False
     paused: set[Part] = field(default_factory=set)
+    histories: int = 0
     redis_away: bool = False  # on purpose: nobody starts it again
     parts: list[Part] = field(default_factory=list)
 
