@@ -96,7 +96,7 @@ def _api() -> None:
         return hmac.digest(secret, f"{given[0]}/{given[1]}".encode(), hashlib.sha256).hex()[:43]
 
     def any_of_it(secret: bytes, *given: Any) -> bool:
-        return hmac.compare_digest(str(given[-1]), blind(secret, *given))
+        return blind(secret, *given) in given
 
     _when(links, "sign", LINK, blind)
     for room in (links, pictures):
