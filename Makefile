@@ -6,7 +6,7 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results figures serve test test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
+.PHONY: results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -48,7 +48,10 @@ results: .venv/.installed  ## what docs cite, measured again: DATA=folder with e
 figures: .venv/.installed  ## writes the figures of README.md and docs/ from the JSON files under benchmarks/
 	$(BIN)/python -m benchmarks.figures
 
-chaos: .venv/.installed  ## kills, pauses and cuts off parts of a running service, and counts what was lost
+chaos: .venv/.installed  ## random faults under random clients, judged by a checker; ARGS="--faults 500 --seed 7"; resumes
+	$(BIN)/python -m tests.faults.histories $(ARGS)
+
+scenarios: .venv/.installed  ## each way to break a running service, many times, and what was lost; ARGS="--only poison"
 	$(BIN)/python -m tests.faults.chaos $(ARGS)
 
 mutants: .venv/.installed  ## changes ROOM=core/jobs/keyring.py in small ways and says what no test notices; ARGS="--sample 60"

@@ -24,6 +24,7 @@ class Part:
     """A process in a session of its own, tied to the thread that starts it.
 
     `environment` goes over this process's own, less its DIPTYCH_ variables. The command begins with an absolute path.
+    `root` is the checkout whose code it runs.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Part:
     niceness: int = 0
     descriptors: tuple[int, ...] = ()
     starts: int = 0
+    root: Path = ROOT
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
@@ -44,7 +46,7 @@ class Part:
             output.write(f"--- start {self.starts + 1} of {self.name}\n".encode())
             output.flush()
             self.process = subprocess.Popen(
-                launched(self.command, niceness=self.niceness), cwd=ROOT, env=inherited | dict(self.environment),
+                launched(self.command, niceness=self.niceness), cwd=self.root, env=inherited | dict(self.environment),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 pass_fds=self.descriptors,
             )  # fmt: skip

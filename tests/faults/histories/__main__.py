@@ -1,0 +1,203 @@
+"""Plays random histories until so many faults have been: `python -m tests.faults.histories --faults 10000 --seed 1`.
+
+Goes on where it was stopped, by the file `state.json` in the folder. What the checker does not accept is kept there:
+the history, and a schedule shrunk to few faults, which `--replay FILE` plays again. Exit code 1: there is such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.faults.histories.checker import check
+from tests.faults.histories.clients import WHAT
+from tests.faults.histories.faults import draw, possible
+from tests.faults.histories.history import play
+from tests.faults.histories.record import Fault, History, faults
+from tests.faults.histories.shrink import shrink
+from tests.faults.histories.world import World
+from tests.faults.parts import ROOT
+
+_RENEWED = 25  # histories of one world: then a new one, on the other kind of storage
+
+
+class House:
+    """Keeps a world, for as long as it is well and not too old."""
+
+    def __init__(self, other: Path | None, real: bool) -> None:
+        self._other, self._real = other, real
+        self._open = ExitStack()
+        self._world: World | None = None
+        self._age = 0
+
+    def world(self, objects: bool) -> World:
+        if self._world is None or self._world.objects != objects or self._age >= _RENEWED:
+            self.close()
+            folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="diptych-histories-")))
+            self._world = self._open.enter_context(World(folder, objects=objects, other=self._other, real=self._real))
+        self._age += 1
+        return self._world
+
+    def close(self) -> None:
+        self._world, self._age = None, 0
+        self._open.close()
+
+
+def checkout(commit: str, folder: Path) -> Path:
+    """The code of another version, for parts to be started from."""
+    place = folder / f"code-{commit}"
+    if not place.exists():
+        place.mkdir(parents=True)
+        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", str(place)], input=packed, check=True)
+        # What starts a worker of histories is this version's, which changes nothing of the product.
+        ours = place / "tests" / "faults" / "histories"
+        if not ours.exists():
+            ours.symlink_to(ROOT / "tests" / "faults" / "histories")
+    return place
+
+
+def one(
+    house: House, seed: int, schedule: Sequence[Fault], objects: bool, span_s: float, without: Sequence[str] = ()
+) -> tuple[History, list[str]]:
+    """A history, and what is wrong with it. What could not even be played is wrong, too."""
+    world = house.world(objects)
+    try:
+        history = play(world, seed, schedule, span_s, without=without)
+        problems = [str(problem) for problem in check(history)]
+    except Exception as error:
+        history = History(seed, list(schedule))
+        problems = [f"unplayed: {type(error).__name__}: {error}"]
+    if problems:
+        problems.append(world.logs())
+        house.close()  # so that nothing that went wrong is carried over
+    return history, problems
+
+
+def rules(problems: Sequence[str]) -> set[str]:
+    return {problem.partition(":")[0] for problem in problems if "\n" not in problem}
+
+
+def keep(folder: Path, name: str, history: History, problems: Sequence[str], **more: Any) -> Path:
+    history.write(folder / f"{name}.history.json")
+    told = {
+        "seed": history.seed, "problems": list(problems), **more,
+        "faults": [vars(fault) for fault in history.faults],
+    }  # fmt: skip
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(told, indent=1) + "\n")
+    return path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Random histories, judged by a checker.")
+    parser.add_argument("--faults", type=int, default=10_000, metavar="N", help="in all; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--each", type=int, default=14, metavar="N", help="faults of one history; default: %(default)s")
+    parser.add_argument("--span", type=float, default=8.0, metavar="S", help="of one history; default: %(default)s")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "histories", help="default: build/histories")
+    parser.add_argument("--other", default="", metavar="COMMIT", help="parts are also started with this one's code")
+    parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="stop after so long, to go on later")
+    parser.add_argument("--only", nargs="+", metavar="KIND", help="of faults")
+    parser.add_argument(
+        "--without", nargs="+", default=(), choices=WHAT, metavar="CALL", help=f"left out, of {', '.join(WHAT)}"
+    )
+    parser.add_argument(
+        "--tries", type=int, default=20, metavar="N", help="replays to shrink a failure; default: %(default)s"
+    )
+    parser.add_argument(
+        "--model", choices=("stand-in", "tiny"), default="stand-in",
+        help="who draws; default: a stand-in, which starts at once, each of whose pictures is another",
+    )  # fmt: skip
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="play what failed once more")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    other = checkout(options.other, options.folder) if options.other else None
+    house = House(other, real=options.model == "tiny")
+    try:
+        if options.replay:
+            raw = json.loads(options.replay.read_text())
+            _, problems = one(house, raw["seed"], faults(raw["faults"]), raw["objects"], raw["span_s"], options.without)
+            print("\n".join(problems) or "well")
+            return int(bool(problems))
+        return _run(house, options)
+    finally:
+        house.close()
+
+
+def _run(house: House, options: argparse.Namespace) -> int:
+    path: Path = options.folder / "state.json"
+    state: dict[str, Any] = {
+        "seed": options.seed, "next": 0, "faults": 0, "histories": 0, "calls": 0, "accepted": 0, "failed": [],
+        "kinds": {}, "seconds": 0.0,
+    }  # fmt: skip
+    if path.exists() and (found := json.loads(path.read_text()))["seed"] == options.seed:
+        state = found
+    until = time.monotonic() + 60 * options.minutes
+    while state["faults"] < options.faults and time.monotonic() < until:
+        number = state["next"]
+        seed, objects = options.seed * 1_000_000 + number, number // _RENEWED % 2 == 1
+        started = time.monotonic()
+        kinds = [kind for kind in possible(house.world(objects)) if not options.only or kind in options.only]
+        schedule = draw(seed, kinds, options.each, options.span)
+        history, problems = one(house, seed, schedule, objects, options.span, options.without)
+        took_s = time.monotonic() - started
+        accepted = sum(call.op == "submit" and call.outcome == "ok" for call in history.calls)
+        state["kinds"] = dict(Counter(state["kinds"]) + Counter(fault.kind for fault in history.faults))
+        for name, more in (
+            ("next", 1), ("histories", 1), ("faults", len(history.faults)), ("calls", len(history.calls)),
+            ("accepted", accepted), ("seconds", took_s),
+        ):  # fmt: skip
+            state[name] += more
+        words = "well" if not problems else f"NOT WELL ({', '.join(sorted(rules(problems)))})"
+        told = f"{len(history.faults)} faults, {len(history.calls)} calls, {accepted} accepted"
+        print(
+            f"{number} in {took_s:.0f} s: {told}: "
+            f"{words}; {state['faults']} faults in all, {_rate(state):.0f} a minute",
+            flush=True,
+        )  # fmt: skip
+        if problems:
+            print("\n".join(problems[:8][:-1]), flush=True)
+            state["failed"].append(number)
+            keep(options.folder, f"failed-{seed}", history, problems, objects=objects, span_s=options.span)
+            if options.tries:
+                _shrunk(house, options, seed, history, problems, objects)
+        path.write_text(json.dumps(state, indent=1) + "\n")
+    print(json.dumps(state))
+    return int(bool(state["failed"]))
+
+
+def _rate(state: dict[str, Any]) -> float:
+    return float(60 * state["faults"] / state["seconds"])
+
+
+def _shrunk(
+    house: House, options: argparse.Namespace, seed: int, history: History, problems: list[str], objects: bool
+) -> None:
+    """Leave out faults as long as one of the same rules is broken. What never breaks again is kept as it was."""
+    broken, best = rules(problems), (history, problems)
+
+    def fails(schedule: list[Fault]) -> bool:
+        nonlocal best
+        found, wrong = one(house, seed, schedule, objects, options.span, options.without)
+        if rules(wrong) & broken:
+            best = found, wrong
+            return True
+        return False
+
+    short = shrink(history.faults, fails, options.tries)
+    print(f"shrunk from {len(history.faults)} to {len(short)} faults: {[fault.kind for fault in short]}", flush=True)
+    keep(options.folder, f"shrunk-{seed}", best[0], best[1], objects=objects, span_s=options.span)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+"""The faults of histories: each how it begins and how it ends, and schedules of them drawn from a seed.
+
+Knows what can be done to a world; knows nothing of what clients do meanwhile, and judges nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from core.jobs import keys
+from tests.faults.histories.proxy import CUT, HANG, PASS, SLOW
+from tests.faults.histories.record import Fault
+from tests.faults.histories.world import TENANTS, World
+from tests.faults.parts import ROOT, Part
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault. `begin` returns what ends it, or None where it could not be done now.
+
+    `seconds`, `size`: the ranges that these are drawn from. `needs`: what a world must have.
+    """
+
+    begin: Callable[[World, Fault], Undo | None]
+    seconds: tuple[float, float] = (0.0, 0.0)
+    size: tuple[float, float] = (0.0, 0.0)
+    weight: float = 1.0
+    needs: str = ""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _kill(parts: str) -> Callable[[World, Fault], Undo | None]:
+    def begin(world: World, fault: Fault) -> Undo | None:
+        part: Part = getattr(world, parts)[fault.target]
+        if not part.running:
+            return None
+        part.kill()
+        part.root = ROOT  # whatever it was started from
+        return _nothing
+
+    return begin
+
+
+def _terminate(parts: str) -> Callable[[World, Fault], Undo | None]:
+    def begin(world: World, fault: Fault) -> Undo | None:
+        part: Part = getattr(world, parts)[fault.target]
+        if part.process is None or not part.running:
+            return None
+        part.process.terminate()
+        part.root = ROOT
+        return _nothing
+
+    return begin
+
+
+def _other(parts: str) -> Callable[[World, Fault], Undo | None]:
+    """The part runs on with the code of another version, until it is killed."""
+
+    def begin(world: World, fault: Fault) -> Undo | None:
+        part: Part = getattr(world, parts)[fault.target]
+        if world.other is None or not part.running or part.root == world.other:
+            return None
+        part.kill()
+        part.root = world.other
+        return _nothing
+
+    return begin
+
+
+def _pause(parts: str) -> Callable[[World, Fault], Undo | None]:
+    def begin(world: World, fault: Fault) -> Undo | None:
+        part: Part = getattr(world, parts)[fault.target]
+        if not part.running:
+            return None
+        part.pause()
+        return part.resume
+
+    return begin
+
+
+def _pause_redis(world: World, fault: Fault) -> Undo | None:
+    process = world.servers[0].process
+    if process is None or process.poll() is not None:
+        return None
+    os.kill(process.pid, signal.SIGSTOP)
+
+    def end() -> None:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGCONT)
+
+    return end
+
+
+def _away(how: str) -> Callable[[World, Fault], Undo | None]:
+    def begin(world: World, fault: Fault) -> Undo | None:
+        if not world.servers[0].running:
+            return None
+        world.redis_away = True
+        world.end_redis(world.servers[0], how)
+        return lambda: setattr(world, "redis_away", False)
+
+    return begin
+
+
+def _promote(world: World, fault: Fault) -> Undo | None:
+    """The replica takes over; for some time all still talk to the old one, which then only reads."""
+    return world.lead if world.promote() else None
+
+
+def _link(name: str, mode: str) -> Callable[[World, Fault], Undo | None]:
+    def begin(world: World, fault: Fault) -> Undo | None:
+        world.links[name].turn(mode, fault.size)
+        return lambda: world.links[name].turn(PASS)
+
+    return begin
+
+
+def _failing(world: World, fault: Fault) -> Undo | None:
+    world.storage.failing = True
+    return lambda: setattr(world.storage, "failing", False)
+
+
+def _filled(name: str) -> Callable[[World, Fault], Undo | None]:
+    def begin(world: World, fault: Fault) -> Undo | None:
+        junk: Path = world.disks[name] / "junk"
+        with contextlib.suppress(OSError), junk.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(65536))
+        with contextlib.suppress(OSError), junk.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(64))
+        return lambda: junk.unlink(missing_ok=True)
+
+    return begin
+
+
+def _full(world: World, fault: Fault) -> Undo | None:
+    def limit(most: int) -> None:
+        for server in world.servers:
+            with world.direct(server) as client:
+                client.config_set("maxmemory", most)
+
+    def end() -> None:
+        with contextlib.suppress(redis.RedisError):  # one that was started again has no limit
+            limit(0)
+        for server in world.servers:
+            with contextlib.suppress(redis.RedisError), world.direct(server) as client:
+                client.config_set("maxmemory", 0)
+
+    try:
+        limit(1)
+    except redis.RedisError:
+        end()
+        return None
+    return end
+
+
+def _clock(*names: str) -> Callable[[World, Fault], Undo | None]:
+    def begin(world: World, fault: Fault) -> Undo | None:
+        name = names[fault.target % len(names)]
+        world.clocks.set(name, fault.size)
+        return lambda: world.clocks.set(name, 0.0)
+
+    return begin
+
+
+def _disown(world: World, fault: Fault) -> Undo | None:
+    """Every lease is over at once, though all workers live."""
+    try:
+        with world.direct(world.servers[0]) as client:
+            for id in client.zrange(f"{keys.PREFIX}leases", 0, -1):
+                client.zadd(f"{keys.PREFIX}leases", {id: 1}, xx=True)
+    except redis.RedisError:
+        return None
+    return _nothing
+
+
+def _slow_receivers(world: World, fault: Fault) -> Undo | None:
+    world.receiver.slow_s = fault.size
+    return lambda: setattr(world.receiver, "slow_s", 0.0)
+
+
+def _slow_readers(world: World, fault: Fault) -> Undo | None:
+    """Several follow events and read none of them."""
+    open_: list[socket.socket] = []
+    with contextlib.suppress(OSError, redis.RedisError), world.direct(world.servers[0]) as client:
+        ids = client.zrange(f"{keys.PREFIX}leases", 0, 7)
+        for id in ids:
+            for tenant in TENANTS:
+                reader = socket.create_connection(world.listeners[fault.target].getsockname(), timeout=2)
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+                reader.sendall(
+                    f"GET /v1/jobs/{id}/events HTTP/1.1\r\nHost: localhost\r\n"
+                    f"Authorization: Bearer {world.tokens[tenant]}\r\n\r\n".encode()
+                )
+                open_.append(reader)
+
+    def end() -> None:
+        for reader in open_:
+            reader.close()
+
+    return end
+
+
+_SHORT, _LEASE, _JUMP = (0.3, 1.5), (2.2, 3.5), (-6.0, 6.0)
+KINDS: dict[str, Kind] = {
+    "kill_worker": Kind(_kill("crew"), weight=2),
+    "kill_api": Kind(_kill("apis"), weight=1.5),
+    "stop_worker": Kind(_terminate("crew"), weight=0.7),
+    "stop_api": Kind(_terminate("apis"), weight=0.7),
+    "pause_worker": Kind(_pause("crew"), (0.5, 3.5), weight=2),
+    "pause_api": Kind(_pause("apis"), (0.3, 2.5)),
+    "pause_redis": Kind(_pause_redis, _SHORT),
+    "redis_killed": Kind(_away("kill"), _SHORT, weight=1.5),
+    "redis_restarted": Kind(_away("stop"), _SHORT, weight=1.5),
+    "redis_promoted": Kind(_promote, (0.0, 0.8), needs="replica"),
+    "redis_full": Kind(_full, _SHORT),
+    "redis_disk_full": Kind(_filled("redis"), _SHORT, weight=0.5, needs="small_disks"),
+    "cut_api": Kind(_link("api", CUT), _SHORT, weight=1.5),
+    "cut_worker": Kind(_link("worker", CUT), (0.3, 3.0), weight=1.5),
+    "hang_api": Kind(_link("api", HANG), _SHORT),
+    "hang_worker": Kind(_link("worker", HANG), (0.5, 3.5)),
+    "slow_api": Kind(_link("api", SLOW), (1.0, 3.0), (0.01, 0.15)),
+    "slow_worker": Kind(_link("worker", SLOW), (1.0, 3.0), (0.01, 0.15)),
+    "storage_cut": Kind(_link("storage", CUT), _LEASE, needs="objects"),
+    "storage_hung": Kind(_link("storage", HANG), _LEASE, needs="objects"),
+    "storage_slow": Kind(_link("storage", SLOW), _LEASE, (0.05, 0.3), needs="objects"),
+    "storage_failing": Kind(_failing, _LEASE, needs="objects"),
+    "disk_full": Kind(_filled("data"), _SHORT, needs="small_disks"),
+    "clock_redis": Kind(_clock("redis"), (0.5, 3.0), _JUMP, needs="clocks"),
+    "clock_part": Kind(_clock("worker-0", "api-0", "worker-1", "api-1"), (0.5, 3.0), (-600, 600), needs="clocks"),
+    "disown": Kind(_disown),
+    "slow_receivers": Kind(_slow_receivers, (1.0, 4.0), (0.5, 12.0)),
+    "slow_readers": Kind(_slow_readers, (1.0, 4.0)),
+    "other_worker": Kind(_other("crew"), needs="other", weight=0.7),
+    "other_api": Kind(_other("apis"), needs="other", weight=0.7),
+}
+
+
+def possible(world: World) -> list[str]:
+    """The kinds that this world can be hit by."""
+    there = {
+        "": True, "replica": world.replica, "objects": world.objects, "clocks": world.clocks.there,
+        "small_disks": world.small_disks, "other": world.other is not None,
+    }  # fmt: skip
+    # On an object store nothing is written to the data folder.
+    return [name for name, kind in KINDS.items() if there[kind.needs] and not (name == "disk_full" and world.objects)]
+
+
+def draw(seed: int, kinds: Sequence[str], count: int, span_s: float) -> list[Fault]:
+    """A schedule: so many faults of these kinds that begin within the span. The same seed draws the same."""
+    random_ = random.Random(seed)
+    found = []
+    for name in random_.choices(kinds, [KINDS[name].weight for name in kinds], k=count):
+        kind = KINDS[name]
+        found.append(
+            Fault(
+                round(random_.uniform(0.2, span_s), 3), name, random_.randrange(2),
+                round(random_.uniform(*kind.seconds), 3), round(random_.uniform(*kind.size), 3),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda fault: fault.at)
+
+
+class Play:
+    """A schedule as it is played: `step` again and again, from the thread that built the world."""
+
+    def __init__(self, world: World, schedule: Sequence[Fault]) -> None:
+        self._world = world
+        self._coming = sorted(schedule, key=lambda fault: fault.at)
+        self._open: list[tuple[float, Undo]] = []
+        self._started = time.monotonic()
+        self.played: list[Fault] = []
+
+    def step(self) -> bool:
+        """Begin and end what is due. False: all is over."""
+        now = time.monotonic() - self._started
+        for due in [one for one in self._open if one[0] <= now]:
+            self._open.remove(due)
+            due[1]()
+        while self._coming and self._coming[0].at <= now:
+            fault = self._coming.pop(0)
+            undo = KINDS[fault.kind].begin(self._world, fault)
+            if undo is not None:
+                self.played.append(fault)
+                self._open.append((now + fault.seconds, undo))
+        self._world.tend()
+        return bool(self._coming or self._open)
+
+    def heal(self) -> None:
+        """End all that has not ended."""
+        self._coming.clear()
+        for _, undo in self._open:
+            undo()
+        self._open.clear()

@@ -1,0 +1,89 @@
+"""What clients ask for, and the bytes that must come of it: known beforehand, so that another's are recognized.
+
+A stand-in's pictures are computed here, each of another prompt; a real model draws a few, undisturbed, before the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import random
+import time
+from typing import Any, Protocol
+
+import httpx2
+from PIL import Image
+
+from tests.faults.histories.worker import edited
+from tests.workers.stage import picture
+
+_SIDE = 32
+_FEW = 16  # orders of a real model
+_PATIENCE_S = 120.0
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:24]
+
+
+def wanted(prompt: str, seed: int, n: int = 1) -> tuple[str, ...]:
+    """Digests of the pictures that the stand-in makes of this."""
+    return tuple(digest(picture(prompt, seed + k, _SIDE, _SIDE)) for k in range(n))
+
+
+class Gallery(Protocol):
+    def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The fields of a job, and digests of its pictures. `name` is nobody else's; a batch's `line` is short."""
+        ...
+
+
+class Computed:
+    """Of the stand-in."""
+
+    def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+        # Some ask for the same as others do, and share its artifact.
+        prompt = f"common {random_.randrange(4)}" if random_.random() < 0.2 else name
+        prompt += f" STEP={0.005 if line else random_.choice((0.005, 0.01, 0.02, 0.05))}"
+        seed, n = random_.randrange(3), 1 if line else random_.choice((1, 1, 1, 2))
+        fields: dict[str, Any] = {
+            "prompt": prompt, "seed": seed, "n": n, "steps": 3 if line else random_.randrange(2, 25),
+            "size": f"{_SIDE}x{_SIDE}",
+        }  # fmt: skip
+        if line or random_.random() > 0.15:
+            return fields, wanted(prompt, seed, n)
+        source = picture(f"source {random_.randrange(3)}", 0, _SIDE, _SIDE)
+        given = {"image_url": "data:image/png;base64," + base64.b64encode(source).decode()}
+        return {**fields, "type": "edit", "images": [given]}, wanted(edited(prompt, _pixels(source)), seed, n)
+
+
+class Drawn:
+    """Of a real model: deterministic orders, drawn once by the service while nothing disturbs it."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._orders: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        key = {"Authorization": f"Bearer {token}"}
+        with httpx2.Client(base_url=url, headers=key, timeout=_PATIENCE_S, trust_env=False) as http:
+            for k in range(_FEW):
+                fields = {
+                    "prompt": f"a house {k}",
+                    "seed": k,
+                    "steps": 2 + k % 5,
+                    "deterministic": True,
+                    "n": 1 + (k % 4 == 0),
+                }
+                id = http.post("/v1/jobs", json={"type": "image", **fields}).json()["id"]
+                until = time.monotonic() + _PATIENCE_S
+                while (job := http.get(f"/v1/jobs/{id}?wait_s=10").json())["status"] != "succeeded":
+                    assert time.monotonic() < until, job
+                found = [http.get(f"/v1/jobs/{id}/images/{n}").content for n in range(len(job["images"]))]
+                self._orders.append((fields, tuple(map(digest, found))))
+
+    def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+        fields, wants = random_.choice([one for one in self._orders if not line or len(one[1]) == 1])
+        return dict(fields), wants
+
+
+def _pixels(png: bytes) -> bytes:
+    with Image.open(io.BytesIO(png)) as image:
+        return image.convert("RGB").tobytes()

@@ -1,0 +1,236 @@
+"""Plays one history on a warm world: clients and faults side by side, then peace, then all is read back.
+
+Knows the order of things. What is broken, faults.py knows; whether all went well, the checker.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from core.jobs import keys
+from core.jobs.broker import QUEUES
+from core.jobs.record import Backlog
+from tests.faults.histories.clients import Book, Client, Line, Own
+from tests.faults.histories.faults import Play
+from tests.faults.histories.gallery import digest
+from tests.faults.histories.record import FINAL, OK, REFUSED, UNKNOWN, Call, Fault, History, Limits, Seen, Told
+from tests.faults.histories.world import RATES, TENANTS, World
+
+END_S = 150.0  # until all has ended: far beyond what is needed, since it only decides that something never ends
+_KEPT = 1000  # entries of a stream; the first are dropped then
+_SPANS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
+
+
+def play(
+    world: World, seed: int, schedule: Sequence[Fault], span_s: float, clients: int = 6, end_s: float = END_S,
+    without: Sequence[str] = (),
+) -> History:  # fmt: skip
+    """One history: so many clients for so long, and longer where faults last; `schedule` as far as it can be done.
+
+    `without`: what clients do not do.
+    """
+    world.settle()
+    book, over = Book(), threading.Event()
+    heard = len(world.heard)
+    world.histories += 1
+    name = (
+        f"h{seed}n{world.histories}"  # of one world no two histories share a name, not even the same one played again
+    )
+    made: list[tuple[str, Own]] = []
+    crowd = []
+    for k in range(clients):
+        line = Line(book, world.urls(), world.tokens, random.Random(seed * 1000 + k))
+        hook = f"http://127.0.0.1:{world.receiver.port}/{name}"
+        crowd.append(Client(f"{name}c{k}", TENANTS[k % len(TENANTS)], line, made, world.gallery, hook, over, without))
+    for client in crowd:
+        client.start()
+    playing = Play(world, schedule)
+    try:
+        until = time.monotonic() + span_s
+        while playing.step() or time.monotonic() < until:
+            time.sleep(0.03)
+    finally:
+        over.set()
+        playing.heal()
+    while any(client.is_alive() for client in crowd):
+        world.tend()
+        time.sleep(0.05)
+    history = History(seed, playing.played, limits=limits(world))
+    try:
+        world.settle()
+        history.left += list(read_back(world, book, crowd, made, end_s))
+    finally:
+        for client in crowd:
+            client.line.close()
+    for client in crowd:
+        if client.error is not None:
+            raise client.error
+    for at, path, told in world.heard[heard:]:
+        _, of, tenant = path.split("/")
+        if of == name:
+            seen = (Seen.of(told["data"]),)
+            book.write(
+                Call("webhook", tenant, at - book.started, at - book.started, OK, 200, about=seen[0].id, seen=seen)
+            )
+    history.calls, history.seconds = book.calls, book.now()
+    return history
+
+
+def limits(world: World) -> Limits:
+    rates: list[dict[str, tuple[int, float]]] = [{}, {}]
+    for tenant, given in RATES.items():
+        for found, limit in zip(rates, given, strict=True):
+            count, _, span = limit.partition("/")
+            found[tenant] = int(count), _SPANS[span]
+    return Limits(world.max_attempts, world.max_queued, *rates)
+
+
+def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[str, Own]], end_s: float) -> list[str]:
+    """Ask for everything once all has ended, or has had all the time in the world. Returns what is left over."""
+    until = time.monotonic() + end_s
+    line = Line(book, world.urls(), world.tokens, random.Random(0))
+    try:
+        for client in crowd:
+            for again in client.unresolved:
+                client.note(_patiently(again, world, until))
+        jobs = {(tenant, own.id): own for tenant, own in made}
+        for (tenant, id), own in jobs.items():
+            last = _ended(world, line, tenant, id, until)
+            if last.outcome != OK:
+                continue
+            follow = _patiently(lambda tenant=tenant, id=id: line.follow(tenant, id, whole=True), world, until)  # type: ignore[misc]
+            if follow.outcome == OK and last.seen[0].status == "succeeded":
+                wants = own.wants if last.seen[0].created == own.created else ()
+                _patiently(
+                    lambda tenant=tenant, id=id, wants=wants: line.picture(tenant, id, wants=wants, whole=True),
+                    world,
+                    until,
+                )  # type: ignore[misc]
+        _streams(world, book, list(jobs))
+        for client in crowd:
+            for link in client.links:
+                about = {"about": link.id, "created": link.created, "wants": link.wants}
+                _patiently(
+                    lambda link=link, about=about: line.call("link", "", "GET", link.link, _bytes, **about)[0],
+                    world,
+                    until,
+                )  # type: ignore[misc]
+            for file, wants in client.made:
+                _patiently(
+                    lambda file=file, wants=wants, t=client.tenant: line.content(t, file, wants)[0], world, until
+                )  # type: ignore[misc]
+            for batch in client.batches:
+                _batch(world, line, batch, until)
+            _patiently(lambda t=client.tenant: line.list(t), world, until)  # type: ignore[misc]
+    finally:
+        line.close()
+    return _left(world, min(until, time.monotonic() + 30))
+
+
+def _streams(world: World, book: Book, jobs: list[tuple[str, str]]) -> None:
+    """The jobs' streams as Redis holds them: what is told after an end reaches nobody who follows."""
+    at = book.now()
+    with world.direct(world.servers[0]) as client, client.pipeline(transaction=False) as pipe:
+        for _, id in jobs:
+            pipe.xrange(keys.events(id))
+        found = pipe.execute()
+    for (tenant, id), entries in zip(jobs, found, strict=True):
+        told = []
+        for position, fields in entries:
+            data = json.loads(fields["data"])
+            value = data.get("attempt" if fields["type"] == "running" else "steps_done", 0)
+            told.append(Told(position, fields["type"], value if isinstance(value, int) else 0))
+        whole = bool(told) and told[-1].type in FINAL and len(told) < _KEPT
+        book.write(Call("stream", tenant, at, book.now(), OK, 200, about=id, told=tuple(told), whole=whole))
+
+
+def _bytes(response: Any) -> dict[str, Any]:
+    return {"got": (digest(response.content),)}
+
+
+def _patiently(ask: Callable[[], Call], world: World, until: float) -> Call:
+    """Ask until there is an answer, of whatever kind."""
+    while (call := ask()).outcome == UNKNOWN and time.monotonic() < until:
+        world.tend()
+        time.sleep(0.2)
+    return call
+
+
+def _ended(world: World, line: Line, tenant: str, id: str, until: float) -> Call:
+    """Look at a job until it has ended; the last look is written down as what it is in the end."""
+    while True:
+        call, _ = line.call("finally", tenant, "GET", f"/v1/jobs/{id}", _shown, keep=False, about=id)
+        done = call.outcome == REFUSED or (call.outcome == OK and call.seen[0].final)
+        if done or time.monotonic() > until:
+            return line.book.write(call)
+        world.tend()
+        time.sleep(0.1)
+
+
+def _shown(response: Any) -> dict[str, Any]:
+    return {"seen": (Seen.of(response.json()),)}
+
+
+def _batch(world: World, line: Line, batch: Call, until: float) -> None:
+    """Wait for a batch's end, and read what it made: each line's id with the digest of its picture."""
+    (id,), status, output = batch.ids, "", None
+    while True:
+        call, response = line.call("batch_look", batch.tenant, "GET", f"/v1/batches/{id}", keep=False, about=id)
+        if call.outcome == OK and response is not None:
+            status, output = response.json()["status"], response.json()["output_file_id"]
+        if (
+            call.outcome == REFUSED
+            or status in ("completed", "failed", "cancelled", "expired")
+            or time.monotonic() > until
+        ):
+            break
+        world.tend()
+        time.sleep(0.1)
+    got: list[str] = []
+    while output:
+        call, response = line.call(
+            "content", batch.tenant, "GET", f"/v1/files/{output}/content", keep=False, about=output
+        )
+        if call.outcome != UNKNOWN or time.monotonic() > until:
+            for text in response.text.splitlines() if call.outcome == OK and response is not None else ():
+                answer = json.loads(text)
+                for image in answer["response"]["body"].get("data", ()):
+                    got.append(f"{answer['custom_id']} {digest(base64.b64decode(image['b64_json']))}")
+            break
+        time.sleep(0.2)
+    line.book.write(
+        Call(
+            "batch_end",
+            batch.tenant,
+            batch.begin,
+            line.book.now(),
+            call.outcome,
+            call.status,
+            status,
+            id,
+            got=tuple(got),
+        )
+    )
+
+
+def _left(world: World, until: float) -> list[str]:
+    """What is still counted as waiting or running. A job that nobody was told of may have to end yet."""
+    while True:
+        left = []
+        for queue in QUEUES:
+            try:
+                backlog = world.store.backlog(queue)
+                if backlog != Backlog(0, 0, 0, 0):
+                    left.append(f"the {queue} queue's counters are not zero: {backlog}")
+            except RuntimeError as error:
+                left.append(f"the counters cannot be read: {error}")
+        if not left or time.monotonic() > until:
+            return left
+        world.tend()
+        time.sleep(0.1)

@@ -1,0 +1,154 @@
+"""Bugs that the checker has to find, planted into the processes of a history and nowhere else.
+
+    BUG=file python -m tests.faults.histories.planted api --fd N | worker …
+
+The file says at any moment which bug is in. The scripts' own text is changed: where the product no longer holds what is
+to be replaced, the process ends at once, so that no bug is planted in vain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from core.jobs import connection, scripts
+
+FENCING, SWEEP, LINK = "fencing-off", "sweep-off", "link-without-artifact"
+AFTER, LOST, OTHERS = "event-after-end", "lost-write", "others-bytes"
+BUGS = (FENCING, SWEEP, LINK, AFTER, LOST, OTHERS)
+
+
+def bug() -> str:
+    """The one that is in now; empty if none is."""
+    try:
+        return Path(os.environ["BUG"]).read_text()
+    except OSError:
+        return ""
+
+
+def _changed(text: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        if old not in text:
+            sys.exit(f"planted: the script no longer holds {old!r}")
+        text = text.replace(old, new)
+    return text
+
+
+def _scripts() -> dict[tuple[str, str], str]:
+    """(bug, script) → the script with the bug."""
+    attempt, finish = " and job.attempt == ARGV[i + 1]", "or job.attempt ~= ARGV[3] "
+    return {
+        (FENCING, scripts.REPORT): _changed(scripts.REPORT, (attempt, "")),
+        (FENCING, scripts.RENEW): _changed(scripts.RENEW, (attempt, ""), (" and job.worker == ARGV[2]", "")),
+        (FENCING, scripts.FINISH): _changed(scripts.FINISH, (finish, "")),
+        (AFTER, scripts.FINISH): _changed(
+            scripts.FINISH,
+            ("  return 1\nend", "  emit(job.id, 'progress', '{\"steps_done\":1,\"steps\":1}')\n  return 1\nend"),
+        ),
+    }
+
+
+def plant() -> None:
+    """Have what this process does from now on go by what the file says."""
+    changed = _scripts()
+    make, call = connection.Script.__init__, connection.Script.__call__
+
+    def made(script: Any, client: Any, text: str) -> None:
+        make(script, client, text)
+        script.others = {}
+        for (name, original), other in changed.items():
+            if original == text:
+                script.others[name] = variant = object.__new__(connection.Script)
+                make(variant, client, other)
+
+    def called(script: Any, *arguments: Any) -> Any:
+        return call(getattr(script, "others", {}).get(bug(), script), *arguments)
+
+    connection.Script.__init__ = made  # type: ignore[method-assign,assignment]
+    connection.Script.__call__ = called  # type: ignore[method-assign]
+
+    from core.jobs.store import JobStore, Sweep
+
+    _when(JobStore, "sweep", SWEEP, lambda store, *_: Sweep([], [], []))
+
+
+def _when(owner: Any, name: str, which: str, instead: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    def chosen(*given: Any, **named: Any) -> Any:
+        return (instead if bug() == which else original)(*given, **named)
+
+    setattr(owner, name, chosen)
+
+
+def _api() -> None:
+    from api import links, pictures
+    from core.jobs.submissions import Submissions
+
+    def blind(secret: bytes, *given: Any) -> str:
+        """A signature of the job's id and the picture's number alone."""
+        return hmac.digest(secret, f"{given[0]}/{given[1]}".encode(), hashlib.sha256).hex()[:43]
+
+    def any_of_it(secret: bytes, *given: Any) -> bool:
+        return blind(secret, *given) in given
+
+    _when(links, "sign", LINK, blind)
+    for room in (links, pictures):
+        _when(room, "signed", LINK, any_of_it)
+    make = Submissions.make
+
+    async def lose(submissions: Any, draft: Any, *given: Any, **named: Any) -> Any:
+        """Every other job is said to be made, and is not."""
+        if bug() == LOST and zlib.crc32(draft.id.encode()) % 2:
+            made = await make(submissions, draft, *given, **named)
+            _forget(draft.id)
+            return made
+        return await make(submissions, draft, *given, **named)
+
+    Submissions.make = lose  # type: ignore[method-assign]
+
+
+def _forget(id: str) -> None:
+    """Take a job's record away as if it had never been written."""
+    import redis
+
+    from core.config import read
+
+    with redis.Redis.from_url(read().redis_url) as client:
+        client.delete(f"diptych:job:{id}")
+
+
+def _worker() -> None:
+    from tests.workers import stage
+
+    drawn = stage.picture
+
+    def anothers(prompt: str, *given: Any) -> bytes:
+        return drawn("a picture of somebody else" if bug() == OTHERS else prompt, *given)
+
+    stage.picture = anothers
+
+
+def main() -> int:
+    part = sys.argv.pop(1)
+    plant()
+    if part == "api":
+        _api()
+        from tests.faults import fragile
+
+        fragile.main()
+        return 0
+    _worker()
+    from tests.faults.histories import worker
+
+    return worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What a history is made of: calls with their answers, faults, and what was counted in the end; to JSON and back.
+
+Knows no service and no rule. Times are seconds of one monotonic clock since the history began.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+OK, REFUSED, UNKNOWN = "ok", "refused", "unknown"  # 2xx; another answer; none, so that nobody knows what was done
+FINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A job as one answer shows it. `created` tells one job of an id from the next that was made of it."""
+
+    id: str
+    created: float
+    status: str
+    attempt: int = 0
+    error: str = ""  # its code
+
+    @property
+    def final(self) -> bool:
+        return self.status in FINAL
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Seen:
+        """From a job object of the API."""
+        error = (told.get("error") or {}).get("code") or ""
+        return cls(told["id"], told["created_at"], told["status"], told.get("attempt") or 0, error)
+
+
+@dataclass(frozen=True)
+class Told:
+    """One event of a job's stream. `value`: the attempt of running, the steps of progress."""
+
+    id: str
+    type: str
+    value: int = 0
+    job: Seen | None = None  # that the last one carries
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: what was asked, by whom, and what came of it. `tenant` is empty where no key was shown.
+
+    `about`: the id that it names. `wants`: digests of the bytes that the job's pictures (the file, the text) must have.
+    `got`: digests of those that came. `ids`: what a list named. `created`: of which job of this id it must speak.
+    """
+
+    op: str
+    tenant: str
+    begin: float
+    end: float
+    outcome: str
+    status: int = 0
+    code: str = ""
+    about: str = ""
+    created: float = 0.0
+    key: str = ""
+    wants: tuple[str, ...] = ()
+    got: tuple[str, ...] = ()
+    seen: tuple[Seen, ...] = ()
+    told: tuple[Told, ...] = ()
+    ids: tuple[str, ...] = ()
+    cost: int = 1  # pictures that are counted against the tenant's quota
+    whole: bool = False  # `told` is all that there is, from the first to the last
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: when it begins, what it is, whom it hits, how long it lasts, and how bad it is."""
+
+    at: float
+    kind: str
+    target: int = 0
+    seconds: float = 0.0
+    size: float = 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the service of a history was told to hold to; rates as (count, seconds), by tenant."""
+
+    max_attempts: int = 3
+    max_queued: int = 1000
+    requests: dict[str, tuple[int, float]] = field(default_factory=dict)
+    pictures: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+
+@dataclass
+class History:
+    """All of one history. `left`: what is not as it was before any job, though all have ended. `unplayed`: why not."""
+
+    seed: int
+    faults: list[Fault] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    limits: Limits = field(default_factory=Limits)
+    left: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.as_json(), separators=(",", ":")) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> History:
+        return cls.of(json.loads(path.read_text()))
+
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> History:
+        rates = {
+            name: {tenant: (int(rate[0]), float(rate[1])) for tenant, rate in raw["limits"][name].items()}
+            for name in ("requests", "pictures")
+        }
+        return cls(
+            raw["seed"], faults(raw["faults"]), [_call(one) for one in raw["calls"]],
+            Limits(**{**raw["limits"], **rates}), list(raw["left"]), raw["seconds"],
+        )  # fmt: skip
+
+
+def faults(raw: Iterable[dict[str, Any]]) -> list[Fault]:
+    """A schedule as JSON keeps it."""
+    return [Fault(**one) for one in raw]
+
+
+def _call(raw: dict[str, Any]) -> Call:
+    seen = tuple(Seen(**one) for one in raw["seen"])
+    told = tuple(Told(**{**one, "job": Seen(**one["job"]) if one["job"] else None}) for one in raw["told"])
+    lists = {name: tuple(raw[name]) for name in ("wants", "got", "ids")}
+    return Call(**{**raw, **lists, "seen": seen, "told": told})

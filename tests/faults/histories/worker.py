@@ -1,0 +1,46 @@
+"""A worker for histories: that of tests/workers, with edits that depend on their picture and texts that the API reads.
+
+python -m tests.faults.histories.worker [what tests.workers.stage takes]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from core import config
+from core.artifacts import Artifacts
+from tests.workers import stage
+from workers.panels import pictures
+from workers.shelf import Shelf
+
+
+def edited(prompt: str, pixels: bytes) -> str:
+    """The prompt whose picture the stand-in draws where it edits these pixels (RGB) by another one."""
+    return f"{prompt} over {hashlib.sha256(pixels).hexdigest()}"
+
+
+def main() -> int:
+    artifacts = Artifacts(config.read().artifacts)
+
+    def requests(panel: stage.StagePictures, parameters: Mapping[str, Any]) -> list[Any]:
+        found = pictures(parameters, fetch=artifacts.get)
+        return [
+            one if one.edit is None else replace(one, prompt=edited(one.prompt, one.edit.image), edit=None)
+            for one in found
+        ]
+
+    def answers(panel: stage.StageText, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+        choices = [{"text": one.text, "finish_reason": "stop", "tokens": 1, "logprobs": []} for one in made]
+        return {"choices": choices, "prompt_tokens": [1] * len(made)}
+
+    stage.StagePictures.requests = requests  # type: ignore[method-assign]
+    stage.StageText.result = answers  # type: ignore[method-assign]
+    return stage.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The service of a history: two APIs, two workers, Redis and its replica, all behind proxies of ours; kept warm.
+
+Knows how the parts are started and how each can be reached; what is done to them stands in faults.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+
+from core.config import Settings
+from core.jobs.keyring import Keyring
+from core.jobs.registry import Registry
+from core.jobs.store import JobStore
+from deployment.address import listen, url
+from deployment.redis import RedisError, RedisServer
+from tests.faults.guard import Guard
+from tests.faults.histories.clocks import Clocks
+from tests.faults.histories.gallery import Computed, Drawn, Gallery
+from tests.faults.histories.others import Receiver, Storage
+from tests.faults.histories.proxy import Proxy
+from tests.faults.parts import Part, wait_for
+
+START_S = 120.0
+TENANTS = ("anna", "bert", "carl")
+RATES = {"carl": ("90/minute", "40/minute")}  # requests and pictures
+SETTINGS = {
+    "lease_s": "2", "drain_s": "0.3", "max_attempts": "8", "max_queued": "60", "image_jobs": "4", "text_jobs": "4",
+    "model": "random:tiny", "kernels": "false", "compile": "false", "threads": "1", "webhook_private": "true",
+    "rate": "", "retention_s": "1800",
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class World:
+    """Starts on `with`, and leaves no process and no mount behind. Parts are started by the thread that enters it.
+
+    `objects`: artifacts lie in an object store, else in a folder. `bug`: the file that says what is planted.
+    `other`: a checkout of another version, which parts may be started from. `real`: pictures by a tiny model of noise,
+    which takes torch's time to start, else by the stand-in.
+    """
+
+    folder: Path
+    objects: bool = False
+    bug: Path | None = None
+    other: Path | None = None
+    replica: bool = True
+    real: bool = False
+    paused: set[Part] = field(default_factory=set)
+    histories: int = 0
+    redis_away: bool = False  # on purpose: nobody starts it again
+    parts: list[Part] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self.guard = Guard()
+        self._closing: list[Any] = []
+        try:
+            self._start()
+        except BaseException as error:
+            error.add_note(self.logs())
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.add_note(self.logs())
+        self.close()
+
+    def _start(self) -> None:
+        self.clocks = Clocks(self.folder / "clocks")
+        self.heard: list[tuple[float, str, dict[str, Any]]] = []
+        self.receiver = Receiver(lambda path, told: self.heard.append((time.monotonic(), path, told)))
+        self.storage = Storage()
+        self.disks = {name: self._disk(name, size) for name, size in (("redis", "64m"), ("data", "48m"))}
+        self._redis()
+        primary = self.servers[0].port
+        self.links = {name: Proxy(primary) for name in ("api", "worker", "own")}
+        self.links["storage"] = Proxy(self.storage.port)
+        self.listeners = [listen("127.0.0.1", 0) for _ in range(2)]
+        self._closing += [self.receiver, self.storage, *self.links.values(), *self.listeners]
+        logs = self.folder / "logs"
+        for k, listener in enumerate(self.listeners):
+            descriptor = listener.fileno()
+            api = [*self._command("tests.faults.fragile", "api"), "--fd", str(descriptor)]
+            place = self._environment("api", f"api-{k}")
+            self.parts.append(
+                Part(f"api-{k}", api, place, logs / f"api-{k}.log", self.guard, descriptors=(descriptor,))
+            )
+        worker = [
+            *self._command("tests.faults.histories.worker", "worker"),
+            "--text",
+            *(["--real"] if self.real else []),
+        ]
+        for k in range(2):
+            place = self._environment("worker", f"worker-{k}")
+            self.parts.append(Part(f"worker-{k}", worker, place, logs / f"worker-{k}.log", self.guard))
+        self.apis, self.crew = self.parts[:2], self.parts[2:]
+        own = self._settings("own")
+        self.max_attempts, self.max_queued = own.max_attempts, own.max_queued
+        self.store, self.registry = JobStore.of(own), Registry.of(own)
+        self._closing += [self.store, self.registry]
+        keyring = Keyring.of(own)
+        self.tokens = {}
+        for name in TENANTS:
+            rate, quota = RATES.get(name, ("", ""))
+            self.tokens[name] = keyring.add(name, rate=rate, quota=quota)[1]
+        keyring.close()
+        for part in self.parts:
+            part.start()
+        self.settle()
+        self.gallery: Gallery = Drawn(self.urls()[0], self.tokens["anna"]) if self.real else Computed()
+
+    def _command(self, module: str, planted: str) -> list[str]:
+        what = [module] if self.bug is None else ["tests.faults.histories.planted", planted]
+        return [sys.executable, "-m", *what]
+
+    def _given(self, link: str) -> dict[str, str]:
+        server = self.servers[0]
+        return {
+            **SETTINGS, "redis_url": f"redis://:{server.password}@127.0.0.1:{self.links[link].port}/0",
+            "data_dir": str(self.disks["data"]), **({"artifacts_url": "s3://pictures"} if self.objects else {}),
+        }  # fmt: skip
+
+    def _settings(self, link: str) -> Settings:
+        return Settings.model_validate(self._given(link))
+
+    def _environment(self, link: str, name: str) -> dict[str, str]:
+        environment = {f"DIPTYCH_{key.upper()}": value for key, value in self._given(link).items()}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **self.clocks.environment(name)}
+        environment |= {
+            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.links['storage'].port}",
+        }  # fmt: skip
+        return environment | ({} if self.bug is None else {"BUG": str(self.bug)})
+
+    def _disk(self, name: str, size: str) -> Path:
+        """A small disk where one may be mounted, else a folder."""
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        self.guard.mounted(folder)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        self.small_disks = not subprocess.run(mount, capture_output=True, check=False).returncode
+        if not self.small_disks:
+            self.guard.unmounted(folder)
+        return folder
+
+    # -- Redis -----------------------------------------------------------------------------------------------------
+
+    def _redis(self) -> None:
+        password = secrets.token_hex(16)
+        options = (f"masterauth {password}", "repl-diskless-sync yes", "repl-diskless-sync-delay 0")
+        count = 2 if self.replica else 1
+        self.servers = [RedisServer(self.disks["redis"] / str(k), options, password=password) for k in range(count)]
+        for server in self.servers:
+            self.start_redis(server)
+
+    def start_redis(self, server: RedisServer) -> None:
+        """Start one of them; the second follows the first. Raises `RedisError`."""
+        place = self.clocks.environment("redis")
+        was = {name: os.environ.get(name) for name in place}
+        os.environ.update(place)
+        try:
+            server.start()
+        finally:
+            for name, value in was.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        assert server.process is not None
+        self.guard.watch(server.process.pid)
+        if server is not self.servers[0]:
+            with self.direct(server) as client:
+                client.execute_command("REPLICAOF", "127.0.0.1", str(self.servers[0].port))
+
+    def direct(self, server: RedisServer) -> Any:
+        return redis.Redis.from_url(server.url, decode_responses=True, socket_timeout=5)
+
+    def end_redis(self, server: RedisServer, how: str) -> None:
+        assert server.process is not None
+        pid = server.process.pid
+        if how == "kill":
+            server.kill()
+        else:
+            server.stop()
+        self.guard.forget(pid)
+
+    def promote(self) -> bool:
+        """Have the replica take over in an orderly way, once it has all (FAILOVER). False: it is not ready."""
+        first, second = self.servers
+        try:
+            with self.direct(first) as client:
+                if not first.running or not second.running or client.info("replication").get("connected_slaves") != 1:
+                    return False
+                client.execute_command("FAILOVER", "TO", "127.0.0.1", str(second.port), "TIMEOUT", "2000")
+            with self.direct(second) as client:
+                until = time.monotonic() + 4
+                while client.execute_command("ROLE")[0] != "master":
+                    if time.monotonic() > until:
+                        return False
+                    time.sleep(0.01)
+        except redis.RedisError:
+            return False
+        self.servers.reverse()
+        return True
+
+    def lead(self) -> None:
+        """Have everybody talk to the Redis that is the first now."""
+        for name in ("api", "worker", "own"):
+            self.links[name].lead(self.servers[0].port)
+
+    # -- keeping it up ---------------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Start again what has ended, as a supervisor would."""
+        for server in self.servers:
+            if not server.running and not self.redis_away:
+                with contextlib.suppress(RedisError, redis.RedisError, OSError):
+                    self.start_redis(server)
+        for part in self.parts:
+            if not part.running:
+                self.paused.discard(part)
+                part.start()
+
+    def urls(self) -> list[str]:
+        return [url(listener).rstrip("/") for listener in self.listeners]
+
+    def ready(self) -> bool:
+        """Whether every part runs and says that it is ready."""
+        import httpx2
+
+        self.tend()
+        try:
+            live = {card.pid for card in self.registry.workers() if card.state == "ready"}
+            answers = [
+                httpx2.get(f"{address}/readyz", timeout=10, trust_env=False).status_code for address in self.urls()
+            ]
+        except (RuntimeError, httpx2.TransportError):
+            return False
+        return {part.pid for part in self.crew} <= live and answers == [200, 200]
+
+    def settle(self) -> None:
+        wait_for("every part is ready", self.ready, START_S, every_s=0.1)
+
+    def close(self) -> None:
+        """End everything, without asking."""
+        for part in self.parts:
+            part.kill()
+        for server in getattr(self, "servers", ()):
+            server.kill()
+        for one in self._closing:
+            one.close()
+        self.guard.close()
+
+    def logs(self) -> str:
+        return "\n".join(part.tail() for part in self.parts)

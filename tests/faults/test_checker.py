@@ -1,0 +1,244 @@
+"""The checker accepts what the contract allows, whatever the order of calls, and names the rule that was broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.faults.histories.checker import RULES, check
+from tests.faults.histories.record import OK, REFUSED, UNKNOWN, Call, Fault, History, Limits, Seen, Told
+
+ENDS = ("succeeded", "cancelled")
+
+
+def seen(id: str, status: str, attempt: int = 1, created: float = 1.0, error: str = "") -> Seen:
+    return Seen(id, created, status, attempt, error)
+
+
+def call(op: str, at: float, about: str, *shown: Seen, tenant: str = "anna", **more: object) -> Call:
+    return Call(op, tenant, at, at + 0.5, OK, 200, about=about, seen=shown, **more)  # type: ignore[arg-type]
+
+
+def stream(id: str, end: str, attempts: int = 1, created: float = 1.0) -> tuple[Told, ...]:
+    told: list[Told] = []
+    for attempt in range(1, attempts + 1):
+        told += [Told("", "queued"), Told("", "running", attempt), Told("", "progress", 1), Told("", "progress", 2)]
+    told.append(Told("", end, 0, Seen(id, created, end, attempts)))
+    return tuple(replace(one, id=f"{1000 + k}-0") for k, one in enumerate(told))
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[Call]:
+    """What a client sees of one job that goes as it should; calls may overlap, fail, and come late."""
+    id, attempts, end = f"job-{draw(st.integers(0, 10**6))}", draw(st.integers(1, 4)), draw(st.sampled_from(ENDS))
+    at = draw(st.floats(0, 5))
+    calls = [call("submit", at, id, seen(id, "queued", 0), wants=("mine",))]
+    if end == "cancelled":
+        calls.append(call("cancel", at + 10, id, seen(id, "cancelled", attempts)))
+    for attempt in range(1, attempts + 1):
+        if draw(st.booleans()):
+            calls.append(call("look", at + attempt, id, seen(id, "running", attempt)))
+    calls.append(call("finally", 50, id, seen(id, end, attempts)))
+    calls.append(call("events", 60, id, told=stream(id, end, attempts), whole=True, created=1.0))
+    if draw(st.booleans()):
+        calls.append(replace(calls[-1], begin=at + 2, told=calls[-1].told[: draw(st.integers(0, 3))], whole=False))
+    if end == "succeeded":
+        calls.append(call("picture", 61, id, wants=("mine",), got=("mine",), whole=True))
+    if draw(st.booleans()):
+        calls.append(replace(calls[0], op="look", begin=at + 0.1, outcome=UNKNOWN, seen=(), wants=()))
+    return calls
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    found = {calls[0].about: calls for calls in draw(st.lists(lives(), min_size=1, max_size=5))}
+    calls = [one for some in found.values() for one in some]
+    return History(1, [Fault(1, "kill_worker")], draw(st.permutations(calls)), Limits(max_attempts=8))
+
+
+@given(histories())
+def test_what_goes_well_is_accepted(history: History) -> None:
+    assert check(history) == []
+
+
+@given(histories())
+def test_a_history_survives_its_file(history: History) -> None:
+    path = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp") / "history.json"
+    history.write(path)
+    assert History.read(path) == history
+    path.unlink()
+
+
+def broken(rule: str, history: History) -> None:
+    found = check(history)
+    assert rule in {problem.rule for problem in found}, found
+
+
+@given(histories(), st.data())
+def test_what_is_lost_is_found(history: History, data: st.DataObject) -> None:
+    lost = data.draw(st.sampled_from([one for one in history.calls if one.op == "finally"]))
+    others = [one for one in history.calls if one is not lost]
+    gone = replace(lost, outcome=REFUSED, status=404, seen=())
+    broken("accepted_means_ends", replace(history, calls=[*others, gone]))
+    broken("accepted_means_ends", replace(history, calls=others))
+    waits = replace(lost, seen=(replace(lost.seen[0], status="queued"),))
+    broken("accepted_means_ends", replace(history, calls=[*others, waits]))
+    another = replace(lost, seen=(replace(lost.seen[0], created=2.0),))
+    broken("accepted_means_ends", replace(history, calls=[*others, another]))
+
+
+@given(histories(), st.data())
+def test_an_end_that_changes_is_found(history: History, data: st.DataObject) -> None:
+    last = data.draw(st.sampled_from([one for one in history.calls if one.op == "finally"]))
+    for status in {"succeeded", "cancelled", "running"} - {last.seen[0].status}:
+        later = replace(last, op="look", begin=90, end=91, seen=(replace(last.seen[0], status=status),))
+        broken("ends_stay", replace(history, calls=[*history.calls, later]))
+    fewer = replace(last, op="look", begin=90, end=91, seen=(replace(last.seen[0], attempt=0),))
+    broken("ends_stay", replace(history, calls=[*history.calls, fewer]))
+
+
+def _streams(told: tuple[Told, ...]) -> dict[str, tuple[Told, ...]]:
+    """What an order of events may be wrong in."""
+    end = told[-1]
+    return {
+        "twice": (*told, replace(end, id="9999-0")),
+        "after": (*told, Told("9999-0", "progress", 3)),
+        "back": (*told[:3], replace(told[3], value=0), *told[4:]),
+        "stale": (told[0], replace(told[2], id="1000-1"), *told[1:]),
+        "order": (told[1], told[0], *told[2:]),
+        "attempt": (*told[:-1], Told("1900-0", "queued"), Told("1901-0", "running", 1), replace(end, id="1902-0")),
+        "other": (*told[:-1], replace(end, job=replace(end.job, status="queued"))) if end.job else told,
+    }
+
+
+@given(histories(), st.data())
+def test_events_out_of_order_are_found(history: History, data: st.DataObject) -> None:
+    events = data.draw(st.sampled_from([one for one in history.calls if one.op == "events" and one.whole]))
+    for told in _streams(events.told).values():
+        wrong = [replace(one, told=told) if one is events else one for one in history.calls]
+        broken("events_in_order", replace(history, calls=wrong))
+
+
+_NONE = Limits()
+
+
+def job(*more: Call, faults: tuple[str, ...] = (), limits: Limits = _NONE, **named: object) -> History:
+    """One job that goes well, and some more calls."""
+    calls = [
+        call("submit", 0, "a", seen("a", "queued", 0), wants=("mine",)),
+        call("finally", 50, "a", seen("a", "succeeded")),
+        *more,
+    ]
+    return History(1, [Fault(1, kind) for kind in faults], calls, limits, **named)  # type: ignore[arg-type]
+
+
+def waited(k: int) -> tuple[Told, ...]:
+    return Told(f"1-{k}", "queued"), Told(f"2-{k}", "running", 1)
+
+
+WRONG: dict[str, list[History]] = {
+    "events_are_of_their_job": [
+        job(call("events", 60, "a", told=stream("a", "succeeded", created=2.0), whole=True, created=1.0)),
+    ],
+    "bytes_of_their_request": [
+        job(call("picture", 60, "a", wants=("mine",), got=("another's",))),
+        job(call("picture", 60, "a", got=("another's",))),
+        job(call("picture", 60, "a", got=("mine",), tenant="bert")),
+        job(call("link", 60, "a", wants=("mine",), got=("another's",), tenant="")),
+        job(call("text", 60, "", wants=("mine",), got=("another's",))),
+        job(call("content", 60, "file-1", wants=("mine",), got=("another's",))),
+        job(call("erase", 60, "a"), call("picture", 70, "a", got=("mine",))),
+    ],
+    "pictures_are_there": [job(replace(call("picture", 60, "a", whole=True), outcome=REFUSED, status=404))],
+    "own_things_only": [
+        job(call("list", 60, "", seen("a", "succeeded"), tenant="bert")),
+        job(call("probe", 60, "a", seen("a", "succeeded"), tenant="bert")),
+        job(call("upload", 1, "", ids=("file-1",)), call("files", 60, "", ids=("file-1",), tenant="bert")),
+        job(call("upload", 1, "", ids=("file-1",)), call("content", 60, "file-1", tenant="bert")),
+    ],
+    "once_for_each_key": [
+        job(
+            *(call("submit", k, id, seen(id, "queued", 0), key="same") for k, id in enumerate("bc")),
+            *(call("finally", 50, id, seen(id, "succeeded")) for id in "bc"),
+        ),
+    ],
+    "ends_are_explained": [
+        job(call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "cancelled"))),
+        job(call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "expired"))),
+        job(
+            call("submit", 2, "b", seen("b", "queued", 0)),
+            call("finally", 50, "b", seen("b", "failed", error="engine_error")),
+            faults=("kill_worker", "disk_full"),
+        ),
+        job(
+            call("submit", 2, "b", seen("b", "queued", 0)),
+            call("finally", 50, "b", seen("b", "failed", error="artifact_error")), faults=("kill_worker",),
+        ),
+        job(
+            call("submit", 2, "b", seen("b", "queued", 0)),
+            call("finally", 50, "b", seen("b", "failed", error="crashed")),
+            call("events", 60, "b", told=stream("b", "failed", 2), whole=True), faults=("kill_worker",),
+        ),
+    ],
+    "limits_hold": [
+        job(
+            *(call("submit", k, f"b{k}", seen(f"b{k}", "queued", 0)) for k in range(9)),
+            *(call("finally", 50, f"b{k}", seen(f"b{k}", "succeeded")) for k in range(9)),
+            limits=Limits(**{name: {"anna": (4, 60.0)}}),  # type: ignore[arg-type]
+        )
+        for name in ("requests", "pictures")
+    ] + [
+        job(
+            *(call("stream", 60, f"b{k}", told=waited(k), whole=True) for k in range(30)),
+            limits=Limits(max_queued=4),
+        )
+    ],
+    "answers_are_documented": [
+        job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=status, code=code))
+        for status, code in ((500, ""), (502, "x"))
+    ],
+    "batches_are_whole": [
+        job(call("batch", 2, "", ids=("batch_1",), wants=("line-0 x", "line-1 y")), *ends)
+        for ends in (
+            (),
+            (call("batch_end", 60, "batch_1", code="in_progress"),),
+            (call("batch_end", 60, "batch_1", code="completed", got=("line-0 x",)),),
+            (call("batch_end", 60, "batch_1", code="completed", got=("line-0 x", "line-0 x", "line-1 y")),),
+            (call("batch_end", 60, "batch_1", code="completed", got=("line-0 x", "line-1 another's")),),
+        )
+    ],
+    "nothing_is_left": [job(left=["the image queue's counters are not zero"])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_a_broken_rule_is_named(rule: str) -> None:
+    for history in WRONG[rule]:
+        broken(rule, history)
+
+
+def test_every_rule_is_tried() -> None:
+    properties = {"accepted_means_ends", "ends_stay", "events_in_order"}
+    assert {rule.__name__ for rule in RULES} == set(WRONG) | properties
+
+
+ALLOWED = [
+    job(),
+    job(call("erase", 40, "a"), replace(call("look", 45, "a"), outcome=REFUSED, status=404)),
+    job(call("erase", 55, "a"), call("submit", 60, "a", seen("a", "queued", 0, created=2.0), wants=("second",)),
+        call("picture", 70, "a", got=("second",)), call("finally", 80, "a", seen("a", "succeeded", created=2.0))),
+    job(replace(call("erase", 40, "a"), outcome=UNKNOWN), call("picture", 70, "a", got=("mine",))),
+    job(call("submit", 2, "b", seen("b", "queued", 0)),
+        call("finally", 50, "b", seen("b", "failed", error="artifact_error")), faults=("disk_full",)),
+    job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=503)),
+    job(replace(call("look", 60, "a", tenant="bert"), outcome=REFUSED, status=404)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("history", ALLOWED)
+def test_what_is_allowed_is_accepted(history: History) -> None:
+    assert check(history) == []

@@ -1,0 +1,129 @@
+"""A short random history on a real service is accepted by the checker; and what plays it does what it says."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.faults.histories.checker import check
+from tests.faults.histories.clocks import Clocks
+from tests.faults.histories.faults import KINDS, draw, possible
+from tests.faults.histories.history import play
+from tests.faults.histories.proxy import CUT, HANG, PASS, SLOW, Proxy
+from tests.faults.histories.record import History
+from tests.faults.histories.world import World
+
+
+def test_a_short_history_is_accepted(tmp_path: Path) -> None:
+    with World(tmp_path / "world", objects=True) as world:
+        schedule = draw(16, possible(world), 10, 4.0)
+        history = play(world, 16, schedule, 4.0)
+        problems = check(history)
+        if problems:
+            history.write(tmp_path / "history.json")
+        assert problems == [], world.logs()
+        assert len(history.faults) >= 5 and sum(call.op == "submit" for call in history.calls) >= 10
+    assert History.read(_written(history, tmp_path)).calls == history.calls
+
+
+def _written(history: History, folder: Path) -> Path:
+    history.write(folder / "played.json")
+    return folder / "played.json"
+
+
+def test_a_seed_draws_one_schedule() -> None:
+    kinds = list(KINDS)
+    drawn = draw(5, kinds, 400, 10.0)
+    assert drawn == draw(5, kinds, 400, 10.0) != draw(6, kinds, 400, 10.0)
+    assert {fault.kind for fault in drawn} == set(kinds)
+    assert [fault.at for fault in drawn] == sorted(fault.at for fault in drawn)
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """The port of a server that says back what it hears."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=answer, args=(peer,), daemon=True).start()
+
+        def answer(peer: socket.socket) -> None:
+            with peer:
+                try:
+                    while data := peer.recv(100):
+                        peer.sendall(data)
+                except OSError:
+                    pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_proxy_can_be_hung_slowed_and_cut(echo: int) -> None:
+    with closing(Proxy(echo)) as proxy:
+        address = ("127.0.0.1", proxy.port)
+        with socket.create_connection(address, timeout=30) as line:
+            line.sendall(b"one")
+            assert line.recv(10) == b"one"
+            proxy.turn(HANG)
+            line.sendall(b"two")
+            line.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                line.recv(10)
+            line.settimeout(30)
+            proxy.turn(PASS)
+            assert line.recv(10) == b"two"
+            proxy.turn(SLOW, 0.3)
+            began = time.monotonic()
+            line.sendall(b"three")
+            assert line.recv(10) == b"three" and time.monotonic() - began >= 0.6  # both ways
+            proxy.turn(CUT)
+            with pytest.raises(ConnectionError):
+                if not line.recv(10):
+                    raise ConnectionError
+        with socket.create_connection(address, timeout=30) as line, pytest.raises(ConnectionError):
+            if not line.recv(10):
+                raise ConnectionError
+        proxy.turn(PASS)
+        with socket.create_connection(address, timeout=30) as line:
+            line.sendall(b"again")
+            assert line.recv(10) == b"again"
+
+
+_CLOCK = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
+
+
+def test_a_clock_is_set_while_its_process_runs(tmp_path: Path) -> None:
+    clocks = Clocks(tmp_path)
+    if not clocks.there:
+        pytest.skip("no C compiler")
+    command = [sys.executable, "-c", _CLOCK]
+    place = clocks.environment("here")
+    with subprocess.Popen(command, env=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def asked() -> tuple[float, float]:
+            process.stdin.write("\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+            wall, steady = process.stdout.readline().split()  # type: ignore[union-attr]
+            return float(wall) - time.time(), float(steady) - time.monotonic()
+
+        for seconds in (0.0, 1000.0, -1000.0, 0.0):
+            clocks.set("here", seconds)
+            wall, steady = asked()
+            assert abs(wall - seconds) < 100 and abs(steady) < 100
+        process.stdin.close()
