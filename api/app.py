@@ -38,14 +38,14 @@ from api import (
     schemas,
     text,
 )
+from api.batch_feeder import BatchFeeder
 from api.doorway import Doorway
 from api.methods import HeadAsGet
 from api.protocol import HttpProtocol
 from api.request_ids import HEADER, RequestIds
 from api.service import Service
 from api.tracing import Traced
-from api.trickle import Trickle
-from api.webhooks import Teller
+from api.webhook_sender import WebhookSender
 from core import traces
 from core.config import Settings
 
@@ -73,18 +73,19 @@ class App(FastAPI):
 def create_app(settings: Settings) -> FastAPI:
     """The app on these settings. It starts whether or not Redis is there. Raises `core.config.SettingsError`."""
     service = Service(settings)
-    trickle, teller = Trickle(service), Teller(service)
+    feeder, sender = BatchFeeder(service), WebhookSender(service)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        trickle.start()
-        teller.start()
+        feeder.start()
+        sender.start()
         try:
             yield
         finally:
-            await anyio.to_thread.run_sync(trickle.stop)
-            await anyio.to_thread.run_sync(teller.stop)
+            async with anyio.create_task_group() as ends:
+                for part in (feeder, sender):
+                    ends.start_soon(anyio.to_thread.run_sync, part.stop)
             await service.close()
             await anyio.to_thread.run_sync(traces.end)
 

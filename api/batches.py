@@ -1,44 +1,36 @@
 """/v1/batches: up to 10,000 requests in a file, done as the queue has room, in OpenAI's shape.
 
-Knows the form of a batch and of its lines; lines.py knows what these ask for, and trickle.py does the work.
+Knows the form of a batch; batch_lines.py reads its lines, lines.py knows what these ask for, and batch_feeder.py does
+the work.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from api import body, files, schemas
+from api import batch_lines, body, files, schemas
 from api.access import By, Caller, count_pictures, count_request
 from api.errors import ApiError, refused
 from api.paging import Paging, missing, page
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS
+from core.artifacts import NoArtifact
 from core.jobs.batches import Batch
 
 router = APIRouter(tags=["batches"])
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 WINDOW_S = 86_400
-MOST_LINES = 10_000
 _PAGES = Paging(default=20, most=100, id="batch_[0-9a-z]{1,57}", what="a batch")
-_MOST_ERRORS = 100  # that are told of one file
 
 _QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text"}
 _SCOPES = {"image": "images", "text": "text"}
 
 _Word = Annotated[str, Field(max_length=512)]
-
-
-class Line(TypedDict):
-    """A line of a batch's file; `bytes` is how long it is there."""
-
-    custom_id: str
-    body: dict[str, Any]
-    bytes: int
 
 
 class BatchFields(BaseModel):
@@ -63,21 +55,22 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
     if file.purpose != "batch":
         raise refused("input_file_id", "must be of a file with the purpose batch")
-    lines, errors = parse(await files.read(service, file), fields.endpoint)
-    if not errors and queue_of(fields.endpoint) == "image":
-        await count_pictures(request, service, caller, sum(_pictures(line) for line in lines))
+    found = await service.parsing.run(caller.id, _checked, service, file.key, fields.endpoint)
+    if not found.errors and queue_of(fields.endpoint) == "image":
+        await count_pictures(request, service, caller, found.pictures)
     batch = await service.call(
-        service.batches.add, caller.id, fields.endpoint, file, len(lines), service.links(request).base,
-        fields.metadata, errors,
+        service.batches.add, caller.id, fields.endpoint, file, found.lines, service.links(request).base,
+        fields.metadata, found.errors,
     )  # fmt: skip
     return JSONResponse(_object(batch))
 
 
 @router.get("/v1/batches", summary="List batches", openapi_extra=_PAGES.document())
 async def batches(request: Request, service: Given, caller: By) -> Response:
-    """The caller's, newest first."""
+    """The caller's, or everybody's for an admin; newest first."""
     limit, after = _PAGES.read(request)
-    found = await service.call(service.batches.batches, caller.id, after=after, limit=limit)
+    owner = None if caller.may("admin") else caller.id
+    found = await service.call(service.batches.batches, owner, after=after, limit=limit)
     if found is None:
         raise missing()
     return JSONResponse(page([_object(batch) for batch in found.items], more=found.more))
@@ -102,49 +95,12 @@ def queue_of(endpoint: str) -> str:
     return _QUEUES[endpoint]
 
 
-def parse(data: bytes, endpoint: str) -> tuple[list[Line], list[dict[str, Any]]]:
-    """The lines of a file, and what is wrong with it: then nothing of it is done."""
-    raws = [raw for raw in data.split(b"\n") if raw.strip()]
-    errors: list[dict[str, Any]] = []
-    lines: list[Line] = []
-    if not raws or len(raws) > MOST_LINES:
-        return [], [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {len(raws)}")]
-    seen: set[str] = set()
-    for number, raw in enumerate(raws, 1):
-        try:
-            line = _line(body.parse(raw), endpoint, seen, len(raw))
-        except ApiError as error:
-            errors.append(_wrong(number, error.param, str(error), error.code))
-            if len(errors) >= _MOST_ERRORS:
-                break
-        else:
-            seen.add(line["custom_id"])
-            lines.append(line)
-    return lines, errors
-
-
-def _line(line: dict[str, Any], endpoint: str, seen: set[str], length: int) -> Line:
-    custom_id = line.get("custom_id")
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
-        raise refused("custom_id", "must be text of 1 to 512 characters")
-    if custom_id in seen:
-        raise refused("custom_id", "must be another on every line", "duplicate_custom_id")
-    if line.get("method") != "POST":
-        raise refused("method", "must be POST")
-    if line.get("url") != endpoint:
-        raise refused("url", "must be the batch's endpoint", "mismatched_endpoint")
-    if not isinstance(line.get("body"), dict):
-        raise refused("body", "must be an object", "invalid_type")
-    return {"custom_id": custom_id, "body": line["body"], "bytes": length}
-
-
-def _pictures(line: Line) -> int:
-    n = line["body"].get("n")
-    return n if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 10 else 1
-
-
-def _wrong(line: int | None, param: str | None, message: str, code: str | None = "invalid_file") -> dict[str, Any]:
-    return {"code": code, "line": line, "message": message, "param": param}
+def _checked(service: Service, key: str, endpoint: str) -> batch_lines.Checked:
+    """Looks at every line. Blocks. Raises `ApiError` (404) and `ArtifactError`."""
+    try:
+        return batch_lines.check(batch_lines.raw_lines(service.artifacts, key, check=True), endpoint)
+    except NoArtifact:
+        raise files.gone("input_file_id") from None
 
 
 async def _find(service: Service, id: str, caller: Caller) -> Batch:

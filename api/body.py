@@ -10,6 +10,9 @@ import math
 import re
 from typing import Any
 
+import anyio
+import anyio.to_thread
+from anyio.lowlevel import RunVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
@@ -17,6 +20,8 @@ from api.errors import ApiError, refused
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
+_LARGE = 32 * 1024  # bytes
+_PARSERS = 2  # large bodies at once
 _MAX_DIGITS = 20  # of a whole number, its sign included; 2**63 - 1 has 19
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -39,9 +44,24 @@ class _Repeated:
 _HUGE = _Huge()
 
 
+_limiter: RunVar[anyio.CapacityLimiter] = RunVar("parsers")
+
+
+def _parsers() -> anyio.CapacityLimiter:
+    """Those of this event loop."""
+    try:
+        return _limiter.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_PARSERS)
+        _limiter.set(limiter)
+        return limiter
+
+
 async def read(request: Request) -> dict[str, Any]:
     """The body's top-level object. Raises `ApiError`: 415 for what is no JSON by its headers, 413, 400."""
-    return parse(await collect(request))
+    raw = await collect(request)
+    # A small one is done sooner than a thread has begun; a large one may take long, and others are answered meanwhile.
+    return parse(raw) if len(raw) <= _LARGE else await anyio.to_thread.run_sync(parse, raw, limiter=_parsers())
 
 
 async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:

@@ -6,24 +6,29 @@ Knows uploads and records; what the lines of a file ask for, batches.py knows, a
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import IO, Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import UploadFile
 
 from api import uploads
 from api.access import By, Caller, count_request
-from api.errors import ApiError, refused
+from api.errors import NO_RETRY, ApiError, refused
 from api.forms import form
+from api.methods import bodiless
 from api.paging import Paging, missing, page
 from api.service import Given, Service
-from core.artifacts import NoArtifact, media_type
-from core.jobs.batches import KEPT_S, File
+from core.artifacts import NoArtifact, Spool, media_type
+from core.jobs.files import KEPT_S, File, FilesFull
 
 router = APIRouter(tags=["batches"])
 
 MAX_BYTES = 32 * 2**20
+_PART = 2**20  # bytes of a file that are in memory at once
+_KEEP_S = 3600.0  # until the record of the file says how long its artifact is kept
 _ENVELOPE = 64 * 1024  # of a form around its file
 _LINES = "application/jsonl"
 _PICTURES = ("image/png", "image/jpeg", "image/webp")
@@ -57,9 +62,14 @@ _FORM = {
 @router.post("/v1/files", summary="Hand in a file", openapi_extra=_FORM)
 async def create(request: Request, service: Given, caller: By) -> Response:
     await count_request(request, service, caller)
-    purpose, name, data = await _upload(request)
-    kind = _LINES if purpose == "batch" else await service.call(uploads.media_type, "file", data)
-    file = await service.call(keep, service, caller.id, name, purpose, data, kind)
+    quota = _quota(service, caller)
+    async with _upload(request) as (purpose, name, upload):
+        kind = _LINES
+        if purpose == "vision":
+            kind = await service.decode(_media_type, upload)
+        file = await service.writing.run(
+            caller.id, _keep_upload, service, caller.id, name, purpose, upload, kind, quota
+        )
     return JSONResponse(_object(file))
 
 
@@ -81,7 +91,7 @@ async def files(request: Request, service: Given, caller: By) -> Response:
     if order not in ("asc", "desc"):
         raise refused("order", "must be asc or desc")
     found = await service.call(
-        service.batches.files, caller.id, purpose=purpose, oldest=order == "asc", after=after, limit=limit
+        service.files.files, caller.id, purpose=purpose, oldest=order == "asc", after=after, limit=limit
     )
     if found is None:
         raise missing()
@@ -99,16 +109,20 @@ async def look(id: str, service: Given, caller: By) -> Response:
     response_class=Response,
     responses={200: {"content": {kind: {} for kind in (_LINES, *_PICTURES)}}},
 )
-async def content(id: str, service: Given, caller: By) -> Response:
+async def content(id: str, request: Request, service: Given, caller: By) -> Response:
     file = await find(service, id, caller)
-    data = await read(service, file)
-    return Response(data, media_type=media_type(file.key), headers={"X-Content-Type-Options": "nosniff"})
+    size = await service.call(_size, service, file)
+    headers = {"X-Content-Type-Options": "nosniff", "Content-Length": str(size)}
+    if size <= _PART or bodiless(request.scope):
+        data = b"" if bodiless(request.scope) else await service.call(content_of, service, file)
+        return Response(data, media_type=media_type(file.key), headers=headers)
+    return StreamingResponse(_parts(service, file, size), media_type=media_type(file.key), headers=headers)
 
 
 @router.delete("/v1/files/{id}", summary="Forget a file")
 async def delete(id: str, service: Given, caller: By) -> Response:
     file = await find(service, id, caller)
-    await service.call(service.batches.forget_file, file)
+    await service.call(service.files.forget, file)
     return JSONResponse({"id": file.id, "object": "file", "deleted": True})
 
 
@@ -117,16 +131,11 @@ async def find(service: Service, id: str, caller: Caller, param: str = "id") -> 
     return await service.call(get, service, id, caller.id, admin=caller.may("admin"), param=param)
 
 
-async def read(service: Service, file: File) -> bytes:
-    """As `content_of`, without blocking."""
-    return await service.call(content_of, service, file)
-
-
 def get(service: Service, id: str, owner: str, *, admin: bool = False, param: str = "id") -> File:
     """The owner's file of this id; as `admin` anybody's. Blocks. Raises `ApiError` (404), also for those of others."""
-    file = service.batches.file(id) if re.fullmatch(r"file-[0-9a-f]{24}", id) else None
+    file = service.files.file(id) if re.fullmatch(r"file-[0-9a-f]{24}", id) else None
     if file is None or not (file.owner == owner or admin):
-        raise _gone(param)
+        raise gone(param)
     return file
 
 
@@ -135,32 +144,94 @@ def content_of(service: Service, file: File, param: str = "id") -> bytes:
     try:
         return service.artifacts.get(file.key)
     except NoArtifact:
-        raise _gone(param) from None
+        raise gone(param) from None
 
 
-def _gone(param: str) -> ApiError:
+def gone(param: str) -> ApiError:
+    """A 404."""
     return ApiError(404, "There is no such file, or no longer.", param=param, code="file_not_found")
 
 
 def keep(service: Service, owner: str, name: str, purpose: str, data: bytes, kind: str = _LINES) -> File:
-    """Keep a file of this media type for its time. Raises `ArtifactError` and `StoreError`."""
-    key = service.artifacts.put_kept(data, kind, lambda key: service.store.keep(key, KEPT_S))
-    return service.batches.add_file(owner, name, purpose, len(data), key)
+    """Keep a small file of this media type for its time. Raises `ArtifactError` and `StoreError`."""
+    key = service.artifacts.put_kept(data, kind, lambda key: service.store.keep(key, _KEEP_S))
+    return service.files.add(owner, name, purpose, len(data), key)
 
 
-async def _upload(request: Request) -> tuple[str, str, bytes]:
-    """The purpose, the name and the bytes of a file. Raises `ApiError`."""
+def keep_spool(
+    service: Service,
+    owner: str,
+    name: str,
+    purpose: str,
+    spool: Spool,
+    kind: str = _LINES,
+    *,
+    quota: int = 0,
+    id: str = "",
+) -> File:
+    """As `keep`, of any size. Raises `FilesFull` too, where there is a quota."""
+    key = service.artifacts.put_spool(spool, kind, lambda key: service.store.keep(key, _KEEP_S))
+    return service.files.add(owner, name, purpose, spool.size, key, quota=quota, id=id)
+
+
+def _quota(service: Service, caller: Caller) -> int:
+    """Bytes that the caller's files may take together: the key's own, or else the service's. 0: any number."""
+    return int(getattr(caller, "file_bytes", 0) or service.settings.files_quota_bytes)
+
+
+def _keep_upload(
+    service: Service, owner: str, name: str, purpose: str, upload: IO[bytes], kind: str, quota: int
+) -> File:
+    """Keep what was handed in. Blocks. Raises `ApiError` (429) where the owner has too much."""
+    size = upload.seek(0, 2)
+    upload.seek(0)
+    try:
+        used = service.files.used_bytes(owner)
+        if quota and used + size > quota:  # before it is written anywhere; the record is what counts
+            raise FilesFull(used, quota)
+        spool = service.artifacts.spool()
+        try:
+            while part := upload.read(_PART):
+                spool.write(part)
+            return keep_spool(service, owner, name, purpose, spool, kind, quota=quota)
+        finally:
+            spool.close()
+    except FilesFull as full:
+        message = f"file: the files of this key take {full.used} of {full.quota} bytes; delete some first"
+        raise ApiError(429, message, param="file", code="files_quota_exceeded", headers=NO_RETRY) from None
+
+
+def _media_type(upload: IO[bytes]) -> str:
+    """Of a picture, by its header. Blocks. Raises `ApiError`."""
+    upload.seek(0)
+    return uploads.media_type("file", upload.read(uploads.MAX_BYTES + 1))
+
+
+def _size(service: Service, file: File) -> int:
+    try:
+        return service.artifacts.size(file.key)
+    except NoArtifact:
+        raise gone("id") from None
+
+
+async def _parts(service: Service, file: File, size: int) -> AsyncIterator[bytes]:
+    for at in range(0, size, _PART):
+        yield await service.call(service.artifacts.read_part, file.key, at, min(_PART, size - at))
+
+
+@asynccontextmanager
+async def _upload(request: Request) -> AsyncIterator[tuple[str, str, IO[bytes]]]:
+    """The purpose, the name and the bytes of a file, which lie on a disk if they are many. Raises `ApiError`."""
     async with form(request, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
         purpose, upload = parts.get("purpose"), parts.get("file")
-        data = await upload.read() if isinstance(upload, UploadFile) else None
-        name = (upload.filename or "") if isinstance(upload, UploadFile) else ""
-    if not isinstance(purpose, str) or purpose not in _PURPOSES:
-        raise refused("purpose", f"must be one of {', '.join(_PURPOSES)}")
-    if data is None:
-        raise refused("file", "must be given, as a file", "missing_required_parameter")
-    if not data:
-        raise refused("file", "must not be empty")
-    return purpose, name if _NAME.fullmatch(name) else "file", data
+        if not isinstance(purpose, str) or purpose not in _PURPOSES:
+            raise refused("purpose", f"must be one of {', '.join(_PURPOSES)}")
+        if not isinstance(upload, UploadFile):
+            raise refused("file", "must be given, as a file", "missing_required_parameter")
+        if not upload.size:
+            raise refused("file", "must not be empty")
+        name = upload.filename or ""
+        yield purpose, name if _NAME.fullmatch(name) else "file", upload.file
 
 
 def _object(file: File) -> dict[str, Any]:

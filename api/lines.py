@@ -1,6 +1,6 @@
 """What the lines of a batch ask for and what is answered to them: a job by its endpoint, and what that one would say.
 
-Knows endpoints, jobs and answers; knows nothing of cursors, counts and turns, which are trickle.py's.
+Knows endpoints, jobs and answers; knows nothing of cursors, counts and turns, which are batch_feeder.py's.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import base64
 import contextlib
 import hashlib
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
 from api import admission, body, intake, references, schemas, text_drafts
-from api.batches import EDITS, WINDOW_S, Line, queue_of
+from api.batch_lines import Line
+from api.batches import EDITS, WINDOW_S, queue_of
 from api.errors import ApiError, refused, unsuccessful
 from api.images import generated
 from api.links import Links
@@ -31,18 +33,19 @@ Result = dict[str, Any]
 
 
 class Lines:
-    """Of one service's batches. Belongs to one thread."""
+    """Of one service's batches. Thread-safe."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._fitting = threading.Lock()  # one at a time: each may need some 200 MiB
         self._fitted: tuple[str, tuple[bytes, bytes | None]] | None = None  # of the line that was looked at last
 
     def draft(self, batch: Batch, number: int, line: Line) -> Draft:
-        """The job of a line; its id is the line's, so that one that is begun twice is one job.
+        """The job of a line; its id is the line's, so that one that is begun twice is one job, and nobody's guess.
 
         Raises `ApiError` and, of an edit, `ArtifactError`.
         """
-        id = "job_" + hashlib.sha256(f"{batch.id}/{number}".encode()).hexdigest()[:24]
+        id = "job_" + hashlib.sha256(f"{batch.secret}{batch.id}/{number}".encode()).hexdigest()[:24]
         draft = (self._text if queue_of(batch.endpoint) == "text" else self._picture)(batch, line, id)
         return replace(draft, id=id, owner=batch.owner, digest=batch.id)
 
@@ -68,9 +71,11 @@ class Lines:
             draft = replace(draft, priority=_PRIORITY)
         if upload is None:
             return draft
-        if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is looked at again and again
-            self._fitted = id, upload.fitted((draft.parameters["width"], draft.parameters["height"]))
-        return intake.handed_in(self._service, draft, *self._fitted[1])
+        with self._fitting:
+            if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is looked at again
+                self._fitted = id, upload.fitted((draft.parameters["width"], draft.parameters["height"]))
+            fitted = self._fitted[1]
+        return intake.handed_in(self._service, draft, *fitted)
 
     def _card(self, name: str | None, modality: str) -> ModelCard:
         now = self._service.cards.now

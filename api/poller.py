@@ -1,6 +1,6 @@
 """A thread that looks again and again whether there is work, until it is told to stop.
 
-Knows when to look and what to say while Redis is away; what there is to do, trickle.py and webhooks.py know.
+Knows when to look and what to say while Redis is away; what there is to do, batch_feeder.py and webhook_sender.py know.
 """
 
 from __future__ import annotations
@@ -23,26 +23,36 @@ class Poller:
         """`name` is the thread's; `what` waits while Redis is away, as the log says once."""
         self._what = what
         self._look = look
-        self._stop = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()
         self._well = True
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def stopping(self) -> bool:
         """Whether `look` should return soon."""
-        return self._stop.is_set()
+        return self._stopping
+
+    def wake(self) -> None:
+        """Look again at once."""
+        self._wake.set()
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         """Returns when the last call has ended."""
-        self._stop.set()
+        self._stopping = True
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(_EVERY_S):
+        while True:
+            self._wake.wait(_EVERY_S)
+            self._wake.clear()
+            if self._stopping:
+                return
             try:
                 self._look()
                 self._well = True

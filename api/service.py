@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from api.cards import Cards
 from api.errors import NO_RETRY, ApiError
+from api.fair_limiter import FairLimiter
 from api.links import Links
 from api.presentation import Forecast
 from api.queue import Queue
@@ -28,6 +29,7 @@ from core.config import Settings, SettingsError
 from core.jobs.batches import BatchStore
 from core.jobs.connection import StoreError
 from core.jobs.events import Event, EventReader
+from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring
 from core.jobs.rates import Rates
 from core.jobs.reaper import Reaper
@@ -42,6 +44,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _THREADS = 24  # that wait for Redis; the store has a few more connections, for the reaper and the cards
+_PARSERS = 2  # of batches' files, line by line
+_WRITERS = 4  # of files that were handed in: each holds a few MiB
 _DECODERS = 2  # of pictures that were handed in: each may need some 200 MiB
 _LOOK_S = 30.0  # of silence, after which a waiting request looks at the record
 _AGAIN_S = 1.0  # between tries while Redis is away
@@ -62,6 +66,7 @@ class Service:
             self.rates = Rates(settings.redis_url)
             self.submissions = Submissions(settings.redis_url, settings.max_queued)
             self.batches = BatchStore.of(settings)
+            self.files = FileStore.of(settings)
             self.reader = EventReader(settings.redis_url)
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
@@ -75,6 +80,8 @@ class Service:
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)
+        self.parsing = FairLimiter(_PARSERS)
+        self.writing = FairLimiter(_WRITERS)
         self._decoders = anyio.CapacityLimiter(_DECODERS)
 
     async def start(self) -> None:
@@ -93,6 +100,7 @@ class Service:
         self.reaper.stop()
         self.queue.close()
         self.batches.close()
+        self.files.close()
         self.rates.close()
         self.keyring.close()
         self.registry.close()

@@ -1,40 +1,40 @@
-"""Tells the end of jobs to addresses that were given with them, signed by the Standard Webhooks scheme.
+"""Calls addresses that were given with jobs, and signs what they are told by the Standard Webhooks scheme.
 
 An address is somebody's input: only public ones are called unless private ones are allowed, the one that was looked up
-is the one that is called, and no redirect is followed. Knows HTTP and signatures; when, core.jobs.webhooks knows.
+is the one that is called, no redirect is followed, and neither time nor memory is theirs to take. Knows HTTP and
+signatures; whom to tell, and when, webhook_sender.py knows.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import hmac
-import http.client
 import ipaddress
-import json
-import logging
+import re
 import socket
 import ssl
-import time
-from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from api.errors import refused
-from api.links import Links
-from api.poller import Poller
-from api.presentation import job_object
-from api.service import Service
+from api.tenant_pool import Bound, TimeUp
 from core import urls
-from core.jobs.keyring import webhook_secret
-from core.jobs.webhooks import Webhooks
 
-log = logging.getLogger(__name__)
-
-_ANSWER_S = 10.0
-_PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)  # between tries; then it is given up
-_AT_ONCE = 8
+ANSWER_S = 10.0  # a call takes no longer, with all that it does
 _LONGEST = 2048
+_MOST_ANSWER = 64 * 1024  # bytes in which an answer's status must come
+_FINAL = re.compile(rb"HTTP/1\.[01] ([2-9][0-9][0-9])[^\n]*\n")
+_INTERIM = re.compile(rb"HTTP/1\.1 1[0-9][0-9] ")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# What is global by the registries, and yet never somebody's public server: metadata and platform services of clouds
+# (192.0.0.192, 168.63.129.16), site-local, NAT64 of one network, IPv4-compatible and IPv4-translated addresses.
+_NEVER = {
+    4: [ipaddress.ip_network(text) for text in ("192.0.0.0/24", "168.63.129.16/32", "192.88.99.0/24")],
+    6: [ipaddress.ip_network(text) for text in ("fec0::/10", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96", "5f00::/16",
+                                                "3fff::/20")],
+}  # fmt: skip
 
 
 class Unreachable(RuntimeError):
@@ -68,37 +68,68 @@ def sign(secret: str, id: str, timestamp: int, body: bytes) -> str:
     return "v1," + base64.b64encode(made).decode()
 
 
-def call(url: str, headers: dict[str, str], body: bytes, *, private: bool) -> None:
-    """POST once. Raises `Unreachable` for any end but an answer of 2xx."""
+def call(url: str, headers: dict[str, str], body: bytes, *, private: bool, bound: Bound | None = None) -> None:
+    """POST once. Raises `Unreachable` for any end but an answer of 2xx, within the bound; of itself, within 10 s."""
+    bound = Bound(ANSWER_S) if bound is None else bound
     parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    address = _resolved(parts.hostname or "", port, private=private)
-    connection = _Pinned(parts.hostname or "", port, address, secure=parts.scheme == "https")
+    secure, host = parts.scheme == "https", parts.hostname or ""
+    port = parts.port or (443 if secure else 80)
+    request = _request(parts, {**headers, "Content-Length": str(len(body)), "Connection": "close"}) + body
+    address = _resolved(host, port, private=private)
     try:
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("POST", path, body, headers)
-        answer = connection.getresponse()
-        status = answer.status
-    except (OSError, http.client.HTTPException) as error:
-        raise Unreachable(f"it does not answer ({type(error).__name__})") from error
-    finally:
-        connection.close()
+        with (
+            socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as plain,
+            plain.dup() as cut,  # what TLS is put upon is another object
+            bound.closing(lambda: cut.shutdown(socket.SHUT_RDWR)),
+        ):
+            plain.settimeout(bound.left_s())
+            plain.connect((address, port))
+            with _secured(plain, host, bound) if secure else plain as connection:
+                connection.settimeout(bound.left_s())
+                connection.sendall(request)
+                status = _status(connection, bound)
+    except (OSError, TimeUp) as error:
+        name = "TimeUp" if bound.aborted else type(error).__name__
+        raise Unreachable(f"it does not answer ({name})") from error
     if not 200 <= status < 300:
         raise Unreachable(f"it answered {status}")
 
 
-class _Pinned(http.client.HTTPConnection):
-    """Calls the address that was looked at, whatever the name means by now; TLS is held to the name."""
+def _request(parts: SplitResult, headers: dict[str, str]) -> bytes:
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode("ascii")
 
-    def __init__(self, host: str, port: int, address: str, *, secure: bool) -> None:
-        super().__init__(host, port, timeout=_ANSWER_S)
-        self._address = address
-        self._context = ssl.create_default_context() if secure else None
 
-    def connect(self) -> None:
-        self.sock = socket.create_connection((self._address, self.port), self.timeout)
-        if self._context is not None:
-            self.sock = self._context.wrap_socket(self.sock, server_hostname=self.host)
+def _secured(plain: socket.socket, host: str, bound: Bound) -> ssl.SSLSocket:
+    """TLS, held to the name. Its handshake is done."""
+    made = _tls().wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
+    made.settimeout(bound.left_s())
+    made.do_handshake()
+    return made
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _status(connection: socket.socket, bound: Bound) -> int:
+    """The answer's status; what goes before it (1xx) and comes after it is of no interest."""
+    got, left = b"", _MOST_ANSWER
+    while left > 0:
+        connection.settimeout(bound.left_s())
+        piece = connection.recv(min(left, 4096))
+        if not piece:
+            break
+        got, left = got + piece, left - len(piece)
+        while _INTERIM.match(got) and b"\r\n\r\n" in got:
+            got = got.partition(b"\r\n\r\n")[2]
+        if (found := _FINAL.match(got)) is not None:
+            return int(found[1])
+        if b"\n" in got and not _INTERIM.match(got):
+            break
+    raise Unreachable("it does not answer in HTTP")
 
 
 def _resolved(host: str, port: int, *, private: bool) -> str:
@@ -114,59 +145,11 @@ def _resolved(host: str, port: int, *, private: bool) -> str:
 
 
 def _public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
-    return address.is_global and not address.is_multicast and (mapped is None or _public(mapped))
-
-
-class Teller:
-    """A thread that looks who is due, and a few that tell. Every API has one; a job is one's at a time."""
-
-    def __init__(self, service: Service, pauses_s: tuple[float, ...] = _PAUSES_S) -> None:
-        self._service = service
-        self._webhooks = Webhooks.of(service.settings)
-        self._pauses_s = pauses_s
-        self._private = service.settings.webhook_private
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="teller")
-        self._poller = Poller("teller", "webhooks", self._look)
-
-    def start(self) -> None:
-        self._poller.start()
-
-    def stop(self) -> None:
-        self._poller.stop()
-        self._pool.shutdown()
-        self._webhooks.close()
-
-    def _look(self) -> None:
-        # One that hangs is told by nobody else before it must have ended here.
-        list(self._pool.map(self._tell, self._webhooks.due(6 * _ANSWER_S, _AT_ONCE)))
-
-    def _tell(self, due: tuple[str, int]) -> None:
-        id, tries = due
-        job = self._service.store.get(id)
-        if job is None or job.webhook is None or not job.state.final:
-            self._webhooks.settle(id)  # erased meanwhile
-            return
-        now = self._service.cards.now
-        if not now.secret:
-            return  # Redis has not been read yet; it comes again
-        links = Links(job.webhook["base"], now.secret if now.keys else None, self._service.settings.link_s)
-        timestamp, message = int(time.time()), f"msg_{id}_{job.attempt}"
-        told = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
-        body = json.dumps(told, separators=(",", ":"), allow_nan=False).encode()
-        headers = {
-            "Content-Type": "application/json", "User-Agent": "diptych", "webhook-id": message,
-            "webhook-timestamp": str(timestamp),
-            "webhook-signature": sign(webhook_secret(now.secret, job.owner), message, timestamp, body),
-        }  # fmt: skip
-        try:
-            call(job.webhook["url"], headers, body, private=self._private)
-        except Unreachable as error:
-            if tries >= len(self._pauses_s):
-                log.warning("nobody is told of the end of %s: %s, and it was tried %d times", id, error, tries + 1)
-                self._webhooks.settle(id)
-            else:
-                log.info("the end of %s is told later: %s", id, error)
-                self._webhooks.again(id, self._pauses_s[tries])
-        else:
-            self._webhooks.settle(id)
+    if not address.is_global or address.is_multicast or any(address in network for network in _NEVER[address.version]):
+        return False
+    if isinstance(address, ipaddress.IPv4Address):
+        return True
+    within = address.ipv4_mapped or address.sixtofour
+    if address in _NAT64:  # a gateway on the way leads it to the IPv4 address that it holds
+        within = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return within is None or _public(within)

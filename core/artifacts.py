@@ -9,11 +9,12 @@ import contextlib
 import hashlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -29,6 +30,7 @@ _MEDIA_TYPES: Final = {suffix: media_type for media_type, suffix in _SUFFIXES.it
 _KEY: Final = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{62})\.([a-z]+)")
 _PATIENCE_S: Final = 120.0  # longer than a deletion is given
 _AGAIN_S: Final = 0.2
+_PART: Final = 2**20  # bytes of a large artifact that are in memory at once, a few times
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 
 
@@ -47,8 +49,34 @@ def media_type(key: str) -> str:
 
 def key_of(data: bytes, media_type: str) -> str:
     """The key that these bytes are kept under."""
-    digest = hashlib.sha256(data).hexdigest()
+    return _key(hashlib.sha256(data).hexdigest(), media_type)
+
+
+def _key(digest: str, media_type: str) -> str:
     return f"sha256/{digest[:2]}/{digest[2:]}.{_SUFFIXES[media_type]}"
+
+
+class Spool:
+    """A large artifact while it is written: on a disk, without a name, and hashed as it grows."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self.size = 0
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        """Raises `ArtifactError` where the disk takes no more."""
+        with _told("write an artifact"):
+            self.file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    def key(self, media_type: str) -> str:
+        """The key of what was written so far."""
+        return _key(self._hash.hexdigest(), media_type)
+
+    def close(self) -> None:
+        self.file.close()
 
 
 class Artifacts:
@@ -60,6 +88,7 @@ class Artifacts:
 
     def __init__(self, url: str) -> None:
         self._store: ObjectStore
+        self._folder: str | None = None
         with _told("open the store of artifacts"):
             parts = urlsplit(url)
             if parts.scheme == "file":
@@ -67,6 +96,7 @@ class Artifacts:
                 if parts.netloc or not folder.is_absolute():
                     raise ValueError("file:// needs an absolute path of this machine")
                 self._store = LocalStore(folder, mkdir=True, automatic_cleanup=True)
+                self._folder = str(folder)
             else:
                 # An endpoint that is named with http:// (AWS_ENDPOINT_URL) is meant so.
                 self._store = from_url(url, client_options={"allow_http": True})
@@ -88,12 +118,44 @@ class Artifacts:
 
         Raises what `keep` raises, too.
         """
-        key, until = key_of(data, media_type), time.monotonic() + _PATIENCE_S
-        while not keep(key):  # the same was made before, and is being deleted at this moment
-            if time.monotonic() > until:
-                raise ArtifactError("it was made before, and its deletion does not end")
-            time.sleep(_AGAIN_S)
+        _wait_for(keep, key_of(data, media_type))
         return self.put(data, media_type)
+
+    def spool(self) -> Spool:
+        """What a large artifact is written to before it is put. The caller closes it. Raises `ArtifactError`.
+
+        It lies on the disk of the artifacts, or where temporary files lie if these are elsewhere.
+        """
+        with _told("write an artifact"):
+            return Spool(self._folder)
+
+    def put_spool(self, spool: Spool, media_type: str, keep: Callable[[str], bool]) -> str:
+        """As `put_kept`, without ever holding more than a few parts of it in memory."""
+        key = spool.key(media_type)
+        _wait_for(keep, key)
+        with _told("write an artifact"):
+            if self._size(key) != spool.size:
+                attributes = None if isinstance(self._store, LocalStore) else {"Content-Type": media_type}
+                spool.file.seek(0)
+                # Parts of an object store's upload have 5 MiB at least.
+                part = _PART if attributes is None else 5 * _PART
+                obstore.put(self._store, key, spool.file, attributes=attributes, chunk_size=part, max_concurrency=2)
+        return key
+
+    def read_part(self, key: str, start: int, length: int) -> bytes:
+        """So many bytes of an artifact from `start` on, fewer at its end. Not checked against its key.
+
+        Raises as `get`, and `ArtifactError` for a `start` behind its end.
+        """
+        _checked(key)
+        with _told("read an artifact"):
+            return bytes(obstore.get_range(self._store, key, start=start, length=length))
+
+    def size(self, key: str) -> int:
+        """Its bytes. Raises `NoArtifact` and `ArtifactError`."""
+        _checked(key)
+        with _told("read an artifact"):
+            return int(obstore.head(self._store, key)["size"])
 
     def get(self, key: str) -> bytes:
         """The artifact's bytes. Raises `NoArtifact` where there is none, and `ArtifactError` where it is damaged."""
@@ -115,6 +177,14 @@ class Artifacts:
             return int(obstore.head(self._store, key)["size"])
         except FileNotFoundError:
             return None
+
+
+def _wait_for(keep: Callable[[str], bool], key: str) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while not keep(key):  # the same was made before, and is being deleted at this moment
+        if time.monotonic() > until:
+            raise ArtifactError("it was made before, and its deletion does not end")
+        time.sleep(_AGAIN_S)
 
 
 def _checked(key: str) -> re.Match[str]:

@@ -153,6 +153,9 @@ class Settings(BaseSettings):
     quota: str = Field(
         default="", pattern=f"^{RATE}$", description="pictures of one key, such as 1000/day; empty: no limit"
     )
+    files_quota_bytes: int = Field(
+        default=10 * 2**30, ge=0, le=2**50, description="that the files of one key may take together; 0: no limit"
+    )
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
     batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")
     webhook_private: bool = Field(default=False, description="let webhooks call private addresses, of this network")

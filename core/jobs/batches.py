@@ -1,10 +1,10 @@
-"""Files and batches as OpenAI has them: what was handed in, which of its lines are under way, what came of each.
+"""Batches as OpenAI has them: which of their lines are under way, and what came of each.
 
 Knows records, cursors and results; knows nothing of HTTP, and nothing of what a line asks for. Every step is fenced by
 where the batch stands, so that two who work at one do nothing twice.
 
-    file:{id}, files:{owner}       hash: name, purpose, size, key of its artifact; zset of ids by time
-    batch:{id}, batches:{owner}    hash: `record.Batch`'s fields; zset of ids by time
+    batch:{id}, batches:{owner}    hash: `Batch`'s fields; zset of ids by time
+    every_batch                    zset: id → when it was made, of all owners
     batches                        zset: those that are worked at → since when
     batch_jobs:{id}                hash: line → job under way
     batch_done:{id}                hash: line → its line of output, or of errors
@@ -15,30 +15,88 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from core.config import Settings
 from core.jobs.connection import Script, connect, translated
+from core.jobs.files import KEPT_S, File, Listed, listed
+from core.jobs.holding import HOLDING
 from core.jobs.keys import PREFIX
-from core.jobs.record import milliseconds, to_json
+from core.jobs.record import milliseconds, pairs, to_json
+from core.jobs.scripts import PRELUDE
 
-T = TypeVar("T")
-
-KEPT_S = 30 * 86_400  # files and batches
 LIVE = ("in_progress", "cancelling")
-_PORTION = 100  # results, or records of a list, of one round trip
+_PORTION = 100  # results, or batches, of one round trip
+_HELD_MS = 3 * 86_400_000  # a batch holds its input until it has ended, which takes a day and some hours at the most
 
-# batch, line that must be the next, job or '', line's result or '', kind of result ('completed', 'failed')
-# → whether it was the next, of a batch whose lines are still begun
+# batch, owner, its file, whether it is worked at (1 or 0), kept_ms, held_ms, field, value, … → when it was made, in s
+# A file of a version that held nothing is not held here either: its artifact stays until its time is over.
+_ADD = (
+    PRELUDE
+    + HOLDING
+    + """
+local id, owner, file = ARGV[2], ARGV[3], ARGV[4]
+redis.call('HSET', P .. 'batch:' .. id, unpack(ARGV, 8))  -- on a full Redis this is refused, and nothing is begun
+local t = redis.call('TIME')
+local at, made, kept_ms = now(), t[1] + t[2] / 1000000, tonumber(ARGV[6])
+redis.call('HSET', P .. 'batch:' .. id, 'created', t[1])
+redis.call('PEXPIRE', P .. 'batch:' .. id, kept_ms)
+for _, index in ipairs({'batches:' .. owner, 'every_batch'}) do
+  redis.call('ZADD', P .. index, made, id)
+  redis.call('ZREMRANGEBYSCORE', P .. index, '-inf', made - kept_ms / 1000)
+end
+if ARGV[5] == '1' then
+  redis.call('ZADD', P .. 'batches', t[1], id)
+  local artifact = redis.call('HGET', P .. 'batch:' .. id, 'key')
+  if redis.call('ZSCORE', P .. 'held:' .. artifact, file) then hold(artifact, id, at + ARGV[7], at) end
+else
+  redis.call('HSET', P .. 'batch:' .. id, 'ended', t[1])
+end
+return t[1]
+"""
+)
+
+# rank of the first, how many → id, owner, endpoint, … of those that are worked at, the oldest first
+_ACTIVE = """
+local P, found = ARGV[1], {}
+for _, id in ipairs(redis.call('ZRANGE', P .. 'batches', ARGV[2], ARGV[2] + ARGV[3] - 1)) do
+  local v = redis.call('HMGET', P .. 'batch:' .. id, 'owner', 'endpoint')
+  found[#found + 1] = id
+  found[#found + 1] = v[1] or ''
+  found[#found + 1] = v[2] or ''
+end
+return found
+"""
+
+# batch, … → of each: {its fields}, {line, job, 'live', 'ended' or 'lost', …}
+_LOOK = """
+local P, found = ARGV[1], {}
+for i = 2, #ARGV do
+  found[#found + 1] = redis.call('HGETALL', P .. 'batch:' .. ARGV[i])
+  local jobs = redis.call('HGETALL', P .. 'batch_jobs:' .. ARGV[i])
+  local lines = {}
+  for k = 1, #jobs, 2 do
+    local v = redis.call('HMGET', P .. 'job:' .. jobs[k + 1], 'state', 'digest')
+    lines[#lines + 1] = jobs[k]
+    lines[#lines + 1] = jobs[k + 1]
+    lines[#lines + 1] = v[2] ~= ARGV[i] and 'lost' or (v[1] == 'queued' or v[1] == 'running') and 'live' or 'ended'
+  end
+  found[#found + 1] = lines
+end
+return found
+"""
+
+# batch, line that must be the next, job or '', line's result or '', kind of result ('completed', 'failed'), place of
+# the line after it → whether it was the next, of a batch whose lines are still begun
 _ADVANCE = """
 local P, id = ARGV[1], ARGV[2]
 local key = P .. 'batch:' .. id
 local v = redis.call('HMGET', key, 'next', 'status')
 if v[1] ~= ARGV[3] or v[2] ~= 'in_progress' then return 0 end
 redis.call('HINCRBY', key, 'next', 1)
+redis.call('HSET', key, 'place', ARGV[7])
 if ARGV[4] ~= '' then
   redis.call('HSET', P .. 'batch_jobs:' .. id, ARGV[3], ARGV[4])
 else
@@ -54,8 +112,8 @@ _NOTE = """
 local P, id = ARGV[1], ARGV[2]
 local job = redis.call('HGET', P .. 'batch_jobs:' .. id, ARGV[3])
 if not job then return 0 end
-local v = redis.call('HMGET', P .. 'job:' .. job, 'modality', 'ended', 'owner')
-if v[1] == 'text' and v[2] then
+local v = redis.call('HMGET', P .. 'job:' .. job, 'modality', 'ended', 'owner', 'digest')
+if v[1] == 'text' and v[2] and v[4] == id then
   redis.call('PEXPIREAT', P .. 'job:' .. job, v[2] + ARGV[6])
   redis.call('ZADD', P .. 'ended', 'XX', v[2] + ARGV[6], (v[3] or '') .. '|' .. job)
 end
@@ -66,17 +124,22 @@ return 1
 """
 
 # batch, status that it must have, field, value, … → whether it had
-_TURN = """
-local P, key = ARGV[1], ARGV[1] .. 'batch:' .. ARGV[2]
+_TURN = (
+    PRELUDE
+    + HOLDING
+    + """
+local key = P .. 'batch:' .. ARGV[2]
 if redis.call('HGET', key, 'status') ~= ARGV[3] then return 0 end
 redis.call('HSET', key, unpack(ARGV, 4))
 local status = redis.call('HGET', key, 'status')
 if status ~= 'in_progress' and status ~= 'cancelling' then
   redis.call('ZREM', P .. 'batches', ARGV[2])
   redis.call('DEL', P .. 'batch_jobs:' .. ARGV[2], P .. 'batch_done:' .. ARGV[2])
+  release(redis.call('HGET', key, 'key'), ARGV[2], now())
 end
 return 1
 """
+)
 
 # token, ttl_ms → whether it is this one's turn to work
 _TAKE_TURN = """
@@ -89,29 +152,10 @@ return 1
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    """A file as it was handed in, or made. `key` is its artifact's; times are seconds since the epoch."""
-
-    id: str
-    owner: str
-    name: str
-    purpose: str
-    size: int
-    key: str
-    created: int
-
-    @classmethod
-    def of(cls, id: str, fields: Mapping[str, str]) -> Self:
-        return cls(
-            id, fields["owner"], fields["name"], fields["purpose"], int(fields["size"]), fields["key"],
-            int(fields["created"]),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """A batch's record. `key` is its input's artifact, whatever becomes of the file; `base` is what links in its output
-    begin with; `errors` are those of a file of no use.
+    begin with; `errors` are those of a file of no use. `secret` is what its lines' job ids are made of, so that nobody
+    can guess them; `place` is where the next line begins in the file, None where nobody noted it.
     """
 
     id: str
@@ -131,9 +175,12 @@ class Batch:
     errors: list[dict[str, Any]] | None
     output_file: str | None
     error_file: str | None
+    secret: str = ""
+    place: int | None = None
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
+        line, _, place = fields.get("place", "").partition(":")
         return cls(
             id=id,
             owner=fields["owner"],
@@ -152,15 +199,23 @@ class Batch:
             errors=json.loads(fields["errors"]),
             output_file=fields.get("output_file") or None,
             error_file=fields.get("error_file") or None,
+            secret=fields.get("secret", ""),
+            # An API of a version that notes no places may have gone on meanwhile.
+            place=int(place) if place and line == fields["next"] else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Listed(Generic[T]):
-    """One page of a list; `more` says whether there is another."""
+class Look:
+    """A batch as it stands: which of its lines are under way, by job, and which of those jobs have ended.
 
-    items: list[T]
-    more: bool
+    A job that is gone, or is no longer the one that the line asked for, is in `lost`.
+    """
+
+    batch: Batch
+    under_way: dict[int, str]
+    ended: list[int]
+    lost: list[int]
 
 
 class BatchStore:
@@ -171,6 +226,9 @@ class BatchStore:
 
     def __init__(self, url: str, *, retention_s: float = 86_400.0) -> None:
         self._client = connect(url)
+        self._add = Script(self._client, _ADD)
+        self._active = Script(self._client, _ACTIVE)
+        self._look = Script(self._client, _LOOK)
         self._advance = Script(self._client, _ADVANCE)
         self._note = Script(self._client, _NOTE)
         self._turn = Script(self._client, _TURN)
@@ -186,45 +244,6 @@ class BatchStore:
         """Give the connections back. A later call would open new ones."""
         self._client.close()
 
-    # -- files -------------------------------------------------------------------------------------------------------
-
-    def add_file(self, owner: str, name: str, purpose: str, size: int, key: str) -> File:
-        file = File(f"file-{secrets.token_hex(12)}", owner, name, purpose, size, key, int(time.time()))
-        fields: dict[str, str | int] = {
-            "owner": owner,
-            "name": name,
-            "purpose": purpose,
-            "size": size,
-            "key": key,
-            "created": file.created,
-        }
-        self._put("file", file.id, owner, fields)
-        return file
-
-    @translated()
-    def file(self, id: str) -> File | None:
-        fields: Any = self._client.hgetall(f"{PREFIX}file:{id}")
-        return File.of(id, fields) if fields else None
-
-    def files(
-        self, owner: str, *, purpose: str | None = None, oldest: bool = False, after: str = "", limit: int = 10_000
-    ) -> Listed[File] | None:
-        """Of an owner's files those with this purpose, newest first unless `oldest`, after the one named. None: that
-        one is not there.
-        """
-        wanted = lambda file: purpose in (None, file.purpose)  # noqa: E731
-        return self._listed(f"{PREFIX}files:{owner}", "file", File.of, wanted, oldest, after, limit)
-
-    @translated()
-    def forget_file(self, file: File) -> None:
-        """The record; the artifact goes when its time is over."""
-        with self._client.pipeline(transaction=False) as pipe:
-            pipe.delete(f"{PREFIX}file:{file.id}")
-            pipe.zrem(f"{PREFIX}files:{file.owner}", file.id)
-            pipe.execute()
-
-    # -- batches -----------------------------------------------------------------------------------------------------
-
     def add(
         self,
         owner: str,
@@ -236,33 +255,65 @@ class BatchStore:
         errors: list[dict[str, Any]],
     ) -> Batch:
         """Make a batch of a file. One with `errors` has failed already."""
-        id, now = f"batch_{secrets.token_hex(12)}", int(time.time())
+        id = f"batch_{secrets.token_hex(12)}"
         fields: dict[str, str | int] = {
-            "owner": owner, "endpoint": endpoint, "input_file": file.id, "key": file.key, "created": now,
-            "total": total, "next": 0, "completed": 0, "failed": 0, "base": base, "metadata": to_json(metadata),
-            "errors": to_json(errors or None), "status": "failed" if errors else "in_progress",
-            "ended": now if errors else "",
+            "owner": owner, "endpoint": endpoint, "input_file": file.id, "key": file.key, "total": total, "next": 0,
+            "completed": 0, "failed": 0, "base": base, "metadata": to_json(metadata), "errors": to_json(errors or None),
+            "status": "failed" if errors else "in_progress", "ended": "", "secret": secrets.token_hex(16),
+            "place": "0:0",
         }  # fmt: skip
-        self._put("batch", id, owner, fields)
-        if not errors:
-            with translated():
-                self._client.zadd(f"{PREFIX}batches", {id: now})
-        return Batch.of(id, {name: str(value) for name, value in fields.items()})
+        flat = [value for pair in fields.items() for value in pair]
+        created = self._add(id, owner, file.id, int(not errors), KEPT_S * 1000, _HELD_MS, *flat)
+        made = {"created": created, "ended": created if errors else ""}
+        return Batch.of(id, {name: str(value) for name, value in {**fields, **made}.items()})
 
     @translated()
     def batch(self, id: str) -> Batch | None:
         fields: Any = self._client.hgetall(f"{PREFIX}batch:{id}")
         return Batch.of(id, fields) if fields else None
 
-    def batches(self, owner: str, *, after: str = "", limit: int = 1000) -> Listed[Batch] | None:
-        """An owner's batches, newest first, after the one named. None: that one is not there."""
-        return self._listed(f"{PREFIX}batches:{owner}", "batch", Batch.of, lambda _: True, False, after, limit)
+    def batches(self, owner: str | None, *, after: str = "", limit: int = 1000) -> Listed[Batch] | None:
+        """An owner's batches, or everybody's (None), newest first, after the one named. None: that one is not there."""
+        if owner is None:
+            self._index_all()
+        index = f"{PREFIX}every_batch" if owner is None else f"{PREFIX}batches:{owner}"
+        return listed(self._client, index, "batch", Batch.of, lambda _: True, False, after, limit)
 
-    def active(self) -> list[Batch]:
-        """Those that are worked at, oldest first."""
-        with translated():
-            ids: Any = self._client.zrange(f"{PREFIX}batches", 0, -1)
-        return [batch for id in ids if (batch := self.batch(id)) is not None and batch.status in LIVE]
+    @translated()
+    def _index_all(self) -> None:
+        """Enter those that were made before there was an index of all of them. Once."""
+        if self._client.exists(f"{PREFIX}every_batch_indexed"):
+            return
+        for key in self._client.scan_iter(f"{PREFIX}batch:*", count=1000):
+            created: Any = self._client.hget(key, "created")
+            if created is not None:
+                self._client.zadd(f"{PREFIX}every_batch", {key.removeprefix(f"{PREFIX}batch:"): created}, nx=True)
+        self._client.set(f"{PREFIX}every_batch_indexed", "1")
+
+    def active(self) -> list[tuple[str, str, str]]:
+        """Those that are worked at, oldest first: id, owner, endpoint."""
+        found: list[tuple[str, str, str]] = []
+        while flat := self._active(len(found), _PORTION):
+            found += zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        return found
+
+    def look(self, ids: Sequence[str]) -> list[Look]:
+        """How these stand now, those that are still worked at."""
+        found: list[Look] = []
+        for at in range(0, len(ids), _PORTION):
+            portion = ids[at : at + _PORTION]
+            flat = self._look(*portion)
+            for id, fields, lines in zip(portion, flat[::2], flat[1::2], strict=True):
+                batch = Batch.of(id, pairs(fields)) if fields else None
+                if batch is not None and batch.status in LIVE:
+                    found.append(_looked(batch, lines))
+        return found
+
+    @translated()
+    def drop(self, id: str) -> None:
+        """Work no more at a batch whose record is gone, or has ended."""
+        if self._client.hget(f"{PREFIX}batch:{id}", "status") not in LIVE:
+            self._client.zrem(f"{PREFIX}batches", id)
 
     def my_turn(self, ttl_s: float) -> bool:
         """Whether this process works at batches, for `ttl_s` from now."""
@@ -285,13 +336,16 @@ class BatchStore:
                 found: Any = self._client.hmget(f"{PREFIX}batch_done:{id}", [str(line) for line in portion])
             yield from ((line, json.loads(text)) for line, text in zip(portion, found, strict=True) if text)
 
-    def begin(self, id: str, line: int, job: str) -> bool:
-        """This job does the batch's next line. False: it is not the next, or no more lines are begun."""
-        return bool(self._advance(id, line, job, "", ""))
+    def begin(self, id: str, line: int, job: str, place: int | None = None) -> bool:
+        """This job does the batch's next line, and the one after it begins at `place`.
 
-    def refuse(self, id: str, line: int, result: dict[str, Any]) -> bool:
+        False: it is not the next, or no more lines are begun.
+        """
+        return bool(self._advance(id, line, job, "", "", _place(line, place)))
+
+    def refuse(self, id: str, line: int, result: dict[str, Any], place: int | None = None) -> bool:
         """The batch's next line cannot be done. False: as above."""
-        return bool(self._advance(id, line, "", to_json(result), "failed"))
+        return bool(self._advance(id, line, "", to_json(result), "failed", _place(line, place)))
 
     def note(self, id: str, line: int, result: dict[str, Any], kind: Literal["completed", "failed", ""]) -> bool:
         """What came of a line that was under way, counted as `kind`; "": it was ended before it was done, and is not
@@ -304,37 +358,13 @@ class BatchStore:
         flat = [value for pair in {"status": status, **fields}.items() for value in pair]
         return bool(self._turn(batch.id, batch.status, *flat))
 
-    # -- both --------------------------------------------------------------------------------------------------------
 
-    @translated()
-    def _put(self, kind: str, id: str, owner: str, fields: Mapping[str, str | int]) -> None:
-        plural = f"{PREFIX}{kind}{'es' if kind == 'batch' else 's'}:{owner}"
-        with self._client.pipeline(transaction=False) as pipe:
-            pipe.hset(f"{PREFIX}{kind}:{id}", mapping={name: str(value) for name, value in fields.items()})
-            pipe.expire(f"{PREFIX}{kind}:{id}", KEPT_S)
-            pipe.zadd(plural, {id: time.time()})  # finer than `created`: lists are in this order
-            pipe.zremrangebyscore(plural, "-inf", time.time() - KEPT_S)
-            pipe.execute()
+def _place(line: int, place: int | None) -> str:
+    """As it is noted: of which line it is, because an older version goes on without noting it."""
+    return "" if place is None else f"{line + 1}:{place}"
 
-    @translated()
-    def _listed(
-        self, index: str, kind: str, of: Callable[[str, Mapping[str, str]], T], wanted: Callable[[T], bool],
-        oldest: bool, after: str, limit: int,
-    ) -> Listed[T] | None:  # fmt: skip
-        """A page of what an index names: of each id a hash `{kind}:{id}`, of which some may be gone by now."""
-        rank: Any = (self._client.zrank if oldest else self._client.zrevrank)(index, after) if after else -1
-        if rank is None:
-            return None
-        found: list[T] = []
-        while len(found) <= limit:
-            ids: Any = self._client.zrange(index, rank + 1, rank + _PORTION, desc=not oldest)
-            with self._client.pipeline(transaction=False) as pipe:
-                for id in ids:
-                    pipe.hgetall(f"{PREFIX}{kind}:{id}")
-                records: Any = pipe.execute()
-            made = (of(id, fields) for id, fields in zip(ids, records, strict=True) if fields)
-            found += [one for one in made if wanted(one)]
-            rank += len(ids)
-            if len(ids) < _PORTION:
-                break
-        return Listed(found[:limit], len(found) > limit)
+
+def _looked(batch: Batch, lines: Sequence[str]) -> Look:
+    entries = list(zip(lines[::3], lines[1::3], lines[2::3], strict=True))
+    of = {state: sorted(int(line) for line, _, said in entries if said == state) for state in ("ended", "lost")}
+    return Look(batch, {int(line): job for line, job, _ in entries}, of["ended"], of["lost"])

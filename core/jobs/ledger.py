@@ -1,6 +1,7 @@
 """The Lua of whose a job is, where it stands among others, and how long what it made is kept.
 
-As scripts.py, whose transitions it leans on: one prefix, one clock. Knows keys and times; knows nothing of files.
+As scripts.py, whose transitions it leans on: one prefix, one clock. Knows keys and times; what
+files and batches hold is in holding.py.
 
     jobs, jobs:{owner}     zset: owner|job → when it was made
     ended                  zset: owner|job → when its record goes
@@ -13,11 +14,11 @@ As scripts.py, whose transitions it leans on: one prefix, one clock. Knows keys 
 
 from __future__ import annotations
 
+from core.jobs.holding import HOLDING
 from core.jobs.scripts import PRELUDE
 
 _GOING_MS = 60_000  # after so long who was deleting it has died
 _NEEDED_MS = 600_000  # until it is looked at again whether a live job still needs what it begins with
-_NAMED_MS = 600_000  # between an artifact's making and its job's end: so long nobody takes it away
 
 # id → {jobs that are called before it, jobs queued, their ms, jobs running, their ms}; or nothing: it does not wait.
 STANDING = (
@@ -72,12 +73,12 @@ return {last, '1', unpack(found)}
 # id, retention_ms, keep_ms → 1, or 0: unknown
 ERASE = (
     PRELUDE
-    + f"local named_ms, keep_ms = {_NAMED_MS}, tonumber(ARGV[4])"
+    + HOLDING
     + """
 let_through()
 local job, at = read(ARGV[2]), now()
 if not job then return 0 end
-keep_ms = keep_ms + kept_ms(job, ARGV[3]) - ARGV[3]
+local keep_ms = ARGV[4] + kept_ms(job, ARGV[3]) - ARGV[3]
 if job.state == 'queued' or job.state == 'running' then
   finish(job, 'cancelled', 'cancel', at, ARGV[3])
   if job.state == 'running' then tell_to_cancel(job.worker, job.id) end
@@ -90,7 +91,8 @@ for artifact in string.gmatch((redis.call('HGET', job.key, 'artifacts') or '') .
     redis.call('HDEL', P .. 'naming', artifact)
     local score = redis.call('ZSCORE', P .. 'kept', artifact)
     -- Somebody may have made the same just now, and name it in a moment.
-    if score then redis.call('ZADD', P .. 'kept', math.max(at, score - keep_ms + named_ms), artifact) end
+    local until_ms = math.max(at, held_until(artifact, at), (score or 0) - keep_ms + named_ms)
+    if score then redis.call('ZADD', P .. 'kept', until_ms, artifact) end
   end
 end
 redis.call('DEL', job.key)
@@ -122,10 +124,15 @@ return cancelled
 # keep_ms, artifact → 1: it may be made, and stays so long at least; 0: it is being deleted at this moment
 KEEP = (
     PRELUDE
+    + HOLDING
     + """
 let_through()
 if redis.call('ZSCORE', P .. 'going', ARGV[3]) then return 0 end
-redis.call('ZADD', P .. 'kept', 'GT', now() + ARGV[2], ARGV[3])
+local at = now()
+-- It is there, for longer: who lets it go meanwhile must know that it is made again.
+if redis.call('ZADD', P .. 'kept', 'GT', 'CH', at + ARGV[2], ARGV[3]) == 0 then
+  hold(ARGV[3], 'made', at + named_ms, at)
+end
 return 1
 """
 )

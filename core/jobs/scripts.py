@@ -50,8 +50,10 @@ local function read(id)
     owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or ''}
 end
 
--- How long what has ended is kept. What a batch asked for stays until that has read it, even if no API runs for a day.
+-- How long what has ended is kept. What a batch asked for stays until that has read it, even if no API runs for a day;
+-- what a receiver is to be told of, for as long as that is tried.
 local function kept_ms(job, retention_ms)
+  if job.webhook then return math.max(retention_ms, 43200000) end
   if string.sub(job.digest, 1, 6) == 'batch_' then return math.max(retention_ms, 172800000) end
   return retention_ms
 end

@@ -12,9 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from api import batches, files
+from api import batch_lines, files
+from api.batch_feeder import BatchFeeder
+from api.batch_lines import Raw
 from api.service import Service
-from api.trickle import Trickle
 from core.jobs.batches import BatchStore
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
@@ -52,6 +53,10 @@ def ended(client: openai.OpenAI, id: str) -> Any:
     return eventually(
         lambda: (found := client.batches.retrieve(id)).status not in ("in_progress", "cancelling") and found
     )
+
+
+def checked(data: bytes) -> batch_lines.Checked:
+    return batch_lines.check((Raw(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL)
 
 
 def told(client: openai.OpenAI, file: str | None) -> list[dict[str, Any]]:
@@ -146,9 +151,9 @@ def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> N
             service.cards.now = dataclasses.replace(service.cards.now, models=tuple(card))
             file = files.keep(service, "", "x.jsonl", "batch", lines(*[{"prompt": "a cat", "steps": 2}] * 6))
             batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
-            one, other = Trickle(service), Trickle(service)
+            one, other = BatchFeeder(service), BatchFeeder(service)
             for _ in range(3):
-                stale = service.batches.active()
+                stale = service.batches.look([batch.id])
                 one.work()
                 other._store = Stale(redis_url, stale)  # it acts on what it read before
                 other.work()
@@ -160,23 +165,30 @@ def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> N
             found = service.batches.batch(batch.id)
             assert found is not None and (found.status, found.completed, found.failed) == ("completed", 6, 0)
             assert len(worker.ids()) == 6
-            outputs = [made for made in service.batches.files("").items if made.purpose == "batch_output"]
+            outputs = [made for made in service.files.files("").items if made.purpose == "batch_output"]
             assert found.output_file in {made.id for made in outputs}
             assert len(service.artifacts.get(outputs[0].key).splitlines()) == 6
         finally:
-            for part in (service.batches, service.rates, service.keyring, service.registry, service.store):
+            for part in (
+                service.batches,
+                service.files,
+                service.rates,
+                service.keyring,
+                service.registry,
+                service.store,
+            ):
                 part.close()
             service.queue.close()
 
 
 class Stale(BatchStore):
-    """Reads the batches as they were."""
+    """Reads a batch as it was."""
 
     def __init__(self, url: str, was: list[Any]) -> None:
         super().__init__(url)
         self._was = was
 
-    def active(self) -> list[Any]:
+    def look(self, ids: Any) -> list[Any]:
         return self._was
 
 
@@ -194,16 +206,16 @@ class Stale(BatchStore):
     ],
 )
 def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int | None) -> None:
-    found, errors = batches.parse(data, URL)
-    assert errors and (errors[0]["param"], errors[0]["line"]) == (param, line)
-    assert not line or len(found) == line - 1
+    found = checked(data)
+    assert found.errors and (found.errors[0]["param"], found.errors[0]["line"]) == (param, line)
+    assert not line or found.lines == line - 1
 
 
 def test_as_many_lines_as_are_allowed() -> None:
-    made = lines(*[{"prompt": "a"}] * batches.MOST_LINES)
-    found, errors = batches.parse(made + b"\n", URL)
-    assert len(found) == 10_000 and not errors
-    assert batches.parse(made + b"\n" + made, URL)[1][0]["line"] is None
+    made = lines(*[{"prompt": "a"}] * batch_lines.MOST_LINES)
+    found = checked(made + b"\n")
+    assert found.lines == 10_000 and not found.errors
+    assert checked(made + b"\n" + made).errors[0]["line"] is None
 
 
 def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:

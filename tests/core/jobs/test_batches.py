@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from core.jobs.batches import Batch, BatchStore
+from core.jobs.files import File
 from core.jobs.record import Draft, new_id
 from core.jobs.store import JobStore
 from tests.core.jobs.books import Books
@@ -32,7 +33,7 @@ def batches(redis_url: str) -> Iterator[BatchStore]:
 
 
 def batch_of(batches: BatchStore) -> Batch:
-    file = batches.add_file("ann", "x.jsonl", "batch", 2, "sha256/00/" + 62 * "0" + ".jsonl")
+    file = File("file-" + 24 * "0", "ann", "x.jsonl", "batch", 2, "sha256/00/" + 62 * "0" + ".jsonl", 1)
     return batches.add("ann", "/v1/chat/completions", file, 9, "http://x/", None, [])
 
 

@@ -1,4 +1,4 @@
-"""How batches of texts trickle: shares, priorities, ends of every kind, and APIs and workers that die meanwhile."""
+"""How batches of texts are fed: shares, priorities, ends of every kind, and APIs and workers that die meanwhile."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from api import files, text_drafts, trickle
+from api import batch_feeder, files, text_drafts
+from api.batch_feeder import BatchFeeder
 from api.service import Service
 from api.text_drafts import CHAT
-from api.trickle import Trickle
 from core.artifacts import NoArtifact
 from core.config import Settings
 from core.jobs.batches import Batch, BatchStore
@@ -228,7 +228,7 @@ class Desk:
         self.service.cards.now = dataclasses.replace(self.service.cards.now, models=tuple(CARDS))
 
     def close(self) -> None:
-        for part in ("batches", "rates", "keyring", "registry", "store", "queue"):
+        for part in ("batches", "files", "rates", "keyring", "registry", "store", "queue"):
             getattr(self.service, part).close()
 
     def batch(self, *bodies: dict[str, Any]) -> Batch:
@@ -238,7 +238,7 @@ class Desk:
     def told(self, key: str | None) -> list[dict[str, Any]]:
         if key is None:
             return []
-        file = self.service.batches.file(key)
+        file = self.service.files.file(key)
         assert file is not None
         return [json.loads(line) for line in self.service.artifacts.get(file.key).splitlines()]
 
@@ -259,7 +259,9 @@ def test_every_line_is_told_once_in_order(
         desk = Desk(settings)
         more: list[dict[str, Any]] = [{"tools": []} if way == "refused" else {} for way in ways]
         batch = desk.batch(*({**ask(str(k))[0], **more[k]} for k in range(len(ways))))
-        both = itertools.cycle([Trickle(desk.service), Trickle(desk.service)])  # who takes over knows nothing yet
+        both = itertools.cycle(
+            [BatchFeeder(desk.service), BatchFeeder(desk.service)]
+        )  # who takes over knows nothing yet
         for _ in range(100):
             next(both).work()
             if desk.found(batch).status != "in_progress":
@@ -303,10 +305,10 @@ def _end(scribe: Scribe, claim: Claim, way: str) -> None:
 def test_who_comes_late_begins_nothing_of_a_batch_that_has_ended(redis_url: str, folder: Path, scribe: Scribe) -> None:
     desk = Desk(settings_of(redis_url, folder, batch_texts=2))
     batch = desk.batch(*ask(*"abcd"))
-    worker, late = Trickle(desk.service), Trickle(desk.service)
+    worker, late = BatchFeeder(desk.service), BatchFeeder(desk.service)
     worker.work()
-    stale = desk.service.batches.active()
-    assert desk.service.batches.turn(stale[0], "cancelling")
+    stale = desk.service.batches.look([batch.id])
+    assert desk.service.batches.turn(stale[0].batch, "cancelling")
     worker.work()
     assert desk.found(batch).status == "cancelled"
     late._store = test_batches.Stale(redis_url, stale)  # it acts on what it read before
@@ -321,12 +323,12 @@ def test_who_comes_late_begins_nothing_of_a_batch_that_has_ended(redis_url: str,
 def test_what_is_large_lies_beside_redis(redis_url: str, folder: Path, scribe: Scribe) -> None:
     """It is read again when the file is written; one that somebody took away costs its own line alone."""
     desk = Desk(settings_of(redis_url, folder))
-    worker = Trickle(desk.service)
+    worker = BatchFeeder(desk.service)
     batch = desk.batch(*ask("a", "b", "c"))
     worker.work()
-    for length in (trickle._LARGE, trickle._LARGE, 1):
+    for length in (batch_feeder._LARGE, batch_feeder._LARGE, 1):
         scribe.write(scribe.take(scribe.next()), length)
-    assert worker._gather(batch) == 0
+    assert worker._gather(*desk.service.batches.look([batch.id])) == 0
     noted = dict(desk.service.batches.results(batch.id))
     assert [set(result) for result in noted.values()] == [{"laid"}, {"laid"}, {"status_code", "request_id", "body"}]
     assert max(map(len, scribe.redis.hvals(f"diptych:batch_done:{batch.id}"))) < 1000
@@ -336,7 +338,7 @@ def test_what_is_large_lies_beside_redis(redis_url: str, folder: Path, scribe: S
     worker.work()
     done = desk.found(batch)
     assert (done.status, done.completed, done.failed) == ("completed", 2, 1)
-    assert [content(line) for line in desk.told(done.output_file)] == ["a" * trickle._LARGE, "c"]
+    assert [content(line) for line in desk.told(done.output_file)] == ["a" * batch_feeder._LARGE, "c"]
     (ill,) = desk.told(done.error_file)
     assert ill["custom_id"] == "c1" and ill["response"]["body"]["error"]["code"] == "artifact_unreadable"
     desk.close()

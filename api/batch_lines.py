@@ -1,0 +1,124 @@
+"""Reads the lines of a batch's file one after the other, from any place in it, without ever holding the file.
+
+Knows bytes, places and the form of a line; what a line asks for, lines.py knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypedDict
+
+from api import body
+from api.errors import ApiError, refused
+from core.artifacts import ArtifactError, Artifacts
+
+MOST_LINES = 10_000
+_PART, _LARGEST_PART = 64 * 1024, 2**21  # bytes that are read at once, at first and later
+_MOST_VALUES = 200_000  # that may be in a line which is larger than any other request
+_MOST_ERRORS = 100  # that are told of one file
+
+
+class Raw(NamedTuple):
+    """A line as it is in the file, and where the next one begins."""
+
+    data: bytes
+    end: int
+
+
+class Line(TypedDict):
+    """A line of a batch's file; `bytes` is how long it is there."""
+
+    custom_id: str
+    body: dict[str, Any]
+    bytes: int
+
+
+def raw_lines(artifacts: Artifacts, key: str, place: int = 0, *, check: bool = False) -> Iterator[Raw]:
+    """The lines that are not blank, from a place on, which is where a line begins. Raises `ArtifactError`.
+
+    With `check`, from the beginning, the whole is held against its key in the end.
+    """
+    size, at, parts = artifacts.size(key), place, [b""]  # what is before the next newline, in parts
+    digest, length = hashlib.sha256(), _PART
+    while at < size:
+        part = artifacts.read_part(key, at, length)
+        length = min(2 * length, _LARGEST_PART)
+        if not part:
+            break
+        digest.update(part)
+        at += len(part)
+        *lines, rest = part.split(b"\n")
+        end = at - len(part)
+        for line in lines:
+            end += len(line) + 1
+            whole = b"".join([*parts, line])
+            parts = []
+            if whole.strip():
+                yield Raw(whole, end)
+        parts.append(rest)
+    if check and digest.hexdigest() not in key.replace("/", ""):
+        raise ArtifactError("an artifact is damaged: its content does not match its key")
+    whole = b"".join(parts)
+    if whole.strip():
+        yield Raw(whole, size)
+
+
+def read(raw: bytes, endpoint: str) -> Line:
+    """A line of a batch that asks this endpoint. Raises `ApiError` (400) naming the field."""
+    # What is so large is pictures in base64; a million tiny values take a hundred times their size to hold.
+    if len(raw) > body.MAX_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise refused(None, f"must hold at most {_MOST_VALUES} values where it is larger than {body.MAX_BYTES} bytes")
+    line = body.parse(raw)
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
+        raise refused("custom_id", "must be text of 1 to 512 characters")
+    if line.get("method") != "POST":
+        raise refused("method", "must be POST")
+    if line.get("url") != endpoint:
+        raise refused("url", "must be the batch's endpoint", "mismatched_endpoint")
+    if not isinstance(line.get("body"), dict):
+        raise refused("body", "must be an object", "invalid_type")
+    return {"custom_id": custom_id, "body": line["body"], "bytes": len(raw)}
+
+
+class Checked(NamedTuple):
+    """What a file holds, and what is wrong with it: then nothing of it is done."""
+
+    lines: int
+    pictures: int
+    errors: list[dict[str, Any]]
+
+
+def check(raws: Iterator[Raw], endpoint: str) -> Checked:
+    """Look at each line of a file, one after the other. Raises `ArtifactError`."""
+    errors: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    number = pictures = good = 0
+    for number, (raw, _) in enumerate(raws, 1):
+        if number > MOST_LINES:
+            continue  # counted
+        if len(errors) >= _MOST_ERRORS:
+            continue
+        try:
+            line = read(raw, endpoint)
+            if line["custom_id"] in seen:
+                raise refused("custom_id", "must be another on every line", "duplicate_custom_id")
+        except ApiError as error:
+            errors.append(_wrong(number, error.param, str(error), error.code))
+        else:
+            seen.add(line["custom_id"])
+            pictures += _pictures(line)
+            good += 1
+    if not 1 <= number <= MOST_LINES:
+        return Checked(0, 0, [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {number}")])
+    return Checked(good, pictures, errors)
+
+
+def _pictures(line: Line) -> int:
+    n = line["body"].get("n")
+    return n if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 10 else 1
+
+
+def _wrong(line: int | None, param: str | None, message: str, code: str | None = "invalid_file") -> dict[str, Any]:
+    return {"code": code, "line": line, "message": message, "param": param}

@@ -1,0 +1,130 @@
+"""Writes what came of a batch into its files: line by line, in portions, and never all of it in memory.
+
+Knows the order of lines and of their results; when a batch has ended, batch_feeder.py knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+
+from api import batch_lines, files
+from api.batch_lines import Line
+from api.batches import WINDOW_S
+from api.errors import ApiError
+from api.lines import Lines, Result, given_up, refusal
+from api.service import Service
+from core.artifacts import ArtifactError, NoArtifact, Spool
+from core.jobs.batches import Batch
+from core.jobs.connection import StoreError
+
+log = logging.getLogger(__name__)
+
+LAID_S = 2 * WINDOW_S  # for which a large result lies beside Redis
+
+
+class BatchOutput:
+    """The files of one batch that ends with this status. Close it; after an exception it is of no use any more."""
+
+    def __init__(self, service: Service, lines: Lines, batch: Batch, status: str) -> None:
+        self.batch = batch
+        self.status = status
+        self._service = service
+        self._lines = lines
+        self._raws = batch_lines.raw_lines(service.artifacts, batch.key)
+        self._results = service.batches.results(batch.id)
+        self._coming = next(self._results, None)
+        self._number = 0
+        self._spools: dict[str, Spool] = {}
+        self._told = {"output": 0, "error": 0}
+        self._unmade = 0  # ended with the batch, before they were done: neither completed nor failed
+
+    def write(self, go_on: Callable[[], bool]) -> bool:
+        """Write lines while `go_on`. Whether all are written. Raises `ArtifactError` and `StoreError`."""
+        while self._number < self.batch.total:
+            if not go_on():
+                return False
+            self._write_next()
+        return True
+
+    def end(self) -> bool:
+        """Keep the files, and end the batch. Done twice, by two who take turns, it ends once, with one pair of files.
+
+        Whether this call ended it. Raises `ArtifactError` and `StoreError`.
+        """
+        failed = self._told["error"] - self._unmade
+        made: dict[str, str | int] = {"ended": int(time.time()), "completed": self._told["output"], "failed": failed}
+        for name, spool in self._spools.items():
+            id = "file-" + hashlib.sha256(f"{self.batch.secret}{self.batch.id}/{name}".encode()).hexdigest()[:24]
+            title = f"{self.batch.id}_{name}.jsonl"
+            made[f"{name}_file"] = files.keep_spool(
+                self._service, self.batch.owner, title, "batch_output", spool, id=id
+            ).id
+        ended = self._service.batches.turn(self.batch, self.status, **made)
+        if ended:
+            log.info(
+                "%s is %s: %d lines well, %d failed, %d not made",
+                self.batch.id, self.status, self._told["output"], failed, self._unmade,
+            )  # fmt: skip
+        return ended
+
+    def close(self) -> None:
+        for spool in self._spools.values():
+            spool.close()
+
+    def _write_next(self) -> None:
+        raw = next(self._raws, None)
+        result = self._result()
+        try:
+            line = batch_lines.read(raw.data, self.batch.endpoint) if raw is not None else _unread()
+        except ApiError:
+            line = _unread()  # damaged since it was looked at
+        try:
+            written = self._lines.written(self.batch, self._number, line, result)
+        except (StoreError, ArtifactError):
+            raise
+        except Exception:
+            log.exception("line %d of %s cannot be written", self._number + 1, self.batch.id)
+            result = failure("The answer was made and cannot be written; the server's log says why.")
+            written = self._lines.written(self.batch, self._number, line, result)
+        self._unmade += "error" in result
+        name = "output" if result.get("status_code") == 200 else "error"
+        if name not in self._spools:
+            self._spools[name] = self._service.artifacts.spool()
+        self._spools[name].write(written)
+        self._told[name] += 1
+        self._number += 1
+
+    def _result(self) -> Result:
+        if self._coming is None or self._coming[0] != self._number:
+            return (
+                failure("Nobody knows what came of this line.") if self.status == "completed" else given_up(self.status)
+            )
+        result = self._coming[1]
+        if "laid" in result:
+            result = self._fetched(result["laid"])
+        self._coming = next(self._results, None)
+        return result
+
+    def _fetched(self, key: str) -> Result:
+        """A result that was laid aside. Raises `ArtifactError` where it may be had later."""
+        try:
+            fetched: Result = json.loads(self._service.artifacts.get(key))
+        except ArtifactError as error:
+            if not isinstance(error, NoArtifact) and time.time() < self.batch.created + LAID_S:
+                raise
+            log.error("%s has lost a result: %s", self.batch.id, error)
+            return refusal(ApiError(500, "The answer was made and cannot be read.", code="artifact_unreadable"), None)
+        return fetched
+
+
+def failure(message: str, id: str | None = None) -> Result:
+    """What is noted of a line that something unexpected happened to."""
+    return refusal(ApiError(500, message, code="internal_error"), id)
+
+
+def _unread() -> Line:
+    return {"custom_id": "", "body": {}, "bytes": 0}

@@ -1,0 +1,117 @@
+"""Tells the end of jobs to those who asked for it: each job's once, and again later where that failed.
+
+Every receiver is called on a thread of its own pool, in turn by owners and receivers. How one is called is in
+webhooks.py; who is due, core.jobs.webhooks knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from functools import partial
+from urllib.parse import urlsplit
+
+from api.links import Links
+from api.poller import Poller
+from api.presentation import job_object
+from api.service import Service
+from api.tenant_pool import Bound, TenantPool
+from api.webhooks import ANSWER_S, Unreachable, call, sign
+from core.jobs.connection import StoreError
+from core.jobs.keyring import webhook_secret
+from core.jobs.record import Job
+from core.jobs.webhooks import Due, Webhooks
+
+log = logging.getLogger(__name__)
+
+_PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)  # between tries; then it is given up
+_AT_ONCE, _OF_OWNER, _OF_RECEIVER = 64, 32, 4  # calls under way; without keys all are one owner's
+_SOON_S = 2.0  # what could not be tried for a reason that lies here
+
+
+class WebhookSender:
+    """Looks who is due, and calls. Every API has one; a job is one's at a time."""
+
+    def __init__(self, service: Service, pauses_s: tuple[float, ...] = _PAUSES_S) -> None:
+        self._service = service
+        self._webhooks = Webhooks.of(service.settings)
+        self._pauses_s = pauses_s
+        self._private = service.settings.webhook_private
+        self._pool = TenantPool("webhooks", _AT_ONCE, of_tenant=_OF_OWNER, of_lane=_OF_RECEIVER, item_s=ANSWER_S)
+        self._poller = Poller("webhooks", "webhooks", self._look)
+
+    def start(self) -> None:
+        self._poller.start()
+
+    def stop(self) -> None:
+        """Calls that are under way are cut, and made again by whoever comes next."""
+        self._poller.stop()
+        self._pool.stop()
+        self._webhooks.close()
+
+    def _look(self) -> None:
+        room = self._pool.room
+        if not room:
+            return
+        owners, lanes = self._pool.full()
+        # Nobody else tells these before they must have ended here, after a wait for others.
+        for due in self._webhooks.due(
+            6 * ANSWER_S, room, of_owner=_OF_OWNER, of_lane=_OF_RECEIVER, without=owners, without_lanes=lanes
+        ):
+            self._pool.submit(due.owner, due.host, due.id, partial(self._tell, due))
+
+    def _tell(self, due: Due, bound: Bound) -> None:
+        """One try. Whatever goes wrong with it is a failed one, unless it lies here."""
+        try:
+            job = self._service.store.get(due.id)
+            if job is None or job.webhook is None or not job.state.final or _host(job.webhook["url"]) != due.host:
+                self._webhooks.settle(due)  # erased meanwhile
+            elif not self._service.cards.now.secret:
+                self._webhooks.again(due, _SOON_S, failed=False)  # Redis has not been read yet
+            else:
+                self._try(due, job, bound)
+        except StoreError as error:
+            log.warning("the end of %s is told later: %s", due.id, error)  # it comes again by itself
+        finally:
+            self._poller.wake()
+
+    def _try(self, due: Due, job: Job, bound: Bound) -> None:
+        try:
+            self._call(job, bound)
+        except Exception as error:
+            if self._pool.stopping:
+                with contextlib.suppress(StoreError):
+                    self._webhooks.again(due, 0, failed=False)
+                return
+            if not isinstance(error, Unreachable):
+                log.exception("telling the end of %s failed unexpectedly", due.id)
+            if due.tries >= len(self._pauses_s):
+                log.warning(
+                    "nobody is told of the end of %s: %s, and it was tried %d times", due.id, error, due.tries + 1
+                )
+                self._webhooks.settle(due)
+            else:
+                log.info("the end of %s is told later: %s", due.id, error)
+                self._webhooks.again(due, self._pauses_s[due.tries])
+        else:
+            self._webhooks.settle(due)
+
+    def _call(self, job: Job, bound: Bound) -> None:
+        assert job.webhook is not None
+        now = self._service.cards.now
+        links = Links(job.webhook["base"], now.secret if now.keys else None, self._service.settings.link_s)
+        timestamp, message = int(time.time()), f"msg_{job.id}_{job.attempt}"
+        told = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
+        body = json.dumps(told, separators=(",", ":"), allow_nan=False).encode()
+        headers = {
+            "Content-Type": "application/json", "User-Agent": "diptych", "webhook-id": message,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": sign(webhook_secret(now.secret, job.owner), message, timestamp, body),
+        }  # fmt: skip
+        call(job.webhook["url"], headers, body, private=self._private, bound=bound)
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc.lower()

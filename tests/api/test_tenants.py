@@ -1,0 +1,453 @@
+"""Nothing one tenant does to its batches, files and receivers may touch another's: on real processes and real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from api.text_drafts import CHAT
+from core.artifacts import Artifacts
+from core.config import Settings
+from core.jobs.keyring import Keyring
+from core.jobs.record import JobState
+from tests.api import rivals, test_batches
+from tests.api.test_batches import ended, told
+from tests.api.test_text_batches import lines
+from tests.api.test_text_feeder import CARDS, Scribe, ask, client_of, content
+from tests.api.test_webhooks import Receiver
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process, settings_of
+
+URL = test_batches.URL
+
+
+@contextlib.contextmanager
+def tenants(settings: Settings, api: Api, **more: Any) -> Iterator[list[openai.OpenAI]]:
+    """Two, with a key each."""
+    keyring = Keyring.of(settings)
+    tokens = [keyring.add(name, ["images", "text"], **more)[1] for name in ("ann", "bob")]
+    keyring.close()
+    with client_of(api.url, tokens[0]) as ann, client_of(api.url, tokens[1]) as bob:
+        yield [ann, bob]
+
+
+def handed_in(client: openai.OpenAI, data: bytes) -> str:
+    return client.files.create(file=("asked.jsonl", data), purpose="batch").id
+
+
+def begun(client: openai.OpenAI, file: str, endpoint: Any = CHAT) -> str:
+    return client.batches.create(input_file_id=file, endpoint=endpoint, completion_window="24h").id
+
+
+@pytest.fixture
+def scribe(redis_url: str, folder: Path) -> Iterator[Scribe]:
+    with Scribe(settings_of(redis_url, folder)) as scribe:
+        scribe.announce_all(CARDS)
+        yield scribe
+
+
+def write_all(scribe: Scribe, over: threading.Event) -> None:
+    """Answer what waits until it is over."""
+    while not over.wait(0.02):
+        for id, _ in scribe.texts():
+            scribe.answer(id)
+
+
+@contextlib.contextmanager
+def writing(scribe: Scribe) -> Iterator[None]:
+    over = threading.Event()
+    thread = threading.Thread(target=write_all, args=(scribe, over))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_takes_the_id_of_a_line_harms_nobody(redis_url: str, folder: Path, scribe: Scribe) -> None:
+    """A picture under the id that a line of text would have, as the id was once made."""
+    settings = settings_of(redis_url, folder, batch_texts=2)
+    with Api(settings) as api, tenants(settings, api) as (ann, bob):
+        worst = begun(ann, handed_in(ann, lines(CHAT, *ask(*"abcdef"))))
+        for line in range(2, 6):
+            id = "job_" + hashlib.sha256(f"{worst}/{line}".encode()).hexdigest()[:24]
+            ann.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
+            scribe.store.cancel(id)
+        best = begun(bob, handed_in(bob, lines(CHAT, *ask(*"xyz"))))
+        with writing(scribe):
+            assert [content(line) for line in told(bob, ended(bob, best).output_file_id)] == list("xyz")
+            done = ended(ann, worst)
+        assert done.request_counts.completed + done.request_counts.failed == 6
+
+
+def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(
+    redis_url: str, folder: Path, scribe: Scribe
+) -> None:
+    """Its owner erases it and has a picture drawn under its id."""
+    settings = settings_of(redis_url, folder, batch_texts=2)
+    with Api(settings) as api, tenants(settings, api) as (ann, bob):
+        worst = begun(ann, handed_in(ann, lines(CHAT, *ask(*"abcd"))))
+        eventually(lambda: len(scribe.texts()) == 2)
+        taken = scribe.texts()[0][0]
+        ann.delete(f"/jobs/{taken}", cast_to=object)
+        with contextlib.suppress(openai.APIStatusError):  # while it is still going
+            ann.put(f"/jobs/{taken}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
+            picture = scribe.take(taken)
+            scribe.finish(picture)
+        best = begun(bob, handed_in(bob, lines(CHAT, *ask(*"xyz"))))
+        with writing(scribe):
+            assert ended(bob, best).request_counts.completed == 3
+            done = ended(ann, worst)
+        assert (done.request_counts.completed, done.request_counts.failed) == (3, 1)
+        (lost,) = told(ann, done.error_file_id)
+        assert lost["response"]["body"]["error"]["code"] == "job_lost"
+
+
+# Dies where a batch was put into the list of those that are worked at, if that is a step of its own.
+DIES = (
+    "import os, redis\n"
+    "zadd = redis.Redis.zadd\n"
+    "redis.Redis.zadd = lambda self, name, *more, **options: (\n"
+    "    os.kill(os.getpid(), 9) if name == 'diptych:batches' else zadd(self, name, *more, **options))\n" + SERVE
+)
+
+
+def test_a_batch_that_there_is_is_worked_at(redis_url: str, folder: Path, scribe: Scribe) -> None:
+    """Whenever the API dies that makes it."""
+    settings = settings_of(redis_url, folder)
+    with process(DIES, settings) as (_, http), client_of(str(http.base_url).rstrip("/")) as client:
+        with contextlib.suppress(openai.APIConnectionError):
+            begun(client, handed_in(client, lines(CHAT, *ask("a"))))
+    made = {key.rpartition(":")[2] for key in scribe.redis.scan_iter("diptych:batch:*")}
+    assert set(scribe.redis.zrange("diptych:batches", 0, -1)) == made
+
+
+def test_a_batch_is_looked_at_while_others_are_answered(
+    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """31 MiB of lines that take long to look at."""
+    deep = json.dumps({"messages": [{"role": "user", "content": "a"}], "metadata": [[[]]] * 300}).encode()
+    line = b'{"custom_id": "%d", "method": "POST", "url": "' + CHAT.encode() + b'", "body": ' + deep + b"}"
+    data = b"\n".join(line % k for k in range(31 * 2**20 // len(line)))
+    with process(SERVE, settings_of(redis_url, folder)) as (_, http):
+        file = http.post("/v1/files", files={"file": ("a", data)}, data={"purpose": "batch"}).json()["id"]
+        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        with rivals.Heartbeat(http.base_url.port or 0) as heartbeat, ThreadPoolExecutor(1) as pool:
+            eventually(lambda: heartbeat.answers)
+            before = heartbeat.answers
+            made = pool.submit(http.post, "/v1/batches", json=asked).result()
+            assert heartbeat.answers - before >= 10
+        assert made.status_code == 200 and made.json()["status"] in ("in_progress", "failed")
+
+
+def test_the_pictures_of_a_batch_are_never_all_in_memory(redis_url: str, folder: Path) -> None:
+    """A batch of 120 MiB of pictures in base64 is written into its file."""
+    settings = settings_of(redis_url, folder)
+    count, size = 40, 3 * 2**20
+    asked = [{"prompt": "a cat", "steps": 2, "size": "64x64", "response_format": "b64_json"}] * count
+    with Worker(settings) as worker:
+        worker.announce()
+        with process(SERVE, settings) as (child, http), client_of(str(http.base_url).rstrip("/")) as client:
+            eventually(lambda: http.get("/readyz").status_code == 200)
+            batch = begun(client, handed_in(client, test_batches.lines(*asked)), URL)
+            picture = worker.artifacts.put(b"\x89PNG" + bytes(size), "image/png")
+            image = {"key": picture, "width": 64, "height": 64, "media_type": "image/png", "size_bytes": size}
+            for k in range(count):
+                claim = worker.take(eventually(worker.messages_left)[0][0])
+                if k == count - 1:
+                    before = rivals.peak_mib(child.pid)
+                assert worker.store.succeed(claim.id, claim.attempt, {"images": [{**image, "seed": k}]})
+            done = ended(client, batch)
+            grown = rivals.peak_mib(child.pid) - before
+            assert done.request_counts.completed == count
+            file = client.files.retrieve(done.output_file_id)
+            assert file.bytes > count * size * 4 / 3
+            assert grown < 100
+
+
+def test_files_that_come_in_are_never_all_in_memory(redis_url: str, folder: Path) -> None:
+    """Twelve of 31 MiB, handed in at once."""
+    data = b"x" * (31 * 2**20)
+    with process(SERVE, settings_of(redis_url, folder)) as (child, http):
+        eventually(lambda: http.get("/v1/files").status_code == 200)
+        before = rivals.peak_mib(child.pid)
+
+        def hand_in(k: int) -> int:
+            named = {"file": ("a", b"%d" % k + data)}
+            return http.post("/v1/files", files=named, data={"purpose": "batch"}).status_code
+
+        with ThreadPoolExecutor(12) as pool:
+            assert set(pool.map(hand_in, range(12))) == {200}
+        assert rivals.peak_mib(child.pid) - before < 150
+
+
+def test_many_batches_are_looked_at_in_few_commands(redis_url: str, folder: Path, scribe: Scribe) -> None:
+    """Of a key whose share is taken, however many batches and lines it has: commands per pass, not seconds."""
+    from tests.api.test_text_feeder import BatchFeeder, Desk
+
+    desk = Desk(settings_of(redis_url, folder, batch_texts=1))
+    feeder = BatchFeeder(desk.service)
+    counts = {}
+    for batches in (9, 36):
+        while len(scribe.redis.zrange("diptych:batches", 0, -1)) < batches:
+            desk.batch(*ask(*map(str, range(20))))
+        feeder.work()
+        before = scribe.redis.info("stats")["total_commands_processed"]
+        for _ in range(10):
+            feeder.work()
+        counts[batches] = scribe.redis.info("stats")["total_commands_processed"] - before
+    desk.close()
+    # Scripts' own commands count too: two and a half of a batch, and what asks for the figures.
+    assert counts[36] <= 10 * (4 * 36 + 10)
+    assert counts[36] <= 4 * counts[9]
+
+
+def test_a_pass_reads_the_lines_that_it_begins(
+    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line is parsed once to be begun, however many batches there are."""
+    from api import body
+    from tests.api.test_text_feeder import BatchFeeder, Desk
+
+    desk = Desk(settings_of(redis_url, folder, batch_texts=20))
+    for _ in range(20):
+        desk.batch(*ask(*map(str, range(50))))
+    parsed: list[int] = []
+    parse = body.parse
+    monkeypatch.setattr(body, "parse", lambda raw: parsed.append(1) or parse(raw))
+    feeder = BatchFeeder(desk.service)
+    for _ in range(10):
+        feeder.work()
+        for id, _ in scribe.texts()[:2]:
+            scribe.answer(id)
+    begun = len(scribe.ids())
+    desk.close()
+    assert 20 <= begun <= len(parsed) <= 2 * begun
+
+
+def test_an_admin_sees_everybodys_batches(redis_url: str, folder: Path, scribe: Scribe) -> None:
+    settings = settings_of(redis_url, folder)
+    with Api(settings) as api, tenants(settings, api) as (ann, bob):
+        keyring = Keyring.of(settings)
+        token = keyring.add("chief", ["admin"])[1]
+        keyring.close()
+        ids = [begun(one, handed_in(one, lines(CHAT, *ask("a")))) for one in (ann, bob, ann)]
+        scribe.redis.delete("diptych:every_batch", "diptych:every_batch_indexed")  # as of an older version
+        with client_of(api.url, token) as chief:
+            assert sorted(batch.id for batch in chief.batches.list().data) == sorted(ids)
+            page = chief.batches.list(limit=2)
+            assert page.has_more and len(chief.batches.list(after=page.data[-1].id).data) == 1
+        assert {batch.id for batch in bob.batches.list().data} == {ids[1]}
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def kept(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "artifacts").rglob("*") if path.is_file()}
+
+
+def test_what_is_deleted_leaves_the_disk(redis_url: str, folder: Path, scribe: Scribe) -> None:
+    """Unless another file, or a batch that is still worked at, needs the same."""
+    settings = settings_of(redis_url, folder)
+    with Api(settings) as api, tenants(settings, api) as (ann, bob):
+        once, twice = (lines(CHAT, *ask(text)) for text in "ab")
+        alone, mine, theirs = handed_in(ann, once), handed_in(ann, twice), handed_in(bob, twice)
+        eventually(lambda: len(kept(folder)) == 2)
+        batch = begun(ann, alone)
+        for file in (alone, mine):
+            ann.files.delete(file)
+        with writing(scribe):
+            assert ended(ann, batch).request_counts.completed == 1, "it went on without its file"
+        eventually(lambda: hashlib.sha256(once).hexdigest()[2:] + ".jsonl" not in kept(folder))
+        assert bob.files.content(theirs).content == twice
+        bob.files.delete(theirs)
+        eventually(lambda: hashlib.sha256(twice).hexdigest()[2:] + ".jsonl" not in kept(folder))
+
+
+def test_erasing_a_job_shortens_nobodys_file(redis_url: str, folder: Path) -> None:
+    """A file that is, byte for byte, what the job of another made."""
+    import io
+
+    from PIL import Image
+
+    settings = settings_of(redis_url, folder)
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "PNG")
+    with Worker(settings) as worker, Api(settings) as api, tenants(settings, api) as (ann, bob):
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        id = ann.post("/jobs", body={"type": "image", "prompt": "a cat"}, cast_to=dict)["id"]  # type: ignore[index]
+        claim = worker.take(id)
+        picture = worker.artifacts.put_kept(stream.getvalue(), "image/png", worker.store.keep)
+        image = {"key": picture, "seed": 1, "width": 8, "height": 8, "media_type": "image/png", "size_bytes": 1}
+        assert worker.store.succeed(claim.id, claim.attempt, {"images": [image]}, [picture])
+        file = bob.files.create(file=("a.png", stream.getvalue()), purpose="vision")
+        before = worker.redis.zscore("diptych:kept", picture)
+        ann.delete(f"/jobs/{id}", cast_to=object)
+        assert worker.redis.zscore("diptych:kept", picture) == before
+        bob.files.delete(file.id)
+        eventually(lambda: picture.rpartition("/")[2] not in kept(folder))
+
+
+def test_a_file_that_a_job_names_stays_with_the_job(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        data = lines(CHAT, *ask("a"))
+        with client_of(api.url) as client:
+            file = handed_in(client, data)
+            (key,) = worker.redis.zrange("diptych:kept", 0, -1)
+            claim = worker.take(api.order())
+            assert worker.store.succeed(claim.id, claim.attempt, {"images": []}, [key])
+            client.files.delete(file)
+        assert worker.redis.zscore("diptych:kept", key) > worker.redis.time()[0] * 1000 + settings.retention_s * 1000
+        assert worker.artifacts.get(key) == data
+
+
+def test_a_key_has_so_many_bytes_of_files(redis_url: str, folder: Path, scribe: Scribe) -> None:
+    settings = settings_of(redis_url, folder, files_quota_bytes=1000)
+    with Api(settings) as api, tenants(settings, api) as (ann, bob):
+        files = [handed_in(ann, b"%d" % k + b"x" * 399) for k in range(2)]
+        with pytest.raises(openai.RateLimitError) as caught:
+            handed_in(ann, b"x" * 201)
+        assert (
+            caught.value.code == "files_quota_exceeded" and caught.value.response.headers["x-should-retry"] == "false"
+        )
+        handed_in(ann, b"x" * 200)
+        handed_in(bob, b"x" * 1000)
+        ann.files.delete(files[0])
+        handed_in(ann, b"y" * 400)
+        with ThreadPoolExecutor(8) as pool:  # at once, too
+            ann.files.delete(files[1])
+
+            def one_more(k: int) -> bool:
+                with contextlib.suppress(openai.RateLimitError):
+                    return bool(handed_in(ann, b"%d" % k + b"z" * 199))
+                return False
+
+            assert sum(pool.map(one_more, range(8))) == 2
+        assert sum(file.bytes for file in ann.files.list().data) == 1000
+
+
+# -- receivers ---------------------------------------------------------------------------------------------------------
+
+
+def test_bad_receivers_keep_nobody_waiting(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty that are silent, and some that trickle or go on for ever; and the API ends when it is told to."""
+    monkeypatch.setenv("DIPTYCH_WEBHOOK_PRIVATE", "true")
+    settings = settings_of(redis_url, folder)
+    kinds = [rivals.trickling_status, rivals.trickling, rivals.continuing, rivals.continuing, *[rivals.silent] * 40]
+    with Worker(settings) as worker, contextlib.ExitStack() as stack:
+        worker.announce()
+        bad = [stack.enter_context(rivals.receiver(kind)) for kind in kinds]
+        good = stack.enter_context(Receiver())
+        with process(SERVE, settings) as (child, http):
+            eventually(lambda: http.get("/readyz").status_code == 200)
+
+            def order(url: str) -> None:
+                asked = {"type": "image", "prompt": "a cat", "webhook_url": url}
+                answer = http.post("/v1/jobs", json=asked)
+                assert answer.status_code == 202, answer.text
+                worker.work(answer.json()["id"])
+
+            for url, _ in bad:
+                order(url)
+            eventually(lambda: sum(map(len, (calls for _, calls in bad))) >= 20)
+            for _ in range(3):
+                order(good.url)
+            told = len(good.heard)
+            eventually(lambda: len(good.heard) == 3, f"{told} of 3 were told")
+            for url, _ in bad:
+                order(url)
+            calls = sum(map(len, (calls for _, calls in bad)))
+            eventually(lambda: sum(map(len, (calls for _, calls in bad))) > calls)
+            child.terminate()
+            assert child.wait(PATIENCE_S / 4) == -signal.SIGTERM
+
+
+def test_one_key_with_many_receivers_keeps_no_other_waiting(redis_url: str, folder: Path) -> None:
+    """Four hundred ends to tell to silent receivers, and one of another key that came last."""
+    settings = settings_of(redis_url, folder, webhook_private=True, rate="")
+    with Worker(settings) as worker, contextlib.ExitStack() as stack:
+        worker.announce()
+        silent = [stack.enter_context(rivals.receiver(rivals.silent))[0] for _ in range(40)]
+        good = stack.enter_context(Receiver())
+        api = stack.enter_context(Api(settings))
+        ann, bob = stack.enter_context(tenants(settings, api))
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        for k in range(400):
+            _order(ann, worker, silent[k % 40])
+        _order(bob, worker, good.url)
+        heard = eventually(lambda: good.heard and len(good.heard))
+        assert heard == 1
+        waiting = sum(worker.redis.zcard(key) for key in worker.redis.scan_iter("diptych:webhooks*"))
+        assert waiting >= 300, "it was told long before all of the other's were tried"
+
+
+def _order(client: openai.OpenAI, worker: Worker, url: str) -> None:
+    asked = {"type": "image", "prompt": "a cat", "webhook_url": url, "n": 1, "steps": 1, "size": "64x64"}
+    id = client.post("/jobs", body=asked, cast_to=dict)["id"]  # type: ignore[index]
+    worker.work(id)
+
+
+def test_a_receiver_is_told_after_the_record_should_be_gone(
+    redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tries span hours; the record waits for them, and then goes as all others."""
+    from api.webhook_sender import WebhookSender
+
+    settings = settings_of(redis_url, folder, webhook_private=True, retention_s=0.5)
+    monkeypatch.setattr(WebhookSender.__init__, "__defaults__", ((1.5, 1.5),))
+    with Worker(settings) as worker, Receiver(500, 500) as receiver, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        id = api.order(webhook_url=receiver.url)
+        worker.work(id)
+        eventually(lambda: len(receiver.heard) == 3)
+        assert [json.loads(body)["data"]["id"] for _, _, body in receiver.heard] == [id] * 3
+        eventually(lambda: worker.store.get(id) is None, "its record stays")
+
+
+def test_a_call_takes_no_longer_than_it_may() -> None:
+    """Whatever an answer is like."""
+    from api.tenant_pool import Bound
+    from api.webhooks import Unreachable, call
+
+    for kind in (rivals.silent, rivals.trickling_status, rivals.continuing):
+        with rivals.receiver(kind) as (url, _):
+            bound = Bound(0.3)
+            with pytest.raises(Unreachable, match="does not answer"):
+                call(url, {}, b"{}", private=True, bound=bound)
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(shared: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    from api import body
+
+    threads: list[str] = []
+    parse = body.parse
+    monkeypatch.setattr(body, "parse", lambda raw: threads.append(threading.current_thread().name) or parse(raw))
+    for size in (10, 900_000):
+        answer = shared.client.post(
+            "/v1/images/generations", content=b'{"prompt": [' + b"[]," * (size // 3) + b"[]]}",
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+        assert answer.status_code == 400
+    loop, beside = threads
+    assert loop != beside
