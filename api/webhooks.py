@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from api.errors import refused
-from api.links import Links
 from api.poller import Poller
 from api.presentation import job_object
 from api.service import Service
@@ -150,8 +149,9 @@ class Teller:
         now = self._service.cards.now
         if not now.secret:
             return  # Redis has not been read yet; it comes again
-        links = Links(job.webhook["base"], now.secret if now.keys else None, self._service.settings.link_s)
-        timestamp, message = int(time.time()), f"msg_{id}_{job.attempt}"
+        links = self._service.links_from(job.webhook["base"], self._service.settings.link_s)
+        # A receiver takes two of one name for one: the incarnation tells this job from the next one of this id.
+        timestamp, message = int(time.time()), f"msg_{id}_{job.incarnation or job.attempt}"
         told = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
         body = json.dumps(told, separators=(",", ":"), allow_nan=False).encode()
         headers = {

@@ -4,8 +4,8 @@ As scripts.py, whose transitions it leans on: one prefix, one clock. Knows keys 
 
     jobs, jobs:{owner}     zset: owner|job → when it was made
     ended                  zset: owner|job → when its record goes
-    erased:{id}            the attempts of a job that was erased, for as long as one may be under way
     kept                   zset: artifact → when it may go
+    held                   zset: artifact → until when somebody who is no job's record keeps it (a file, an upload)
     naming                 hash: artifact → how many records name it
     needed                 hash: artifact → how many live jobs begin with it
     going                  zset: artifact that is being deleted → since when
@@ -55,7 +55,8 @@ while looked < looks do
   local entries = redis.call('ZREVRANGE', index, from + looked, from + looked + 99)
   for _, entry in ipairs(entries) do
     local id = string.match(entry, '|(.*)$')
-    local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'model')
+    local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'model', 'owner')
+    if v[3] ~= string.sub(entry, 1, -2 - #id) then v = {} end  -- the id is another's by now
     if v[1] and (state == '' or v[1] == state) and (model == '' or v[2] == model) then
       if #found >= limit then return {last, '1', unpack(found)} end
       found[#found + 1] = id
@@ -69,18 +70,18 @@ return {last, '1', unpack(found)}
 """
 )
 
-# id, retention_ms, keep_ms → 1, or 0: unknown
+# id, retention_ms, keep_ms, incarnation or '' → 1, or 0: unknown
 ERASE = (
     PRELUDE
     + f"local named_ms, keep_ms = {_NAMED_MS}, tonumber(ARGV[4])"
     + """
 let_through()
-local job, at = read(ARGV[2]), now()
+local job, at = read_same(ARGV[2], ARGV[5]), now()
 if not job then return 0 end
 keep_ms = keep_ms + kept_ms(job, ARGV[3]) - ARGV[3]
 if job.state == 'queued' or job.state == 'running' then
   finish(job, 'cancelled', 'cancel', at, ARGV[3])
-  if job.state == 'running' then tell_to_cancel(job.worker, job.id) end
+  if job.state == 'running' then tell_to_cancel(job) end
   redis.call('PEXPIRE', P .. 'events:' .. job.id, 60000)  -- who follows it is told
 else
   redis.call('DEL', P .. 'events:' .. job.id)
@@ -89,15 +90,15 @@ for artifact in string.gmatch((redis.call('HGET', job.key, 'artifacts') or '') .
   if redis.call('HINCRBY', P .. 'naming', artifact, -1) <= 0 then
     redis.call('HDEL', P .. 'naming', artifact)
     local score = redis.call('ZSCORE', P .. 'kept', artifact)
-    -- Somebody may have made the same just now, and name it in a moment.
-    if score then redis.call('ZADD', P .. 'kept', math.max(at, score - keep_ms + named_ms), artifact) end
+    -- Somebody may have made the same just now, and name it in a moment; and what another holds stays as long as that.
+    local least = math.max(at, tonumber(redis.call('ZSCORE', P .. 'held', artifact) or 0))
+    if score then redis.call('ZADD', P .. 'kept', 'LT', math.max(least, score - keep_ms + named_ms), artifact) end
   end
 end
 redis.call('DEL', job.key)
 for _, list in ipairs({'ended', 'jobs', 'jobs:' .. job.owner}) do
   redis.call('ZREM', P .. list, job.owner .. '|' .. job.id)
 end
-redis.call('SET', P .. 'erased:' .. job.id, job.attempt, 'PX', 86400000)
 return 1
 """
 )
@@ -109,23 +110,34 @@ EMPTY = (
 let_through()
 local at, cancelled = now(), 0
 for i = 5, #ARGV do
-  for _, id in ipairs(redis.call('ZRANGE', P .. 'sent:' .. ARGV[2] .. ':' .. ARGV[i], 0, ARGV[4] - 1 - cancelled)) do
-    finish(read(id), 'cancelled', 'cancel', at, ARGV[3])
-    cancelled = cancelled + 1
-  end
-  if cancelled >= tonumber(ARGV[4]) then break end
+  local sent, ids = P .. 'sent:' .. ARGV[2] .. ':' .. ARGV[i], nil
+  repeat
+    ids = redis.call('ZRANGE', sent, 0, ARGV[4] - 1 - cancelled)
+    for _, id in ipairs(ids) do
+      local job = read(id)
+      if job then
+        finish(job, 'cancelled', 'cancel', at, ARGV[3])
+        cancelled = cancelled + 1
+      else  -- somebody deleted its record by hand
+        redis.call('ZREM', sent, id)
+      end
+    end
+    if cancelled >= tonumber(ARGV[4]) then return cancelled end
+  until #ids == 0
 end
 return cancelled
 """
 )
 
-# keep_ms, artifact → 1: it may be made, and stays so long at least; 0: it is being deleted at this moment
+# keep_ms, artifact, '1': for one who is no job's record → 1: it may be made, and stays so long at least; 0: it is being
+# deleted at this moment
 KEEP = (
     PRELUDE
     + """
 let_through()
 if redis.call('ZSCORE', P .. 'going', ARGV[3]) then return 0 end
 redis.call('ZADD', P .. 'kept', 'GT', now() + ARGV[2], ARGV[3])
+if ARGV[4] == '1' then redis.call('ZADD', P .. 'held', 'GT', now() + ARGV[2], ARGV[3]) end
 return 1
 """
 )
@@ -144,6 +156,7 @@ for _, artifact in ipairs(redis.call('ZRANGEBYSCORE', P .. 'kept', '-inf', at, '
   else
     redis.call('ZREM', P .. 'kept', artifact)
     redis.call('HDEL', P .. 'naming', artifact)
+    redis.call('ZREM', P .. 'held', artifact)
     due[#due + 1] = artifact
   end
 end
