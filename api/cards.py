@@ -39,6 +39,11 @@ class Snapshot:
     paused: frozenset[str] = frozenset()
     keys: dict[str, Key] = field(default_factory=dict)
     secret: bytes = b""
+    ahead_s: float = 0.0  # how much Redis's clock is ahead of this machine's
+
+    def clock(self) -> float:
+        """The time by Redis's clock, in seconds since the epoch: the same for every API."""
+        return time.time() + self.ahead_s
 
     def ready(self, modality: str) -> int:
         """How many workers take this queue's jobs now."""
@@ -148,5 +153,7 @@ class Cards:
         workers = tuple(self._registry.workers())  # after the models: whose worker is live, its worker is known
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
         keys = {key.id: key for key in self._keyring.all()}
-        secret = self.now.secret or self._keyring.secret()
-        return Snapshot(workers, models, backlogs, frozenset(self._registry.paused()), keys, secret)
+        # Read each time: a Redis that was emptied gets the one that the first API brings back, and all go on with that.
+        secret = self._keyring.secret(self.now.secret)
+        ahead_s = self._keyring.clock() - time.time()
+        return Snapshot(workers, models, backlogs, frozenset(self._registry.paused()), keys, secret, ahead_s)

@@ -5,11 +5,13 @@ Knows the stream's form and its ids; events themselves are made where the job's 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
+import anyio
 from fastapi import APIRouter, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
@@ -35,16 +37,28 @@ _POSITION = re.compile(r"([0-9]{1,19})(?:-([0-9]{1,19}))?")
 class EventStream(EventSourceResponse):
     """Closes its source when the client leaves, wherever it was, instead of leaving that to the garbage collector."""
 
-    def __init__(self, source: AsyncGenerator[bytes]) -> None:
-        super().__init__(source, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    def __init__(self, source: AsyncGenerator[bytes], unheard: Callable[[], Awaitable[object]] | None = None) -> None:
+        """`unheard` is called where the client leaves before the source has begun, which then cleans up nothing."""
+        super().__init__(self._begun(source), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._source = source
+        self._unheard = unheard
+
+    async def _begun(self, source: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        self._unheard = None
+        async for piece in source:
+            yield piece
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if bodiless(scope):
             await self._source.aclose()
             await Response(headers=dict(self.headers), media_type=self.media_type)(scope, receive, send)
             return
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self._unheard is not None:
+                with anyio.CancelScope(shield=True):
+                    await self._unheard()
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._source):
@@ -81,7 +95,10 @@ async def events(id: str, request: Request, service: Given, caller: By) -> Respo
     links = service.links(request)
     job = await find(service, id, caller)
     if not job.state.final:
-        return EventStream(_live(service, job.id, seen, links))
+        if job.followed is False:
+            with contextlib.suppress(StoreError):  # then its changes of state are told
+                await service.call(service.store.follow, job.id, job.incarnation)
+        return EventStream(_live(service, job, seen, links))
     past = [_text(event, job, links) for event in await _past(service, job, seen)]
     if not past:
         return Response(status_code=204)  # which tells a browser's EventSource not to come again
@@ -97,25 +114,25 @@ def _position(id: str) -> Position | None:
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
-async def _live(service: Service, id: str, seen: Position, links: Links) -> AsyncGenerator[bytes]:
+async def _live(service: Service, job: Job, seen: Position, links: Links) -> AsyncGenerator[bytes]:
     """Events as they come, keep-alive comments between them, until the job's end."""
-    async with aclosing(service.follow(id, f"{seen[0]}-{seen[1]}", _KEEP_ALIVE_S)) as following:
+    async with aclosing(service.follow(job, f"{seen[0]}-{seen[1]}", _KEEP_ALIVE_S)) as following:
         async for event in following:
             if event is not None:
                 seen = _position(event.id) or seen
-                yield _text(event, await service.record(id) if event.final else None, links)
+                yield _text(event, await service.record(job) if event.final else None, links)
                 continue
             yield KEEPALIVE_COMMENT
             # After a silence the record is asked, because a Redis that came back may have lost a stream's end.
             try:
-                job = await service.call(service.store.get, id)
+                found = await service.call(service.store.get, job.id)
             except StoreError:
                 continue
-            if job is None:
+            if found is None or not job.same(found):
                 return
-            if job.state.final:
-                for last in await _past(service, job, seen):
-                    yield _text(last, job, links)
+            if found.state.final:
+                for last in await _past(service, found, seen):
+                    yield _text(last, found, links)
                 return
 
 
@@ -125,7 +142,7 @@ async def _past(service: Service, job: Job, seen: Position) -> list[Event]:
     Read from the start: one who has seen the terminal event would wait for another for ever.
     """
     past = []
-    async with aclosing(service.follow(job.id, "0-0", _PAST_S)) as following:
+    async with aclosing(service.follow(job, "0-0", _PAST_S)) as following:
         async for event in following:
             if event is None:
                 past.append(Event("", job.state.value, {}))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Coroutine
+from typing import Any
 
 import anyio
 from fastapi import APIRouter, Request, Response
@@ -48,7 +50,8 @@ async def answer(service: Service, request: Request, job: Job, fields: schemas.I
     """The job's pictures when they are drawn, or with `stream` all that comes. Raises `ApiError`."""
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:
-        return EventStream(streaming.tell(service, job, links, fields.partial_images or 0, stays=stays))
+        source = streaming.tell(service, job, links, fields.partial_images or 0, stays=stays)
+        return EventStream(source, None if stays else lambda: service.cancel(job))
     ended = await finished(service, request, job, stays=stays)
     content = await service.call(generated, service, ended, links)
     return Response(content, media_type="application/json")
@@ -56,20 +59,27 @@ async def answer(service: Service, request: Request, job: Job, fields: schemas.I
 
 async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:
     """The job as it ended well. Raises `ApiError` for all other ends, and as `wait`."""
-    ended = await wait(service, job.id, request, stays=stays)
+    ended = await wait(service, job, request, service.end(job), stays=stays)
     if ended is None:
-        raise ApiError(_CLOSED, "The client went away.", code="client_closed_request")
+        raise left()
     if ended.state is not JobState.SUCCEEDED:
         raise unsuccessful(ended)
     return ended
 
 
-async def wait(service: Service, id: str, request: Request, *, stays: bool) -> Job | None:
-    """The job as it ended; None if the client left. However this is left, the job is over, unless it `stays`.
+def left() -> ApiError:
+    return ApiError(_CLOSED, "The client went away.", code="client_closed_request")
+
+
+async def wait(
+    service: Service, job: Job, request: Request, work: Coroutine[Any, Any, Job | None], *, stays: bool
+) -> Job | None:
+    """What `work` comes to while the client waits; None if it left. Where there is nothing the job is over, unless it
+    `stays`, however this is left.
 
     Raises `ApiError`.
     """
-    waiting = asyncio.create_task(service.end(id))
+    waiting = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(request))
     ended: Job | None = None
     stopped = True
@@ -83,7 +93,7 @@ async def wait(service: Service, id: str, request: Request, *, stays: bool) -> J
                 task.cancel()
             await asyncio.gather(waiting, leaving, return_exceptions=True)
             if ended is None and not stays:
-                stopped = await service.cancel(id)
+                stopped = await service.cancel(job)
     if ended is None and service.closing.is_set():
         again = {"Retry-After": "2"} if stopped else NO_RETRY
         what = "goes on" if stays else "was cancelled"

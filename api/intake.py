@@ -157,7 +157,7 @@ def handed_in(service: Service, draft: Draft, image: bytes, mask: bytes | None) 
     """The draft with what is edited, which is kept for it until its record says so. Raises `ArtifactError`."""
 
     def put(data: bytes) -> str:
-        return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S))
+        return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S, hold=True))
 
     keys = {name: put(data) for name, data in (("image", image), ("mask", mask)) if data is not None}
     edit = {**draft.parameters["edit"], **keys}

@@ -110,7 +110,7 @@ async def look(id: str, request: Request, service: Given, caller: By) -> Respons
     job = await find(service, id, caller)
     if wait_s and not job.state.final:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.end(job.id), wait_s)
+            await asyncio.wait_for(service.end(job), wait_s)
         job = await find(service, id, caller)
     return JSONResponse(job_object(job, service.links(request), await service.forecast(job)), headers=_FRESH)
 
@@ -118,8 +118,8 @@ async def look(id: str, request: Request, service: Given, caller: By) -> Respons
 @router.post("/v1/jobs/{id}/cancel", summary="Cancel a job", response_model=schemas.JobObject)
 async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
     """Ends a job that waits or runs. One that has ended stays as it is, and is answered."""
-    await find(service, id, caller)
-    job = await service.call(service.store.cancel, id)
+    found = await find(service, id, caller)
+    job = await service.call(service.store.cancel, id, found.incarnation)
     if job is None:
         raise no_job()
     return JSONResponse(job_object(job, service.links(request)))
@@ -143,8 +143,8 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
 async def delete(id: str, request: Request, service: Given, caller: By) -> Response:
     """Ends it if it lives, and forgets it: record, events, and the pictures that no other job has made too."""
     await count_request(request, service, caller)
-    await find(service, id, caller)
-    await service.call(service.store.erase, id)
+    job = await find(service, id, caller)
+    await service.call(service.store.erase, id, job.incarnation)
     return JSONResponse({"id": id, "object": "job", "deleted": True})
 
 

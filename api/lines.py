@@ -18,7 +18,6 @@ from api.batch_lines import Line
 from api.batches import EDITS, WINDOW_S, queue_of
 from api.errors import ApiError, refused, unsuccessful
 from api.images import generated
-from api.links import Links
 from api.presentation import results
 from api.service import Service
 from core.artifacts import ArtifactError
@@ -91,9 +90,8 @@ class Lines:
         told: Result = {"status_code": 200, "request_id": job.id}
         if queue_of(batch.endpoint) == "text":
             return {**told, "body": text_drafts.ANSWERS[batch.endpoint](job).whole(job.result or {})}
-        secret = self._service.cards.now.secret if self._service.cards.now.keys else None
         kept_s = max(self._service.settings.retention_s, 2 * WINDOW_S)  # as is its record
-        links = Links(batch.base, secret, kept_s)
+        links = self._service.links_from(batch.base, kept_s)
         content = json.loads(generated(self._service, job, links))
         return {**told, "body": content, "keys": [made["key"] for made in results(job)]}
 

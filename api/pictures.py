@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from api import ranges
 from api.access import BEARER, By, identify
 from api.errors import ApiError, refused
-from api.jobs import check_id, find, no_job
+from api.jobs import check_id, find
 from api.links import signed
 from api.presentation import results
 from api.service import Given
@@ -40,14 +40,16 @@ async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
     if signature is None or not service.cards.now.keys:
         return await find(service, id, await identify(request))
     check_id(id)
-    expires = request.query_params.get("expires", "")
-    if not _NUMBER.fullmatch(k) or not signed(service.cards.now.secret, id, int(k), expires, signature):
-        message = "This link is not signed by this service, or its time is over; ask for the job again."
-        raise ApiError(403, message, param="signature", code="invalid_signature")
+    expires, now = request.query_params.get("expires", ""), service.cards.now
+    # The signature is of what the link led to when it was made: it tells nothing of who has the id by now.
     job = await service.call(service.store.get, id)
-    if job is None:
-        raise no_job()
-    return job
+    pictures = [] if job is None else results(job)
+    if job is not None and _NUMBER.fullmatch(k) and int(k) < len(pictures):
+        content = job.incarnation and pictures[int(k)]["key"]
+        if signed(now.secret, id, int(k), content, expires, signature, now.clock()):
+            return job
+    message = "This link is not signed by this service, or its time is over, or what it led to; ask for the job again."
+    raise ApiError(403, message, param="signature", code="invalid_signature")
 
 
 @router.get(
@@ -100,7 +102,7 @@ async def preview(id: str, request: Request, service: Given, caller: By) -> Resp
     k = request.query_params.get("image", "0")
     if _NUMBER.fullmatch(k) is None:
         raise refused("image", "must be the number of a picture")
-    look = await service.call(service.store.preview, job.id, int(k))
+    look = await service.call(service.store.preview, job.id, int(k), job.incarnation)
     if look is None:
         return Response(status_code=204, headers={"Cache-Control": "no-store"})
     return Response(look, media_type="image/png", headers={"Cache-Control": "no-store"})

@@ -39,7 +39,7 @@ def job_object(job: Job, links: Links, forecast: Forecast | None = None) -> dict
         "error": None if job.error is None else {"code": job.error.get("code"), "message": job.error.get("message")},
         "images": None if job.state is not JobState.SUCCEEDED else [
             {
-                "url": links.image(job.id, k),
+                "url": links.image(job, k, image["key"]),
                 **{name: image.get(name) for name in ("seed", "width", "height", "media_type", "size_bytes")},
                 "warnings": image.get("warnings", []),
                 **revised(image),

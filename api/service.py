@@ -6,6 +6,7 @@ Knows how jobs are taken in and waited for; knows nothing of what answers look l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -117,7 +118,12 @@ class Service:
     def links(self, request: Request) -> Links:
         """Addresses as this request's client reaches them, signed where keys are asked for."""
         base = self.settings.public_url.rstrip("/") + "/" if self.settings.public_url else str(request.base_url)
-        return Links(base, self.cards.now.secret if self.cards.now.keys else None, self.settings.link_s)
+        return self.links_from(base, self.settings.link_s)
+
+    def links_from(self, base: str, lasts_s: float) -> Links:
+        """Addresses that begin so, signed where keys are asked for; by Redis's clock, which all who check share."""
+        now = self.cards.now
+        return Links(base, now.secret if now.keys else None, lasts_s, now.clock)
 
     async def forecast(self, job: Job, near: bool = True, standing: Standing | None = None) -> Forecast | None:
         """Where a live job stands, by what workers said they cost; its place in the queue only if asked `near`.
@@ -142,11 +148,11 @@ class Service:
         start_s = backlog.queued_ms / 1000 * standing.ahead / max(1, backlog.queued) / workers
         return Forecast(standing.ahead, start_s, start_s + work_s)
 
-    async def follow(self, id: str, after: str, idle_s: float) -> AsyncGenerator[Event | None]:
-        """The job's events after the one named; None after each `idle_s` of silence. Ends with the terminal event,
-        or when the service closes. Close it (`aclose`) to leave early.
+    async def follow(self, job: Job, after: str, idle_s: float) -> AsyncGenerator[Event | None]:
+        """The job's events after the one named; None after each `idle_s` of silence. Ends with the terminal event, when
+        the job was erased and its id is another's, or when the service closes. Close it (`aclose`) to leave early.
         """
-        events = self.reader.subscribe(id, after)
+        events = self.reader.subscribe(job.id, after, job.incarnation)
         closing = asyncio.create_task(self.closing.wait())
         coming: asyncio.Task[Event | None] | None = None
         try:
@@ -172,49 +178,60 @@ class Service:
                         await asyncio.gather(task, return_exceptions=True)
                 await events.aclose()
 
-    async def end(self, id: str) -> Job | None:
+    async def end(self, job: Job) -> Job | None:
         """Wait for the job's end. None: the service closes first. Raises `ApiError` if there is no such job any more.
 
         Events tell. The record is looked at after a long silence, because a Redis that died and came back may have
         lost the last second of a stream.
         """
+        event: Event | None = None
         while not self.closing.is_set():
-            async with aclosing(self.follow(id, "0", _LOOK_S)) as events:
+            async with aclosing(self.follow(job, "0", _LOOK_S)) as events:
                 async for event in events:
                     if event is None or event.final:
                         break
-            job = await self.record(id)
-            if job is None and not self.closing.is_set():
-                raise ApiError(500, "The job's record is gone.", code="job_lost", headers=NO_RETRY)
-            if job is not None and job.state.final:
-                return job
+            found = await self.record(job)
+            if found is None and not self.closing.is_set():
+                raise job_lost()
+            if found is not None and found.state.final:
+                return found
+            if event is not None:  # they say that it has ended: whatever it is, asking faster does not mend it
+                await self._pause()
         return None
 
-    async def record(self, id: str) -> Job | None:
-        """The job's record, as soon as Redis answers. None: there is none, or the service closes."""
+    async def record(self, job: Job) -> Job | None:
+        """The job's record, as soon as Redis answers. None: it is gone, or the service closes."""
         while not self.closing.is_set():
             try:
-                return await self.call(self.store.get, id)
+                found = await self.call(self.store.get, job.id)
             except StoreError as error:
-                log.warning("the end of %s is known and its record cannot be read yet: %s", id, error)
-                try:
-                    await asyncio.wait_for(self.closing.wait(), _AGAIN_S)
-                except TimeoutError:
-                    continue
+                log.warning("the end of %s is known and its record cannot be read yet: %s", job.id, error)
+                await self._pause()
+            else:
+                return found if job.same(found) else None
         return None
 
-    async def cancel(self, id: str) -> bool:
+    async def _pause(self) -> None:
+        """Before something is tried again; shorter if the service closes."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.closing.wait(), _AGAIN_S)
+
+    async def cancel(self, job: Job) -> bool:
         """Cancel a job that nobody waits for any more. False: Redis is away, and it may go on."""
         try:
-            await self.call(self.store.cancel, id)
+            await self.call(self.store.cancel, job.id, job.incarnation)
         except StoreError as error:
-            log.warning("%s should be cancelled and may go on: %s", id, error)
+            log.warning("%s should be cancelled and may go on: %s", job.id, error)
             return False
         return True
 
 
 async def _next(events: AsyncIterator[Event]) -> Event | None:
     return await anext(events, None)
+
+
+def job_lost() -> ApiError:
+    return ApiError(500, "The job's record is gone.", code="job_lost", headers=NO_RETRY)
 
 
 def of(request: Request) -> Service:

@@ -42,20 +42,20 @@ async def tell(
     ended: Job | None = None
     told: Counter[int] = Counter()
     try:
-        async with aclosing(service.follow(job.id, "0", _SILENCE_S)) as events:
+        async with aclosing(service.follow(job, "0", _SILENCE_S)) as events:
             async for event in events:
                 for image in [] if event is None else event.data.get("previews", []):
-                    look = await _look(service, job.id, image) if told[image] < partial_images else None
+                    look = await _look(service, job, image) if told[image] < partial_images else None
                     if look is not None:
                         told[image] += 1
                         data = {"partial_image_index": told[image] - 1, "image_index": image, "b64_json": look}
                         yield _event("partial_image", job, data)
                 if event is None:
-                    found = await service.record(job.id)
+                    found = await service.record(job)
                     if found is None or not found.state.final:
                         continue
                 if event is None or event.final:
-                    ended = await service.record(job.id)
+                    ended = await service.record(job)
                     break
         if ended is None:
             gone = "The server is stopping." if service.closing.is_set() else "The job's record is gone."
@@ -71,7 +71,7 @@ async def tell(
     finally:
         if ended is None and not stays:
             with anyio.CancelScope(shield=True):
-                await service.cancel(job.id)
+                await service.cancel(job)
 
 
 def content(service: Service, job: Job, k: int, links: Links | None) -> dict[str, Any]:
@@ -81,13 +81,13 @@ def content(service: Service, job: Job, k: int, links: Links | None) -> dict[str
     """
     image = results(job)[k]
     if links is not None:
-        return {"url": links.image(job.id, k), **revised(image)}
+        return {"url": links.image(job, k, image["key"]), **revised(image)}
     return {"b64_json": base64.b64encode(service.artifacts.get(image["key"])).decode("ascii"), **revised(image)}
 
 
-async def _look(service: Service, id: str, image: int) -> str | None:
+async def _look(service: Service, job: Job, image: int) -> str | None:
     try:
-        look = await service.call(service.store.preview, id, image)
+        look = await service.call(service.store.preview, job.id, image, job.incarnation)
     except StoreError:
         return None
     return None if look is None else base64.b64encode(look).decode("ascii")

@@ -6,7 +6,7 @@ the worker refuses comes back as a job that failed, and is answered as the refus
 
 from __future__ import annotations
 
-import asyncio
+from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -15,14 +15,17 @@ from api import body, schemas, text_drafts
 from api.access import By, Caller, count_request
 from api.errors import unsuccessful
 from api.events import EventStream
-from api.images import finished
+from api.images import finished, left, wait
 from api.intake import make, not_served
-from api.service import Given, Service
+from api.service import Given, Service, job_lost
 from api.text_schemas import ChatFields, CompletionFields
 from api.text_stream import tell
+from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["text"])
+
+_SILENCE_S = 15.0  # after which the record is looked at, as everywhere
 
 
 @router.post(
@@ -60,28 +63,32 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
     answers = text_drafts.ANSWERS[endpoint](job)
     if ask.fields.stream:
         # Only now it is known whether the worker takes it: what it refuses is a 400 and no stream.
-        begun = await _begun(service, job)
-        if begun is not None:
+        begun = await wait(service, job, request, _begun(service, job), stays=False)
+        if begun is None:
+            raise left()
+        if begun.state.final and begun.state is not JobState.SUCCEEDED:
             raise unsuccessful(begun)
-        return EventStream(tell(service, job, answers, usage=ask.fields.usage_wanted))
+        source = tell(service, job, answers, usage=ask.fields.usage_wanted)
+        return EventStream(source, lambda: service.cancel(job))
     ended = await finished(service, request, job, stays=False)
     return JSONResponse(answers.whole(ended.result or {}))
 
 
 async def _begun(service: Service, job: Job) -> Job | None:
-    """Wait for the first token, or the end. The job if it ended without success before there was any."""
-    follow = service.follow(job.id, "0", 15.0)
-    try:
-        async for event in follow:
-            if event is not None and event.type == "progress":
-                return None
+    """Wait for the first token, or the end: the job as it is known then. None: the service closes.
+
+    Raises `ApiError`.
+    """
+    async with aclosing(service.follow(job, "0", _SILENCE_S)) as events:
+        async for event in events:
+            if event is not None and event.type == PROGRESS:
+                return job
             if event is None or event.final:
-                ended = await service.record(job.id)
-                if ended is None or ended.state.final:
-                    return None if ended is None or ended.state is JobState.SUCCEEDED else ended
-    except asyncio.CancelledError:
-        await asyncio.shield(service.cancel(job.id))
-        raise
-    finally:
-        await follow.aclose()
-    return None
+                found = await service.record(job)
+                if found is not None and found.state.final:
+                    return found
+                if found is None:
+                    break
+    if service.closing.is_set():
+        return None
+    raise job_lost()

@@ -99,6 +99,7 @@ def draft(ask: Ask, card: ModelCard, owner: str) -> Draft:
         deadline_s=ask.fields.deadline_s,
         work_ms=round(1000 * tokens * float(card.costs.get("token_s", 0.0))),
         owner=owner,
+        followed=bool(ask.fields.stream),
     )
 
 

@@ -1,15 +1,15 @@
 """What `stream: true` answers of text: pieces as they are written, as OpenAI's server-sent events, then [DONE].
 
-Knows jobs' events, each of which holds all of the text so far: what a client lacks of it is told. Events carry no id
-and are not resumed.
+Knows jobs' events, each of which holds pieces of the text and where they begin: what a client lacks of it is told.
+Events carry no id and are not resumed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 
@@ -17,6 +17,8 @@ from api.errors import ApiError, unsuccessful
 from api.service import Service
 from api.text_answers import Answers
 from core.jobs.record import Job, JobState
+
+S = TypeVar("S", str, list[dict[str, Any]])
 
 _SILENCE_S = 15.0  # after which the record is looked at, as everywhere
 
@@ -28,17 +30,16 @@ async def tell(service: Service, job: Job, answers: Answers, *, usage: bool) -> 
     ended: Job | None = None
     told = _Told(answers, usage)
     try:
-        async with aclosing(service.follow(job.id, "0", _SILENCE_S)) as events:
+        async with aclosing(service.follow(job, "0", _SILENCE_S)) as events:
             async for event in events:
-                if event is not None and "texts" in event.data:
-                    for chunk in told.grown(event.data["texts"], event.data.get("logprobs")):
-                        yield chunk
+                for chunk in [] if event is None else told.grown(_pieces(event.data)):
+                    yield chunk
                 if event is None:
-                    found = await service.record(job.id)
+                    found = await service.record(job)
                     if found is None or not found.state.final:
                         continue
                 if event is None or event.final:
-                    ended = await service.record(job.id)
+                    ended = await service.record(job)
                     break
         if ended is None:
             gone = "The server is stopping." if service.closing.is_set() else "The job's record is gone."
@@ -52,7 +53,7 @@ async def tell(service: Service, job: Job, answers: Answers, *, usage: bool) -> 
     finally:
         if ended is None:
             with anyio.CancelScope(shield=True):
-                await service.cancel(job.id)
+                await service.cancel(job)
 
 
 class _Told:
@@ -64,29 +65,31 @@ class _Told:
         self._texts: dict[int, int] = {}
         self._logprobs: dict[int, int] = {}
 
-    def grown(self, texts: list[str], logprobs: list[list[dict[str, Any]]] | None) -> list[bytes]:
+    def grown(self, pieces: Iterable[dict[str, Any]]) -> list[bytes]:
         """Chunks for what is new. An attempt that was begun anew may first say less than was told: then nothing."""
         made = []
-        for index, text in enumerate(texts):
+        for piece in pieces:
+            index = piece["index"]
             begins = index not in self._texts
             had = self._texts.setdefault(index, 0)
             first = self._answers.first(index) if begins else None
             if first is not None:
                 made.append(self._chunk(first))
-            new = None
-            if logprobs is not None and len(logprobs[index]) > self._logprobs.get(index, 0):
-                new = logprobs[index][self._logprobs.get(index, 0) :]
-                self._logprobs[index] = len(logprobs[index])
-            if len(text) > had or new:
-                made.append(self._chunk(self._answers.piece(index, text[had:], new)))
-                self._texts[index] = max(had, len(text))
+            text, logprobs = _beyond(piece["text"], piece["at"], had), None
+            if "logprobs" in piece:
+                known = self._logprobs.get(index, 0)
+                logprobs = _beyond(piece["logprobs"], piece["token"], known) or None
+                self._logprobs[index] = known + len(logprobs or ())
+            if text or logprobs:
+                made.append(self._chunk(self._answers.piece(index, text, logprobs)))
+                self._texts[index] = had + len(text)
         return made
 
     def rest(self, result: dict[str, Any]) -> list[bytes]:
         """What is not told yet of the finished answers, why each ended, and the usage."""
         choices = result["choices"]
         logprobs = [choice["logprobs"] for choice in choices] if any(c["logprobs"] for c in choices) else None
-        made = self.grown([choice["text"] for choice in choices], logprobs)
+        made = self.grown(_whole([choice["text"] for choice in choices], logprobs))
         for index, choice in enumerate(choices):
             made.append(self._chunk(self._answers.last(index, choice["finish_reason"])))
         if self._usage:
@@ -96,6 +99,27 @@ class _Told:
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         chunk = self._answers.chunk([choice])
         return _data({**chunk, "usage": None} if self._usage else chunk)
+
+
+def _pieces(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """What progress tells of texts. A worker of a version before tells all of them each time."""
+    if "texts" in data:
+        return _whole(data["texts"], data.get("logprobs"))
+    pieces: list[dict[str, Any]] = data.get("pieces", [])
+    return pieces
+
+
+def _whole(texts: Sequence[str], logprobs: Sequence[list[dict[str, Any]]] | None) -> list[dict[str, Any]]:
+    """Texts from their beginning, as pieces."""
+    pieces: list[dict[str, Any]] = [{"index": index, "at": 0, "text": text} for index, text in enumerate(texts)]
+    for piece, told in zip(pieces, logprobs or [], strict=False):
+        piece.update(token=0, logprobs=told)
+    return pieces
+
+
+def _beyond(told: S, at: int, had: int) -> S:
+    """What of `told`, which begins at `at`, comes after the first `had`. Behind a gap nothing: the end brings it."""
+    return told[had - at :] if at <= had else told[:0]
 
 
 def _data(content: dict[str, Any]) -> bytes:

@@ -102,7 +102,8 @@ class WebhookSender:
         assert job.webhook is not None
         now = self._service.cards.now
         links = Links(job.webhook["base"], now.secret if now.keys else None, self._service.settings.link_s)
-        timestamp, message = int(time.time()), f"msg_{job.id}_{job.attempt}"
+        # A receiver takes two of one name for one: the incarnation tells this job from the next one of this id.
+        timestamp, message = int(time.time()), f"msg_{job.id}_{job.incarnation or job.attempt}"
         told = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
         body = json.dumps(told, separators=(",", ":"), allow_nan=False).encode()
         headers = {

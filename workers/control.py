@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from core.jobs.registry import Registry
 from workers.outage import Outage
@@ -21,8 +21,8 @@ _PAUSE_S = 0.5  # after Redis did not answer
 class Control:
     """A thread that blocks in Redis. It survives Redis; whom it misses, the next renewal of leases finds."""
 
-    def __init__(self, registry: Registry, outage: Outage, worker: str, cancel: Callable[[str], object]) -> None:
-        """`cancel` is called with a job's id, on the thread."""
+    def __init__(self, registry: Registry, outage: Outage, worker: str, cancel: Callable[..., object]) -> None:
+        """`cancel` is called on the thread, with a job's id and the fencing token of the attempt that nobody wants."""
         self._registry = registry
         self._outage = outage
         self._worker = worker
@@ -54,8 +54,15 @@ class Control:
             for id, message in messages or ():
                 after = id
                 if "cancel" in message:
-                    self._cancel(message["cancel"])
+                    self._cancel(message["cancel"], _fence(message))
         except Exception:  # whatever a message holds: the next one must be heard too
             log.exception("the control stream could not be read")
             return None
         return after if messages is not None else None
+
+
+def _fence(message: Mapping[str, str]) -> str | None:
+    """None in a message of a version that named the job alone."""
+    if not message.get("of"):
+        return None
+    return f"{message['attempt']}@{message['of']}"

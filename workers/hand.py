@@ -96,16 +96,16 @@ class Hand:
     def __contains__(self, id: str) -> bool:
         return id in self._works
 
-    def leases(self) -> dict[str, int]:
-        """Id to attempt."""
+    def leases(self) -> dict[str, str]:
+        """Id to the attempt's fencing token."""
         with self._lock:
-            return {id: work.claim.attempt for id, work in self._works.items()}
+            return {id: work.claim.fence for id, work in self._works.items()}
 
-    def drop(self, id: str, attempt: int | None = None) -> bool:
+    def drop(self, id: str, fence: str | None = None) -> bool:
         """Drop a job, if it is in hand and (where given) is this attempt of it."""
         with self._lock:
             work = self._works.get(id)
-        if work is None or attempt not in (None, work.claim.attempt):
+        if work is None or fence not in (None, work.claim.fence):
             return False
         work.drop()
         return True

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
     from core.quant.kernels.device import Decision
     from pipeline.picture import Picture
     from pipeline.runner import ImageRunner
+    from workers.written import Written
 
 MAX_IMAGES = 10  # of one job
 
 
 class Tally(Protocol):
-    """One job's progress."""
+    """One job's progress, and what its texts have come to, if it writes any."""
+
+    @property
+    def written(self) -> Written | None: ...
 
     def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
         """What to tell after an iteration of the request of this index, on the engine's thread. None: nothing."""
@@ -173,6 +177,8 @@ def _kept(picture: Picture, shelf: Shelf) -> dict[str, Any]:
 
 class PictureTally:
     """Steps done over all pictures of a job. Never goes back."""
+
+    written: None = None
 
     def __init__(self, steps: Sequence[int]) -> None:
         self._steps = sum(steps)

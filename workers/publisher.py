@@ -1,7 +1,8 @@
 """Tells progress: one thread gathers what the engine's thread says and writes it in one round trip per tick, twenty a
 second at most.
 
-Only a job's newest progress, and its pictures' newest previews, are kept while the thread is busy.
+Only a job's newest progress, and its pictures' newest previews, are kept while the thread is busy. Of a text nothing is
+left out: what was not told yet is told with the next progress, if anybody follows.
 Knows reports; knows nothing of what they tell.
 """
 
@@ -18,6 +19,7 @@ from core.jobs.record import Report
 from core.jobs.store import JobStore
 from workers.formats import preview
 from workers.outage import Outage
+from workers.written import Written
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +31,16 @@ class Publisher:
     """`say` never blocks. Progress that Redis does not take is dropped: the next one says more."""
 
     def __init__(
-        self, store: JobStore, outage: Outage, ticks: Callable[[], int], stale: Callable[[str, int], object]
+        self, store: JobStore, outage: Outage, ticks: Callable[[], int], stale: Callable[[str, Any], object]
     ) -> None:
-        """`ticks` counts the engine's. `stale` is told id and attempt of what is no longer this worker's."""
+        """`ticks` counts the engine's. `stale` is told id and fencing token of what is no longer this worker's."""
         self._store = store
         self._outage = outage
         self._ticks = ticks
         self._stale = stale
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._said: dict[str, Report] = {}
+        self._said: dict[str, tuple[Report, Written | None]] = {}
         self._looks: dict[str, dict[int, Any]] = {}
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -54,12 +56,17 @@ class Publisher:
         self._wake.set()
         self._thread.join()
 
-    def say(self, id: str, attempt: int, data: dict[str, Any], look: Any = None) -> None:
-        """Progress of a job, on the engine's thread; `look` is a preview of its picture `data["image"]`, as pixels."""
+    def say(
+        self, id: str, attempt: int | str, data: dict[str, Any], look: Any = None, written: Written | None = None
+    ) -> None:
+        """Progress of a job, on the engine's thread; `attempt` is its fencing token.
+
+        `look` is a preview of its picture `data["image"]`, as pixels; `written` is what its texts have come to.
+        """
         with self._lock:
             if look is not None:
                 self._looks.setdefault(id, {})[data["image"]] = look
-            self._said[id] = Report(id, attempt, data)
+            self._said[id] = Report(id, attempt, data), written
         self._wake.set()
 
     def _run(self) -> None:
@@ -81,16 +88,28 @@ class Publisher:
                 looks, self._looks = self._looks, {}
             if said:
                 self.flushes += 1
-                self._write({id: _with(report, looks.get(id, {})) for id, report in said.items()})
+                self._write({id: (_with(said[id][0], looks.get(id, {})), said[id][1]) for id in said})
 
-    def _write(self, said: dict[str, Report]) -> None:
+    def _write(self, said: dict[str, tuple[Report, Written | None]]) -> None:
+        news = {id: written.news() for id, (_, written) in said.items() if written is not None and written.followed}
+        reports = [
+            replace(report, pieces=news[id].pieces, whole=news[id].whole) if id in news else report
+            for id, (report, _) in said.items()
+        ]
         try:
-            stale = self._outage.once(lambda: self._store.report(list(said.values())), set[str]())
+            told = self._outage.once(lambda: self._store.tell(reports), None)
         except Exception:  # a report that cannot be written must not end the thread
             log.exception("progress could not be told")
             return
-        for id in stale:
-            self._stale(id, said[id].attempt)
+        if told is None:
+            return
+        for id, (report, written) in said.items():
+            if id in told.stale:
+                self._stale(id, report.attempt)
+            elif written is not None:
+                if id in news:
+                    written.told(news[id])
+                written.followed |= id in told.followed
 
 
 def _with(report: Report, looks: Mapping[int, Any]) -> Report:

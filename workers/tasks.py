@@ -144,7 +144,7 @@ class Tasks:
         job = self._patiently(lambda: self._store.get(id))
         ours = job is not None and job.state is JobState.RUNNING and job.worker == self._worker
         if job is not None and ours and id not in self._hand:
-            envelope = self._patiently(lambda: self._store.hand_back(id, job.attempt))
+            envelope = self._patiently(lambda: self._store.hand_back(id, job.fence))
             if envelope is not None:
                 self._post(envelope)
 
@@ -206,10 +206,11 @@ class Tasks:
         claim = work.claim
         requests = [
             Request(
-                f"{claim.id}/{claim.attempt}/prompt-{index}", "text", wanted, priority=claim.priority, deadline=deadline
+                f"{claim.id}/{claim.attempt}/prompt-{index}/{claim.incarnation}", "text", wanted,
+                priority=claim.priority, deadline=deadline,
             )
             for index, wanted in enumerate(expand.ask(pictures, self._panels.get("text")))
-        ]
+        ]  # fmt: skip
         try:
             texts = work.make(requests)
         except Refused as error:
@@ -217,17 +218,20 @@ class Tasks:
         return expand.expanded(pictures, [made.text for made in texts])
 
     def _requests(self, claim: Claim, wanted: list[Any], tally: Tally, deadline: float) -> list[Request]:
+        if tally.written is not None and claim.followed:
+            tally.written.followed = True
+
         def listener(index: int) -> Callable[[Request, Outcome], None]:
             def hear(_: Request, outcome: Outcome) -> None:
                 data = tally.take(index, outcome)
                 if data is not None:
-                    self._publisher.say(claim.id, claim.attempt, data, outcome.preview)
+                    self._publisher.say(claim.id, claim.fence, data, outcome.preview, tally.written)
 
             return hear
 
         return [
             Request(
-                f"{claim.id}/{claim.attempt}/{index}",
+                f"{claim.id}/{claim.attempt}/{index}/{claim.incarnation}",
                 claim.modality,
                 parameters,
                 priority=claim.priority,
@@ -243,7 +247,7 @@ class Tasks:
         All of it is refused where the job is no longer ours.
         """
         claim, store = work.claim, self._store
-        id, attempt = claim.id, claim.attempt
+        id, attempt = claim.id, claim.fence
         if work.dropped:
             return "dropped"
         match made:
@@ -271,7 +275,7 @@ class Tasks:
 
     def _return(self, claim: Claim, unless: Callable[[], bool] = lambda: False) -> None:
         """Hand a claimed job back and send it anew."""
-        envelope = self._outage.patiently(lambda: self._store.hand_back(claim.id, claim.attempt), unless=unless)
+        envelope = self._outage.patiently(lambda: self._store.hand_back(claim.id, claim.fence), unless=unless)
         if envelope is not None:
             log.info("%s is handed back", claim.id)
             self._post(envelope)

@@ -14,6 +14,7 @@ from core.batching.runner import Refused
 from core.jobs.cards import ModelCard
 from llm.pages import PAGE
 from llm.parameters import MAX_BIASED, MAX_LOGPROBS, MAX_SEED, MAX_STOPS, Logprob, TextParameters
+from workers.written import Written
 
 if TYPE_CHECKING:
     from llm.parameters import Text
@@ -175,23 +176,18 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
 
 
 class TextTally:
-    """What a job's answers have come to. Each telling holds all of the text so far: one may be lost."""
+    """What a job's answers have come to: tokens are told as they are counted, texts in pieces (`written`)."""
 
     def __init__(self, panel: TextPanel, most: Sequence[int]) -> None:
         self._panel = panel
         self._most = sum(most)
-        self._texts = [""] * len(most)
         self._tokens = [0] * len(most)
-        self._logprobs: list[list[dict[str, Any]]] = [[] for _ in most]
+        self.written = Written(len(most))
 
     def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
         delta = outcome.token
         if delta is None:
             return None
-        self._texts[index] += delta.text
         self._tokens[index] += len(delta.tokens)
-        self._logprobs[index] += self._panel.logprobs(delta.logprobs)
-        told = {"steps_done": sum(self._tokens), "steps": self._most, "texts": list(self._texts)}
-        if any(self._logprobs):
-            told["logprobs"] = [list(one) for one in self._logprobs]
-        return told
+        self.written.add(index, delta.text, self._panel.logprobs(delta.logprobs))
+        return {"steps_done": sum(self._tokens), "steps": self._most}

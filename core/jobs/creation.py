@@ -19,10 +19,11 @@ _MADE, _FULL = 1, -1  # what may come of it; else it was there, or is refused
 
 # One JSON array of texts, because a command of thirty arguments costs more to write than all else that it takes:
 # id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner, digest, webhook
-# or '', keys of the artifacts that it begins with, with spaces between, trace, request id, kombu's list, message or '',
-# how many of the charges that follow count where no job is made too, charges of five arguments each
+# or '', keys of the artifacts that it begins with, with spaces between, trace, request id, whether its progress is
+# followed ('1', '0', or '': nobody has said), kombu's list, message or '', how many of the charges that follow count
+# where no job is made too, charges of five arguments each
 # → numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5), and
-#   1, made now: created, deadline or 0, attempt, jobs that are called before it, queued, their ms, running, their ms
+#   1, made now: created, deadline or 0, sequence, jobs that are called before it, queued, their ms, running, their ms
 #   0, it was there: nothing more, but beside them the record's fields
 #   -1, the queue is full, or -2, the last of these charges is too much: nothing more
 # Whose job has the id, the caller looks.
@@ -39,8 +40,8 @@ redis.call('HSETNX', backlog, 'queued', 0)
 local new = redis.call('EXISTS', key) == 0
 local full = new and tonumber(redis.call('HGET', backlog, 'queued')) >= tonumber(A[9])
 local told, code = {}, full and -1 or new and 1 or 0
-for i = 19, #A, 5 do
-  if code < 1 and #told >= tonumber(A[18]) then break end
+for i = 20, #A, 5 do
+  if code < 1 and #told >= tonumber(A[19]) then break end
   local within, said = charge(A, i)
   told[#told + 1] = said
   if not within then
@@ -53,12 +54,16 @@ if code < 0 then return answer end
 if code == 0 then return {answer, redis.call('HGETALL', key)} end
 
 local at = now()
--- Attempts go on counting where a job of this id was erased: a worker may still be at that one.
-local attempt = redis.call('GET', P .. 'erased:' .. id) or 0
+-- What is left of a job that had this id is no part of this one.
+redis.call('DEL', P .. 'events:' .. id, P .. 'preview:' .. id)
+redis.call('ZREM', P .. 'webhooks', id)
+redis.call('HDEL', P .. 'webhook_tries', id)
+redis.call('ZREM', P .. 'ended', owner .. '|' .. id)
 redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
-  'priority', A[5], 'created', at, 'attempt', attempt, 'lost', 0, 'work_ms', A[8], 'by', 'create',
+  'priority', A[5], 'created', at, 'attempt', 0, 'lost', 0, 'work_ms', A[8], 'by', 'create',
   'owner', owner, 'digest', A[11], 'trace', A[14], 'request_id', A[15])
 if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
+if A[16] ~= '' then redis.call('HSET', key, 'followed', A[16]) end
 if A[13] ~= '' then
   redis.call('HSET', key, 'inputs', A[13])
   for artifact in string.gmatch(A[13], '%S+') do
@@ -77,17 +82,19 @@ if A[7] ~= '' then
   redis.call('ZADD', P .. 'deadlines', deadline, id)
 end
 count(job, 'queued', 1)
-post(job, level, at)
-emit(id, 'queued', '{}')
+local sequence = post(job, level, at)
+job.incarnation = string.format('%.0f-%d', at, sequence)
+redis.call('HSET', key, 'incarnation', job.incarnation)
+emit(job, 'queued', '{}', job.incarnation)
 -- The record is what counts: a message that cannot be put there is found missing by a sweep.
-if A[17] ~= '' then redis.pcall('LPUSH', A[16], A[17]) end
+if A[18] ~= '' then redis.pcall('LPUSH', A[17], A[18]) end
 
 local ahead = -1  -- itself
 for _, step in ipairs(steps) do
   if step <= tonumber(level) then ahead = ahead + redis.call('ZCARD', P .. 'sent:' .. queue .. ':' .. step) end
 end
 local b = redis.call('HMGET', backlog, 'queued', 'queued_ms', 'running', 'running_ms')
-return table.concat({answer, at, deadline, attempt, ahead, b[1], b[2], b[3] or 0, b[4] or 0}, ' ')
+return table.concat({answer, at, deadline, sequence, ahead, b[1], b[2], b[3] or 0, b[4] or 0}, ' ')
 """
 )
 
@@ -116,8 +123,9 @@ def argument(
         draft.id, draft.modality, draft.model, to_json(draft.parameters), str(draft.priority), str(urgency),
         "" if draft.deadline_s is None else str(milliseconds(draft.deadline_s)), str(int(draft.work_ms)),
         str(max_queued), draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
-        " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id, list_key(draft.modality, urgency),
-        message, str(always),
+        " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id,
+        "" if draft.followed is None else str(int(draft.followed)), list_key(draft.modality, urgency), message,
+        str(always),
         *(value for charge in charges for value in charge.arguments),
     ])  # fmt: skip
 
@@ -130,19 +138,19 @@ def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creat
         charge.standing(numbers[5 * k : 5 * k + 5]) for k, charge in zip(range(count), charges, strict=False)
     )
     if code == _MADE:
-        created, deadline, attempt, ahead, *backlog = numbers[5 * count :]
+        created, deadline, sequence, ahead, *backlog = numbers[5 * count :]
         standing = Standing(ahead, Backlog(*backlog))
-        return Creation(_queued(draft, created, deadline, attempt), True, False, standing, counters)
+        return Creation(_queued(draft, created, deadline, f"{created}-{sequence}"), True, False, standing, counters)
     job = None if fields is None else Job.of(draft.id, pairs(fields))
     return Creation(job, full=code == _FULL, charges=counters)
 
 
-def _queued(draft: Draft, created: int, deadline: int, attempt: int) -> Job:
+def _queued(draft: Draft, created: int, deadline: int, incarnation: str) -> Job:
     """The record that was made of a draft, as reading it would give it."""
     return Job(
         id=draft.id, modality=draft.modality, model=draft.model, state=JobState.QUEUED, parameters=draft.parameters,
         priority=draft.priority, created=created / 1000, deadline=deadline / 1000 if deadline else None, started=None,
-        ended=None, attempt=attempt, lost=0, worker="", progress=None, result=None, error=None, suspect=False,
+        ended=None, attempt=0, lost=0, worker="", progress=None, result=None, error=None, suspect=False,
         work_ms=int(draft.work_ms), owner=draft.owner, digest=draft.digest, webhook=draft.webhook,
-        inputs=tuple(dict.fromkeys(draft.inputs)),
+        inputs=tuple(dict.fromkeys(draft.inputs)), incarnation=incarnation, followed=draft.followed,
     )  # fmt: skip

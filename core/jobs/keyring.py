@@ -81,11 +81,22 @@ class Keyring:
         return bool(self._client.hdel(keys.KEYS, id))
 
     @translated()
-    def secret(self) -> bytes:
-        """What links are signed with: made once, and the same for all who use this Redis."""
-        self._client.set(keys.SECRET, secrets.token_hex(32), nx=True)
+    def secret(self, last: bytes = b"") -> bytes:
+        """What links are signed with: made once, and the same for all who use this Redis.
+
+        One that was emptied gets the `last` that its caller knew, so that links go on to work.
+        """
         found: Any = self._client.get(keys.SECRET)
+        if not found:
+            self._client.set(keys.SECRET, last.hex() or secrets.token_hex(32), nx=True)
+            found = self._client.get(keys.SECRET)
         return bytes.fromhex(found)
+
+    @translated()
+    def clock(self) -> float:
+        """The time by Redis's clock, in seconds since the epoch."""
+        seconds, microseconds = self._client.time()
+        return float(seconds + microseconds / 1e6)
 
     def webhook_secret(self, owner: str) -> str:
         """The secret that an owner's webhooks are signed with."""

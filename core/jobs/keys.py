@@ -9,6 +9,7 @@ MODELS = f"{PREFIX}models"
 PAUSED = f"{PREFIX}paused"
 KEYS = f"{PREFIX}keys"  # hash: id of an API key → what is kept of it
 SECRET = f"{PREFIX}secret"  # that links are signed with
+HAPPENED = f"{PREFIX}happened"  # stream: jobs that something was just written of
 
 
 def job(id: str) -> str:
@@ -33,7 +34,3 @@ def worker(id: str) -> str:
 
 def control(worker_id: str) -> str:
     return f"{PREFIX}control:{worker_id}"
-
-
-def wake(reader: str) -> str:
-    return f"{PREFIX}wake:{reader}"

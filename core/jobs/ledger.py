@@ -5,7 +5,6 @@ files and batches hold is in holding.py.
 
     jobs, jobs:{owner}     zset: owner|job → when it was made
     ended                  zset: owner|job → when its record goes
-    erased:{id}            the attempts of a job that was erased, for as long as one may be under way
     kept                   zset: artifact → when it may go
     naming                 hash: artifact → how many records name it
     needed                 hash: artifact → how many live jobs begin with it
@@ -56,7 +55,8 @@ while looked < looks do
   local entries = redis.call('ZREVRANGE', index, from + looked, from + looked + 99)
   for _, entry in ipairs(entries) do
     local id = string.match(entry, '|(.*)$')
-    local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'model')
+    local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'model', 'owner')
+    if v[3] ~= string.sub(entry, 1, -2 - #id) then v = {} end  -- the id is another's by now
     if v[1] and (state == '' or v[1] == state) and (model == '' or v[2] == model) then
       if #found >= limit then return {last, '1', unpack(found)} end
       found[#found + 1] = id
@@ -70,18 +70,18 @@ return {last, '1', unpack(found)}
 """
 )
 
-# id, retention_ms, keep_ms → 1, or 0: unknown
+# id, retention_ms, keep_ms, incarnation or '' → 1, or 0: unknown
 ERASE = (
     PRELUDE
     + HOLDING
     + """
 let_through()
-local job, at = read(ARGV[2]), now()
+local job, at = read_same(ARGV[2], ARGV[5]), now()
 if not job then return 0 end
 local keep_ms = ARGV[4] + kept_ms(job, ARGV[3]) - ARGV[3]
 if job.state == 'queued' or job.state == 'running' then
   finish(job, 'cancelled', 'cancel', at, ARGV[3])
-  if job.state == 'running' then tell_to_cancel(job.worker, job.id) end
+  if job.state == 'running' then tell_to_cancel(job) end
   redis.call('PEXPIRE', P .. 'events:' .. job.id, 60000)  -- who follows it is told
 else
   redis.call('DEL', P .. 'events:' .. job.id)
@@ -99,7 +99,6 @@ redis.call('DEL', job.key)
 for _, list in ipairs({'ended', 'jobs', 'jobs:' .. job.owner}) do
   redis.call('ZREM', P .. list, job.owner .. '|' .. job.id)
 end
-redis.call('SET', P .. 'erased:' .. job.id, job.attempt, 'PX', 86400000)
 return 1
 """
 )
@@ -111,17 +110,27 @@ EMPTY = (
 let_through()
 local at, cancelled = now(), 0
 for i = 5, #ARGV do
-  for _, id in ipairs(redis.call('ZRANGE', P .. 'sent:' .. ARGV[2] .. ':' .. ARGV[i], 0, ARGV[4] - 1 - cancelled)) do
-    finish(read(id), 'cancelled', 'cancel', at, ARGV[3])
-    cancelled = cancelled + 1
-  end
-  if cancelled >= tonumber(ARGV[4]) then break end
+  local sent, ids = P .. 'sent:' .. ARGV[2] .. ':' .. ARGV[i], nil
+  repeat
+    ids = redis.call('ZRANGE', sent, 0, ARGV[4] - 1 - cancelled)
+    for _, id in ipairs(ids) do
+      local job = read(id)
+      if job then
+        finish(job, 'cancelled', 'cancel', at, ARGV[3])
+        cancelled = cancelled + 1
+      else  -- somebody deleted its record by hand
+        redis.call('ZREM', sent, id)
+      end
+    end
+    if cancelled >= tonumber(ARGV[4]) then return cancelled end
+  until #ids == 0
 end
 return cancelled
 """
 )
 
-# keep_ms, artifact → 1: it may be made, and stays so long at least; 0: it is being deleted at this moment
+# keep_ms, artifact, '1': whatever jobs are erased meanwhile → 1: it may be made, and stays so long at least; 0: it is
+# being deleted at this moment
 KEEP = (
     PRELUDE
     + HOLDING
@@ -129,8 +138,10 @@ KEEP = (
 let_through()
 if redis.call('ZSCORE', P .. 'going', ARGV[3]) then return 0 end
 local at = now()
--- It is there, for longer: who lets it go meanwhile must know that it is made again.
-if redis.call('ZADD', P .. 'kept', 'GT', 'CH', at + ARGV[2], ARGV[3]) == 0 then
+if ARGV[4] == '1' then
+  hold(ARGV[3], 'upload', at + ARGV[2], at)
+elseif redis.call('ZADD', P .. 'kept', 'GT', 'CH', at + ARGV[2], ARGV[3]) == 0 then
+  -- It is there, for longer: who lets it go meanwhile must know that it is made again.
   hold(ARGV[3], 'made', at + named_ms, at)
 end
 return 1

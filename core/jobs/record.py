@@ -69,7 +69,9 @@ class Draft:
     empty. `digest` tells apart what is asked for where a client chose the id: another digest says another job.
     `webhook` is who is told of its end: `url`, and the `base` of links. `inputs` are the keys of the artifacts that it
     begins with: they are kept while it lives, and then as long as its record. `trace` is the traceparent of who asks
-    for it, or empty; `request_id` is that of the HTTP request, or empty. Raises ValueError, naming the field.
+    for it, or empty; `request_id` is that of the HTTP request, or empty. `followed` says whether somebody follows its
+    progress from the start: False, and none is told until `JobStore.follow`; None, and all is told but for what a text
+    comes to. Raises ValueError, naming the field.
     """
 
     id: str
@@ -85,6 +87,7 @@ class Draft:
     inputs: tuple[str, ...] = ()
     trace: str = ""
     request_id: str = ""
+    followed: bool | None = None
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
@@ -114,7 +117,8 @@ class Job:
     that stopped answering while they ran it; after one the job is `suspect` and must run alone. `progress` is the
     data of the last progress event of the present attempt, `result` what a success brought, `error` has `code` and
     `message` where the job failed or expired. `worker` is the one that runs it, or ran it last. `owner`, `digest`
-    and `inputs` are the draft's.
+    and `inputs` are the draft's. `incarnation` tells it from all others that had this id, or will; empty in a record
+    of a version that had none. `followed`: whether its progress is told, as the draft said or `JobStore.follow`.
     """
 
     id: str
@@ -139,6 +143,17 @@ class Job:
     digest: str = ""
     webhook: dict[str, str] | None = None
     inputs: tuple[str, ...] = ()
+    incarnation: str = ""
+    followed: bool | None = None
+
+    @property
+    def fence(self) -> str:
+        """The fencing token of its present attempt."""
+        return _fence(self.attempt, self.incarnation)
+
+    def same(self, other: Job | None) -> bool:
+        """Whether that is this very job, and no other that has its id."""
+        return other is not None and (other.id, other.incarnation) == (self.id, self.incarnation)
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
@@ -166,7 +181,17 @@ class Job:
             digest=fields.get("digest", ""),
             webhook=from_json(fields.get("webhook")),
             inputs=tuple(fields.get("inputs", "").split()),
+            incarnation=fields.get("incarnation", ""),
+            followed=_flag(fields.get("followed")),
         )
+
+
+def _flag(value: str | None) -> bool | None:
+    return value == "1" if value else None
+
+
+def _fence(attempt: int, incarnation: str) -> str:
+    return f"{attempt}@{incarnation}" if incarnation else str(attempt)
 
 
 def _seconds(milliseconds: str | None) -> float | None:
@@ -178,7 +203,7 @@ class Claim:
     """A job that a worker holds, until it ends it, hands it back, or its lease runs out.
 
     `deadline_left_s` is how much of its time was left at the claim; None: it has no deadline. `trace` and `request_id`
-    are the draft's; empty for a job of a version that had none.
+    are the draft's; empty for a job of a version that had none. `incarnation` and `followed` are the record's.
     """
 
     id: str
@@ -191,19 +216,38 @@ class Claim:
     suspect: bool
     trace: str = ""
     request_id: str = ""
+    incarnation: str = ""
+    followed: bool | None = None
+
+    @property
+    def fence(self) -> str:
+        """The fencing token that every write about it carries."""
+        return _fence(self.attempt, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """Progress of one held job: `data` becomes the event's data and the record's `progress`.
 
-    `previews` are looks at its pictures: which of them, and a small PNG in base64.
+    `attempt` is the claim's `fence`, or its bare number. `previews` are looks at its pictures: which of them, and a
+    small PNG in base64. `pieces` are what is new of its texts (see `workers.written`), told in the event alone; with
+    `whole` they are all there is, and take the place of what was told before.
     """
 
     id: str
-    attempt: int
+    attempt: int | str
     data: dict[str, Any]
     previews: Mapping[int, str] = field(default_factory=dict)
+    pieces: Sequence[Mapping[str, Any]] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What came of reports: ids whose attempt no longer runs, and ids of those that somebody follows."""
+
+    stale: set[str]
+    followed: set[str]
 
 
 @dataclass(frozen=True, slots=True)

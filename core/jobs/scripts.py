@@ -6,8 +6,9 @@ Keys, all under the prefix that every script gets as ARGV[1] (they are put toget
 supported); times are milliseconds since the epoch:
 
     job:{id}               hash: the record (see `record.Job`), and our own `level sequence sent claim by graced`
-    preview:{id}           hash: the newest look at each of its pictures, for a minute
-    events:{id}            stream of `type`, `data`; the terminal event is the last
+    preview:{id}           hash: the newest look at each of its pictures, and whose they are (`of`), for a minute
+    events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
+    happened               stream: ids of the jobs that something was just written of, with spaces between
     leases                 zset: running job → when its lease ends
     deadlines              zset: live job that has one → its deadline
     sent:{queue}:{level}   zset: queued job → sequence, in the order in which their messages were sent
@@ -20,6 +21,10 @@ supported); times are milliseconds since the epoch:
     and those of ledger.py: who a job belongs to, and how long what it made is kept; the counters of rates.py; and the
     lists of messages, as kombu keeps them (broker.py)
 
+An id that is used again begins with nothing of its predecessor. A record's `incarnation` is the id of its first event,
+which no other job of this Redis has: its events carry it, a worker's writes are fenced by it and the attempt together,
+and who follows, cancels or erases a job that it has read names it. A record of a version before has none.
+
 On a full Redis (`noeviction`) a script's first write is refused if it could need memory; after a first write of
 another kind all others go through. So what makes a job (creation.py) begins with one that is refused, and makes nothing
 by halves; whatever ends a job, or keeps it going, begins with one that is not.
@@ -27,8 +32,13 @@ by halves; whatever ends a job, or keeps it going, begins with one that is not.
 
 from __future__ import annotations
 
-PRELUDE = """
-local P = ARGV[1]
+VERSION = 1  # of events; those of a version before have none, and progress of texts with all of the text so far
+
+PRELUDE = (
+    f"""
+local P, V = ARGV[1], {VERSION}
+"""
+    + """
 
 local function now()
   local t = redis.call('TIME')
@@ -43,11 +53,24 @@ end
 local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
-    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest')
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
     lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
-    owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or ''}
+    owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or '', incarnation = v[17] or ''}
+end
+
+-- The job, if it is the one of this incarnation; '' is any.
+local function read_same(id, incarnation)
+  local job = read(id)
+  if job and incarnation ~= '' and job.incarnation ~= incarnation then return nil end
+  return job
+end
+
+-- Whether a fencing token is that of the present attempt: its number, and behind an @ the incarnation, where given.
+local function holds(job, fence)
+  local attempt, incarnation = string.match(fence, '^([^@]*)@?(.*)$')
+  return job.attempt == attempt and (incarnation == '' or incarnation == job.incarnation)
 end
 
 -- How long what has ended is kept. What a batch asked for stays until that has read it, even if no API runs for a day;
@@ -64,8 +87,14 @@ local function count(job, state, n)
   redis.call('HINCRBY', key, state .. '_ms', n * job.work_ms + 0)  -- + 0: Redis takes no -0
 end
 
-local function emit(id, type, data)
-  redis.call('XADD', P .. 'events:' .. id, '*', 'type', type, 'data', data)
+-- One notice for all who follow anything: they read the streams that it names, and no others.
+local function notify(ids)
+  redis.call('XADD', P .. 'happened', 'MAXLEN', '~', 1000, '*', 'jobs', ids)
+end
+
+local function emit(job, type, data, at)
+  redis.call('XADD', P .. 'events:' .. job.id, at or '*', 'type', type, 'data', data, 'of', job.incarnation, 'v', V)
+  notify(job.id)
 end
 
 -- Takes a live job out of where it stands. Its first write frees memory.
@@ -83,6 +112,7 @@ local function post(job, level, at)
   local sequence = redis.call('INCR', P .. 'sequence')
   redis.call('HSET', job.key, 'level', level, 'sequence', sequence, 'sent', at)
   redis.call('ZADD', P .. 'sent:' .. job.queue .. ':' .. level, sequence, job.id)
+  return sequence
 end
 
 local function requeue(job, by, at, reason)
@@ -91,7 +121,7 @@ local function requeue(job, by, at, reason)
   redis.call('HDEL', job.key, 'started', 'progress', 'claim')
   count(job, 'queued', 1)
   post(job, 0, at)
-  emit(job.id, 'queued', '{"reason":"' .. reason .. '"}')
+  emit(job, 'queued', '{"reason":"' .. reason .. '"}')
 end
 
 -- The one end of every job.
@@ -102,7 +132,7 @@ local function finish(job, state, by, at, retention_ms, field, value)
   redis.call('DEL', P .. 'preview:' .. job.id)
   redis.call('HSET', job.key, 'state', state, 'ended', at, 'by', by)
   if field then redis.call('HSET', job.key, field, value) end
-  emit(job.id, state, field == 'error' and value or '{}')
+  emit(job, state, field == 'error' and value or '{}')
   redis.call('PEXPIRE', job.key, retention_ms)
   redis.call('ZADD', P .. 'ended', at + retention_ms, job.owner .. '|' .. job.id)
   if job.webhook then redis.call('ZADD', P .. 'webhooks', at, job.id) end
@@ -119,15 +149,17 @@ local function expire(job, by, at, retention_ms)
     '{"code":"expired","message":"the deadline passed before the job was done"}')
 end
 
-local function tell_to_cancel(worker, id)
-  local key = P .. 'control:' .. worker
-  redis.call('XADD', key, 'MAXLEN', '~', 1000, '*', 'cancel', id)
+local function tell_to_cancel(job)
+  local key = P .. 'control:' .. job.worker
+  redis.call('XADD', key, 'MAXLEN', '~', 1000, '*', 'cancel', job.id, 'attempt', job.attempt, 'of', job.incarnation)
   redis.call('PEXPIRE', key, 3600000)  -- of a worker that died
 end
 """
+)
 
 # id, worker, token of this call, lease_ms, retention_ms
-# → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace, request id; or nothing.
+# → attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace, request id, incarnation,
+#   followed ('1', '0', or '': nobody has said); or nothing.
 CLAIM = (
     PRELUDE
     + """
@@ -150,17 +182,18 @@ if job.state == 'queued' then
   redis.call('HDEL', job.key, 'graced')
   redis.call('ZADD', P .. 'leases', at + ARGV[5], job.id)
   count(job, 'running', 1)
-  emit(job.id, 'running', '{"attempt":' .. attempt .. '}')
+  emit(job, 'running', '{"attempt":' .. attempt .. '}')
 elseif job.state ~= 'running' or job.claim ~= token then  -- else the call was repeated: its answer got lost
   return false
 end
 local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect', 'trace',
-  'request_id')
-return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0', v[7] or '', v[8] or ''}
+  'request_id', 'followed')
+return {v[1], v[2], v[3], v[4], v[5], job.deadline and job.deadline - at or '', v[6] or '0', v[7] or '', v[8] or '',
+  job.incarnation, v[9] or ''}
 """
 )
 
-# worker, lease_ms, then id, attempt, … → the ids that are not this worker's.
+# worker, lease_ms, then id, fence, … → the ids that are not this worker's.
 RENEW = (
     PRELUDE
     + """
@@ -168,7 +201,7 @@ let_through()
 local stale, until_ms = {}, now() + ARGV[3]
 for i = 4, #ARGV, 2 do
   local job = read(ARGV[i])
-  if job and job.state == 'running' and job.worker == ARGV[2] and job.attempt == ARGV[i + 1] then
+  if job and job.state == 'running' and job.worker == ARGV[2] and holds(job, ARGV[i + 1]) then
     redis.call('ZADD', P .. 'leases', until_ms, job.id)
     redis.call('HDEL', job.key, 'graced')
   else
@@ -179,37 +212,13 @@ return stale
 """
 )
 
-# id, attempt, data, count, then of so many values: picture, preview, …; … → the ids whose attempt does not run.
-REPORT = (
-    PRELUDE
-    + """
-local stale = {}
-local i = 2
-while i <= #ARGV do
-  local job, looks = read(ARGV[i]), tonumber(ARGV[i + 3])
-  if job and job.state == 'running' and job.attempt == ARGV[i + 1] then
-    if looks > 0 then
-      redis.call('HSET', P .. 'preview:' .. job.id, unpack(ARGV, i + 4, i + 3 + looks))
-      redis.call('PEXPIRE', P .. 'preview:' .. job.id, 60000)
-    end
-    redis.call('XADD', P .. 'events:' .. job.id, 'MAXLEN', '~', 1000, '*', 'type', 'progress', 'data', ARGV[i + 2])
-    redis.call('HSET', job.key, 'progress', ARGV[i + 2])
-  else
-    stale[#stale + 1] = ARGV[i]
-  end
-  i = i + 4 + looks
-end
-return stale
-"""
-)
-
-# id, attempt, state, retention_ms, and for some: field, value, keys of artifacts with spaces between
+# id, fence, state, retention_ms, and for some: field, value, keys of artifacts with spaces between
 # → 1, or 0: refused. Repeating it is harmless.
 FINISH = (
     PRELUDE
     + """
 local job, state = read(ARGV[2]), ARGV[4]
-if not job or job.attempt ~= ARGV[3] then return 0 end
+if not job or not holds(job, ARGV[3]) then return 0 end
 if job.state == 'running' then
   if state == 'expired' then
     expire(job, 'worker', now(), ARGV[5])
@@ -230,12 +239,12 @@ return job.state == state and job.by == 'worker' and 1 or 0
 """
 )
 
-# id, attempt → the queue, or nothing: refused. Repeating it is harmless.
+# id, fence → the queue, or nothing: refused. Repeating it is harmless.
 HAND_BACK = (
     PRELUDE
     + """
 local job = read(ARGV[2])
-if not job or job.attempt ~= ARGV[3] then return false end
+if not job or not holds(job, ARGV[3]) then return false end
 if job.state == 'running' then
   requeue(job, 'worker', now(), 'handed_back')
 elseif job.state ~= 'queued' or job.by ~= 'worker' then
@@ -245,16 +254,17 @@ return job.queue
 """
 )
 
-# id, retention_ms → the record's fields afterwards; none if it is unknown.
+# id, retention_ms, incarnation or '' → the record's fields afterwards; none if it is unknown.
 CANCEL = (
     PRELUDE
     + """
-local job = read(ARGV[2])
-if job and (job.state == 'queued' or job.state == 'running') then
+local job = read_same(ARGV[2], ARGV[4])
+if not job then return {} end
+if job.state == 'queued' or job.state == 'running' then
   finish(job, 'cancelled', 'cancel', now(), ARGV[3])
-  if job.state == 'running' then tell_to_cancel(job.worker, job.id) end
+  if job.state == 'running' then tell_to_cancel(job) end
 end
-return redis.call('HGETALL', P .. 'job:' .. ARGV[2])
+return redis.call('HGETALL', job.key)
 """
 )
 
@@ -299,7 +309,7 @@ end
 for _, job in ipairs(jobs(P .. 'deadlines', at, 'LIMIT', 0, limit)) do
   if job.state == 'queued' or job.deadline + overtime_ms <= at then
     expire(job, 'sweep', at, retention_ms)
-    if job.state == 'running' then tell_to_cancel(job.worker, job.id) end
+    if job.state == 'running' then tell_to_cancel(job) end
     expired[#expired + 1] = job.id
   end
 end
@@ -323,7 +333,7 @@ end
 for _, entry in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ended', '-inf', at, 'LIMIT', 0, limit)) do
   local owner, id = string.match(entry, '^([^|]*)|(.*)$')
   redis.call('ZREM', P .. 'ended', entry)
-  if redis.call('EXISTS', P .. 'job:' .. id) == 0 then
+  if redis.call('HGET', P .. 'job:' .. id, 'owner') ~= owner then  -- it is gone, or the id is another's by now
     redis.call('ZREM', P .. 'jobs', entry)
     redis.call('ZREM', P .. 'jobs:' .. owner, entry)
   end
@@ -353,15 +363,5 @@ for i = 9, #ARGV, 3 do
   end
 end
 return {send, expired, failed}
-"""
-)
-
-# key of the reader's own stream, ttl_ms
-WAKE = (
-    PRELUDE
-    + """
-let_through()
-redis.call('XADD', ARGV[2], 'MAXLEN', 1, '*', 'wake', '')
-redis.call('PEXPIRE', ARGV[2], ARGV[3])
 """
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from core.config import Settings
-from core.jobs import creation, keys, ledger, scripts
+from core.jobs import creation, keys, ledger, progress, scripts
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
 from core.jobs.connection import Script, connect, translated
 from core.jobs.record import (
@@ -24,6 +24,7 @@ from core.jobs.record import (
     Page,
     Report,
     Standing,
+    Told,
     from_json,
     milliseconds,
     pairs,
@@ -60,6 +61,9 @@ class JobStore:
     took effect, may be repeated with the same arguments: it takes effect once, and answers as it would have (but for
     `claim`, which then says None until the lease has run out).
 
+    An id may be another job's by now: where an `incarnation` may be given, a job of that id with another one counts as
+    unknown. A worker's `attempt` is its claim's `fence`; a bare number says the same where no id is used again.
+
     `lease_s`: a worker silent for so long loses its jobs. `max_attempts`: as many workers lost while they ran it, and
     a job fails. `max_queued`: jobs that may wait in one queue. `retention_s`: how long the record and the events of a
     job that ended are kept. `resend_s`: how long a message may be on its way before it counts as lost. `overtime_s`:
@@ -88,10 +92,11 @@ class JobStore:
         self._create = Script(self._client, creation.CREATE)
         self._claim = Script(self._client, scripts.CLAIM)
         self._renew = Script(self._client, scripts.RENEW)
-        self._report = Script(self._client, scripts.REPORT)
+        self._report = Script(self._client, progress.REPORT)
         self._finish = Script(self._client, scripts.FINISH)
         self._hand_back = Script(self._client, scripts.HAND_BACK)
         self._cancel = Script(self._client, scripts.CANCEL)
+        self._follow = Script(self._client, progress.FOLLOW)
         self._sweep = Script(self._client, scripts.SWEEP)
         self._standing = Script(self._client, ledger.STANDING)
         self._list = Script(self._client, ledger.LIST)
@@ -143,22 +148,27 @@ class JobStore:
         return Job.of(id, fields) if fields else None
 
     @translated()
-    def preview(self, id: str, image: int) -> bytes | None:
+    def preview(self, id: str, image: int, incarnation: str = "") -> bytes | None:
         """The newest look at a picture in the making, as PNG. None: there is none, or no longer."""
-        look: Any = self._client.hget(keys.preview(id), str(image))
-        return base64.b64decode(look) if look else None
+        found: Any = self._client.hmget(keys.preview(id), str(image), "of")
+        look, of = found
+        return base64.b64decode(look) if look and incarnation in ("", of) else None
 
-    def cancel(self, id: str) -> Job | None:
+    def cancel(self, id: str, incarnation: str = "") -> Job | None:
         """End a queued or running job at once; its worker is told. One that has ended stays as it is. None: unknown."""
-        fields = pairs(self._cancel(id, self._retention_ms))
+        fields = pairs(self._cancel(id, self._retention_ms, incarnation))
         return Job.of(id, fields) if fields else None
 
-    def erase(self, id: str) -> bool:
+    def erase(self, id: str, incarnation: str = "") -> bool:
         """Forget a job, which ends it first if it lives. What it made goes too, unless others name it. False: unknown.
 
-        Its attempts are remembered for a day: a worker that is still at it cannot write to another job of this id.
+        A worker that is still at it cannot write to another job of this id.
         """
-        return bool(self._erase(id, self._retention_ms, self._retention_ms + _MARGIN_MS))
+        return bool(self._erase(id, self._retention_ms, self._retention_ms + _MARGIN_MS, incarnation))
+
+    def follow(self, id: str, incarnation: str = "") -> bool:
+        """Have a live job's progress told from now on, with all of its texts. False: it does not live."""
+        return bool(self._follow(id, incarnation))
 
     def empty(self, queue: str, limit: int = 500) -> int:
         """Cancel up to `limit` jobs that wait in a queue, the most urgent first. Returns how many: fewer, and none is
@@ -213,7 +223,7 @@ class JobStore:
         answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
         if not answer:
             return None
-        attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id = answer
+        attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id, of, followed = answer
         return Claim(
             id=id,
             attempt=int(attempt),
@@ -225,51 +235,60 @@ class JobStore:
             suspect=suspect == "1",
             trace=trace,
             request_id=request_id,
+            incarnation=of,
+            followed=followed == "1" if followed else None,
         )
 
-    def renew(self, worker: str, held: Mapping[str, int]) -> set[str]:
+    def renew(self, worker: str, held: Mapping[str, int | str]) -> set[str]:
         """Extend the leases of jobs, id to attempt; returns the ids that are no longer this worker's."""
         if not held:
             return set()
         return set(self._renew(worker, self._lease_ms, *(value for pair in held.items() for value in pair)))
 
     def report(self, items: Sequence[Report]) -> set[str]:
-        """Tell progress, in one round trip; returns the ids whose attempt is no longer the running one."""
+        """`tell`, for who need not know who follows: the ids whose attempt is no longer the running one."""
+        return self.tell(items).stale
+
+    def tell(self, items: Sequence[Report]) -> Told:
+        """Tell progress, in one round trip."""
         if not items:
-            return set()
+            return Told(set(), set())
         flat: list[str | int] = []
         for item in items:
             looks = [value for look in item.previews.items() for value in look]
-            flat += (item.id, item.attempt, to_json(item.data), len(looks), *looks)
-        return set(self._report(*flat))
+            event = to_json({**item.data, "pieces": item.pieces}) if item.pieces else ""
+            whole = "1" if item.pieces and item.whole else ""
+            flat += (item.id, item.attempt, to_json(item.data), event, whole, len(looks), *looks)
+        stale, followed = self._report(*flat)
+        return Told(set(stale), set(followed))
 
-    def succeed(self, id: str, attempt: int, result: dict[str, Any], artifacts: Sequence[str] = ()) -> bool:
+    def succeed(self, id: str, attempt: int | str, result: dict[str, Any], artifacts: Sequence[str] = ()) -> bool:
         """End a running job. False: refused, because this attempt no longer runs.
 
         `artifacts` are the keys of what its result names; they are kept as long as its record, and an hour.
         """
         return self._end(id, attempt, JobState.SUCCEEDED, "result", to_json(result), " ".join(dict.fromkeys(artifacts)))
 
-    def keep(self, artifact: str, for_s: float | None = None) -> bool:
+    def keep(self, artifact: str, for_s: float | None = None, *, hold: bool = False) -> bool:
         """Say that an artifact is about to be made, so that nobody deletes it. False: that is happening; ask again.
 
-        It stays for as long as a record that ends now, and an hour; or for `for_s`.
+        It stays for as long as a record that ends now, and an hour; or for `for_s`, with `hold` whatever job is erased.
         """
         keep_ms = self._retention_ms + _MARGIN_MS if for_s is None else milliseconds(for_s)
-        return bool(self._keep(keep_ms, artifact))
+        return bool(self._keep(keep_ms, artifact, "1" if hold else ""))
 
-    def fail(self, id: str, attempt: int, code: str, message: str) -> bool:
+    def fail(self, id: str, attempt: int | str, code: str, message: str) -> bool:
         """End a running job with an error that may be shown. False: refused, as above."""
         return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message}))
 
-    def expire(self, id: str, attempt: int) -> bool:
+    def expire(self, id: str, attempt: int | str) -> bool:
         """End a running job whose deadline has passed. False: refused, as above."""
         return self._end(id, attempt, JobState.EXPIRED)
 
-    def _end(self, id: str, attempt: int, state: JobState, *field: str) -> bool:
+    def _end(self, id: str, attempt: int | str, state: JobState, *field: str) -> bool:
         return bool(self._finish(id, attempt, state.value, self._retention_ms, *field))
 
-    def hand_back(self, id: str, attempt: int) -> Envelope | None:
+    def hand_back(self, id: str, attempt: int | str) -> Envelope | None:
         """Queue a running job again, at no cost to it; the caller sends the envelope. None: refused, as above.
 
         It goes before all that was never begun.

@@ -6,16 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import httpx2
 import pytest
 
-from api.links import Links, sign, signed
+from api.links import sign, signed
 from core.config import Settings, SettingsError, read
 from core.jobs.keyring import Keyring
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process, settings_of
 
 
 class Guarded:
@@ -165,14 +166,91 @@ def test_a_link_is_signed_for_one_picture_and_some_time(guarded: tuple[Guarded, 
     check_error(stranger.get(parts.path), 401, code="invalid_api_key")
 
 
-def test_links_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_end() -> None:
     secret = b"s" * 32
-    past = str(int(time.time()) - 1)
-    assert not signed(secret, "job_1", 0, past, sign(secret, "job_1", 0, past))
-    soon = str(int(time.time()) + 100)
-    assert signed(secret, "job_1", 0, soon, sign(secret, "job_1", 0, soon))
-    assert not signed(b"t" * 32, "job_1", 0, soon, sign(secret, "job_1", 0, soon))
-    assert Links("http://x/").image("job_1", 2) == "http://x/v1/jobs/job_1/images/2"
+    made = sign(secret, "job_1", 0, "key", "1000")
+    assert signed(secret, "job_1", 0, "key", "1000", made, 999) and not signed(
+        secret, "job_1", 0, "key", "1000", made, 1000
+    )
+    assert not signed(b"t" * 32, "job_1", 0, "key", "1000", made, 999)
+    for other in (("job_2", 0, "key", "1000"), ("job_1", 1, "key", "1000"), ("job_1", 0, "yek", "1000"),
+                  ("job_1", 0, "", "1000"), ("job_1", 0, "key", "1001")):  # fmt: skip
+        assert not signed(secret, *other, made, 999)
+
+
+@contextmanager
+def second_api(settings: Settings, code: str = SERVE) -> Iterator[httpx2.Client]:
+    """Another API on the same Redis, in a process of its own."""
+    with process(code, settings) as (_, client):
+        yield client
+
+
+def picture_of(client: httpx2.Client, worker: Worker, id: str, prompt: str) -> tuple[str, bytes]:
+    """Have a picture drawn under a chosen id: the path of its link, and its bytes."""
+    assert client.put(f"/v1/jobs/{id}", json={**JOB, "prompt": prompt}).status_code == 202
+    claim = worker.take(id)
+    data = f"{id}: {prompt}, for {worker.job(id).owner}".encode()
+    image = {"key": worker.artifacts.put(data, "image/png"), "seed": 1, "width": 8, "height": 8,
+             "media_type": "image/png", "size_bytes": len(data)}  # fmt: skip
+    assert worker.store.succeed(id, claim.attempt, {"images": [image]}, [image["key"]])
+    return path_of(client, id), data
+
+
+def path_of(client: httpx2.Client, id: str) -> str:
+    """A link's path and signature, without what the public calls the service."""
+    answer = client.get(f"/v1/jobs/{id}")
+    assert answer.status_code == 200, answer.text
+    parts = urlsplit(answer.json()["images"][0]["url"])
+    return f"{parts.path[parts.path.index('/v1/') :]}?{parts.query}"
+
+
+def test_a_link_does_not_lead_to_the_picture_of_who_has_the_id_next(guarded: tuple[Guarded, Worker]) -> None:
+    doors, worker = guarded
+    ann, bob, stranger = doors.key(), doors.key(), doors.client("")
+    link, mine = picture_of(ann, worker, "logo", "a cat")
+    assert stranger.get(link).content == mine
+    assert ann.delete("/v1/jobs/logo").status_code == 200
+    assert stranger.get(link).status_code == 403
+    assert bob.put("/v1/jobs/logo", json=JOB).status_code == 202
+    assert stranger.get(link).status_code == 403
+    assert bob.post("/v1/jobs/logo/cancel").status_code == 200 and bob.delete("/v1/jobs/logo").status_code == 200
+    other, theirs = picture_of(bob, worker, "logo", "a dog")
+    refused = stranger.get(link)
+    check_error(refused, 403, "signature", "invalid_signature")
+    assert theirs not in refused.content
+    assert stranger.get(other).content == theirs
+
+
+BEHIND = "import time; real = time.time; time.time = lambda: real() - 7200; " + SERVE
+
+
+def test_links_work_whatever_the_clocks_of_apis_say(guarded: tuple[Guarded, Worker], settings: Settings) -> None:
+    doors, worker = guarded
+    owner = doors.key()
+    link, data = picture_of(owner, worker, "clocks", "a cat")
+    with second_api(settings, BEHIND) as behind:
+        behind.headers["Authorization"] = owner.headers["Authorization"]
+        theirs = path_of(behind, "clocks")
+        assert doors.client("").get(theirs).content == data, "signed by an API whose clock is two hours behind"
+        del behind.headers["Authorization"]
+        assert behind.get(link).content == data
+
+
+def test_all_apis_sign_alike_after_redis_was_emptied(guarded: tuple[Guarded, Worker], settings: Settings) -> None:
+    doors, worker = guarded
+    worker.redis.flushall()
+    with second_api(settings) as new:  # it has never seen the secret that was
+        worker.announce()
+        owner = doors.key()
+        stranger = doors.client("")
+        for client in (stranger, new):  # both have read that there are keys
+            eventually(lambda: client.get("/v1/models").status_code == 401)  # noqa: B023
+        new.headers["Authorization"] = owner.headers["Authorization"]
+        _, data = picture_of(owner, worker, "emptied", "a cat")
+        eventually(lambda: stranger.get(path_of(new, "emptied")).content == data, "two secrets, for ever")
+        link = path_of(owner, "emptied")
+        del new.headers["Authorization"]
+        assert new.get(link).content == data
 
 
 def test_requests_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -149,3 +152,40 @@ def test_who_leaves_is_no_longer_served(shared: Api, worker: Worker) -> None:
         next(events)
         eventually(lambda: id in followers)
     eventually(lambda: id not in followers, "the subscription is closed")
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_who_leaves_before_a_stream_has_begun_leaves_nothing(pieces: int) -> None:
+    """A generator that never began runs none of its code, and so does not cancel its job: then somebody else does."""
+    ended: list[str] = []
+
+    async def source() -> AsyncGenerator[bytes]:
+        try:
+            yield b"data: 1\n\n"
+            await asyncio.Event().wait()
+        finally:
+            ended.append("source")
+
+    async def unheard() -> None:
+        ended.append("unheard")
+
+    async def work() -> None:
+        sent = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            while pieces and not sent.is_set():
+                await sent.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body" and message["body"]:
+                sent.set()
+            elif not pieces:
+                await asyncio.Event().wait()  # the headers do not get through
+
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "asgi": {"spec_version": "2.3"}}
+        stream = module.EventStream(source(), unheard)
+        await asyncio.wait_for(stream(scope, receive, send), PATIENCE_S)  # type: ignore[arg-type]
+
+    asyncio.run(work())
+    assert ended == (["source"] if pieces else ["unheard"])

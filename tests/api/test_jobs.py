@@ -123,3 +123,31 @@ def test_a_job_past_its_deadline_expires_with_no_worker(shared: Api, worker: Wor
 
 def test_no_answer_without_an_id_is_kept(shared: Api) -> None:
     assert shared.client.get(f"/v1/jobs/{shared.order()}").headers["cache-control"] == "no-store"
+
+
+def test_an_id_that_is_used_again(shared: Api, worker: Worker) -> None:
+    """Erased and made anew at once: its events are its own, who waits for it waits, who followed the old one ends."""
+    id, ask = "again", {"type": "image", "prompt": "a cat"}
+    assert shared.client.put(f"/v1/jobs/{id}", json=ask).status_code == 202
+    worker.take(id)
+    with shared.events(id) as following:
+        assert [next(following).type for _ in range(2)] == ["queued", "running"]
+        assert shared.client.delete(f"/v1/jobs/{id}").status_code == 200
+        assert shared.client.put(f"/v1/jobs/{id}", json={**ask, "prompt": "a dog"}).status_code == 202
+        assert [event.type for event in following] in ([], ["cancelled"])
+    assert shared.job(id)["attempt"] == 0
+    assert worker.redis.pttl(f"diptych:events:{id}") == -1
+    before = commands(worker)
+    assert shared.client.get(f"/v1/jobs/{id}", params={"wait_s": 2}).json()["status"] == "queued"
+    assert commands(worker) - before < 1000, "it spins"
+    with shared.events(id) as events:
+        assert next(events).type == "queued"
+        worker.work(id)
+        rest = list(events)
+    assert [event.type for event in rest] == ["running", "succeeded"] and rest[0].data == {"attempt": 1}
+    assert shared.client.get(f"/v1/jobs/{id}", params={"wait_s": 5}).json()["status"] == "succeeded"
+
+
+def commands(worker: Worker) -> int:
+    """All that Redis was ever asked to do."""
+    return int(worker.redis.info("stats")["total_commands_processed"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -15,7 +17,7 @@ from pydantic import BaseModel
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from llm import tiny
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
 from tests.api.writing import TextWorker
 from tests.llm import stage
 
@@ -143,6 +145,75 @@ def test_a_client_that_vanishes_frees_its_pages(writing: tuple[Api, TextWorker])
         eventually(lambda: books.job(id).state.final)
         assert books.is_(id, JobState.CANCELLED) or books.is_(id, JobState.SUCCEEDED)
     eventually(lambda: worker.runner.held() == 0, "its pages were never given back")
+
+
+def test_who_leaves_before_the_first_token_cancels(api: Api) -> None:
+    """While the job waits, for a worker that does not take it."""
+    with Worker(api.settings, "another") as books:
+        books.announce(card=dataclasses.replace(CARD, name="idle-lm", modality="text", limits={}, costs={}))
+        known = books.ids()
+        body = json.dumps({**ASK, "model": "idle-lm", "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", api.port)) as connection:
+            lines = (f"POST {CHAT} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json",
+                     f"Content-Length: {len(body)}", "", "")  # fmt: skip
+            connection.sendall("\r\n".join(lines).encode() + body)
+            (id,) = eventually(lambda: books.ids() - known)
+            assert books.is_(id, JobState.QUEUED)
+        eventually(lambda: books.is_(id, JobState.CANCELLED), "it waits for nobody")
+        books.registry.forget_model("idle-lm")
+
+
+def test_what_is_written_grows_with_the_answer(writing: tuple[Api, TextWorker]) -> None:
+    """The stream in memory, and all that went to Redis's file: a small multiple of the answer, however long it is."""
+    api, _ = writing
+    large = {**ASK, "n": 16, "logprobs": True, "top_logprobs": 20, "stream": True, "temperature": 1.5}
+    end = {str(min(stage.small().ends)): -100}
+    with Worker(api.settings) as books:
+        for tokens in (40, 160):
+            known, file = books.ids(), books.redis.info("persistence")["aof_current_size"]
+            answer = api.post(CHAT, **{**large, "max_tokens": tokens, "logit_bias": end})
+            assert answer.status_code == 200 and answer.text.endswith("[DONE]\n\n")
+            (id,) = books.ids() - known
+            size = len(books.redis.hget(f"diptych:job:{id}", "result"))
+            stream = books.redis.memory_usage(f"diptych:events:{id}", samples=0)
+            written = books.redis.info("persistence")["aof_current_size"] - file
+            print(f"{tokens} tokens: answer {size}, stream {stream} ({stream / size:.2f}x), file {written}")
+            assert stream < 3 * size + 65_536 and written < 6 * size + 262_144
+            assert len(books.redis.hget(f"diptych:job:{id}", "progress")) < 200
+
+
+def test_what_nobody_follows_is_not_told(writing: tuple[Api, TextWorker]) -> None:
+    api, _ = writing
+    with Worker(api.settings) as books:
+        known = books.ids()
+        assert api.post(CHAT, **{**ASK, "max_tokens": 60}).status_code == 200
+        (id,) = books.ids() - known
+        assert [fields["type"] for _, fields in books.redis.xrange(f"diptych:events:{id}")] == [
+            "queued", "running", "succeeded",
+        ]  # fmt: skip
+        progress = books.job(id).progress
+        assert progress is not None and progress["steps_done"] > 0
+
+
+def test_who_follows_later_is_told_all_of_it(writing: tuple[Api, TextWorker]) -> None:
+    """Whether it was streamed from the start or not."""
+    api, _ = writing
+    with Worker(api.settings) as books, ThreadPoolExecutor(1) as pool:
+        for stream in (False, True):
+            known = books.ids()
+            fields = {**ASK, "n": 2, "max_tokens": 440, "stream": stream, "logit_bias": {"2": -100, "1": -100}}
+            answering = pool.submit(api.post, CHAT, **fields)
+            (id,) = eventually(lambda: books.ids() - known)  # noqa: B023
+            eventually(lambda: (books.job(id).progress or {}).get("steps_done", 0) > 40)  # noqa: B023
+            texts = ["", ""]
+            for event in api.all_events(id):
+                for piece in event.data.get("pieces", []):
+                    told = texts[piece["index"]]
+                    assert piece["at"] <= len(told), "nothing is left out"
+                    texts[piece["index"]] = told[: piece["at"]] + piece["text"]
+            result = books.job(id).result
+            assert answering.result().status_code == 200 and result is not None
+            assert texts == [choice["text"] for choice in result["choices"]]
 
 
 BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [

@@ -85,7 +85,9 @@ def test_a_receiver_that_fails_twice_is_told(world: tuple[Api, Worker]) -> None:
         eventually(lambda: len(receiver.heard) == 3 and not left(worker))
     paths, headers, bodies = zip(*receiver.heard, strict=True)
     assert set(paths) == {"/hook?a=b"} and len(set(bodies)) == 1
-    assert {h["webhook-id"] for h in headers} == {f"msg_{id}_1"}, "by which who hears it twice knows it"
+    assert {h["webhook-id"] for h in headers} == {f"msg_{id}_{worker.job(id).incarnation}"}, (
+        "by which who hears it twice knows it"
+    )
     told = json.loads(bodies[0])
     assert told["type"] == "job.succeeded" and told["data"] == api.job(id)
     keyring = Keyring(api.settings.redis_url)

@@ -105,14 +105,16 @@ def test_a_template_that_refuses_is_refused_by_name(panel: TextPanel) -> None:
         tokenizer.chat_template = template
 
 
-def test_each_telling_holds_all_so_far(panel: TextPanel) -> None:
+def test_tokens_are_counted_and_texts_are_told_in_pieces(panel: TextPanel) -> None:
     tally = panel.tally(panel.requests({**CHAT, "max_tokens": 5}))
     assert tally.take(0, Outcome(progress=(0, 5))) is None
-    first = tally.take(0, Outcome(token=Delta("a", (70,))))
-    assert first == {"steps_done": 1, "steps": 10, "texts": ["a", ""]}
-    assert tally.take(1, Outcome(token=Delta("xy", (71, 72)))) == {"steps_done": 3, "steps": 10, "texts": ["a", "xy"]}
-    assert tally.take(0, Outcome(token=Delta("", (73,)))) == {"steps_done": 4, "steps": 10, "texts": ["a", "xy"]}
-    assert first["texts"] == ["a", ""], "what was told must not change afterwards"
+    assert tally.take(0, Outcome(token=Delta("a", (70,)))) == {"steps_done": 1, "steps": 10}
+    first = tally.written.news()
+    assert [(piece["at"], piece["text"]) for piece in first.pieces] == [(0, "a"), (0, "")]
+    tally.written.told(first)
+    assert tally.take(1, Outcome(token=Delta("xy", (71, 72)))) == {"steps_done": 3, "steps": 10}
+    assert tally.take(0, Outcome(token=Delta("", (73,)))) == {"steps_done": 4, "steps": 10}
+    assert tally.written.news().pieces == [{"index": 1, "at": 0, "text": "xy"}]
 
 
 def test_a_job_from_end_to_end() -> None:
@@ -127,7 +129,7 @@ def test_a_job_from_end_to_end() -> None:
         result = panel.result([future.result() for future in futures], shelf())
         card = panel.card()
     json.loads(to_json(result))
-    assert [choice["text"] for choice in result["choices"]] == told[-1]["texts"]
+    assert [choice["text"] for choice in result["choices"]] == tally.written.texts
     assert told[-1]["steps_done"] == sum(choice["tokens"] for choice in result["choices"])
     for choice in result["choices"]:
         ended = choice["finish_reason"] == "stop"  # by the end token, which is counted and not told

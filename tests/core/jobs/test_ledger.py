@@ -101,7 +101,8 @@ def test_erasing_ends_and_forgets(store: JobStore, redis_url: str) -> None:
         books.check()
         assert books.records == {} and not store.succeed(runs, claim.attempt, {})
         assert store.report([Report(runs, claim.attempt, {})]) == {runs}
-        assert client.xrange("diptych:control:ada")[0][1] == {"cancel": runs}
+        told = client.xrange("diptych:control:ada")[0][1]
+        assert told == {"cancel": runs, "attempt": "1", "of": claim.incarnation}
         assert [type for type, _ in _events(client, runs)][-1] == "cancelled", "who follows it is told"
         assert not client.exists(f"diptych:events:{done}")
         assert not client.exists("diptych:jobs", "diptych:jobs:ann", "diptych:ended")
@@ -118,9 +119,9 @@ def test_a_worker_cannot_write_to_another_job_of_an_erased_id(store: JobStore) -
     store.erase("mine")
     store.create(draft(id="mine"))
     new = store.claim("mine", "bob")
-    assert new is not None and new.attempt != old.attempt
-    assert not store.succeed("mine", old.attempt, {"images": ["of the old one"]})
-    assert store.succeed("mine", new.attempt, {"images": ["of the new one"]})
+    assert new is not None and new.attempt == old.attempt == 1 and new.fence != old.fence
+    assert not store.succeed("mine", old.fence, {"images": ["of the old one"]})
+    assert store.succeed("mine", new.fence, {"images": ["of the new one"]})
 
 
 def test_artifacts_live_as_long_as_who_names_them(store: JobStore, redis_url: str) -> None:
@@ -243,6 +244,31 @@ def test_erasing_the_last_job_that_began_with_something_takes_that_along(redis_u
         pass_time(client, 11)
         assert store.due() == [key]
     store.close()
+
+
+@pytest.mark.parametrize("for_s", [3600.0, 30 * 86_400.0])
+def test_erasing_a_job_takes_nothing_that_others_keep(store: JobStore, redis_url: str, for_s: float) -> None:
+    """An upload that came this moment has the very bytes that a job made."""
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        id = store.create(draft()).id
+        end(store, id, "same")
+        pass_time(client, 20 * 60)  # it ended long ago
+        assert store.keep("same", for_s, hold=True)
+        until = client.time()[0] + for_s
+        store.erase(id)
+        assert store.due() == []
+        assert client.zscore("diptych:kept", "same") / 1000 > until - 60, "it stays for as long as was said"
+        pass_time(client, round(for_s / 60) + 1)
+        assert store.due() == ["same"]
+        assert not client.exists("diptych:held")
+
+
+def test_a_queue_is_emptied_though_a_record_is_gone(store: JobStore, redis_url: str) -> None:
+    ids = [store.create(draft()).id for _ in range(5)]
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        client.delete(f"diptych:job:{ids[0]}", f"diptych:job:{ids[3]}")  # by hand
+        assert store.empty("image", 2) == 2 and store.empty("image") == 1
+        assert not client.exists("diptych:sent:image:3")
 
 
 def test_previews_are_for_a_while(store: JobStore, redis_url: str) -> None:

@@ -118,7 +118,7 @@ def test_ended_jobs_are_kept_for_their_time(redis_url: str, client: redis.Redis)
         assert 3_000_000 < client.pttl(key) <= (5_000_000 if "job:" in key else 3_600_000)
     assert 0 < client.pttl("diptych:control:ada") <= 3_600_000
     # And nothing else is left of it but the entries of lists, which a sweep takes out when the record has gone.
-    lists = ("ended", "jobs", "jobs:")
+    lists = ("ended", "jobs", "jobs:", "happened")
     rest = {f"diptych:{name}" for name in ("sequence", "backlog:image", "mark:image:3", "control:ada", *lists)}
     assert set(client.keys("diptych:*")) == rest | {f"diptych:job:{job.id}", f"diptych:events:{job.id}"}
     store.close()
@@ -237,7 +237,7 @@ def test_deadlines(store: JobStore, client: redis.Redis) -> None:
     assert over.state is JobState.EXPIRED
     assert over.error == {"code": "expired", "message": "the deadline passed before the job was done"}
     assert store.renew("ada", {running.id: 1}) == {running.id}
-    assert told(client, "ada") == [{"cancel": running.id}]
+    assert told(client, "ada") == [{"cancel": running.id, "attempt": "1", "of": running.incarnation}]
     waiting = store.get(in_time.id)
     assert waiting is not None
     assert waiting.state is JobState.QUEUED
@@ -252,7 +252,7 @@ def test_cancel_tells_the_worker(store: JobStore, client: redis.Redis) -> None:
         assert cancelled is not None
         assert (cancelled.state, cancelled.error) == (JobState.CANCELLED, None)
         assert store.cancel(job.id) == cancelled
-    assert told(client, "ada") == [{"cancel": running.id}]
+    assert told(client, "ada") == [{"cancel": running.id, "attempt": "1", "of": running.incarnation}]
     assert store.renew("ada", {running.id: 1}) == {running.id}
     assert store.report([Report(running.id, 1, {})]) == {running.id}
     assert not store.succeed(running.id, 1, {})

@@ -1,0 +1,70 @@
+"""The Lua by which progress is told: to the job's stream where somebody follows it, and to its record.
+
+As scripts.py, whose keys and fences it leans on. What a text has come to is told in pieces, so that what is written
+grows with the text, and no faster; and where nobody follows, nothing of it is.
+"""
+
+from __future__ import annotations
+
+from core.jobs.scripts import PRELUDE
+
+# id, fence, data, the event's data or '' (as the record's), whether it stands for all that was told before ('1', ''),
+# count, then of so many values: picture, preview, …; … → {ids whose attempt does not run}, {those that are followed}
+# What comes of a text is told in the event alone: the record's progress stays small. Where nobody follows (`followed`
+# is 0, which only what makes a job says) there is no event.
+REPORT = (
+    PRELUDE
+    + """
+local stale, followed, told = {}, {}, {}
+local i = 2
+while i <= #ARGV do
+  local job, event, looks = read(ARGV[i]), ARGV[i + 3], tonumber(ARGV[i + 5])
+  if job and job.state == 'running' and holds(job, ARGV[i + 1]) then
+    if looks > 0 then
+      redis.call('HSET', P .. 'preview:' .. job.id, 'of', job.incarnation, unpack(ARGV, i + 6, i + 5 + looks))
+      redis.call('PEXPIRE', P .. 'preview:' .. job.id, 60000)
+    end
+    local stream, follows = P .. 'events:' .. job.id, redis.call('HGET', job.key, 'followed')
+    if follows ~= '0' then
+      local id
+      if follows ~= '1' then
+        id = redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'type', 'progress', 'data', ARGV[i + 2],
+          'of', job.incarnation, 'v', V)
+      else  -- never trimmed: without a piece the others are of no use
+        id = redis.call('XADD', stream, '*', 'type', 'progress', 'data', event ~= '' and event or ARGV[i + 2],
+          'of', job.incarnation, 'v', V)
+      end
+      if ARGV[i + 4] == '1' then
+        local old = {}
+        for _, entry in ipairs(redis.call('XRANGE', stream, '-', '(' .. id)) do
+          if entry[2][2] == 'progress' then old[#old + 1] = entry[1] end
+        end
+        for first = 1, #old, 1000 do
+          redis.call('XDEL', stream, unpack(old, first, math.min(first + 999, #old)))
+        end
+      end
+      told[#told + 1] = job.id
+    end
+    if follows == '1' then followed[#followed + 1] = job.id end
+    redis.call('HSET', job.key, 'progress', ARGV[i + 2])
+  else
+    stale[#stale + 1] = ARGV[i]
+  end
+  i = i + 6 + looks
+end
+if #told > 0 then notify(table.concat(told, ' ')) end
+return {stale, followed}
+"""
+)
+
+# id, incarnation or '' → 1, or 0: it does not live. From now on its progress is told, whatever its maker said.
+FOLLOW = (
+    PRELUDE
+    + """
+let_through()
+local job = read_same(ARGV[2], ARGV[3])
+if not job or (job.state ~= 'queued' and job.state ~= 'running') then return 0 end
+redis.call('HSET', job.key, 'followed', 1)
+return 1
+"""
+)

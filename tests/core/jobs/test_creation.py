@@ -1,0 +1,162 @@
+"""An id that is used again begins with nothing of who had it: events, previews, attempts, lists, webhooks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from core.jobs.record import Draft, JobState, Report
+from core.jobs.store import JobStore
+from core.jobs.webhooks import Webhooks
+from tests.core.jobs.books import Books
+from tests.core.jobs.test_events import collect, reading, run
+
+
+@pytest.fixture
+def brief(redis_url: str) -> Iterator[JobStore]:
+    """A store whose records go a moment after their end."""
+    store = JobStore(redis_url, retention_s=0.05)
+    yield store
+    store.close()
+
+
+def draft(owner: str = "", **more: object) -> Draft:
+    return Draft("logo", "image", "m", {}, owner=owner, **more)  # type: ignore[arg-type]
+
+
+def forgotten(client: redis.Redis) -> None:
+    while client.exists("diptych:job:logo"):
+        pass
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_new_job_begins_with_nothing(store: JobStore, client: redis.Redis, lives: bool) -> None:
+    store.create(draft("ann"))
+    old = store.claim("logo", "ada")
+    assert old is not None
+    assert store.report([Report("logo", old.fence, {"step": 1}, previews={0: "UE5H"})]) == set()
+    if not lives:
+        store.fail("logo", old.fence, "refused", "no")
+    assert store.erase("logo")
+    job = store.create(draft("bob"))
+    assert job == store.get("logo") and job.attempt == 0
+    assert [fields["type"] for _, fields in client.xrange("diptych:events:logo")] == ["queued"]
+    assert client.pttl("diptych:events:logo") == -1, "its events stay for as long as it lives"
+    assert store.preview("logo", 0) is None
+    new = store.claim("logo", "bob")
+    assert new is not None and new.attempt == 1
+    Books.of(client).check()
+    for write in (
+        lambda: store.succeed("logo", old.fence, {}),
+        lambda: store.fail("logo", old.fence, "a", "b"),
+        lambda: store.expire("logo", old.fence),
+        lambda: store.hand_back("logo", old.fence) is not None,
+        lambda: store.report([Report("logo", old.fence, {"step": 2}, previews={0: "UE5H"})]) != {"logo"},
+        lambda: store.renew("bob", {"logo": old.fence}) != {"logo"},
+    ):
+        assert not write(), "the worker that is still at the old one cannot write to the new one"
+    assert store.preview("logo", 0) is None
+    assert store.succeed("logo", new.fence, {})
+
+
+def test_attempts_of_a_record_that_went_by_itself_are_others(brief: JobStore, client: redis.Redis) -> None:
+    """A retention of a moment, and a worker that sleeps through all of it."""
+    brief.create(draft())
+    old = brief.claim("logo", "ada")
+    assert old is not None
+    brief.cancel("logo")
+    forgotten(client)
+    brief.create(draft())
+    new = brief.claim("logo", "bob")
+    assert new is not None and (old.attempt, new.attempt) == (1, 1)
+    assert not brief.succeed("logo", old.fence, {"images": ["of the old one"]})
+    job = brief.get("logo")
+    assert job is not None and job.state is JobState.RUNNING
+
+
+def test_who_has_the_id_next_is_in_no_list_of_the_last_one(brief: JobStore, client: redis.Redis) -> None:
+    brief.create(draft("ann"))
+    brief.cancel("logo")
+    forgotten(client)
+    brief.create(draft("bob"))
+    for _ in range(2):
+        page = brief.page("ann")
+        assert page is not None and page.jobs == [], "it is bob's"
+        page = brief.page(None)
+        assert page is not None and [job.owner for job in page.jobs] == ["bob"]
+        while client.exists("diptych:ended"):
+            brief.sweep()
+    assert client.zrange("diptych:jobs", 0, -1) == ["bob|logo"] and not client.exists("diptych:jobs:ann")
+
+
+def test_what_was_meant_for_one_does_not_end_the_next(store: JobStore) -> None:
+    """Who looked at a job, and cancels or erases it when its id is another's by then."""
+    old = store.create(draft("ann"))
+    store.erase("logo", old.incarnation)
+    new = store.create(draft("bob"))
+    assert new.incarnation != old.incarnation and not new.same(old)
+    assert store.cancel("logo", old.incarnation) is None and not store.erase("logo", old.incarnation)
+    assert not store.follow("logo", old.incarnation)
+    assert store.get("logo") == new
+    cancelled = store.cancel("logo", new.incarnation)
+    assert cancelled is not None and cancelled.state is JobState.CANCELLED and cancelled.same(new)
+
+
+def test_how_often_a_webhook_was_tried_is_no_inheritance(brief: JobStore, client: redis.Redis, redis_url: str) -> None:
+    webhooks = Webhooks(redis_url)
+    told = {"url": "https://a.example/", "base": "https://b.example/"}
+    brief.create(draft(webhook=told))
+    brief.cancel("logo")
+    assert webhooks.due(60) == [("logo", 0)]
+    webhooks.again("logo", 0)
+    forgotten(client)
+    brief.create(draft(webhook=told))
+    assert webhooks.due(60) == [], "it has not ended"
+    brief.cancel("logo")
+    assert webhooks.due(60) == [("logo", 0)]
+    webhooks.close()
+
+
+def test_followers_are_of_one_job(store: JobStore, redis_url: str) -> None:
+    """One follows a job that is erased, another comes for the next of its id: neither sees anything of the other's."""
+
+    async def work() -> None:
+        async with reading(redis_url) as reader:
+            old = store.create(draft())
+            stream = reader.subscribe("logo", "0", old.incarnation)
+            assert (await anext(stream)).type == "queued"
+            waits = asyncio.ensure_future(anext(stream, None))
+            while not reader._followers:
+                await asyncio.sleep(0.01)
+            store.erase("logo")
+            new = store.create(draft())
+            rest = [await waits, *[event async for event in stream]]
+            assert [event.type for event in rest if event is not None] in ([], ["cancelled"])
+            task = asyncio.create_task(collect_of(reader, new.incarnation))
+            late = asyncio.create_task(collect_of(reader, old.incarnation))
+            assert await late == []
+            while not reader._followers:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(store.claim, "logo", "ada")
+            await asyncio.to_thread(store.succeed, "logo", 1, {})
+            assert await task == ["queued", "running", "succeeded"]
+            assert await collect_of(reader, old.incarnation) == []
+            assert [event.type for event in await collect(reader, "logo")] == ["queued", "running", "succeeded"]
+
+    async def collect_of(reader: object, incarnation: str) -> list[str]:
+        subscribed = reader.subscribe("logo", "0", incarnation)  # type: ignore[attr-defined]
+        return [event.type async for event in subscribed]
+
+    run(work)
+
+
+def test_no_two_jobs_of_one_moment_are_taken_for_one(store: JobStore) -> None:
+    seen = set()
+    for _ in range(50):
+        job = store.create(draft())
+        seen.add(job.incarnation)
+        store.erase("logo")
+    assert len(seen) == 50
