@@ -24,7 +24,7 @@ _MADE, _FULL = 1, -1  # what may come of it; else it was there, or is refused
 # → numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5), and
 #   1, made now: created, deadline or 0, attempt, jobs that are called before it, queued, their ms, running, their ms
 #   0, it was there: nothing more, but beside them the record's fields
-#   -1, the queue is full, or -2, the last of these charges is too much: nothing more
+#   -1, the queue is full, or -2, the last of these charges is too much, or -3, it was taken back: nothing more
 # Whose job has the id, the caller looks.
 CREATE = (
     PRELUDE
@@ -37,6 +37,8 @@ local key, backlog = P .. 'job:' .. id, P .. 'backlog:' .. queue
 -- A write that could need memory, before all others: on a full Redis it is refused, and nothing is begun.
 redis.call('HSETNX', backlog, 'queued', 0)
 local new = redis.call('EXISTS', key) == 0
+-- Whoever asked for it was told that there is no job, and asked by then for it to be taken back.
+if new and redis.call('EXISTS', P .. 'withdrawn:' .. id) == 1 then return '-3 0 ' end
 local full = new and tonumber(redis.call('HGET', backlog, 'queued')) >= tonumber(A[9])
 local told, code = {}, full and -1 or new and 1 or 0
 for i = 19, #A, 5 do
@@ -55,7 +57,7 @@ if code == 0 then return {answer, redis.call('HGETALL', key)} end
 local at = now()
 -- Attempts go on counting where a job of this id was erased: a worker may still be at that one.
 local attempt = redis.call('GET', P .. 'erased:' .. id) or 0
-redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
+redis.call('HSET', key, 'v', VERSION, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
   'priority', A[5], 'created', at, 'attempt', attempt, 'lost', 0, 'work_ms', A[8], 'by', 'create',
   'owner', owner, 'digest', A[11], 'trace', A[14], 'request_id', A[15])
 if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
