@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio.to_thread
 
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _STALE_S = 5.0  # a Redis that has not answered for so long is taken for gone
 _START_S = 2.0  # how long a start waits for the first look
+_PROBE_BYTES = 2**20  # as deployment/redis.py asks for before it starts one
 _AGAIN_S = 0.25  # the least between two looks that strangers ask for
 
 
@@ -73,7 +76,10 @@ class Snapshot:
 class Cards:
     """Keeps the newest snapshot. Belongs to one event loop; outlives Redis."""
 
-    def __init__(self, registry: Registry, store: JobStore, keyring: Keyring) -> None:
+    def __init__(self, registry: Registry, store: JobStore, keyring: Keyring, data_dir: Path | None = None) -> None:
+        """`data_dir` is where `diptych serve` keeps its own Redis."""
+        self._data_dir = data_dir
+        self.trouble = ""  # why Redis does not answer, where more is known than that
         self._registry = registry
         self._store = store
         self._keyring = keyring
@@ -136,8 +142,10 @@ class Cards:
         try:
             self.now = await anyio.to_thread.run_sync(self._snapshot, limiter=self._limiter)
         except StoreError as error:
+            self.trouble = await anyio.to_thread.run_sync(self._look_at_disk, limiter=self._limiter)
             if not self._down:
-                log.warning("the registry cannot be read, the last known cards are kept: %s", error)
+                said = self.trouble or error
+                log.warning("the registry cannot be read, the last known cards are kept: %s", said)
             self._down = True
         except Exception:
             log.exception("the registry holds something that cannot be read")
@@ -146,7 +154,23 @@ class Cards:
             if self._down:
                 log.info("the registry can be read again")
             self._down = False
+            self.trouble = ""
             self._looked = time.monotonic()
+
+    def _look_at_disk(self) -> str:
+        """Whether a Redis beside us has ended because it cannot write: its clients see no more than that it is gone."""
+        folder = None if self._data_dir is None else self._data_dir / "redis"
+        if folder is None or not folder.is_dir():
+            return ""
+        try:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(_PROBE_BYTES))
+                probe.flush()
+        except PermissionError:
+            return ""  # another user's
+        except OSError as error:
+            return f"its disk cannot be written: {(error.strerror or type(error).__name__).lower()}"
+        return ""
 
     def _snapshot(self) -> Snapshot:
         models = tuple(self._registry.models())

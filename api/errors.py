@@ -21,6 +21,7 @@ from api.methods import allowed
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreDown, StoreError, StoreFull
 from core.jobs.record import Job, JobState
+from core.jobs.unreadable import TALLY, Unreadable
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _from_validation)
     app.add_exception_handler(StoreError, _from_store)
     app.add_exception_handler(ArtifactError, _from_artifacts)
+    app.add_exception_handler(Unreadable, _from_record)
     app.add_middleware(LastResort)
 
 
@@ -156,23 +158,33 @@ async def _from_validation(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _from_store(request: Request, error: Exception) -> JSONResponse:
-    return unserved(error).response
+    return unserved(error, request.app.state.service.cards.trouble).response
 
 
 async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
     return unserved(error).response
 
 
-def unserved(error: Exception) -> ApiError:
-    """What is said of a `StoreError` or an `ArtifactError`, which is logged here."""
+async def _from_record(request: Request, error: Exception) -> JSONResponse:
+    """A record that this version cannot read: an API of the version that wrote it can."""
+    assert isinstance(error, Unreadable)
+    TALLY.note(error)
+    message = "This job's record cannot be read by this version of the service; DELETE erases it."
+    return ApiError(503, message, code="record_unreadable", headers={"Retry-After": str(_FULL_S)}).response
+
+
+def unserved(error: Exception, trouble: str = "") -> ApiError:
+    """What is said of a `StoreError` or an `ArtifactError`, which is logged here. `trouble`: what more is known."""
     if isinstance(error, ArtifactError):
         log.error("a finished picture cannot be read: %s", error)
         message = "The picture was drawn and cannot be read now; the server's log says why."
         return ApiError(500, message, code="artifact_unreadable", headers=NO_RETRY)
     if isinstance(error, StoreFull):
-        message, code, after_s = "The store of jobs is full; try again later.", "store_full", _FULL_S
+        message = f"The store of jobs is full ({error}); try again later."
+        code, after_s = "store_full", _FULL_S
     elif isinstance(error, StoreDown):
-        message, code, after_s = "The store of jobs does not answer; try again soon.", "store_down", _DOWN_S
+        message = f"The store of jobs does not serve ({trouble or error}); try again soon."
+        code, after_s = "store_down", _DOWN_S
     else:
         log.error("the store refused: %s", error)
         return ApiError(500, "The store of jobs went wrong; the server's log says how.", code="store_error")

@@ -39,7 +39,7 @@ async def readyz(service: Given) -> Response:
     if service.closing.is_set():
         missing = "The server is stopping."
     elif not cards.redis_answers:
-        missing = "Redis does not answer."
+        missing = f"Redis does not answer: {cards.trouble}." if cards.trouble else "Redis does not answer."
     elif not states["ready"]:
         starting = [worker.message for worker in workers if worker.state == "starting"]
         missing = f"No worker is ready; one is starting: {starting[0]}." if starting else "No worker is ready."

@@ -19,6 +19,7 @@ from api.paging import Paging, missing, page, query
 from api.presentation import job_object
 from api.service import Given, Service
 from core.jobs.record import Job, JobState
+from core.jobs.unreadable import Unreadable
 
 router = APIRouter(tags=["jobs"])
 
@@ -143,15 +144,25 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
 async def delete(id: str, request: Request, service: Given, caller: By) -> Response:
     """Ends it if it lives, and forgets it: record, events, and the pictures that no other job has made too."""
     await count_request(request, service, caller)
-    job = await find(service, id, caller)
-    await service.call(service.store.erase, id, job.incarnation)
+    incarnation = ""
+    with contextlib.suppress(Unreadable):  # that is how one gets rid of it
+        incarnation = (await find(service, id, caller)).incarnation
+    await service.call(service.store.erase, id, incarnation)
     return JSONResponse({"id": id, "object": "job", "deleted": True})
 
 
 async def find(service: Service, id: str, caller: Caller) -> Job:
-    """The job of this id. Raises `ApiError` (404), also for what is no id at all, and for the jobs of others."""
+    """The job of this id. Raises `ApiError` (404), also for what is no id at all, and for the jobs of others.
+
+    Raises `Unreadable` for one of this caller's that a newer version wrote, or that is damaged.
+    """
     check_id(id)
-    job = await service.call(service.store.get, id)
+    try:
+        job = await service.call(service.store.get, id)
+    except Unreadable as error:
+        if error.owner != caller.id and not caller.may("admin"):
+            raise no_job() from None
+        raise
     if job is None or not caller.sees(job):
         raise no_job()
     return job

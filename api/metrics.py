@@ -12,12 +12,13 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.access import By
 from api.service import Given, Service
+from core.jobs.unreadable import TALLY
 
 router = APIRouter(tags=["health"])
 
@@ -91,4 +92,9 @@ class Overview(Collector):
         states = Counter(worker.state for worker in now.workers)
         for state in ("ready", "starting", "draining"):
             workers.add_metric((state,), states[state])
-        yield from (up, jobs, work, wait, paused, workers)
+        unreadable = CounterMetricFamily(
+            "diptych_unreadable", "Records and cards in Redis that this version cannot read.", labels=("kind",)
+        )
+        for kind, count in TALLY.counts().items():
+            unreadable.add_metric((kind,), count)
+        yield from (up, jobs, work, wait, paused, workers, unreadable)

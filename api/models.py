@@ -46,34 +46,36 @@ async def forget(name: str, service: Given, caller: By) -> Response:
     """
     caller.check("admin")
     await service.cards.renew()
-    if all(card.name != name for card in service.cards.now.models):
+    if not await service.call(service.registry.has_model, name):  # also one whose card cannot be read
         raise admission.unknown_model()
     served = any(model.name == name for worker in service.cards.now.workers for model in worker.models)
-    if served or await _ids(service, name, JobState.RUNNING):
+    if served or await _first(service, name, JobState.RUNNING):
         raise ApiError(409, "A worker serves this model, or a job of it runs.", param="name", code="model_served")
     await service.call(service.registry.forget_model, name)
     await asyncio.sleep(_HEARD_S)  # until every API has heard of it, and accepts nothing more
     cancelled = 0
-    for id in await _ids(service, name, JobState.QUEUED):
-        job = await service.call(service.store.cancel, id)
-        cancelled += job is not None and job.state is JobState.CANCELLED
+    while waiting := await _first(service, name, JobState.QUEUED):
+        before = cancelled
+        for id in waiting:
+            job = await service.call(service.store.cancel, id)
+            cancelled += job is not None and job.state is JobState.CANCELLED
+        if cancelled == before:
+            break
     await service.cards.renew()
     return JSONResponse({"id": name, "object": "model", "deleted": True, "cancelled": cancelled})
 
 
-async def _ids(service: Service, model: str, state: JobState) -> list[str]:
-    """Of everybody's jobs those of this model in this state."""
-    found: list[str] = []
+async def _first(service: Service, model: str, state: JobState) -> list[str]:
+    """Of everybody's jobs some of this model in this state, the newest first; [] where there is none."""
     after = ""
     while True:
         page = await service.call(service.store.page, None, state=state, model=model, after=after, limit=100)
-        if page is None:  # what it went on after is gone meanwhile: from the start
-            found, after = [], ""
-            continue
-        found += [job.id for job in page.jobs]
-        if not page.more:
-            return found
-        after = page.after
+        if page is None:  # what it went on after is gone meanwhile
+            after = ""
+        elif page.jobs or not page.more:
+            return [job.id for job in page.jobs]
+        else:
+            after = page.after
 
 
 def _object(card: ModelCard, service: Service) -> dict[str, Any]:

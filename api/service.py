@@ -65,7 +65,7 @@ class Service:
             self.registry = Registry.of(settings)
             self.keyring = Keyring.of(settings)
             self.rates = Rates(settings.redis_url)
-            self.submissions = Submissions(settings.redis_url, settings.max_queued)
+            self.submissions = Submissions(settings.redis_url, settings.max_queued, settings.retention_s)
             self.batches = BatchStore.of(settings)
             self.files = FileStore.of(settings)
             self.reader = EventReader(settings.redis_url)
@@ -76,7 +76,7 @@ class Service:
             self.artifacts = Artifacts(settings.artifacts)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
-        self.cards = Cards(self.registry, self.store, self.keyring)
+        self.cards = Cards(self.registry, self.store, self.keyring, settings.data_dir)
         self.reaper = Reaper(self.store, self.queue.send, delete=self.artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ _KEY: Final = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{62})\.([a-z]+)")
 _PATIENCE_S: Final = 120.0  # longer than a deletion is given
 _AGAIN_S: Final = 0.2
 _PART: Final = 2**20  # bytes of a large artifact that are in memory at once, a few times
+_TRIES: Final = 100
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 
 
@@ -88,7 +90,7 @@ class Artifacts:
 
     def __init__(self, url: str) -> None:
         self._store: ObjectStore
-        self._folder: str | None = None
+        self._folder: Path | None = None  # where it is one
         with _told("open the store of artifacts"):
             parts = urlsplit(url)
             if parts.scheme == "file":
@@ -96,21 +98,24 @@ class Artifacts:
                 if parts.netloc or not folder.is_absolute():
                     raise ValueError("file:// needs an absolute path of this machine")
                 self._store = LocalStore(folder, mkdir=True, automatic_cleanup=True)
-                self._folder = str(folder)
+                self._folder = folder
             else:
                 # An endpoint that is named with http:// (AWS_ENDPOINT_URL) is meant so.
                 self._store = from_url(url, client_options={"allow_http": True})
 
     def put(self, data: bytes, media_type: str) -> str:
-        """Keep `data` whole or not at all, and return its key. What is there already is not written again."""
+        """Keep `data` whole or not at all, and return its key. What is there already is not written again.
+
+        In a folder it is on the disk when this returns, and what is there and damaged is written anew.
+        """
         key = key_of(data, media_type)
         with _told("write an artifact"):
-            # obstore writes beside and renames, so that others see nothing or all of it. A size that differs is what
-            # a power cut left: it is written anew.
-            if self._size(key) != len(data):
-                # A folder has no place for a media type: there the key's ending tells it.
-                attributes = None if isinstance(self._store, LocalStore) else {"Content-Type": media_type}
-                obstore.put(self._store, key, data, attributes=attributes)
+            if self._folder is not None:
+                path = self._folder / key
+                if not _holds(path, data):
+                    _write(path, data)
+            elif self._size(key) != len(data):
+                obstore.put(self._store, key, data, attributes={"Content-Type": media_type})
         return key
 
     def put_kept(self, data: bytes, media_type: str, keep: Callable[[str], bool]) -> str:
@@ -127,7 +132,7 @@ class Artifacts:
         It lies on the disk of the artifacts, or where temporary files lie if these are elsewhere.
         """
         with _told("write an artifact"):
-            return Spool(self._folder)
+            return Spool(None if self._folder is None else str(self._folder))
 
     def put_spool(self, spool: Spool, media_type: str, keep: Callable[[str], bool]) -> str:
         """As `put_kept`, without ever holding more than a few parts of it in memory."""
@@ -187,6 +192,50 @@ def _wait_for(keep: Callable[[str], bool], key: str) -> None:
         time.sleep(_AGAIN_S)
 
 
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether the file is there and whole: a power cut may have left other bytes, of the right number even."""
+    try:
+        return path.lstat().st_size == len(data) and path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Others see nothing or all of it, and so does who comes after a power cut. Raises OSError."""
+    beside = path.with_name(f"{path.name}#{secrets.token_hex(8)}")
+    for _ in range(_TRIES):
+        made = [folder for folder in path.parents[:2] if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            break
+        except FileNotFoundError:  # the folder's last other artifact was deleted this very moment, and the folder
+            continue
+    else:
+        raise FileExistsError(f"{path.parent} does not stay")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    for folder in (path.parent, *(one.parent for one in made)):
+        _sync(folder)
+
+
+def _sync(folder: Path) -> None:
+    """Put a folder's names on the disk."""
+    with contextlib.suppress(FileNotFoundError):  # it was emptied meanwhile, and is gone
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def _checked(key: str) -> re.Match[str]:
     """Whatever is not exactly a key of ours reaches no store: no path can be read by way of one."""
     match = _KEY.fullmatch(key)
@@ -209,6 +258,8 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
     code = _OS_ERROR.search(str(error))
     if code is not None:
         return os.strerror(int(code[1])).lower()

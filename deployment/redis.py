@@ -15,10 +15,12 @@ import secrets
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from deployment.launch import launched
 
@@ -27,10 +29,16 @@ _START_S = 60.0  # an append-only file of some size takes a while to load
 _FORMER_S = 10.0  # how long the server before this one may take to end
 _LOG_BYTES = 2**20
 _ADDRESS = "address"
+_ROOM_BYTES = 2**20  # that must fit on the disk before a server is started over its file
+_ZEROS = 16  # at a file's end: fewer may be the last bytes of something else
 
 
 class RedisError(RuntimeError):
     """The Redis server cannot be started. The message says why."""
+
+
+class NoRoom(RedisError):
+    """The disk is full, or cannot be written: a Redis that is started on it would end at its first write."""
 
 
 def executable() -> str:
@@ -115,22 +123,67 @@ class RedisServer:
 
     def spawn(self) -> None:
         """Start the server and do not wait. Raises `RedisError`, or OSError where the folder cannot be written."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._close_to_others()
+        self._check_room()
         lines = (
             "bind 127.0.0.1", f"port {self.port}", f"requirepass {self.password}", "daemonize no",
             'save ""', "appendonly yes", "appendfsync always", "maxmemory-policy noeviction", "tcp-backlog 128",
             *self.options,
         )  # fmt: skip
         command = [executable(), "-"]
-        with self._lock() as lock, self._log.open("ab") as output:
+        with self._lock() as lock, self._appending() as output:
+            self._cut_zeros()
             self.process = subprocess.Popen(
                 launched(command) if self.tied else command, cwd=self.folder,  # its file lies where it runs
                 stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock,),
+                umask=0o077,
             )  # fmt: skip
         assert self.process.stdin is not None
         # Over stdin, so that the password shows in no list of processes.
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(("\n".join(lines) + "\n").encode())
+
+    def _close_to_others(self) -> None:
+        """Prompts lie in the file, and the secret that links are signed with. Files of before may be open to all."""
+        with contextlib.suppress(PermissionError):  # another user's folder, who knows what he does
+            for path in (self.folder, *self.folder.rglob("*")):
+                if not path.is_symlink():
+                    path.chmod(0o700 if path.is_dir() else 0o600)
+
+    def _check_room(self) -> None:
+        """Raises `NoRoom`."""
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as probe:
+                probe.write(bytes(_ROOM_BYTES))
+                probe.flush()
+                os.fsync(probe.fileno())
+        except OSError as error:
+            raise NoRoom(f"{self.folder} cannot be written: {(error.strerror or '?').lower()}") from error
+
+    def _cut_zeros(self) -> None:
+        """Cut off the zeros that a power cut leaves at a file's end, which Redis refuses; a half command it drops."""
+        for path in (self.folder / "appendonly.aof", *self.folder.glob("appendonlydir/*.incr.aof")):
+            if not path.exists():
+                continue
+            with path.open("r+b") as stream:
+                size = end = stream.seek(0, os.SEEK_END)
+                head = b""
+                while end > 0:
+                    start = max(0, end - 2**16)
+                    stream.seek(start)
+                    head = stream.read(end - start).rstrip(b"\0")
+                    end = start + len(head)
+                    if head:
+                        break
+                stream.seek(0)
+                # After a snapshot at its beginning (Redis 6) a zero may be the snapshot's own.
+                whole = head.endswith(b"\r\n") or stream.read(5) != b"REDIS"
+                if size - end >= _ZEROS and whole:
+                    stream.truncate(end)
+                    os.fsync(stream.fileno())
+                    with self._appending() as log:
+                        log.write(f"{size - end} zeros at the end of {path.name} were cut off\n".encode())
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[int]:
@@ -162,6 +215,10 @@ class RedisServer:
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
             stream.write(self.url + "\n")
+
+    def _appending(self) -> BinaryIO:
+        """The log, which nobody else may read, whatever the umask is."""
+        return os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
 
     @property
     def _log(self) -> Path:

@@ -64,6 +64,8 @@ class Process(Worker):  # type: ignore[misc]
             gc.enable()
         self.pool_cls = "threads"
         self.concurrency = sum(station.intake.limits.values())  # a thread for each message that may be in hand
+        # Nobody listens to workers' events, and each worker would leave its binding in Redis for ever.
+        options |= dict.fromkeys(("without_gossip", "without_mingle", "without_heartbeat"), True)
         super().setup_instance(**options)
 
     def start(self) -> None:

@@ -7,6 +7,8 @@ until a message ends, and then at once. Knows Celery and kombu; knows nothing of
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,11 @@ from celery.worker.request import Request
 from celery.worker.state import maybe_shutdown
 from kombu.transport import redis, virtual
 
+log = logging.getLogger(__name__)
+
 _POLL_S = 0.02
+_DEAD_LETTERS = "diptych:dead_letters"  # list of queue entries that are no messages, the newest first
+_DEAD_KEPT = 1000
 
 
 class Intake:
@@ -159,10 +165,36 @@ class Bounded(redis.QoS):
         virtual.QoS.ack(self, delivery_tag)  # type: ignore[no-untyped-call]
         channel = self._intake.channel(self._queue)
         if channel is not None:
-            with contextlib.suppress(*channel.connection_errors), channel.conn_or_acquire() as client:
+            unable = (*channel.connection_errors, channel.ResponseError)  # away, or it takes no writes now
+            with contextlib.suppress(*unable), channel.conn_or_acquire() as client:
                 # One by one, and not as kombu does it: a full Redis refuses every transaction, and takes these.
                 client.zrem(channel.unacked_index_key, delivery_tag)
                 client.hdel(channel.unacked_key, delivery_tag)
+
+
+def _screen(channel: Any) -> None:
+    """Have the channel put aside what is no message, as a dead letter: kombu would end the worker over it."""
+    parse = channel.client.parse_response
+
+    def screened(connection: Any, command: str, **options: Any) -> Any:
+        answer = parse(connection, command, **options)
+        if command != "BRPOP" or not answer:
+            return answer
+        try:
+            channel.Message(json.loads(answer[1]), channel=channel)
+        except Exception as error:
+            queue, entry = answer
+            log.error(  # its content is nobody's business here
+                "an entry of the queue %s is no message (%s); it lies in the list %s",
+                queue.decode("utf-8", "replace"), type(error).__name__, _DEAD_LETTERS,
+            )  # fmt: skip
+            with contextlib.suppress(Exception), channel.conn_or_acquire() as client:
+                client.lpush(_DEAD_LETTERS, entry)
+                client.ltrim(_DEAD_LETTERS, 0, _DEAD_KEPT - 1)
+            return None
+        return answer
+
+    channel.client.parse_response = screened
 
 
 class Lines:
@@ -229,6 +261,7 @@ class Channels(bootsteps.StartStopStep):  # type: ignore[misc]
         for queue in intake.queues:
             channel = c.connection.channel()
             channel.QoS = lambda channel, queue=queue: Bounded(channel, intake, queue)
+            _screen(channel)
             channel.do_restore = False  # what is in hand is not lost with its connection, nor left when all ends
             consumers[queue] = c.app.amqp.TaskConsumer(
                 channel, queues=[c.app.amqp.queues[queue]], on_decode_error=c.on_decode_error

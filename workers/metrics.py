@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from core.batching.engine import Tick
+from core.jobs.unreadable import TALLY
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,12 @@ class _Now(Collector):
         for queue, count in self._in_hand().items():
             held.add_metric((queue,), count)
         yield held
+        unreadable = CounterMetricFamily(
+            "diptych_unreadable", "Records and cards in Redis that this version cannot read.", labels=("kind",)
+        )
+        for kind, count in TALLY.counts().items():
+            unreadable.add_metric((kind,), count)
+        yield unreadable
         torch = sys.modules.get("torch")  # not imported for this
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             used = GaugeMetricFamily("diptych_device_memory_bytes", "Of the GPU.", labels=("what",))

@@ -5,9 +5,11 @@ Imports no Redis, so that code which only makes a card needs none; `core.jobs.re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from core.jobs.unreadable import TALLY, VERSION, Unreadable, check_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +66,82 @@ class WorkerCard:
     version: str = ""
 
 
-def worker_card(raw: Mapping[str, Any]) -> WorkerCard:
-    """A worker's card from its JSON."""
-    return WorkerCard(**{**_known(WorkerCard, raw), "models": [model_card(model) for model in raw["models"]]})
+def written(card: ModelCard | WorkerCard) -> dict[str, Any]:
+    """A card as it is kept, with the version of its form."""
+    return {"v": VERSION, **asdict(card)}
 
 
-def model_card(raw: Mapping[str, Any]) -> ModelCard:
-    """A model's card from its JSON."""
-    return ModelCard(**_known(ModelCard, raw))
+def worker_card(id: str, raw: Any) -> WorkerCard:
+    """A worker's card from its JSON; a model in it that cannot be read is left out. Raises `Unreadable`."""
+    known = _known("worker card", id, WorkerCard, raw, _WORKER)
+    models: list[ModelCard] = []
+    for model in known.pop("models", []):
+        try:
+            models.append(model_card(f"{id}/{len(models)}", model))
+        except Unreadable as error:
+            TALLY.note(error)
+    return WorkerCard(**known, models=models)
 
 
-def _known(card: type[WorkerCard] | type[ModelCard], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Only the fields that this version knows: a newer worker may say more."""
-    return {f.name: raw[f.name] for f in fields(card) if f.name in raw}
+def model_card(name: str, raw: Any) -> ModelCard:
+    """A model's card from its JSON. Raises `Unreadable`."""
+    return ModelCard(**_known("model card", name, ModelCard, raw, _MODEL))
+
+
+def _known(kind: str, id: str, card: type, raw: Any, forms: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """Only the fields that this version knows, each of its form: a worker of the next one may say more."""
+    if not isinstance(raw, dict):
+        raise Unreadable(kind, id, "it is no JSON object")
+    check_version(kind, id, raw.get("v"))
+    known = {f.name: raw[f.name] for f in fields(card) if f.name in raw}
+    for name, fits in forms.items():
+        if name in known and not fits(known[name]):
+            raise Unreadable(kind, id, f"its field {name} is of another form")
+    try:
+        card(**known)
+    except TypeError:
+        raise Unreadable(kind, id, "a field is missing") from None
+    return known
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+_text, _number, _object = _is(str), _is(int, float), _is(dict)
+
+
+def _limits(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_number, value.values()))
+
+
+def _costs(value: Any) -> bool:
+    """Seconds, or tables of them, or tables of tables."""
+    return _number(value) or (isinstance(value, dict) and all(map(_costs, value.values())))
+
+
+_MODEL: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("name", "modality", "precision", "device", "default_scheduler"), _text),
+    **dict.fromkeys(("kernels", "kernels_reason"), _text),
+    "native": _is(int),
+    "sizes": _list_of(lambda size: _list_of(lambda side: _is(int)(side) and side > 0)(size) and len(size) == 2),
+    "schedulers": _list_of(_text),
+    "loras": _list_of(_text),
+    "limits": _limits,
+    "costs": lambda value: isinstance(value, dict) and _costs(value),
+    "capacity_per_s": _number,
+    "graphs": _object,
+    "live": _is(bool),
+}
+_WORKER: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("id", "host", "state", "message", "version"), _text),
+    "pid": _is(int),
+    "started": _number,
+    "models": _is(list),
+    "in_flight": _object,
+    "limits": _object,
+}

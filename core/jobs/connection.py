@@ -5,6 +5,7 @@ Knows nothing of what is kept in Redis.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +23,27 @@ CONNECTIONS = 32  # of one store; further threads wait for one to come back
 TIMEOUT_S = 5.0  # to connect, to wait for an answer, and to wait for a free connection
 _CHECK_S = 15  # a connection idle for so long is tried with a PING before it is used
 
+# The code of an error, first in what Redis says; what a script's command said follows words of Redis 6's own.
+_CODE = re.compile(r"(?:^-?|@user_script: ?\d+: ?-?|: -)([A-Z]{3,})\b")
+_REASONS = {
+    "NOREPLICAS": "too few replicas are connected",
+    "READONLY": "it is a read-only replica",
+    "MASTERDOWN": "it is a replica that has lost its master",
+    "BUSY": "it is busy with a script",
+    "NOAUTH": "it asks for a password",
+    "NOPERM": "its user may not do this, see the ACL in docs/operations.md",
+    "CLUSTERDOWN": "its cluster is down",
+}
+# What a mistake of ours or a damaged key brings about: it would be refused for ever.
+_FAULTS = {"ERR", "WRONGTYPE", "NOSCRIPT", "EXECABORT", "NOGROUP", "BUSYGROUP", "CROSSSLOT", "MOVED", "ASK"}
+
 
 class StoreError(RuntimeError):
     """Redis did not do what it was asked. The message names no user's input."""
 
 
 class StoreDown(StoreError):
-    """Redis cannot be reached, does not answer, or is still loading its file. It is worth trying again."""
+    """Redis cannot be reached, does not answer, or refuses for now: it loads, is a replica, lacks one. Try again."""
 
 
 class StoreFull(StoreError):
@@ -123,6 +138,24 @@ def _translate(error: redis.RedisError) -> StoreError:
         return StoreDown("Redis is still loading its file")
     if isinstance(error, redis.TimeoutError):
         return StoreDown("Redis does not answer")
-    if isinstance(error, redis.ConnectionError | redis.ReadOnlyError):
+    code = _code(error)
+    if code and code not in _FAULTS:  # also those that a later Redis may have: a refusal is no result
+        return StoreDown(f"Redis refuses for now: {_REASONS.get(code, f'it says {code}')}")
+    if isinstance(error, redis.ConnectionError):
         return StoreDown("Redis cannot be reached")
     return StoreError(f"Redis refused a command: {type(error).__name__}")
+
+
+def _code(error: redis.RedisError) -> str:
+    """The code that Redis began its error with; redis-py cuts off those that it has a class for."""
+    for kind, code in (
+        (redis.ReadOnlyError, "READONLY"),
+        (redis.exceptions.NoPermissionError, "NOPERM"),
+        (redis.exceptions.MasterDownError, "MASTERDOWN"),
+        (redis.exceptions.ClusterDownError, "CLUSTERDOWN"),
+        (redis.exceptions.TryAgainError, "TRYAGAIN"),
+    ):
+        if isinstance(error, kind):
+            return code
+    found = _CODE.search(str(error)) if isinstance(error, redis.ResponseError) else None
+    return found[1] if found else ""

@@ -25,7 +25,7 @@ _MADE, _FULL = 1, -1  # what may come of it; else it was there, or is refused
 # → numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5), and
 #   1, made now: created, deadline or 0, sequence, jobs that are called before it, queued, their ms, running, their ms
 #   0, it was there: nothing more, but beside them the record's fields
-#   -1, the queue is full, or -2, the last of these charges is too much: nothing more
+#   -1, the queue is full, or -2, the last of these charges is too much, or -3, it was taken back: nothing more
 # Whose job has the id, the caller looks.
 CREATE = (
     PRELUDE
@@ -38,6 +38,8 @@ local key, backlog = P .. 'job:' .. id, P .. 'backlog:' .. queue
 -- A write that could need memory, before all others: on a full Redis it is refused, and nothing is begun.
 redis.call('HSETNX', backlog, 'queued', 0)
 local new = redis.call('EXISTS', key) == 0
+-- Whoever asked for it was told that there is no job, and asked by then for it to be taken back.
+if new and redis.call('EXISTS', P .. 'withdrawn:' .. id) == 1 then return '-3 0 ' end
 local full = new and tonumber(redis.call('HGET', backlog, 'queued')) >= tonumber(A[9])
 local told, code = {}, full and -1 or new and 1 or 0
 for i = 20, #A, 5 do
@@ -59,7 +61,7 @@ redis.call('DEL', P .. 'events:' .. id, P .. 'preview:' .. id)
 redis.call('ZREM', P .. 'webhooks', id)
 redis.call('HDEL', P .. 'webhook_tries', id)
 redis.call('ZREM', P .. 'ended', owner .. '|' .. id)
-redis.call('HSET', key, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
+redis.call('HSET', key, 'v', V, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
   'priority', A[5], 'created', at, 'attempt', 0, 'lost', 0, 'work_ms', A[8], 'by', 'create',
   'owner', owner, 'digest', A[11], 'trace', A[14], 'request_id', A[15])
 if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end

@@ -22,7 +22,7 @@ import redis
 from core.jobs import keys
 from core.jobs.connection import connect_asyncio
 from core.jobs.record import JobState, from_json
-from core.jobs.scripts import VERSION
+from core.jobs.unreadable import VERSION
 
 PROGRESS = "progress"
 _PAGE = 100  # entries of one stream that are read at once

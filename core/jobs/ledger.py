@@ -5,6 +5,7 @@ files and batches hold is in holding.py.
 
     jobs, jobs:{owner}     zset: owner|job → when it was made
     ended                  zset: owner|job → when its record goes
+    withdrawn:{id}         no job of this id is to be made any more, for an hour
     kept                   zset: artifact → when it may go
     naming                 hash: artifact → how many records name it
     needed                 hash: artifact → how many live jobs begin with it
@@ -36,15 +37,16 @@ return {ahead, b[1] or '0', b[2] or '0', b[3] or '0', b[4] or '0'}
 """
 )
 
-# owner ('*': everybody's), state or '', model or '', limit, id to go on after or '', entries to look at
-# → {the last id that was looked at or '', whether there may be more, id, …}, newest first; or 0: nothing to go on after
+# owner ('*': everybody's), state or '', model or '', limit, id to go on after or '', entries to look at, first rank
+# → {the last id that was looked at or '', whether there may be more, the rank to go on at, id, …}, newest first;
+#   or 0: nothing to go on after. Entries whose record is gone are dropped on the way.
 LIST = (
     PRELUDE
     + """
 local index = ARGV[2] == '*' and P .. 'jobs' or P .. 'jobs:' .. ARGV[2]
 local state, model, limit, looks = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[7])
-local from = 0
-if ARGV[6] ~= '' then
+local from = tonumber(ARGV[8])
+if ARGV[6] ~= '' and from == 0 then
   local owner = redis.call('HGET', P .. 'job:' .. ARGV[6], 'owner')
   local rank = owner and redis.call('ZREVRANK', index, owner .. '|' .. ARGV[6])
   if not rank then return 0 end
@@ -52,21 +54,28 @@ if ARGV[6] ~= '' then
 end
 local found, last, looked = {}, '', 0
 while looked < looks do
-  local entries = redis.call('ZREVRANGE', index, from + looked, from + looked + 99)
+  local entries = redis.call('ZREVRANGE', index, from, from + 99)
   for _, entry in ipairs(entries) do
-    local id = string.match(entry, '|(.*)$')
+    local owner, id = string.match(entry, '^([^|]*)|(.*)$')
     local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'model', 'owner')
-    if v[3] ~= string.sub(entry, 1, -2 - #id) then v = {} end  -- the id is another's by now
+    if v[3] ~= owner then v = {} end  -- the id is another's by now
     if v[1] and (state == '' or v[1] == state) and (model == '' or v[2] == model) then
-      if #found >= limit then return {last, '1', unpack(found)} end
+      if #found >= limit then return {last, '1', from, unpack(found)} end
       found[#found + 1] = id
+    end
+    -- A Redis that takes no writes now lists all the same.
+    local dropped = not v[1] and redis.pcall('ZREM', P .. 'jobs:' .. owner, entry)
+    if type(dropped) == 'number' then
+      redis.pcall('ZREM', P .. 'jobs', entry)
+    else
+      from = from + 1
     end
     if v[1] then last = id end
     looked = looked + 1
   end
-  if #entries < 100 then return {last, '0', unpack(found)} end
+  if #entries < 100 then return {last, '0', from, unpack(found)} end
 end
-return {last, '1', unpack(found)}
+return {last, '1', from, unpack(found)}
 """
 )
 
@@ -103,6 +112,15 @@ return 1
 """
 )
 
+# id → nothing. A call that makes it and is still under way makes nothing; what it has made already is left to ERASE.
+WITHDRAW = (
+    PRELUDE
+    + """
+let_through()
+redis.call('SET', P .. 'withdrawn:' .. ARGV[2], '', 'PX', 3600000)
+"""
+)
+
 # queue, retention_ms, limit, level, … → how many of its waiting jobs were cancelled, the most urgent first
 EMPTY = (
     PRELUDE
@@ -115,10 +133,10 @@ for i = 5, #ARGV do
     ids = redis.call('ZRANGE', sent, 0, ARGV[4] - 1 - cancelled)
     for _, id in ipairs(ids) do
       local job = read(id)
-      if job then
+      if job and legible(job) then
         finish(job, 'cancelled', 'cancel', at, ARGV[3])
         cancelled = cancelled + 1
-      else  -- somebody deleted its record by hand
+      else  -- deleted by hand, or damaged: it waits no more
         redis.call('ZREM', sent, id)
       end
     end

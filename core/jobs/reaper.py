@@ -80,7 +80,7 @@ class Reaper:
                 self._say("send", f"cannot send jobs again, the next sweeps try: {type(error).__name__}")
                 return False
             self._well("send")
-        return max(len(sweep.send), len(sweep.expired), len(sweep.failed)) >= _LIMIT
+        return max(len(sweep.send), len(sweep.expired), len(sweep.failed), sweep.over) >= _LIMIT
 
     def _clear(self) -> bool:
         """Delete what is due. Whether there may be more at once."""

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope
+from core.jobs.unreadable import Unreadable, check_version
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -114,7 +115,7 @@ class Job:
     """A job's record as it was read. Times are seconds since the epoch on Redis's clock.
 
     `attempt` counts claims and fences writes: only the holder of the present one may write. `lost` counts workers
-    that stopped answering while they ran it; after one the job is `suspect` and must run alone. `progress` is the
+    that stopped answering while they ran it; after some the job is `suspect` and runs alone. `progress` is the
     data of the last progress event of the present attempt, `result` what a success brought, `error` has `code` and
     `message` where the job failed or expired. `worker` is the one that runs it, or ran it last. `owner`, `digest`
     and `inputs` are the draft's. `incarnation` tells it from all others that had this id, or will; empty in a record
@@ -157,13 +158,26 @@ class Job:
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
-        """Read the fields of the hash `job:{id}`."""
+        """Read the fields of the hash `job:{id}`. Raises `Unreadable`."""
+        owner = fields.get("owner", "")
+        try:
+            check_version("record", id, fields.get("v"))
+            return cls._of(id, fields)
+        except Unreadable as error:
+            raise Unreadable("record", id, error.why, owner) from None
+        except KeyError as error:
+            raise Unreadable("record", id, f"its field {error} is missing", owner) from None
+        except (ValueError, RecursionError):
+            raise Unreadable("record", id, "a field is of another form", owner) from None
+
+    @classmethod
+    def _of(cls, id: str, fields: Mapping[str, str]) -> Self:
         return cls(
             id=id,
             modality=fields["modality"],
             model=fields["model"],
             state=JobState(fields["state"]),
-            parameters=from_json(fields["parameters"]),
+            parameters=_object(fields["parameters"]) or {},
             priority=int(fields["priority"]),
             created=int(fields["created"]) / 1000,
             deadline=_seconds(fields.get("deadline")),
@@ -172,14 +186,14 @@ class Job:
             attempt=int(fields["attempt"]),
             lost=int(fields["lost"]),
             worker=fields.get("worker", ""),
-            progress=from_json(fields.get("progress")),
-            result=from_json(fields.get("result")),
-            error=from_json(fields.get("error")),
+            progress=_object(fields.get("progress")),
+            result=_object(fields.get("result")),
+            error=_object(fields.get("error")),
             suspect=fields.get("suspect") == "1",
             work_ms=int(fields["work_ms"]),
             owner=fields.get("owner", ""),
             digest=fields.get("digest", ""),
-            webhook=from_json(fields.get("webhook")),
+            webhook=_object(fields.get("webhook")),
             inputs=tuple(fields.get("inputs", "").split()),
             incarnation=fields.get("incarnation", ""),
             followed=_flag(fields.get("followed")),
@@ -192,6 +206,14 @@ def _flag(value: str | None) -> bool | None:
 
 def _fence(attempt: int, incarnation: str) -> str:
     return f"{attempt}@{incarnation}" if incarnation else str(attempt)
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    """What is kept as a JSON object; None for no text. Raises ValueError for what is none."""
+    found = from_json(text)
+    if found is not None and not isinstance(found, dict):
+        raise ValueError("no JSON object")
+    return found
 
 
 def _seconds(milliseconds: str | None) -> float | None:

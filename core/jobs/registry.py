@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Self, TypeVar
 
 from core.config import Settings
 from core.jobs import keys, scripts
-from core.jobs.cards import ModelCard, WorkerCard, model_card, worker_card
+from core.jobs.cards import ModelCard, WorkerCard, model_card, worker_card, written
 from core.jobs.connection import TIMEOUT_S, Script, connect, translated
 from core.jobs.record import to_json
+from core.jobs.unreadable import TALLY, Unreadable
+
+T = TypeVar("T")
 
 READY = "ready"
 _KEPT_S = 86_400  # after so long a silent worker is dropped from the list of heartbeats
@@ -59,8 +63,8 @@ class Registry:
 
         Works on a full Redis too.
         """
-        models = [value for model in card.models for value in (model.name, to_json(asdict(model)))]
-        return frozenset(self._announce(card.id, to_json(asdict(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models))
+        models = [value for model in card.models for value in (model.name, to_json(written(model)))]
+        return frozenset(self._announce(card.id, to_json(written(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models))
 
     @translated()
     def paused(self) -> set[str]:
@@ -103,17 +107,26 @@ class Registry:
 
     @translated()
     def workers(self) -> list[WorkerCard]:
-        """Those that live, by id."""
-        ids: Any = self._client.zrange(keys.WORKERS, 0, -1)
-        cards: Any = self._client.mget([keys.worker(id) for id in sorted(ids)]) if ids else []
-        return [worker_card(json.loads(card)) for card in cards if card is not None]
+        """Those that live, by id; without those whose card cannot be read."""
+        ids: Any = sorted(self._client.zrange(keys.WORKERS, 0, -1))
+        cards: Any = self._client.mget([keys.worker(id) for id in ids]) if ids else []
+        given = {id: card for id, card in zip(ids, cards, strict=True) if card is not None}
+        return list(_read("worker card", given, worker_card))
 
     @translated()
     def models(self) -> list[ModelCard]:
-        """Every model that was ever announced, as it was last, by name; `live` says which are served now."""
+        """Every model that was ever announced, as it was last, by name; `live` says which are served now.
+
+        Without those whose card cannot be read; `has_model` knows of them.
+        """
         cards: Any = self._client.hgetall(keys.MODELS)
         served = {model.name for worker in self.workers() if worker.state == READY for model in worker.models}
-        return [replace(model_card(json.loads(cards[name])), live=name in served) for name in sorted(cards)]
+        return [replace(card, live=card.name in served) for card in _read("model card", cards, model_card)]
+
+    @translated()
+    def has_model(self, name: str) -> bool:
+        """Whether there is a card under this name, also one that cannot be read."""
+        return bool(self._client.hexists(keys.MODELS, name))
 
     def control(self, worker_id: str, after: str, block_s: float) -> list[tuple[str, dict[str, str]]]:
         """Messages to a worker after the one named ("0": all), waiting up to `block_s` for the first; may be none.
@@ -131,3 +144,16 @@ class Registry:
                 return [(id, dict(message)) for id, message in answer[0][1]]
             if left_s <= _BLOCK_S:
                 return []
+
+
+def _read(kind: str, cards: Mapping[str, str], read: Callable[[str, Any], T]) -> Iterator[T]:
+    """Those that can be read, by name."""
+    for name in sorted(cards):
+        try:
+            try:
+                raw = json.loads(cards[name])
+            except (ValueError, RecursionError):
+                raise Unreadable(kind, name, "it is no JSON") from None
+            yield read(name, raw)
+        except Unreadable as error:
+            TALLY.note(error)

@@ -5,7 +5,7 @@ Knows keys, fields and transitions; JSON passes through unread. Knows nothing of
 Keys, all under the prefix that every script gets as ARGV[1] (they are put together here, so Redis Cluster is not
 supported); times are milliseconds since the epoch:
 
-    job:{id}               hash: the record (see `record.Job`), and our own `level sequence sent claim by graced`
+    job:{id}               hash: the record (see `record.Job`), and our own `v level sequence sent claim by graced`
     preview:{id}           hash: the newest look at each of its pictures, and whose they are (`of`), for a minute
     events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
     happened               stream: ids of the jobs that something was just written of, with spaces between
@@ -32,12 +32,10 @@ by halves; whatever ends a job, or keeps it going, begins with one that is not.
 
 from __future__ import annotations
 
-VERSION = 1  # of events; those of a version before have none, and progress of texts with all of the text so far
+from core.jobs.unreadable import VERSION
 
 PRELUDE = (
-    f"""
-local P, V = ARGV[1], {VERSION}
-"""
+    f"local P, V = ARGV[1], {VERSION}"
     + """
 
 local function now()
@@ -53,11 +51,20 @@ end
 local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
-    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation')
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
     lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
-    owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or '', incarnation = v[17] or ''}
+    owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or '', incarnation = v[17] or '',
+    v = v[18]}
+end
+
+-- Whether a job is live and its record of a known form: a newer version may have other states.
+local function legible(job)
+  return (job.state == 'queued' or job.state == 'running') and (tonumber(job.v or 1) or math.huge) <= V
+    and job.queue and tonumber(job.attempt) and tonumber(job.lost) and tonumber(job.work_ms)
+    and (job.state == 'running' or job.level and tonumber(job.sequence) and tonumber(job.sent))
+    and (not job.deadline or tonumber(job.deadline)) and true
 end
 
 -- The job, if it is the one of this incarnation; '' is any.
@@ -268,35 +275,50 @@ return redis.call('HGETALL', job.key)
 """
 )
 
-# limit, lease_ms, max_attempts, retention_ms, resend_ms, overtime_ms, silence_ms, then queue, level, kombu's list, …
-# → {id, queue, …} to send at priority 0, {id, …} expired, {id, …} failed
+# limit, lease_ms, max_attempts, retention_ms, resend_ms, overtime_ms, silence_ms, crashes until a job runs alone,
+# then queue, level, kombu's list, …  → {id, queue, level, …} to send, {id, …} expired, {id, …} failed, how many entries
+# of `ended` were looked at, {id, …} whose records cannot be read
 SWEEP = (
     PRELUDE
     + """
 let_through()
 local limit, lease_ms, max_attempts, retention_ms = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 local resend_ms, overtime_ms, silence_ms = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local alone_from = tonumber(ARGV[9])
 local at, leases = now(), P .. 'leases'
-local send, expired, failed = {}, {}, {}
+local send, expired, failed, unreadable = {}, {}, {}, {}
 
-local function to_send(job)
-  send[#send + 1] = job.id
-  send[#send + 1] = job.queue
+local function to_send(job, level)
+  for _, value in ipairs({job.id, job.queue, level}) do send[#send + 1] = value end
 end
 
--- The jobs that a zset names; what has no record (somebody deleted it by hand) is dropped from it.
+-- The jobs that a zset names. What has no record (somebody deleted it by hand) is dropped from it, and what cannot be
+-- read, because a newer version wrote it or it is damaged, is left to others for a minute.
 local function jobs(zset, ...)
   local found = {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', zset, '-inf', ...)) do
     local job = read(id)
-    if job then found[#found + 1] = job else redis.call('ZREM', zset, id) end
+    if not job then
+      redis.call('ZREM', zset, id)
+    elseif legible(job) then
+      found[#found + 1] = job
+    else
+      unreadable[#unreadable + 1] = id
+      if zset == leases or zset == P .. 'deadlines' then redis.call('ZADD', zset, at + 60000, id) end
+    end
   end
   return found
 end
 
--- Nobody swept for long: most likely Redis was away, and workers could not renew. Once they get another lease.
 local last = redis.call('GET', P .. 'swept')
 redis.call('SET', P .. 'swept', at)
+-- The clock was set back: no lease reaches further than from now.
+if last and at < last - 1000 then
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. at + lease_ms, '+inf')) do
+    redis.call('ZADD', leases, at + lease_ms, id)
+  end
+end
+-- Nobody swept for long: most likely Redis was away, and nobody could renew. Each lease runs once more.
 if last and at - last > silence_ms then
   for _, job in ipairs(jobs(leases, at + lease_ms)) do
     if redis.call('HSETNX', job.key, 'graced', 1) == 1 then
@@ -317,7 +339,8 @@ end
 -- Leases that ran out.
 for _, job in ipairs(jobs(leases, at, 'LIMIT', 0, limit)) do
   local lost = job.lost + 1
-  redis.call('HSET', job.key, 'lost', lost, 'suspect', 1)
+  redis.call('HSET', job.key, 'lost', lost)
+  if lost >= alone_from then redis.call('HSET', job.key, 'suspect', 1) end
   if lost >= max_attempts then
     local who = lost == 1 and 'a worker stopped answering while it ran' or
       lost .. ' workers stopped answering while they ran'
@@ -325,15 +348,23 @@ for _, job in ipairs(jobs(leases, at, 'LIMIT', 0, limit)) do
     failed[#failed + 1] = job.id
   else
     requeue(job, 'sweep', at, 'worker_lost')
-    to_send(job)
+    to_send(job, 0)
   end
 end
 
 -- Records whose time is up are gone by themselves; what lists them is told here.
-for _, entry in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ended', '-inf', at, 'LIMIT', 0, limit)) do
+local over = redis.call('ZRANGEBYSCORE', P .. 'ended', '-inf', at, 'LIMIT', 0, 5 * limit)
+for _, entry in ipairs(over) do
   local owner, id = string.match(entry, '^([^|]*)|(.*)$')
-  redis.call('ZREM', P .. 'ended', entry)
-  if redis.call('HGET', P .. 'job:' .. id, 'owner') ~= owner then  -- it is gone, or the id is another's by now
+  local key = P .. 'job:' .. id
+  local left_ms = -2  -- it is gone, or the id is another's by now
+  if redis.call('HGET', key, 'owner') == owner then left_ms = redis.call('PTTL', key) end
+  if left_ms >= 0 then  -- the clock was set, or it is a millisecond
+    redis.call('ZADD', P .. 'ended', at + math.max(left_ms, 1), entry)
+  else
+    redis.call('ZREM', P .. 'ended', entry)
+  end
+  if left_ms == -2 then
     redis.call('ZREM', P .. 'jobs', entry)
     redis.call('ZREM', P .. 'jobs:' .. owner, entry)
   end
@@ -341,27 +372,28 @@ end
 
 -- Messages that got lost: Celery's list is empty, or one that was sent later has been claimed for a while.
 local left = limit
-for i = 9, #ARGV, 3 do
+for i = 10, #ARGV, 3 do
   local queue, level = ARGV[i], ARGV[i + 1]
   local sent, mark = P .. 'sent:' .. queue .. ':' .. level, P .. 'mark:' .. queue .. ':' .. level
   local below = redis.call('EXISTS', ARGV[i + 2]) == 0 and '+inf' or nil
   if not below then
     local m = redis.call('HMGET', mark, 'highest', 'checkpoint', 'since')
-    if m[1] and (not m[3] or at - m[3] >= resend_ms) then
+    if m[1] and (not m[3] or at - m[3] >= resend_ms or at < m[3] - 1000) then
       if m[2] then below = '(' .. m[2] end
       if m[1] ~= m[2] then redis.call('HSET', mark, 'checkpoint', m[1], 'since', at) end
     end
   end
   if below and left > 0 then
     for _, job in ipairs(jobs(sent, below, 'LIMIT', 0, left)) do
-      if at - job.sent < resend_ms then break end  -- and all after it are younger
+      local sent_ms = at - job.sent
+      if sent_ms >= -1000 and sent_ms < resend_ms then break end  -- and all after it are younger
       redis.call('ZREM', sent, job.id)
-      post(job, 0, at)
-      to_send(job)
+      post(job, level, at)
+      to_send(job, level)
       left = left - 1
     end
   end
 end
-return {send, expired, failed}
+return {send, expired, failed, #over, unreadable}
 """
 )

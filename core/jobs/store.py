@@ -15,6 +15,7 @@ from core.config import Settings
 from core.jobs import creation, keys, ledger, progress, scripts
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
 from core.jobs.connection import Script, connect, translated
+from core.jobs.crashes import alone_from
 from core.jobs.record import (
     Backlog,
     Claim,
@@ -30,6 +31,7 @@ from core.jobs.record import (
     pairs,
     to_json,
 )
+from core.jobs.unreadable import TALLY, Unreadable, check_version
 
 _SILENCE_S = 5.0  # without any sweep: it says that nobody could reach Redis
 _MARGIN_MS = 3_600_000  # for which an artifact outlives the records that name it
@@ -47,11 +49,14 @@ class QueueFull(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What one sweep did: envelopes that the caller must send, and the ids of jobs that it ended."""
+    """What one sweep did: envelopes that the caller must send, the ids of jobs that it ended, and how many entries of
+    the lists it looked at whose records' time is up.
+    """
 
     send: list[Envelope]
     expired: list[str]
     failed: list[str]
+    over: int = 0
 
 
 class JobStore:
@@ -143,7 +148,7 @@ class JobStore:
 
     @translated()
     def get(self, id: str) -> Job | None:
-        """The record; None if there is none, or no longer."""
+        """The record; None if there is none, or no longer. Raises `Unreadable`."""
         fields: Any = self._client.hgetall(keys.job(id))
         return Job.of(id, fields) if fields else None
 
@@ -188,16 +193,26 @@ class JobStore:
 
         Where few of very many jobs are of this state and model, a page may be short, or empty, and there may be more.
         """
-        answer = self._list("*" if owner is None else owner, state or "", model, limit, after, _LOOKS)
-        if answer == 0:
-            return None
-        last, more, *ids = answer
+        rank = 0
+        while True:
+            answer = self._list("*" if owner is None else owner, state or "", model, limit, after, _LOOKS, rank)
+            if answer == 0:
+                return None
+            last, more, rank, *ids = answer
+            if last or more == "0":  # else all that was looked at is gone, and nothing to go on after
+                break
         with translated(), self._client.pipeline(transaction=False) as pipe:
             for id in ids:
                 pipe.hgetall(keys.job(id))
             found: Any = pipe.execute()
-        # One may have gone, or moved on, since the list was read.
-        return Page([Job.of(id, fields) for id, fields in zip(ids, found, strict=True) if fields], last, more == "1")
+        jobs = []
+        for id, fields in zip(ids, found, strict=True):
+            try:
+                if fields:  # one may have gone, or moved on, since the list was read
+                    jobs.append(Job.of(id, fields))
+            except Unreadable as error:
+                TALLY.note(error)
+        return Page(jobs, last, more == "1")
 
     @translated()
     def backlog(self, queue: str) -> Backlog:
@@ -214,22 +229,40 @@ class JobStore:
 
     @translated()
     def glance(self, id: str) -> tuple[bool, bool, str]:
-        """Whether the job waits, whether it must run alone, and the model that it names; empty if unknown."""
-        found: Any = self._client.hmget(keys.job(id), "state", "suspect", "model")
+        """Whether the job waits, whether it must run alone, and the model that it names.
+
+        That is empty if the job is unknown, or of a newer version, which workers of that version can read.
+        """
+        found: Any = self._client.hmget(keys.job(id), "state", "suspect", "model", "v")
+        try:
+            check_version("record", id, found[3])
+        except Unreadable as error:
+            TALLY.note(error)
+            return found[0] == JobState.QUEUED, False, ""
         return found[0] == JobState.QUEUED, found[1] == "1", found[2] or ""
 
     def claim(self, id: str, worker: str) -> Claim | None:
-        """Take a queued job. None: nothing to do (live elsewhere, ended, unknown, or its deadline has passed)."""
+        """Take a queued job. None: nothing to do (live elsewhere, ended, unknown, or its deadline has passed).
+
+        One whose parameters cannot be read is failed.
+        """
         answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
         if not answer:
             return None
         attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id, of, followed = answer
+        try:
+            asked = from_json(parameters) or {}
+            asked.keys()
+        except (ValueError, RecursionError, AttributeError):
+            TALLY.note(Unreadable("record", id, "its parameters are no JSON object"))
+            self.fail(id, f"{attempt}@{of}", "record_unreadable", "the job's record is damaged")
+            return None
         return Claim(
             id=id,
             attempt=int(attempt),
             modality=modality,
             model=model,
-            parameters=from_json(parameters),
+            parameters=asked,
             priority=int(priority),
             deadline_left_s=None if left_ms == "" else int(left_ms) / 1000,
             suspect=suspect == "1",
@@ -310,13 +343,18 @@ class JobStore:
     def sweep(self, limit: int = 100) -> Sweep:
         """Look after what nobody looks after: deadlines that passed, leases that ran out, messages that got lost.
 
-        Each at most `limit` jobs. Many may sweep at once. What it finds to send counts as sent: if the caller cannot
-        send it, a later sweep finds it again. A sweep after a long time without any (Redis was away) lets every
-        lease run for once more, because nobody could renew.
+        Each at most `limit` jobs, and five times as many whose record's time is up. Many may sweep at once. What it
+        finds to send counts as sent: if the caller cannot send it, a later sweep finds it again. A sweep after a long
+        time without any (Redis was away) lets every lease run for once more, because nobody could renew.
         """
         lists = [(queue, step, list_key(queue, step)) for queue in QUEUES for step in PRIORITY_STEPS]
-        send, expired, failed = self._sweep(
+        send, expired, failed, ended, unreadable = self._sweep(
             limit, self._lease_ms, self._max_attempts, self._retention_ms, self._resend_ms, self._overtime_ms,
-            self._silence_ms, *(value for entry in lists for value in entry),
+            self._silence_ms, alone_from(self._max_attempts), *(value for entry in lists for value in entry),
         )  # fmt: skip
-        return Sweep([Envelope(id, queue, 0) for id, queue in pairs(send).items()], expired, failed)
+        for id in unreadable:
+            TALLY.note(Unreadable("record", id, "it is of a newer version, or a field is of another form"))
+        envelopes = [
+            Envelope(id, queue, int(level)) for id, queue, level in zip(send[::3], send[1::3], send[2::3], strict=True)
+        ]
+        return Sweep(envelopes, expired, failed, ended)

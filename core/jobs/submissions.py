@@ -8,41 +8,59 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import redis
+from redis.asyncio.connection import AbstractConnection
 
-from core.jobs.connection import TIMEOUT_S, StoreDown, connection_asyncio, translated
+from core.jobs.connection import TIMEOUT_S, StoreDown, StoreError, StoreFull, connection_asyncio, translated
 from core.jobs.creation import CREATE, Creation, argument, outcome
 from core.jobs.keys import PREFIX
+from core.jobs.ledger import ERASE, WITHDRAW
 from core.jobs.rates import Charge
-from core.jobs.record import Draft
+from core.jobs.record import Draft, milliseconds
 
+log = logging.getLogger(__name__)
+
+_MARGIN_MS = 3_600_000  # for which an artifact outlives the records that name it
 _AT_ONCE = 64  # of one round trip: Redis answers nobody else meanwhile
+_DOUBTFUL = 10_000  # jobs at most that are taken back once Redis answers
+_AGAIN_S = 0.5  # between tries of that
 _SHA = hashlib.sha1(CREATE.encode(), usedforsecurity=False).hexdigest()  # as Redis names scripts
 
 
 class Submissions:
     """Belongs to one event loop; connects at its first call. Jobs are made in the order in which they are asked for.
 
-    `max_queued`: jobs that may wait in one queue.
+    `max_queued`: jobs that may wait in one queue. `retention_s`: how long what a record names is kept.
+
+    Where Redis does not answer, nobody knows whether it makes the job in the end. Its caller is told `StoreDown`, and
+    the job is taken back as soon as Redis answers; unless the caller chose its id (it has a digest): asking again then
+    finds it.
     """
 
-    def __init__(self, url: str, max_queued: int) -> None:
+    def __init__(self, url: str, max_queued: int, retention_s: float = 86_400.0) -> None:
         """Raises ValueError for a url of no use."""
         self._line = connection_asyncio(url)
+        self._withdrawing_line = connection_asyncio(url)
+        self._retention_ms = milliseconds(retention_s)
+        self._doubtful: dict[str, None] = {}  # in the order in which they came
+        self._withdrawer: asyncio.Task[None] | None = None
         self._max_queued = max_queued
         self._waiting: deque[tuple[str, asyncio.Future[Any]]] = deque()
         self._sender: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """Give the connection back. Who waits is told that the store is down; their jobs may have been made."""
-        if self._sender is not None:
-            self._sender.cancel()
-            await asyncio.gather(self._sender, return_exceptions=True)
+        for task in (self._sender, self._withdrawer):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._line.disconnect()
+        await self._withdrawing_line.disconnect()
 
     async def make(self, draft: Draft, message: str = "", charges: Sequence[Charge] = (), always: int = 0) -> Creation:
         """Count the charges, make the job's record, and put `message` into its queue's list: all of it or nothing.
@@ -55,7 +73,43 @@ class Submissions:
         self._waiting.append((argument(draft, self._max_queued, message, charges, always), answered))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
-        return outcome(draft, charges, await answered)
+        try:
+            answer = await answered
+        except StoreDown as error:
+            refused = isinstance(error.__cause__, redis.ResponseError)
+            if not refused and not draft.digest:
+                self._withdraw(draft.id)
+            raise
+        return outcome(draft, charges, answer)
+
+    def _withdraw(self, id: str) -> None:
+        """Take the job back, whether it is there already or comes to be made."""
+        if len(self._doubtful) < _DOUBTFUL:
+            self._doubtful[id] = None
+        if self._withdrawer is None or self._withdrawer.done():
+            self._withdrawer = asyncio.create_task(self._take_back())
+
+    async def _take_back(self) -> None:
+        while self._doubtful:
+            ids = list(self._doubtful)[:_AT_ONCE]
+            # First that it is not to be made: a call that Redis has not read yet could come after the erasure.
+            commands: list[tuple[str | int, ...]] = [("EVAL", WITHDRAW, 0, PREFIX, id) for id in ids]
+            keep_ms = self._retention_ms + _MARGIN_MS
+            commands += [("EVAL", ERASE, 0, PREFIX, id, self._retention_ms, keep_ms) for id in ids]
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    answers = await self._run(self._withdrawing_line, commands)
+            except Exception:
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            if any(_refused(answer) for answer in answers):
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            erased = sum(answer == 1 for answer in answers[len(ids) :])
+            if erased:
+                log.info("%d jobs were made though their callers were told otherwise; they are taken back", erased)
+            for id in ids:
+                del self._doubtful[id]
 
     async def _send(self) -> None:
         while self._waiting:
@@ -77,31 +131,46 @@ class Submissions:
     async def _ask(self, asked: list[str]) -> list[Any]:
         """The answers in order, errors among them. What was cut off is asked again: every call may be repeated."""
         calls = [("EVALSHA", _SHA, 0, PREFIX, one) for one in asked]
-        answers = await self._run(calls)
+        answers = await self._run(self._line, calls)
         unknown = [k for k, answer in enumerate(answers) if isinstance(answer, redis.exceptions.NoScriptError)]
         if unknown:  # a Redis that has just started: it has done nothing of these
             load = ("SCRIPT", "LOAD", CREATE)
-            for k, answer in zip(unknown, (await self._run([load, *(calls[k] for k in unknown)]))[1:], strict=True):
+            for k, answer in zip(
+                unknown, (await self._run(self._line, [load, *(calls[k] for k in unknown)]))[1:], strict=True
+            ):
                 answers[k] = answer
         return answers
 
-    async def _run(self, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
-        line = self._line  # its commands and answers as they are: redis-py's pipelines cost as much again
-
+    async def _run(self, line: AbstractConnection, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
+        # The connection's commands and answers as they are: redis-py's pipelines cost as much again.
         async def ask() -> list[Any]:
             await line.send_packed_command(line.pack_commands(commands))
-            return [await self._answer() for _ in commands]
+            return [await _answer(line) for _ in commands]
 
         async def broken(_: Exception) -> None:
             await line.disconnect(nowait=True)
 
         return await line.retry.call_with_retry(ask, broken)
 
-    async def _answer(self) -> Any:
-        try:
-            return await self._line.read_response()
-        except redis.ResponseError as error:
-            return error
+
+async def _answer(line: AbstractConnection) -> Any:
+    try:
+        return await line.read_response()
+    except redis.ResponseError as error:
+        return error
+
+
+def _refused(answer: Any) -> bool:
+    """Whether it is worth asking again."""
+    try:
+        with translated():
+            if isinstance(answer, Exception):
+                raise answer
+    except (StoreDown, StoreFull):
+        return True
+    except StoreError:
+        log.exception("a job cannot be taken back")
+    return False
 
 
 def _tell(batch: Sequence[tuple[str, asyncio.Future[Any]]], answers: Sequence[Any]) -> None:

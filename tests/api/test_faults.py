@@ -155,7 +155,7 @@ def test_a_message_that_cannot_be_put_is_made_good(world: tuple[Api, Worker], mo
     id = api.order()
     assert api.job(id)["status"] == "queued", "the record stands, and that is what counts"
     worker.redis.delete("image:3")
-    assert eventually(worker.messages) == [(id, 0)], "the reaper of the API has sent it"
+    assert eventually(worker.messages) == [(id, 3)], "the reaper of the API has sent it"
     worker.work(id)
 
 
@@ -170,7 +170,7 @@ def test_a_message_that_gets_lost_is_made_good(world: tuple[Api, Worker], monkey
     worker.redis.rpop("image:3")
     worker.work(ids[2])
     assert eventually(lambda: len(worker.messages()) == 2)
-    assert worker.messages() == [(ids[0], 0), (ids[1], 0)], "as they came"
+    assert worker.messages() == [(ids[0], 3), (ids[1], 3)], "as they came"
     for id in ids[:2]:
         worker.work(id)
 
@@ -178,7 +178,8 @@ def test_a_message_that_gets_lost_is_made_good(world: tuple[Api, Worker], monkey
 def test_an_unexpected_error_is_a_500_that_tells_nothing(world: tuple[Api, Worker]) -> None:
     api, worker = world
     id = api.order()
-    worker.redis.hset(f"diptych:job:{id}", "state", "no such state, MARKER")
+    worker.take(id)
+    worker.redis.hset(f"diptych:job:{id}", "progress", '{"steps_done": "MARKER", "steps": "MARKER"}')
     answer = api.client.get(f"/v1/jobs/{id}")
     check_error(answer, 500, code="internal_error")
     assert "MARKER" not in answer.text and "Traceback" not in answer.text

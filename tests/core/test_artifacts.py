@@ -1,6 +1,7 @@
 """Tests core/artifacts.py on real folders and in memory: keys, atomicity, and what is said when a disk refuses."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -55,6 +56,33 @@ def test_what_a_power_cut_cut_short_is_written_anew(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="damaged"):
         artifacts.get(KEY)
     assert artifacts.get(artifacts.put(DATA, PNG)) == DATA
+
+
+def test_what_is_damaged_and_of_the_right_size_is_written_anew(tmp_path: Path) -> None:
+    artifacts = Artifacts(tmp_path.as_uri())
+    path = tmp_path / artifacts.put(DATA, PNG)
+    path.write_bytes(bytes(len(DATA)))
+    with pytest.raises(ArtifactError, match="damaged"):
+        artifacts.get(KEY)
+    assert artifacts.get(artifacts.put(DATA, PNG)) == DATA
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace")
+def test_it_is_on_the_disk_before_anybody_is_told(tmp_path: Path) -> None:
+    """The bytes before the name, the name before the return."""
+    program = "import sys; from core.artifacts import Artifacts; Artifacts(sys.argv[1]).put(b'x' * 5000, 'image/png')"
+    calls = ["strace", "-f", "-y", "-e", "trace=fsync,fdatasync,rename,renameat,renameat2"]
+    ran = subprocess.run(
+        [*calls, sys.executable, "-c", program, tmp_path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    order = [line for line in ran.stderr.splitlines() if str(tmp_path) in line]
+    renamed = next(k for k, line in enumerate(order) if "rename" in line)
+    assert any("fsync" in line for line in order[:renamed])
+    assert any("fsync" in line for line in order[renamed:])
 
 
 def test_a_damaged_artifact_is_not_handed_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from deployment import redis as deployment_redis
-from deployment.redis import RedisError, RedisServer, executable, free_port
+from deployment.redis import NoRoom, RedisError, RedisServer, executable, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +85,93 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
         with client(server) as connection:
             connection.set("key", "value")
         assert list(server.folder.rglob("*.aof"))
+    finally:
+        server.kill()
+
+
+def aof(server: RedisServer) -> Path:
+    (path,) = [*server.folder.rglob("*.incr.aof"), *server.folder.glob("appendonly.aof")]
+    return path
+
+
+@pytest.mark.parametrize("torn", [b"", b"*3\r\n$3\r\nSET\r\n$5\r\nother\r\n$7\r\nhal"], ids=["whole", "torn"])
+def test_zeros_that_a_power_cut_left_at_the_end_of_the_file_are_cut_off(server: RedisServer, torn: bytes) -> None:
+    with client(server) as before:
+        before.set("key", b"ends in zeros" + bytes(100))
+    server.kill()
+    with aof(server).open("ab") as stream:
+        stream.write(torn + bytes(4096))
+    server.start()
+    with redis.Redis.from_url(server.url) as after:
+        assert after.get("key") == b"ends in zeros" + bytes(100)
+        assert after.get("other") is None
+    assert "4096 zeros at the end of" in (server.folder / "redis.log").read_text()
+
+
+def test_a_file_that_is_whole_is_left_alone(server: RedisServer) -> None:
+    with client(server) as before:
+        before.set("key", bytes(5000))
+    server.kill()
+    whole = aof(server).read_bytes()
+    server._cut_zeros()
+    assert aof(server).read_bytes() == whole
+
+
+def modes(folder: Path) -> set[str]:
+    return {oct(path.stat().st_mode & 0o777) for path in (folder, *folder.rglob("*")) if path.exists()}
+
+
+def test_nobody_else_reads_its_files(tmp_path: Path) -> None:
+    """Prompts lie in them, and the secret of links. Those of before are closed, too."""
+    folder = tmp_path / "redis"
+    before = os.umask(0)
+    try:
+        folder.mkdir(mode=0o777)
+        (folder / "appendonlydir").mkdir(mode=0o777)
+        server = RedisServer(folder)
+        server.start()
+    finally:
+        os.umask(before)
+    try:
+        with client(server) as connection:
+            connection.set("prompt", "a secret")
+        assert modes(folder) == {"0o700", "0o600"}
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def little(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB."""
+    folder = tmp_path / "little"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("nothing may be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_it_and_it_is_not_started_before_there_is_room(little: Path) -> None:
+    """What was acknowledged is there again afterwards."""
+    server = RedisServer(little / "redis")
+    server.start()
+    try:
+        acknowledged = []
+        with client(server) as connection, contextlib.suppress(redis.ConnectionError):
+            for number in range(1000):
+                connection.set(f"key {number}", "x" * 20_000)
+                acknowledged.append(f"key {number}")
+        assert server.process is not None
+        assert server.process.wait(60) == 1
+        assert "Can't recover from AOF write error" in (server.folder / "redis.log").read_text()
+        for _ in range(3):
+            with pytest.raises(NoRoom, match="cannot be written: no space left on device"):
+                server.start()
+        subprocess.run(["mount", "-o", "remount,size=16m", str(little)], check=True)
+        server.start()
+        with client(server) as connection:
+            assert connection.exists(*acknowledged) == len(acknowledged) > 10
     finally:
         server.kill()
 

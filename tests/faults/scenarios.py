@@ -20,6 +20,7 @@ import httpx2
 from api.queue import Queue
 from core.jobs import keys
 from core.jobs.broker import Envelope
+from core.jobs.crashes import alone_from
 from core.jobs.record import Draft, new_id
 from tests.faults.captions import CAPTIONS
 from tests.faults.client import Order, Refused, patiently
@@ -352,8 +353,9 @@ def poison(round: Round, load: Load) -> None:
     attempts = round.attempts()
     if (lost := attempts.pop(poisoned)[1]) != stack.max_attempts:
         round.problem(f"the poison was given up after {lost} crashes, not {stack.max_attempts}")
-    if hurt := {id: counted for id, counted in attempts.items() if counted[1] > 1}:
-        round.problem(f"the poison cost others more than one attempt: {hurt}")
+    most = alone_from(stack.max_attempts)
+    if hurt := {id: counted for id, counted in attempts.items() if counted[1] > most}:
+        round.problem(f"the poison cost others more than {most} attempts: {hurt}")
     round.outcome.figures["others_hurt"] = sum(lost for _, lost in attempts.values())
     round.outcome.figures["crashes"] = sum(part.starts for part in stack.crew) - starts
 

@@ -193,7 +193,7 @@ class Life:
     def end_one(self, dice: Random) -> None:
         id, back, ways = self._pick(dice, "running"), dice.choice([0, 0, 1]), ["succeed", "fail", "expire"]
         self.end(id, back, dice.choice(ways), dice.random() < 0.3)
-        if dice.random() < 0.3:  # and somebody who does not know it
+        if dice.random() < 0.5:  # and somebody who does not know it
             self.end(id, dice.choice([back, 0]), dice.choice(ways), False)
 
     def end(self, id: str, back: int, how: str, twice: bool) -> None:
@@ -297,7 +297,8 @@ class Life:
                     lost.add(model.id)
         resent = [envelope.id for envelope in sweep.send if envelope.id not in lost]
         assert (set(sweep.expired), set(sweep.failed)) == (expired, failed)
-        assert sweep.send == [Envelope(e.id, self.models[e.id].queue, 0) for e in sweep.send]
+        levels = {id: 0 if id in lost else self.models[id].level for id in (e.id for e in sweep.send)}
+        assert sweep.send == [Envelope(e.id, self.models[e.id].queue, levels[e.id]) for e in sweep.send]
         assert len({envelope.id for envelope in sweep.send}) == len(sweep.send) == len(lost) + len(resent)
         for model in self._in("queued"):
             key = model.queue, model.level
@@ -314,7 +315,7 @@ class Life:
         for id in resent:
             model = self.models[id]
             assert model.state == "queued"
-            model.level, model.sequence, model.sent = 0, self._next(), self.now
+            model.sequence, model.sent = self._next(), self.now
         self.unsent.extend(sweep.send)
         self.seen.update({"swept expired": len(expired), "swept failed": len(failed), "swept lost": len(lost)})
 

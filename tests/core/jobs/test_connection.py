@@ -8,7 +8,10 @@ import pytest
 import redis
 
 from core.jobs.connection import StoreDown, StoreError, StoreFull, connect, translated
+from core.jobs.record import Draft, new_id
+from core.jobs.store import JobStore
 from deployment.redis import RedisServer
+from tests.core import refusals
 
 
 @pytest.mark.parametrize(
@@ -22,7 +25,15 @@ from deployment.redis import RedisServer
         (redis.exceptions.OutOfMemoryError("command not allowed"), StoreFull),
         (redis.ResponseError("Error running script: -OOM command not allowed when used memory"), StoreFull),
         (redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), StoreFull),
+        (redis.ResponseError("NOREPLICAS Not enough good replicas to write."), StoreDown),
+        (redis.ResponseError("Error running script: @user_script:3: -NOREPLICAS Not enough"), StoreDown),
+        (redis.ResponseError("BUSY Redis is busy running a script."), StoreDown),
+        (redis.ResponseError("TOMORROW what a later Redis may say"), StoreDown),
+        (redis.exceptions.NoPermissionError("this user has no permissions"), StoreDown),
+        (redis.exceptions.MasterDownError("Link with MASTER is down"), StoreDown),
         (redis.ResponseError("WRONGTYPE hunter2"), StoreError),
+        (redis.ResponseError("ERR hunter2"), StoreError),
+        (redis.ResponseError("user_script:7: attempt to perform arithmetic on field 'HUNTER2'"), StoreError),
     ],
 )
 def test_translated(error: redis.RedisError, kind: type[StoreError]) -> None:
@@ -64,6 +75,25 @@ def test_real_troubles(redis_url: str, redis_server: RedisServer) -> None:
         asked(client)()
     with pytest.raises(ValueError):
         connect("")
+
+
+@pytest.mark.parametrize("way", refusals.WAYS)
+def test_every_refusal_of_a_real_redis_passes(client: redis.Redis, store: JobStore, way: str) -> None:
+    """It is no result: who tries again later succeeds."""
+    hinder, reason = refusals.WAYS[way]
+    job = store.create(Draft(new_id(), "image", "emoji-xl", {}))
+    claim = store.claim(job.id, "ada")
+    assert claim is not None
+    with hinder(client):
+        for call in (
+            lambda: store.create(Draft(new_id(), "image", "emoji-xl", {})),
+            lambda: store.succeed(job.id, claim.attempt, {}),
+            lambda: store.renew("ada", {job.id: claim.attempt}),
+            lambda: store.sweep(),
+        ):
+            with pytest.raises(StoreDown, match=reason):
+                call()
+    assert store.succeed(job.id, claim.attempt, {})
 
 
 def test_full_redis_in_a_script_and_outside(redis_url: str) -> None:

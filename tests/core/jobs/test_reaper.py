@@ -29,7 +29,7 @@ def test_lost_message_is_sent_again(store: JobStore, client: redis.Redis) -> Non
     books.age(client, 1100)
     reaper = Reaper(store, sent.put, every_s=0.01)
     reaper.start()
-    assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 0)
+    assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 3)
     reaper.stop()
     assert sent.empty()
 
@@ -109,7 +109,7 @@ def test_redis_away(
         assert failed.get(timeout=PATIENCE_S) == "StoreDown"
     mortal.start()
     books.age(client, 1100)
-    assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 0)
+    assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 3)
     reaper.stop()
     said = [record.getMessage() for record in caplog.records]
     assert said == ["reaper: no sweep until it is better: Redis cannot be reached", "reaper: well again (sweep)"]

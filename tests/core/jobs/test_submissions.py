@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +22,7 @@ from core.jobs.record import Backlog, Draft, JobState, Standing, new_id
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 from deployment.redis import RedisServer
+from tests.core import refusals
 from tests.core.jobs import books
 from tests.core.jobs.severed import Severed
 
@@ -230,6 +233,48 @@ def test_a_redis_that_hangs(redis_url: str, client: redis.Redis, monkeypatch: py
 
     assert run(work).made
     books.Books.of(client).check()
+
+
+def test_what_a_hanging_redis_makes_in_the_end_is_taken_back(
+    redis_url: str, redis_server: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their callers were told that there are no jobs. Where a caller chose the id, asking again finds the job."""
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.5)
+    assert redis_server.process is not None
+    pid, chosen = redis_server.process.pid, draft(digest="d")
+
+    async def work() -> list[Any]:
+        async with submitting(redis_url) as submissions:
+            await submissions.make(draft(id="before"))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                asked = [*(draft() for _ in range(64)), chosen]
+                told = await asyncio.gather(*(submissions.make(one, one.id) for one in asked), return_exceptions=True)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            until = asyncio.get_running_loop().time() + PATIENCE_S
+            while submissions._doubtful:
+                assert asyncio.get_running_loop().time() < until
+                await asyncio.sleep(0.01)
+            again = await submissions.make(chosen)
+            assert again.job is not None and again.job.id == chosen.id
+            return told
+
+    told = run(work)
+    assert {type(one) for one in told} == {StoreDown}
+    found = books.Books.of(client)
+    found.check()
+    assert set(found.records) == {"before", chosen.id}
+
+
+def test_who_was_refused_for_sure_has_nothing_taken_back(redis_url: str, client: redis.Redis) -> None:
+    async def work() -> None:
+        async with submitting(redis_url) as submissions:
+            with refusals.no_replicas(client), pytest.raises(StoreDown, match="replicas"):
+                await submissions.make(draft())
+            assert not submissions._doubtful
+
+    run(work)
 
 
 def test_a_full_redis_makes_nothing(redis_url: str, full: redis.Redis) -> None:

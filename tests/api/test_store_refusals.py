@@ -1,0 +1,77 @@
+"""Redis refuses for a while: the API answers 503 with the reason and when to come back, and never 500."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deployment.redis import RedisServer
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.core import refusals
+
+
+@pytest.fixture
+def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker:
+        worker.announce()
+        with Api(settings) as api:
+            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            yield api, worker
+
+
+@pytest.mark.parametrize("way", refusals.WAYS)
+def test_every_refusal_is_told_and_passes(world: tuple[Api, Worker], way: str) -> None:
+    api, worker = world
+    hinder, reason = refusals.WAYS[way]
+    waiting = api.order()
+    with hinder(worker.redis):
+        for answer in (
+            api.draw(),
+            api.post("/v1/jobs", type="image", prompt="a cat"),
+            api.client.put("/v1/jobs/mine", json={"type": "image", "prompt": "a cat"}),
+            api.client.post(f"/v1/jobs/{waiting}/cancel"),
+            api.client.delete(f"/v1/jobs/{waiting}"),
+        ):
+            error = check_error(answer, 503, code="store_down")
+            assert reason in error["message"]
+            assert 1 <= int(answer.headers["retry-after"]) <= 120
+        assert api.client.get(f"/v1/jobs/{waiting}").status_code == (503 if way == "busy" else 200)
+    assert worker.ids() == {waiting}
+    worker.work(waiting)
+    worker.work(api.order())
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A data folder on a disk that is full, as `diptych serve` has it."""
+    folder = tmp_path / "little"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("nothing may be mounted here")
+    (folder / "redis").mkdir()
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_redis_that_ended_on_a_full_disk(redis_url: str, redis_server: RedisServer, full: Path) -> None:
+    """Its clients see no more than that it is gone; the API beside it says why."""
+    settings = settings_of(redis_url, full)
+    with Worker(settings) as worker:
+        worker.announce()
+        with Api(settings) as api:
+            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            redis_server.kill()
+            try:
+                eventually(lambda: "no space left" in api.client.get("/readyz").json()["error"]["message"])
+                error = check_error(api.draw(), 503, code="store_down")
+                assert "its disk cannot be written: no space left on device" in error["message"]
+            finally:
+                redis_server.start()
+            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            worker.announce()
+            api.order()

@@ -1,0 +1,119 @@
+"""The indices of jobs keep pace with what ends, and a list steps over what has gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from core.jobs.reaper import Reaper
+from core.jobs.record import Draft, new_id
+from core.jobs.store import JobStore
+from tests.core.jobs import books
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[JobStore]:
+    """Room for thousands, and no wait that a slow machine comes near."""
+    store = JobStore(redis_url, lease_s=1000, resend_s=1000, overtime_s=1000, max_queued=100_000)
+    yield store
+    store.close()
+
+
+def make(store: JobStore, count: int, model: str = "emoji-xl", owner: str = "eve") -> list[str]:
+    return [store.create(Draft(new_id(), "image", model, {}, owner=owner)).id for _ in range(count)]
+
+
+def die(client: redis.Redis, ids: list[str]) -> None:
+    """Their records' time is up, as Redis ends them by itself."""
+    with client.pipeline(transaction=False) as pipe:
+        for id in ids:
+            pipe.delete(f"diptych:job:{id}")
+            pipe.zadd("diptych:ended", {f"eve|{id}": 1})
+        pipe.execute()
+
+
+def test_one_wake_of_the_reaper_clears_all_that_is_over(store: JobStore, client: redis.Redis) -> None:
+    ids = make(store, 1500)
+    for id in ids:
+        store.cancel(id)
+    die(client, ids[:-1])
+    reaper, passes = Reaper(store, lambda envelope: None), 0
+    while reaper._pass():
+        passes += 1
+        assert passes < 100
+    assert client.zcard("diptych:jobs") == client.zcard("diptych:jobs:eve") == client.zcard("diptych:ended") == 1
+
+
+def test_a_record_that_is_still_there_stays_listed(store: JobStore, client: redis.Redis) -> None:
+    """Its time is up in the list, and Redis has not ended it yet: it is looked at again then."""
+    (id,) = make(store, 1)
+    store.cancel(id)
+    client.zadd("diptych:ended", {f"eve|{id}": 1})
+    store.sweep()
+    assert client.zscore("diptych:jobs", f"eve|{id}") and (client.zscore("diptych:ended", f"eve|{id}") or 0) > 1
+    client.pexpire(f"diptych:job:{id}", 1)
+    while client.exists(f"diptych:job:{id}"):
+        pass
+    books.age(client, 0)
+    client.zadd("diptych:ended", {f"eve|{id}": 1})
+    store.sweep()
+    assert not client.zcard("diptych:jobs") and not client.zcard("diptych:ended")
+
+
+def test_a_page_steps_over_thousands_that_are_gone(store: JobStore, client: redis.Redis) -> None:
+    first, dead, last = make(store, 2), make(store, 4500), make(store, 1)
+    die(client, dead)
+    found, after, pages = [], "", 0
+    while True:
+        page = store.page(None, limit=2, after=after)
+        assert page is not None and (page.after or not page.more)
+        found += [job.id for job in page.jobs]
+        after, pages = page.after, pages + 1
+        if not page.more:
+            break
+    assert found == [last[0], *reversed(first)] and pages <= 5
+    assert client.zcard("diptych:jobs") == 3
+
+
+def test_a_page_of_nothing_but_what_is_gone_is_the_last(store: JobStore, client: redis.Redis) -> None:
+    die(client, make(store, 4500))
+    for model in ("", "emoji-xl"):
+        page = store.page("eve", model=model)
+        assert page is not None and (page.jobs, page.more) == ([], False)
+
+
+def test_a_list_of_a_redis_that_takes_no_writes(store: JobStore, client: redis.Redis) -> None:
+    first, dead = make(store, 1), make(store, 2500)
+    die(client, dead)
+    client.config_set("min-replicas-to-write", 1)
+    try:
+        page = store.page(None)
+        assert page is not None and [job.id for job in page.jobs] == first and not page.more
+    finally:
+        client.config_set("min-replicas-to-write", 0)
+
+
+def test_a_lost_message_does_not_make_a_job_more_urgent(store: JobStore, client: redis.Redis) -> None:
+    """As where its model is served by nobody: it comes round for ever, and is sent again each time."""
+    id = store.create(Draft(new_id(), "image", "of another", {}, priority=9)).id
+    for _ in range(4):
+        books.age(client, 1100)
+        assert [(envelope.id, envelope.priority) for envelope in store.sweep().send] == [(id, 9)]
+    urgent = store.create(Draft(new_id(), "image", "emoji-xl", {}, priority=5)).id
+    standing = store.standing(urgent)
+    assert standing is not None and standing.ahead == 0
+
+
+def test_a_clock_that_is_set_back_delays_no_lease(store: JobStore, client: redis.Redis) -> None:
+    running, waiting = make(store, 2)
+    assert store.claim(running, "ada") is not None
+    store.sweep()
+    books.age(client, -100_000)  # all that is noted lies a day ahead now
+    store.sweep()
+    books.age(client, 1100)  # a lease later
+    store.sweep()  # nobody swept meanwhile, which gives each lease its time once more
+    books.age(client, 1100)
+    assert running in {envelope.id for envelope in store.sweep().send}
+    assert waiting not in client.zrange("diptych:leases", 0, -1)

@@ -1,0 +1,116 @@
+"""What a worker keeps through Redis's refusals and odd queue entries, and how soon others go on after its death."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from core.jobs.reaper import Reaper
+from core.jobs.record import JobState
+from core.jobs.store import JobStore
+from tests.core import refusals
+from tests.workers.crew import Crew, eventually
+
+LONG = 1000
+
+
+@pytest.fixture
+def reaper(crew: Crew) -> Iterator[None]:
+    """Sweeps as the API does: also where no worker lives."""
+    store = JobStore(crew.url, lease_s=1.0)
+    reaper = Reaper(store, lambda envelope: crew.send(envelope.id, envelope.queue, envelope.priority), every_s=0.1)
+    reaper.start()
+    yield
+    reaper.stop()
+    store.close()
+
+
+@pytest.mark.parametrize("way", refusals.WAYS)
+def test_finished_work_outlasts_every_refusal(crew: Crew, way: str) -> None:
+    """It is written when Redis takes it, counts no attempt, and the worker serves on."""
+    hinder, reason = refusals.WAYS[way]
+    worker = crew.hire("--step", "0.05")
+    id = crew.ask(steps=20)
+    crew.running(id)
+    with hinder(crew.redis):
+        eventually(lambda: worker.noted("done", id))
+        eventually(lambda: reason in worker.log)
+    job = crew.ended(id)
+    assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 1, 0)
+    assert crew.ended(crew.ask(seed=9)).state is JobState.SUCCEEDED
+    assert worker.process.poll() is None
+    assert "Traceback" not in worker.log
+
+
+def test_all_that_a_killed_worker_had_runs_again_at_once(crew: Crew, reaper: None) -> None:
+    """Beside each other, and beside what the other worker has begun: nobody waits until somebody's end."""
+    first = crew.hire(lease_s=1.0, image_jobs=8)
+    ids = [crew.ask(steps=LONG, seed=seed, prompt="STEP=0.05") for seed in range(8)]
+    for id in ids:
+        crew.running(id)
+    second = crew.hire(lease_s=1.0, image_jobs=16)
+    other = crew.ask(steps=LONG, prompt="STEP=0.05")
+    crew.running(other)
+    first.signal(signal.SIGKILL)
+    eventually(lambda: all(crew.job(id).attempt == 2 and crew.job(id).progress is not None for id in ids))
+    jobs = [crew.job(id) for id in (*ids, other)]
+    assert {job.state for job in jobs} == {JobState.RUNNING}
+    assert {job.worker.split("-")[-2] for job in jobs} == {str(second.process.pid)}
+    assert {(job.lost, job.suspect) for job in jobs} == {(1, False), (0, False)}
+
+
+def test_poison_costs_as_many_workers_as_it_has_lives_and_nobody_else_a_last_one(crew: Crew, reaper: None) -> None:
+    """At its second crash all that are there become suspect; it then goes down alone."""
+    poison = crew.make(prompt="KILL STEP=0.3")
+    innocents = [crew.make(seed=seed, prompt="STEP=0.3") for seed in range(5)]
+    for id in (poison, *innocents):
+        crew.send(id)
+    crashes = 0
+    while not crew.job(poison).state.final:
+        worker = crew.hire(lease_s=1.0, ready=False)
+        eventually(lambda: worker.process.poll() is not None or crew.job(poison).state.final)  # noqa: B023
+        crashes += worker.process.poll() == -signal.SIGKILL
+        assert crashes <= 3
+    crew.hire(lease_s=1.0, ready=False)
+    jobs = [crew.ended(id) for id in innocents]
+    assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+    assert max(job.lost for job in jobs) <= 2
+    job = crew.job(poison)
+    assert (job.state, job.lost, crashes) == (JobState.FAILED, 3, 3) and (job.error or {})["code"] == "crashed"
+
+
+ODD = [
+    "no JSON at all",
+    "[]",
+    "{}",
+    '"x"',
+    "[" * 10_000,
+    '{"properties": {"body_encoding": "base64"}, "body": "%"}',
+    "\xff",
+]
+
+
+def test_an_entry_that_is_no_message_ends_no_worker(crew: Crew) -> None:
+    """It is put aside for people to look at, and the next one is served."""
+    worker = crew.hire()
+    for entry in ODD:
+        crew.redis.rpush("image", entry)  # the next to be taken
+    assert crew.ended(crew.ask()).state is JobState.SUCCEEDED
+    eventually(lambda: crew.redis.llen("diptych:dead_letters") == len(ODD))
+    assert set(crew.redis.lrange("diptych:dead_letters", 0, -1)) == set(ODD)
+    assert worker.process.poll() is None
+    assert worker.log.count("is no message") == len(ODD)
+    assert "no JSON at all" not in worker.log
+
+
+def test_a_killed_worker_leaves_no_binding(crew: Crew) -> None:
+    """Redis would gather one for each process that was ever started."""
+    before = len(crew.redis.keys("_kombu.binding.*celeryev*"))
+    for _ in range(2):
+        worker = crew.hire()
+        assert crew.ended(crew.ask()).state is JobState.SUCCEEDED
+        worker.signal(signal.SIGKILL)
+        worker.wait()
+    assert len(crew.redis.keys("_kombu.binding.*celeryev*")) == before == 0
