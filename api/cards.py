@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import anyio.to_thread
@@ -31,13 +32,17 @@ _AGAIN_S = 0.25  # the least between two looks that strangers ask for
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at the registry, the queues and the keys, by id. `secret` is what links are signed with."""
+    """One look at the registry, the queues and the keys, by id.
+
+    `guarded`: a key must be brought, even where there is none any more. `secret` is what links are signed with.
+    """
 
     workers: tuple[WorkerCard, ...] = ()
     models: tuple[ModelCard, ...] = ()
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     paused: frozenset[str] = frozenset()
-    keys: dict[str, Key] = field(default_factory=dict)
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    guarded: bool = False
     secret: bytes = b""
 
     def ready(self, modality: str) -> int:
@@ -147,6 +152,8 @@ class Cards:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: whose worker is live, its worker is known
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
-        keys = {key.id: key for key in self._keyring.all()}
+        guard = self._keyring.guard()
+        # A Redis that was emptied knows of no key either: whom this process asked for one, it asks until it is told.
+        guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)
         secret = self.now.secret or self._keyring.secret()
-        return Snapshot(workers, models, backlogs, frozenset(self._registry.paused()), keys, secret)
+        return Snapshot(workers, models, backlogs, frozenset(self._registry.paused()), guard.keys, guarded, secret)

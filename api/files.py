@@ -56,6 +56,7 @@ _FORM = {
 
 @router.post("/v1/files", summary="Hand in a file", openapi_extra=_FORM)
 async def create(request: Request, service: Given, caller: By) -> Response:
+    caller.check("files")
     await count_request(request, service, caller)
     purpose, name, data = await _upload(request)
     kind = _LINES if purpose == "batch" else await service.call(uploads.media_type, "file", data)
@@ -73,6 +74,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
 )
 async def files(request: Request, service: Given, caller: By) -> Response:
     """The caller's files."""
+    caller.check("files")
     limit, after = _PAGES.read(request)
     given = request.query_params
     purpose, order = given.get("purpose"), given.get("order", "desc")
@@ -90,6 +92,7 @@ async def files(request: Request, service: Given, caller: By) -> Response:
 
 @router.get("/v1/files/{id}", summary="Look at a file")
 async def look(id: str, service: Given, caller: By) -> Response:
+    caller.check("files")
     return JSONResponse(_object(await find(service, id, caller)))
 
 
@@ -100,6 +103,7 @@ async def look(id: str, service: Given, caller: By) -> Response:
     responses={200: {"content": {kind: {} for kind in (_LINES, *_PICTURES)}}},
 )
 async def content(id: str, service: Given, caller: By) -> Response:
+    caller.check("files")
     file = await find(service, id, caller)
     data = await read(service, file)
     return Response(data, media_type=media_type(file.key), headers={"X-Content-Type-Options": "nosniff"})
@@ -107,6 +111,7 @@ async def content(id: str, service: Given, caller: By) -> Response:
 
 @router.delete("/v1/files/{id}", summary="Forget a file")
 async def delete(id: str, service: Given, caller: By) -> Response:
+    caller.check("files")
     file = await find(service, id, caller)
     await service.call(service.batches.forget_file, file)
     return JSONResponse({"id": file.id, "object": "file", "deleted": True})

@@ -86,7 +86,7 @@ class Lines:
         told: Result = {"status_code": 200, "request_id": job.id}
         if queue_of(batch.endpoint) == "text":
             return {**told, "body": text_drafts.ANSWERS[batch.endpoint](job).whole(job.result or {})}
-        secret = self._service.cards.now.secret if self._service.cards.now.keys else None
+        secret = self._service.cards.now.secret if self._service.cards.now.guarded else None
         kept_s = max(self._service.settings.retention_s, 2 * WINDOW_S)  # as is its record
         links = Links(batch.base, secret, kept_s)
         content = json.loads(generated(self._service, job, links))

@@ -37,7 +37,7 @@ _ENDINGS = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg"}
 async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
     """The job, for who brings its owner's key or a link that is signed for this picture of it. Raises `ApiError`."""
     signature = request.query_params.get("signature")
-    if signature is None or not service.cards.now.keys:
+    if signature is None or not service.cards.now.guarded:
         return await find(service, id, await identify(request))
     check_id(id)
     expires = request.query_params.get("expires", "")

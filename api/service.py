@@ -28,7 +28,7 @@ from core.config import Settings, SettingsError
 from core.jobs.batches import BatchStore
 from core.jobs.connection import StoreError
 from core.jobs.events import Event, EventReader
-from core.jobs.keyring import Keyring
+from core.jobs.keyring import Keyring, most_queued
 from core.jobs.rates import Rates
 from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, Standing
@@ -106,10 +106,17 @@ class Service:
         """As `call`, for what takes much memory: a few at once."""
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._decoders)
 
+    def share(self, owner: str) -> int | None:
+        """How many of an owner's jobs may wait in one queue. None: as many as of all, as where there are no keys."""
+        if not owner:
+            return None
+        key = self.cards.now.keys.get(owner)
+        return most_queued((key.queued if key else "") or self.settings.key_queued, self.settings.max_queued)
+
     def links(self, request: Request) -> Links:
         """Addresses as this request's client reaches them, signed where keys are asked for."""
         base = self.settings.public_url.rstrip("/") + "/" if self.settings.public_url else str(request.base_url)
-        return Links(base, self.cards.now.secret if self.cards.now.keys else None, self.settings.link_s)
+        return Links(base, self.cards.now.secret if self.cards.now.guarded else None, self.settings.link_s)
 
     async def forecast(self, job: Job, near: bool = True, standing: Standing | None = None) -> Forecast | None:
         """Where a live job stands, by what workers said they cost; its place in the queue only if asked `near`.

@@ -150,7 +150,7 @@ class Teller:
         now = self._service.cards.now
         if not now.secret:
             return  # Redis has not been read yet; it comes again
-        links = Links(job.webhook["base"], now.secret if now.keys else None, self._service.settings.link_s)
+        links = Links(job.webhook["base"], now.secret if now.guarded else None, self._service.settings.link_s)
         timestamp, message = int(time.time()), f"msg_{id}_{job.attempt}"
         told = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
         body = json.dumps(told, separators=(",", ":"), allow_nan=False).encode()

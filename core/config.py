@@ -21,6 +21,7 @@ EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's shape with random weights, where it is not installed
 RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # so many in so long; empty: no limit
+SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # so many, or a share; empty: no limit
 _OTHERS = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT"}  # read by install.py and by benchmarks/provenance.py
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,9 @@ class Settings(BaseSettings):
     )
     quota: str = Field(
         default="", pattern=f"^{RATE}$", description="pictures of one key, such as 1000/day; empty: no limit"
+    )
+    key_queued: str = Field(
+        default="50%", pattern=f"^{SHARE}$", description="of a queue, or jobs, that one key's may be; empty: no limit"
     )
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
     batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")

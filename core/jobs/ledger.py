@@ -4,6 +4,7 @@ As scripts.py, whose transitions it leans on: one prefix, one clock. Knows keys 
 
     jobs, jobs:{owner}     zset: owner|job → when it was made
     ended                  zset: owner|job → when its record goes
+    barred:{owner}         there is one for a day after a key was revoked whose jobs were to end: none is made for it
     erased:{id}            the attempts of a job that was erased, for as long as one may be under way
     kept                   zset: artifact → when it may go
     naming                 hash: artifact → how many records name it
