@@ -60,7 +60,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     await count_request(request, service, caller)
     purpose, name, data = await _upload(request)
     kind = _LINES if purpose == "batch" else await service.call(uploads.media_type, "file", data)
-    file = await service.call(keep, service, caller.id, name, purpose, data, kind)
+    file = await service.stored(keep, service, caller.id, name, purpose, data, kind)
     return JSONResponse(_object(file))
 
 
@@ -124,7 +124,7 @@ async def find(service: Service, id: str, caller: Caller, param: str = "id") -> 
 
 async def read(service: Service, file: File) -> bytes:
     """As `content_of`, without blocking."""
-    return await service.call(content_of, service, file)
+    return await service.stored(content_of, service, file)
 
 
 def get(service: Service, id: str, owner: str, *, admin: bool = False, param: str = "id") -> File:

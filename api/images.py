@@ -50,7 +50,7 @@ async def answer(service: Service, request: Request, job: Job, fields: schemas.I
     if fields.stream:
         return EventStream(streaming.tell(service, job, links, fields.partial_images or 0, stays=stays))
     ended = await finished(service, request, job, stays=stays)
-    content = await service.call(generated, service, ended, links)
+    content = await service.stored(generated, service, ended, links)
     return Response(content, media_type="application/json")
 
 

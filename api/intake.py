@@ -105,7 +105,7 @@ async def submit(
         size = draft.parameters["width"], draft.parameters["height"]
         fitted = await service.decode(upload.fitted, size)
         await count_pictures(request, service, caller, draft.parameters["n"])  # before anything is kept
-        charges, draft = [], await service.call(handed_in, service, draft, *fitted)
+        charges, draft = [], await service.stored(handed_in, service, draft, *fitted)
     job, standing = await _create(service, draft, request, charges)
     return _same(job, caller, digest), standing
 

@@ -21,9 +21,10 @@ from prometheus_client import CollectorRegistry
 from api.cards import Cards
 from api.errors import NO_RETRY, ApiError
 from api.links import Links
+from api.pool import Pool
 from api.presentation import Forecast
 from api.queue import Queue
-from core.artifacts import ArtifactError, Artifacts
+from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
 from core.jobs.batches import BatchStore
 from core.jobs.connection import StoreError
@@ -42,6 +43,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _THREADS = 24  # that wait for Redis; the store has a few more connections, for the reaper and the cards
+_STORERS = 16  # threads that wait for the store of artifacts: none of those that wait for Redis
 _DECODERS = 2  # of pictures that were handed in: each may need some 200 MiB
 _LOOK_S = 30.0  # of silence, after which a waiting request looks at the record
 _AGAIN_S = 1.0  # between tries while Redis is away
@@ -67,7 +69,7 @@ class Service:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
         self.queue = Queue(settings.redis_url)
         try:
-            self.artifacts = Artifacts(settings.artifacts)
+            self.artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
         self.cards = Cards(self.registry, self.store, self.keyring)
@@ -76,6 +78,7 @@ class Service:
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)
         self._decoders = anyio.CapacityLimiter(_DECODERS)
+        self._storers = Pool("storage", _STORERS)
 
     async def start(self) -> None:
         await self.reader.start()
@@ -90,6 +93,7 @@ class Service:
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
+        self._storers.close()
         self.reaper.stop()
         self.queue.close()
         self.batches.close()
@@ -101,6 +105,13 @@ class Service:
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run what blocks on a thread. It is not abandoned: a cancelled caller still waits for its end."""
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
+
+    async def stored(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `call`, for what reads or writes artifacts. Raises `StorageDown` where that takes too long."""
+        try:
+            return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
+        except TimeoutError:
+            raise StorageDown("the store of artifacts does not answer in time") from None
 
     async def decode(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `call`, for what takes much memory: a few at once."""

@@ -110,6 +110,9 @@ class Settings(BaseSettings):
         default=Path("~/.local/share/diptych"), description="pictures, and the embedded Redis's file"
     )
     artifacts_url: str = Field(default="", description="where pictures go; empty: file:// in the data folder")
+    storage_s: float = Field(
+        default=20.0, gt=0, le=600, allow_inf_nan=False, description="how long the store of pictures may take to answer"
+    )
     host: str = Field(default="127.0.0.1", description="that the API listens on")
     port: int = Field(default=8000, ge=1, le=65535, description="that the API listens on")
     max_queued: int = Field(default=1000, ge=1, le=1_000_000, description="jobs that may wait in one queue")
