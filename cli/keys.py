@@ -158,8 +158,9 @@ def _with_keyring(options: argparse.Namespace, use: Callable[[Keyring], T]) -> T
     from core.jobs.connection import StoreError
     from core.jobs.keyring import Keyring
 
+    url = _url(read_settings(options))
     try:
-        keyring = Keyring(_url(read_settings(options)))
+        keyring = Keyring(url)
     except ValueError as error:
         raise UsageError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
     try:

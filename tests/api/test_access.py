@@ -165,6 +165,7 @@ def test_a_key_of_an_older_version_leaves_a_closed_door_too(redis_url: str, fold
 def test_no_key_fills_the_queue(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder, max_queued=8)
     keyring = Keyring.of(settings)
+    keyring.add("the first")
     with Worker(settings) as worker, Api(settings) as api:
         worker.announce()
         doors = Guarded(api, keyring)
@@ -184,8 +185,8 @@ def test_no_key_fills_the_queue(redis_url: str, folder: Path) -> None:
         assert greedy.post(f"/v1/jobs/{ids[1]}/cancel").status_code == 200
         assert greedy.post("/v1/jobs", json=JOB).status_code == 202
         check_error(greedy.post("/v1/jobs", json=JOB), 429, code="queue_full")
-    for client in doors.clients:
-        client.close()
+        for client in doors.clients:
+            client.close()
     keyring.close()
 
 
