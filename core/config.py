@@ -147,6 +147,16 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field(default="text", description="of log lines")
 
     # Who may use it, and how it is called.
+    client_s: float = Field(
+        default=20.0,
+        ge=0.1,
+        le=3600,
+        allow_inf_nan=False,
+        description="that a client may take over its headers, or stall while it sends a body or reads an answer",
+    )
+    connections: int = Field(
+        default=0, ge=0, le=1_000_000, description="open at once; 0: as many as open files allow, less some"
+    )
     public_url: str = Field(default="", description="what links begin with; empty: as called")
     trust_network: bool = Field(
         default=False, description="without keys, serve other machines too: something else keeps strangers out"
