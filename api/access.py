@@ -20,6 +20,7 @@ from core.jobs.rates import Charge, Standing
 from core.jobs.record import Job
 
 BEARER = HTTPBearer(auto_error=False, description="An API key, where any were made with `diptych keys add`.")
+_NO_KEYS = "No key is left, so nobody is served: `diptych keys add` makes one, `diptych keys open` asks for none."
 _SOON_S = 120  # what comes back later is not worth a client's own retries
 
 
@@ -53,18 +54,23 @@ async def identify(request: Request) -> Caller:
     service, bearer = of(request), await BEARER(request)
     if not service.cards.known:
         raise StoreDown("Redis has never answered")
-    keys = service.cards.now.keys
-    if not keys:
+    if not service.cards.now.guarded:
         return HERE
+    keys = service.cards.now.keys
     if bearer is None:
-        raise _unknown("A key must be given, as Authorization: Bearer dpt_….")
+        raise _unknown("A key must be given, as Authorization: Bearer dpt_…." if keys else _NO_KEYS)
     key = matching(bearer.credentials, keys)
     if key is None:
         await service.cards.renew_soon()  # it may have been made this very moment
         key = matching(bearer.credentials, service.cards.now.keys)
     if key is None:
-        raise _unknown("This key is not known, or was revoked.")
+        raise unknown_key()
     return _caller(key, service)
+
+
+def unknown_key() -> ApiError:
+    """A 401 for a key that opens nothing."""
+    return _unknown("This key is not known, or was revoked.")
 
 
 class _Identified(SecurityBase):

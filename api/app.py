@@ -41,7 +41,7 @@ from api import (
 from api.batch_feeder import BatchFeeder
 from api.doorway import Doorway
 from api.methods import HeadAsGet
-from api.protocol import HttpProtocol
+from api.protocol import protocol, room
 from api.request_ids import HEADER, RequestIds
 from api.service import Service
 from api.tracing import Traced
@@ -153,7 +153,8 @@ def make_server(settings: Settings) -> Server:
         app,
         host=settings.host,
         port=settings.port,
-        http=HttpProtocol,
+        http=protocol(settings),
+        backlog=room()[1],
         lifespan="on",
         ws="none",
         access_log=False,

@@ -50,6 +50,7 @@ class BatchFields(BaseModel):
 async def create(request: Request, service: Given, caller: By) -> Response:
     """A file of no use makes a batch that has failed, and says which lines are wrong."""
     fields = schemas.read(BatchFields, await body.read(request))
+    caller.check("files")
     caller.check(_SCOPES[queue_of(fields.endpoint)])
     await count_request(request, service, caller)
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")

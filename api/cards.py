@@ -10,6 +10,7 @@ import contextlib
 import logging
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,13 +35,17 @@ _AGAIN_S = 0.25  # the least between two looks that strangers ask for
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at the registry, the queues and the keys, by id. `secret` is what links are signed with."""
+    """One look at the registry, the queues and the keys, by id.
+
+    `guarded`: a key must be brought, even where there is none any more. `secret` is what links are signed with.
+    """
 
     workers: tuple[WorkerCard, ...] = ()
     models: tuple[ModelCard, ...] = ()
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     paused: frozenset[str] = frozenset()
-    keys: dict[str, Key] = field(default_factory=dict)
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    guarded: bool = False
     secret: bytes = b""
     ahead_s: float = 0.0  # how much Redis's clock is ahead of this machine's
 
@@ -176,8 +181,11 @@ class Cards:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: whose worker is live, its worker is known
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
-        keys = {key.id: key for key in self._keyring.all()}
+        guard = self._keyring.guard()
+        # A Redis that was emptied knows of no key either: whom this process asked for one, it asks until it is told.
+        guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)
         # Read each time: a Redis that was emptied gets the one that the first API brings back, and all go on with that.
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
-        return Snapshot(workers, models, backlogs, frozenset(self._registry.paused()), keys, secret, ahead_s)
+        paused = frozenset(self._registry.paused())
+        return Snapshot(workers, models, backlogs, paused, guard.keys, guarded, secret, ahead_s)

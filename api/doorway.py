@@ -34,7 +34,7 @@ class Doorway:
             await self.app(scope, receive, send)
             return
         # Where Redis has not said yet whether there are keys, nothing is answered but that.
-        keyless = not self._service.cards.now.keys
+        keyless = not self._service.cards.now.guarded
         refused = self._refusal(scope) if keyless and scope["path"] not in _OPEN else None
         if refused is not None:
             await refused.response(scope, receive, send)

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.methods import allowed
-from core.artifacts import ArtifactError
+from core.artifacts import ArtifactError, StorageDown
 from core.jobs.connection import StoreDown, StoreError, StoreFull
 from core.jobs.record import Job, JobState
 from core.jobs.unreadable import TALLY, Unreadable
@@ -37,6 +37,7 @@ NO_RETRY = {"x-should-retry": "false"}
 
 _FIELD = re.compile(r"([a-z_]{1,40}): (.+)", re.DOTALL)  # as workers name what they refuse
 _DOWN_S, _FULL_S = 2, 30  # when to come back: a Redis that starts again, one that is full
+_UNSTORED_S = 5  # a store of artifacts that does not answer
 
 
 class ApiError(Exception):
@@ -162,7 +163,7 @@ async def _from_store(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
-    return unserved(error).response
+    return unserved(error, safe=request.method in ("GET", "HEAD")).response
 
 
 async def _from_record(request: Request, error: Exception) -> JSONResponse:
@@ -173,8 +174,16 @@ async def _from_record(request: Request, error: Exception) -> JSONResponse:
     return ApiError(503, message, code="record_unreadable", headers={"Retry-After": str(_FULL_S)}).response
 
 
-def unserved(error: Exception, trouble: str = "") -> ApiError:
-    """What is said of a `StoreError` or an `ArtifactError`, which is logged here. `trouble`: what more is known."""
+def unserved(error: Exception, trouble: str = "", *, safe: bool = False) -> ApiError:
+    """What is said of a `StoreError` or an `ArtifactError`, which is logged here.
+
+    `trouble`: what more is known of Redis. `safe`: a retry draws nothing.
+    """
+    if isinstance(error, StorageDown):
+        log.warning("answered 503: %s", error)
+        message = "The store of pictures and files does not answer; ask again later for what was made."
+        headers = {"Retry-After": str(_UNSTORED_S), **({} if safe else NO_RETRY)}
+        return ApiError(503, message, code="storage_down", headers=headers)
     if isinstance(error, ArtifactError):
         log.error("a finished picture cannot be read: %s", error)
         message = "The picture was drawn and cannot be read now; the server's log says why."

@@ -61,6 +61,7 @@ _FORM = {
 
 @router.post("/v1/files", summary="Hand in a file", openapi_extra=_FORM)
 async def create(request: Request, service: Given, caller: By) -> Response:
+    caller.check("files")
     await count_request(request, service, caller)
     quota = _quota(service, caller)
     async with _upload(request) as (purpose, name, upload):
@@ -83,6 +84,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
 )
 async def files(request: Request, service: Given, caller: By) -> Response:
     """The caller's files."""
+    caller.check("files")
     limit, after = _PAGES.read(request)
     given = request.query_params
     purpose, order = given.get("purpose"), given.get("order", "desc")
@@ -100,6 +102,7 @@ async def files(request: Request, service: Given, caller: By) -> Response:
 
 @router.get("/v1/files/{id}", summary="Look at a file")
 async def look(id: str, service: Given, caller: By) -> Response:
+    caller.check("files")
     return JSONResponse(_object(await find(service, id, caller)))
 
 
@@ -110,17 +113,19 @@ async def look(id: str, service: Given, caller: By) -> Response:
     responses={200: {"content": {kind: {} for kind in (_LINES, *_PICTURES)}}},
 )
 async def content(id: str, request: Request, service: Given, caller: By) -> Response:
+    caller.check("files")
     file = await find(service, id, caller)
-    size = await service.call(_size, service, file)
+    size = await service.stored(_size, service, file)
     headers = {"X-Content-Type-Options": "nosniff", "Content-Length": str(size)}
     if size <= _PART or bodiless(request.scope):
-        data = b"" if bodiless(request.scope) else await service.call(content_of, service, file)
+        data = b"" if bodiless(request.scope) else await service.stored(content_of, service, file)
         return Response(data, media_type=media_type(file.key), headers=headers)
     return StreamingResponse(_parts(service, file, size), media_type=media_type(file.key), headers=headers)
 
 
 @router.delete("/v1/files/{id}", summary="Forget a file")
 async def delete(id: str, service: Given, caller: By) -> Response:
+    caller.check("files")
     file = await find(service, id, caller)
     await service.call(service.files.forget, file)
     return JSONResponse({"id": file.id, "object": "file", "deleted": True})
@@ -176,7 +181,8 @@ def keep_spool(
 
 def _quota(service: Service, caller: Caller) -> int:
     """Bytes that the caller's files may take together: the key's own, or else the service's. 0: any number."""
-    return int(getattr(caller, "file_bytes", 0) or service.settings.files_quota_bytes)
+    key = service.cards.now.keys.get(caller.id)
+    return (key.file_bytes if key else 0) or service.settings.files_quota_bytes
 
 
 def _keep_upload(

@@ -53,7 +53,7 @@ async def answer(service: Service, request: Request, job: Job, fields: schemas.I
         source = streaming.tell(service, job, links, fields.partial_images or 0, stays=stays)
         return EventStream(source, None if stays else lambda: service.cancel(job))
     ended = await finished(service, request, job, stays=stays)
-    content = await service.call(generated, service, ended, links)
+    content = await service.stored(generated, service, ended, links)
     return Response(content, media_type="application/json")
 
 

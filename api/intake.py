@@ -14,7 +14,7 @@ from dataclasses import replace
 from fastapi import Request
 
 from api import admission, webhooks
-from api.access import Caller, count_pictures, count_request, for_pictures, for_request, tell
+from api.access import Caller, count_pictures, count_request, for_pictures, for_request, tell, unknown_key
 from api.errors import ApiError, refused
 from api.schemas import ImageFields
 from api.service import Service
@@ -105,7 +105,7 @@ async def submit(
         size = draft.parameters["width"], draft.parameters["height"]
         fitted = await service.decode(upload.fitted, size)
         await count_pictures(request, service, caller, draft.parameters["n"])  # before anything is kept
-        charges, draft = [], await service.call(handed_in, service, draft, *fitted)
+        charges, draft = [], await service.stored(handed_in, service, draft, *fitted)
     job, standing = await _create(service, draft, request, charges)
     return _same(job, caller, digest), standing
 
@@ -142,10 +142,18 @@ async def _create(
     The first `always` of the charges count where no job is made too.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.request_id())
-    made = await service.submissions.make(draft, service.queue.message(draft.envelope), charges, always)
+    most = service.share(draft.owner)
+    made = await service.submissions.make(draft, service.queue.message(draft.envelope), charges, always, most)
     for charge, standing in zip(charges, made.charges, strict=False):
         assert request is not None
         tell(request, charge, standing)
+    if made.barred:
+        raise unknown_key()
+    if made.share:
+        message = f"As many jobs of this key wait in the {draft.modality} queue as may ({most}); try again later."
+        wait_s = service.cards.now.wait_s(draft.modality)
+        headers = {"Retry-After": str(admission.retry_after_s(wait_s))}
+        raise ApiError(429, message, code="queue_share_full", headers=headers)
     if made.job is None:
         after_s = admission.retry_after_s(service.cards.now.wait_s(draft.modality))
         message = f"The {draft.modality} queue is full; try again later."

@@ -37,7 +37,7 @@ _ENDINGS = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg"}
 async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
     """The job, for who brings its owner's key or a link that is signed for this picture of it. Raises `ApiError`."""
     signature = request.query_params.get("signature")
-    if signature is None or not service.cards.now.keys:
+    if signature is None or not service.cards.now.guarded:
         return await find(service, id, await identify(request))
     check_id(id)
     expires, now = request.query_params.get("expires", ""), service.cards.now
@@ -84,7 +84,7 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
     if _has(request, headers["ETag"]):
         return Response(status_code=304, headers={name: headers[name] for name in ("Cache-Control", "ETag")})
     try:
-        data = await service.call(service.artifacts.get, picture["key"])
+        data = await service.stored(service.artifacts.get, picture["key"])
     except NoArtifact:
         raise _no_image() from None
     return ranges.respond(request, data, picture["media_type"], headers)

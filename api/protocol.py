@@ -1,21 +1,228 @@
-"""uvicorn's HTTP/1.1 by h11, with an answer of our form for what is no HTTP, and no second answer behind it."""
+"""uvicorn's HTTP/1.1 by h11, for clients that are slow, silent, or no clients at all.
+
+Who sends headers or a body too slowly is answered 408 and closed, who does not read is closed, and there are never more
+connections than there is room for: idle ones make way, the oldest first. What is no HTTP gets an answer of our form, and
+no second one behind it. Knows connections and bytes; knows nothing of what is asked for.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import fcntl
 import json
+import resource
+import sys
+import termios
+from http import HTTPStatus
+from typing import Any, ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api import request_ids
-from api.errors import ApiError
+from api.errors import NO_RETRY, ApiError
+from core.config import Settings
+
+_SLOWEST = 1024  # bytes a second of a body, or of an answer that is being read
+_LINGER_S = 5.0  # for what was written last, when a connection is closed
+_OTHERS = 256  # open files that are no clients: Redis, storage, logs
+_PLENTY = 65_536
+_AT_ONCE = 2048
+
+
+def room() -> tuple[int, int]:
+    """How many connections this process has room for by its limit of open files, which is raised as far as may be; and
+    how many of those that wait may be taken at once: they are there before any other can make way for them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _PLENTY if hard == resource.RLIM_INFINITY else min(hard, _PLENTY)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    files = _PLENTY if soft == resource.RLIM_INFINITY else min(soft, _PLENTY)
+    at_once = min(_AT_ONCE, files // 8)
+    return files - min(_OTHERS, files // 2) - 2 * at_once, at_once
+
+
+def protocol(settings: Settings) -> type[HttpProtocol]:
+    """The protocol of one server, with its limits."""
+    limits = {"patience_s": settings.client_s, "most": settings.connections or room()[0], "idle": {}}
+    return type("LimitedHttpProtocol", (HttpProtocol,), limits)
 
 
 class HttpProtocol(H11Protocol):
-    """Ends a connection on which something comes that is no HTTP, such as a chunk without a size."""
+    """`idle` are all that wait for a request to begin or to be whole, the longest first; one server's share it."""
+
+    patience_s: ClassVar[float] = 20.0
+    most: ClassVar[int] = sys.maxsize
+    idle: ClassVar[dict[HttpProtocol, None]] = {}
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._slow: asyncio.TimerHandle | None = None  # until the head, or the body, must be whole
+        self._in_body, self._until = False, 0.0
+        self._stalled: asyncio.TimerHandle | None = None  # until some of what was written must have been read
+        self._unread = 0
+        self._closing = False
+
+    # -- what comes ------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most and not self._make_room():
+            message = f"This server has {self.most} connections open, and no room for another; try again soon."
+            self._refuse(ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"}))
+            return
+        self.idle[self] = None
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        super().data_received(data)
+        state = self.conn.their_state
+        if state is h11.IDLE:
+            if self._slow is None:
+                self._expect_head()
+        elif state is h11.SEND_BODY:
+            self._expect_body(len(data))
+        else:
+            self._expect_nothing()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is not h11.IDLE:
+            self.idle.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._expect_nothing()
+            self._watch_reader()
+        elif self.cycle.response_complete:
+            state = self.conn.their_state
+            if state is h11.IDLE:
+                self.idle[self] = None
+                if self.conn.trailing_data[0]:  # the next one has begun; else uvicorn's own timer looks after it
+                    self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.idle.pop(self, None)
+        self._expect_nothing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def _expect_nothing(self) -> None:
+        self._in_body = False
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
+
+    def _expect_head(self) -> None:
+        """From its first byte, or from the connection's first moment: however many bytes come, until it is whole."""
+        self._expect_nothing()
+        self._slow = self.loop.call_later(self.patience_s, self._headless)
+
+    def _expect_body(self, came: int) -> None:
+        """As much time again for every `_SLOWEST` bytes, but never more than patience from now."""
+        now = self.loop.time()
+        if not self._in_body:
+            self._expect_nothing()
+            self._in_body, self._until = True, now + self.patience_s
+        self._until = min(self._until + came / _SLOWEST, now + self.patience_s)
+        if self._slow is None:
+            self._slow = self.loop.call_at(self._until, self._bodiless)
+
+    def _headless(self) -> None:
+        self._slow = None
+        if self.conn.trailing_data[0]:
+            self._refuse(ApiError(408, "The request's headers did not come in time.", code="request_timeout"))
+        else:
+            self.transport.close()
+
+    def _bodiless(self) -> None:
+        self._slow = None
+        if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
+            return
+        now = self.loop.time()
+        # It is we who keep it waiting, or it was in time since this was set.
+        held_up = self.flow.read_paused or self.conn.they_are_waiting_for_100_continue
+        if held_up or now < self._until:
+            self._until = now + self.patience_s if held_up else self._until
+            self._slow = self.loop.call_at(self._until, self._bodiless)
+            return
+        self._refuse(ApiError(408, "The request's body did not come in time.", code="request_timeout"))
+
+    # -- what goes -------------------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        if self._stalled is not None and not self.transport.is_closing():
+            self._stalled.cancel()
+            self._stalled = None
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        """Hold whoever reads to `_SLOWEST`, as long as there is something to be read."""
+        self._unread = self._written()
+        if self._unread and self._stalled is None:
+            self._stalled = self.loop.call_later(self.patience_s, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        self._stalled = None
+        least = min(self.patience_s * _SLOWEST, self._unread)
+        if self._written() > self._unread - least:
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _written(self) -> int:
+        """Bytes that nobody has received: ours, and the kernel's, which takes more of ours in large lumps only."""
+        ours = self.transport.get_write_buffer_size()
+        if not ours:
+            return 0
+        kernels = bytearray(4)
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernels)
+        return ours + int.from_bytes(kernels, sys.byteorder)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been idle the longest. False: none is."""
+        oldest = next(iter(self.idle), None)
+        if oldest is None:
+            return False
+        self.idle.pop(oldest)
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def _close(self) -> None:
+        """Say that nothing more comes, and pass over what still does: an answer is lost where that is not read."""
+        self._closing = True
+        self.idle.pop(self, None)
+        self._expect_nothing()
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer 400 where nothing has been answered yet, and close.
+        self._refuse(ApiError(400, "What came is no HTTP/1.1.", code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer so where nothing has been answered yet, and close.
 
         A request whose body turned out to be none may be under way: its application is told that the client is gone,
         and whatever it still answers is dropped. uvicorn's own lets it answer, for which h11 has a LocalProtocolError.
@@ -23,19 +230,25 @@ class HttpProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        self._expect_nothing()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = ApiError(400, "What came is no HTTP/1.1.", code="invalid_http")
             body = json.dumps(error.content).encode("ascii")
             headers = {
                 "content-type": "application/json",
                 "content-length": str(len(body)),
                 "connection": "close",
                 request_ids.HEADER: request_ids.new(),
+                **(NO_RETRY if error.status == HTTPStatus.REQUEST_TIMEOUT else {}),
+                **(error.headers or {}),
             }
             for event in (
-                h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad Request"),
+                h11.Response(
+                    status_code=error.status,
+                    headers=list(headers.items()),
+                    reason=HTTPStatus(error.status).phrase.encode("ascii"),
+                ),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._close()

@@ -33,7 +33,7 @@ async def read_job(service: Service, caller: Caller, given: dict[str, Any]) -> t
 
 async def read(service: Service, caller: Caller, fields: EditBody) -> Upload:
     """As `fetch`, without blocking."""
-    return await service.call(fetch, service, caller.id, fields, admin=caller.may("admin"))
+    return await service.stored(fetch, service, caller.id, fields, admin=caller.may("admin"))
 
 
 def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False) -> Upload:

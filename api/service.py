@@ -23,15 +23,16 @@ from api.cards import Cards
 from api.errors import NO_RETRY, ApiError
 from api.fair_limiter import FairLimiter
 from api.links import Links
+from api.pool import Pool
 from api.presentation import Forecast
 from api.queue import Queue
-from core.artifacts import ArtifactError, Artifacts
+from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
 from core.jobs.batches import BatchStore
 from core.jobs.connection import StoreError
 from core.jobs.events import Event, EventReader
 from core.jobs.files import FileStore
-from core.jobs.keyring import Keyring
+from core.jobs.keyring import Keyring, most_queued
 from core.jobs.rates import Rates
 from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, Standing
@@ -47,6 +48,7 @@ T = TypeVar("T")
 _THREADS = 24  # that wait for Redis; the store has a few more connections, for the reaper and the cards
 _PARSERS = 2  # of batches' files, line by line
 _WRITERS = 4  # of files that were handed in: each holds a few MiB
+_STORERS = 16  # threads that wait for the store of artifacts: none of those that wait for Redis
 _DECODERS = 2  # of pictures that were handed in: each may need some 200 MiB
 _LOOK_S = 30.0  # of silence, after which a waiting request looks at the record
 _AGAIN_S = 1.0  # between tries while Redis is away
@@ -73,7 +75,7 @@ class Service:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
         self.queue = Queue(settings.redis_url)
         try:
-            self.artifacts = Artifacts(settings.artifacts)
+            self.artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
         self.cards = Cards(self.registry, self.store, self.keyring, settings.data_dir)
@@ -84,6 +86,7 @@ class Service:
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
         self._decoders = anyio.CapacityLimiter(_DECODERS)
+        self._storers = Pool("storage", _STORERS)
 
     async def start(self) -> None:
         await self.reader.start()
@@ -98,6 +101,7 @@ class Service:
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
+        self._storers.close()
         self.reaper.stop()
         self.queue.close()
         self.batches.close()
@@ -111,9 +115,23 @@ class Service:
         """Run what blocks on a thread. It is not abandoned: a cancelled caller still waits for its end."""
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
 
+    async def stored(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `call`, for what reads or writes artifacts. Raises `StorageDown` where that takes too long."""
+        try:
+            return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
+        except TimeoutError:
+            raise StorageDown("the store of artifacts does not answer in time") from None
+
     async def decode(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `call`, for what takes much memory: a few at once."""
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._decoders)
+
+    def share(self, owner: str) -> int | None:
+        """How many of an owner's jobs may wait in one queue. None: as many as of all, as where there are no keys."""
+        if not owner:
+            return None
+        key = self.cards.now.keys.get(owner)
+        return most_queued((key.queued if key else "") or self.settings.key_queued, self.settings.max_queued)
 
     def links(self, request: Request) -> Links:
         """Addresses as this request's client reaches them, signed where keys are asked for."""
@@ -123,7 +141,7 @@ class Service:
     def links_from(self, base: str, lasts_s: float) -> Links:
         """Addresses that begin so, signed where keys are asked for; by Redis's clock, which all who check share."""
         now = self.cards.now
-        return Links(base, now.secret if now.keys else None, lasts_s, now.clock)
+        return Links(base, now.secret if now.guarded else None, lasts_s, now.clock)
 
     async def forecast(self, job: Job, near: bool = True, standing: Standing | None = None) -> Forecast | None:
         """Where a live job stands, by what workers said they cost; its place in the queue only if asked `near`.

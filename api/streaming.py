@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 from fastapi.sse import format_sse_event
 
-from api.errors import ApiError, unsuccessful
+from api.errors import ApiError, unserved, unsuccessful
 from api.links import Links
 from api.presentation import results, revised
 from api.service import Service
@@ -64,10 +64,10 @@ async def tell(
             yield _error(unsuccessful(ended))
         else:
             for k, _ in enumerate(results(ended)):
-                made = await service.call(content, service, ended, k, links)
+                made = await service.stored(content, service, ended, k, links)
                 yield _event("completed", ended, {**made, "image_index": k, "usage": _USAGE})
-    except ArtifactError:
-        yield _error(ApiError(500, "The picture was drawn and cannot be read now.", code="artifact_unreadable"))
+    except ArtifactError as error:
+        yield _error(unserved(error))
     finally:
         if ended is None and not stays:
             with anyio.CancelScope(shield=True):

@@ -13,7 +13,6 @@ import time
 from functools import partial
 from urllib.parse import urlsplit
 
-from api.links import Links
 from api.poller import Poller
 from api.presentation import job_object
 from api.service import Service
@@ -101,7 +100,7 @@ class WebhookSender:
     def _call(self, job: Job, bound: Bound) -> None:
         assert job.webhook is not None
         now = self._service.cards.now
-        links = Links(job.webhook["base"], now.secret if now.keys else None, self._service.settings.link_s)
+        links = self._service.links_from(job.webhook["base"], self._service.settings.link_s)
         # A receiver takes two of one name for one: the incarnation tells this job from the next one of this id.
         timestamp, message = int(time.time()), f"msg_{job.id}_{job.incarnation or job.attempt}"
         told = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from core.jobs.store import JobStore
 
 RATE_PER_S, SECONDS = 200.0, 20.0
-LIMITS = {"rate": "1000/second", "quota": "1000000/day"}  # counted for every request, and never reached
+LIMITS: dict[str, Any] = {
+    "rate": "1000/second",
+    "quota": "1000000/day",
+    "queued": "100%",
+}  # counted for every request, and never reached
 _PROBE_EVERY_S = 0.1
 _CONNECTIONS = 64
 _PROMPT = "a small red boat on a lake"
@@ -108,6 +112,7 @@ async def flood(
         for line in lines:
             line.close()
         keyring.revoke(key.id)
+        keyring.unlock()  # as it was found
     return {
         "submitted": len(ids),
         "submitted_per_s": round(len(ids) / whole_s, 1),

@@ -214,15 +214,19 @@ def _access(settings: Settings) -> Iterator[Finding]:
     from deployment.redis import address_in
 
     url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
-    count = 0
+    count, closed = 0, False
     if url:
         keyring = Keyring(url)
         try:
-            count = len(keyring.all())
+            guard = keyring.guard()
+            count, closed = len(guard.keys), guard.closed
         finally:
             keyring.close()
     if count:
         yield Finding("well", "access", f"{count} keys; every caller needs one")
+    elif closed:
+        words = "the last key was revoked, so nobody is served: `diptych keys add NAME`, or `diptych keys open`"
+        yield Finding("note", "access", words)
     elif settings.trust_network:
         yield Finding("note", "access", "no keys, and DIPTYCH_TRUST_NETWORK: whoever reaches the API may use it")
     else:

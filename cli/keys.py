@@ -1,4 +1,4 @@
-"""`diptych keys add | list | revoke | webhook`: the API keys of a service, in the Redis that it uses.
+"""`diptych keys add | list | revoke | open | webhook`: the API keys of a service, in the Redis that it uses.
 
 Knows options and where that Redis is; what a key is, core.jobs.keyring knows.
 """
@@ -6,6 +6,7 @@ Knows options and where that Redis is; what a key is, core.jobs.keyring knows.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, TypeVar
 from cli.arguments import Commands, Failure, UsageError, read_settings
 
 if TYPE_CHECKING:
+    from core.config import Settings
     from core.jobs.keyring import Keyring
 
 T = TypeVar("T")
 
-_ABOUT = """Without any key a service serves its own machine alone; from the first one on, every caller must bring one.
+_ID = re.compile(r"[0-9a-f]{12}")
+_ABOUT = """Before its first key a service serves its own machine alone; from that one on, every caller must bring one.
+After the last one is revoked nobody is served, until there is another or `diptych keys open` asks for none again.
 `diptych serve` with a Redis of its own must be running. Elsewhere set DIPTYCH_REDIS_URL as for the service.
 
 exit codes: 0 done; 1 Redis does not answer, or there is no such key; 2 the input cannot be used, and is named
@@ -33,14 +37,28 @@ def add(commands: Commands) -> None:
     verbs = keys.add_subparsers(required=True, metavar="VERB")
     new = verbs.add_parser("add", help="make a key", description="Make a key, and print it this once.")
     new.add_argument("name", metavar="NAME", help="whose it is")
-    new.add_argument("--scopes", default="images,text", metavar="WORD,…", help="of images, text, admin; %(default)s")
+    new.add_argument(
+        "--scopes", default="images,text,files", metavar="WORD,…", help="of images, text, files, admin; %(default)s"
+    )
     new.add_argument("--rate", default="", metavar="N/TIME", help="requests, as 60/minute; default: DIPTYCH_RATE")
     new.add_argument("--quota", default="", metavar="N/TIME", help="pictures, as 1000/day; default: DIPTYCH_QUOTA")
+    new.add_argument(
+        "--queued", default="", metavar="N|N%", help="of its jobs may wait in a queue; default: DIPTYCH_KEY_QUEUED"
+    )
+    new.add_argument(
+        "--file-bytes", type=_bytes, default=0, metavar="N", help="that its files may take, as 500MiB or 10GiB"
+    )
     new.set_defaults(run=_add)
     verbs.add_parser("list", help="list keys", description="Every key, oldest first.").set_defaults(run=_list)
     gone = verbs.add_parser("revoke", help="take a key away", description="Take a key away, within two seconds.")
     gone.add_argument("id", metavar="ID", help="as `keys list` has it")
+    what = gone.add_mutually_exclusive_group()
+    what.add_argument("--keep-jobs", action="store_true", help="let its jobs and batches go on; as if nothing is said")
+    what.add_argument("--cancel-jobs", action="store_true", help="cancel its jobs and batches")
     gone.set_defaults(run=_revoke)
+    verbs.add_parser(
+        "open", help="ask for no key", description="Serve without keys again, after the last one was revoked."
+    ).set_defaults(run=_open)
     told = verbs.add_parser("webhook", help="how webhooks are signed", description="The secret of a key's webhooks.")
     told.add_argument("id", nargs="?", default="", metavar="ID", help="of a key; none: of jobs made without keys")
     told.set_defaults(run=_webhook)
@@ -53,13 +71,13 @@ def _add(options: argparse.Namespace) -> int:
 
     scopes = [word.strip() for word in options.scopes.split(",") if word.strip()]
     try:
-        check(options.name, scopes, options.rate, options.quota)
+        check(options.name, scopes, options.rate, options.quota, options.queued, options.file_bytes)
     except ValueError as error:
         field, _, words = str(error).partition(": ")
-        raise UsageError(f"{'NAME' if field == 'name' else '--' + field}: {words}") from error
+        raise UsageError(f"{'NAME' if field == 'name' else '--' + field.replace('_', '-')}: {words}") from error
 
     def make(keyring: Keyring) -> None:
-        key, token = keyring.add(options.name, scopes, options.rate, options.quota)
+        key, token = keyring.add(options.name, scopes, options.rate, options.quota, options.queued, options.file_bytes)
         print(f"{token}\n\n{key.name} ({key.id}) may use it as Authorization: Bearer …, from now on.")
         print("It is not kept and not shown again.")
 
@@ -70,15 +88,58 @@ def _add(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     for key in _with_keyring(options, lambda keyring: keyring.all()):
         made = time.strftime("%Y-%m-%d", time.gmtime(key.created))
-        limits = ", ".join(f"{what} {rate}" for what, rate in (("rate", key.rate), ("quota", key.quota)) if rate)
+        told = {"rate": key.rate, "quota": key.quota, "queued": key.queued, "file bytes": key.file_bytes}
+        limits = ", ".join(f"{what} {value}" for what, value in told.items() if value)
         print(f"{key.id}  {key.name}  {','.join(key.scopes)}  {made}" + (f"  {limits}" if limits else ""))
     return 0
 
 
 def _revoke(options: argparse.Namespace) -> int:
-    if not _with_keyring(options, lambda keyring: keyring.revoke(options.id)):
+    """Also where the key is gone already: its jobs may be left from a call that was broken off."""
+
+    def take(keyring: Keyring) -> tuple[bool, bool]:
+        return keyring.revoke(options.id, end=options.cancel_jobs), keyring.guard().closed
+
+    there, closed = _with_keyring(options, take)
+    if not there and not (options.cancel_jobs and _ID.fullmatch(options.id)):
         raise Failure("ID: there is no such key; see `diptych keys list`")
-    print("revoked")
+    print("revoked" if there else "it was revoked before")
+    _follow_up(options)
+    if closed:
+        print("That was the last key. Nobody is served now, on this machine neither, until you make another")
+        print("(diptych keys add NAME) or say that no key is asked for (diptych keys open).")
+    return 0
+
+
+def _follow_up(options: argparse.Namespace) -> None:
+    """Cancel the revoked key's jobs, or say that they go on."""
+    from core.jobs.batches import BatchStore
+    from core.jobs.connection import StoreError
+    from core.jobs.store import JobStore
+    from core.jobs.tenants import cancel_all, left
+
+    settings = read_settings(options)
+    named = settings.model_copy(update={"redis_url": _url(settings)})
+    store, batches = JobStore.of(named), BatchStore.of(named)
+    try:
+        found = (cancel_all if options.cancel_jobs else left)(store, batches, options.id)
+    except StoreError as error:
+        raise Failure(f"the key is revoked; its jobs are not looked at: {error}") from error
+    finally:
+        batches.close()
+        store.close()
+    if options.cancel_jobs:
+        print(f"cancelled: {found.jobs} jobs, {found.batches} batches")
+    elif found.jobs or found.batches:
+        print(f"{found.jobs} jobs and {found.batches} batches of it go on; --cancel-jobs ends them")
+
+
+def _open(options: argparse.Namespace) -> int:
+    if not _with_keyring(options, lambda keyring: keyring.unlock()):
+        raise Failure("there are keys, and as long as there is one it is asked for; see `diptych keys list`")
+    print(
+        "No key is asked for: this machine alone is served, or whoever reaches it where DIPTYCH_TRUST_NETWORK is set."
+    )
     return 0
 
 
@@ -96,12 +157,8 @@ def _with_keyring(options: argparse.Namespace, use: Callable[[Keyring], T]) -> T
     """What `use` returns of the keyring of the service that the settings name, or that runs on this data folder."""
     from core.jobs.connection import StoreError
     from core.jobs.keyring import Keyring
-    from deployment.redis import address_in
 
-    settings = read_settings(options)
-    url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
-    if not url:
-        raise Failure(f"no `diptych serve` runs on {settings.data_dir}; start it, or set DIPTYCH_REDIS_URL")
+    url = _url(read_settings(options))
     try:
         keyring = Keyring(url)
     except ValueError as error:
@@ -112,3 +169,21 @@ def _with_keyring(options: argparse.Namespace, use: Callable[[Keyring], T]) -> T
         raise Failure(str(error)) from error
     finally:
         keyring.close()
+
+
+def _url(settings: Settings) -> str:
+    """Of the Redis that the settings name, or that runs on their data folder."""
+    from deployment.redis import address_in
+
+    url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
+    if not url:
+        raise Failure(f"no `diptych serve` runs on {settings.data_dir}; start it, or set DIPTYCH_REDIS_URL")
+    return url
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes, as people write it. Raises ValueError."""
+    found = re.fullmatch(r"([0-9]{1,15})(B|KiB|MiB|GiB|TiB)?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError("must look like 500MiB or 10GiB")
+    return int(found[1]) << 10 * ("B", "KiB", "MiB", "GiB", "TiB").index(found[2] or "B")

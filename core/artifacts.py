@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -32,7 +33,12 @@ _KEY: Final = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{62})\.([a-z]+)")
 _PATIENCE_S: Final = 120.0  # longer than a deletion is given
 _AGAIN_S: Final = 0.2
 _PART: Final = 2**20  # bytes of a large artifact that are in memory at once, a few times
-_TRIES: Final = 100
+_WRITES: Final = 100  # of a file whose folder is deleted at the same moment
+WITHIN_S: Final = 20.0
+_CONNECT_S: Final = 5.0
+_TRIES: Final = 4
+# What obstore says of a store that did not answer, or answered 5xx: it has no types for these.
+_UNWELL: Final = re.compile(r"HTTP error|error sending request|timed out|[Ss]erver (returned|error).{0,40}\b5\d\d\b")
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 
 
@@ -56,6 +62,10 @@ def key_of(data: bytes, media_type: str) -> str:
 
 def _key(digest: str, media_type: str) -> str:
     return f"sha256/{digest[:2]}/{digest[2:]}.{_SUFFIXES[media_type]}"
+
+
+class StorageDown(ArtifactError):
+    """The store cannot be reached, does not answer in time, or says that it is unwell. It is worth trying again."""
 
 
 class Spool:
@@ -85,10 +95,11 @@ class Artifacts:
     """A store of artifacts: `file:///folder`, `memory://`, `s3://bucket/path`, and what else obstore knows.
 
     Thread-safe. Credentials of an object store come from the environment (AWS_ACCESS_KEY_ID and so on). Raises
-    `ArtifactError` for a URL that cannot be used; an object store is not talked to before it is needed.
+    `ArtifactError` for a URL that cannot be used; an object store is not talked to before it is needed. `within_s` is
+    how long one of its answers may take, tries that failed included; then it is `StorageDown`.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, within_s: float = WITHIN_S) -> None:
         self._store: ObjectStore
         self._folder: Path | None = None  # where it is one
         with _told("open the store of artifacts"):
@@ -101,7 +112,16 @@ class Artifacts:
                 self._folder = folder
             else:
                 # An endpoint that is named with http:// (AWS_ENDPOINT_URL) is meant so.
-                self._store = from_url(url, client_options={"allow_http": True})
+                self._store = from_url(
+                    url,
+                    client_options={
+                        "allow_http": True,
+                        "connect_timeout": timedelta(seconds=min(_CONNECT_S, within_s / 2)),
+                        "timeout": timedelta(seconds=within_s / 2),  # of one try
+                    },
+                    # No try begins after this, so that the last one ends in time.
+                    retry_config={"max_retries": _TRIES - 1, "retry_timeout": timedelta(seconds=within_s / 2)},
+                )
 
     def put(self, data: bytes, media_type: str) -> str:
         """Keep `data` whole or not at all, and return its key. What is there already is not written again.
@@ -203,7 +223,7 @@ def _holds(path: Path, data: bytes) -> bool:
 def _write(path: Path, data: bytes) -> None:
     """Others see nothing or all of it, and so does who comes after a power cut. Raises OSError."""
     beside = path.with_name(f"{path.name}#{secrets.token_hex(8)}")
-    for _ in range(_TRIES):
+    for _ in range(_WRITES):
         made = [folder for folder in path.parents[:2] if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -253,7 +273,10 @@ def _told(what: str) -> Iterator[None]:
         raise NoArtifact(f"cannot {what}: it does not exist") from error
     except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
         raise ArtifactError(f"cannot {what}: permission denied") from error
-    except (BaseError, OSError, ValueError, NotImplementedError) as error:
+    except BaseError as error:
+        kind = StorageDown if _UNWELL.search(str(error)) else ArtifactError
+        raise kind(f"cannot {what}: {_reason(error)}") from error
+    except (OSError, ValueError, NotImplementedError) as error:
         raise ArtifactError(f"cannot {what}: {_reason(error)}") from error
 
 

@@ -21,6 +21,7 @@ EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's shape with random weights, where it is not installed
 RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # so many in so long; empty: no limit
+SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # so many, or a share; empty: no limit
 _OTHERS = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT"}  # read by install.py and by benchmarks/provenance.py
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,9 @@ class Settings(BaseSettings):
         default=Path("~/.local/share/diptych"), description="pictures, and the embedded Redis's file"
     )
     artifacts_url: str = Field(default="", description="where pictures go; empty: file:// in the data folder")
+    storage_s: float = Field(
+        default=20.0, gt=0, le=600, allow_inf_nan=False, description="how long the store of pictures may take to answer"
+    )
     host: str = Field(default="127.0.0.1", description="that the API listens on")
     port: int = Field(default=8000, ge=1, le=65535, description="that the API listens on")
     max_queued: int = Field(default=1000, ge=1, le=1_000_000, description="jobs that may wait in one queue")
@@ -143,6 +147,16 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field(default="text", description="of log lines")
 
     # Who may use it, and how it is called.
+    client_s: float = Field(
+        default=20.0,
+        ge=0.1,
+        le=3600,
+        allow_inf_nan=False,
+        description="that a client may take over its headers, or stall while it sends a body or reads an answer",
+    )
+    connections: int = Field(
+        default=0, ge=0, le=1_000_000, description="open at once; 0: as many as open files allow, less some"
+    )
     public_url: str = Field(default="", description="what links begin with; empty: as called")
     trust_network: bool = Field(
         default=False, description="without keys, serve other machines too: something else keeps strangers out"
@@ -155,6 +169,9 @@ class Settings(BaseSettings):
     )
     files_quota_bytes: int = Field(
         default=10 * 2**30, ge=0, le=2**50, description="that the files of one key may take together; 0: no limit"
+    )
+    key_queued: str = Field(
+        default="50%", pattern=f"^{SHARE}$", description="of a queue, or jobs, that one key's may be; empty: no limit"
     )
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
     batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")

@@ -54,7 +54,9 @@ def panels_of(works: Works) -> dict[str, Panel]:
     settings = works.settings
 
     def fetch(key: str) -> bytes:
-        return Artifacts(settings.artifacts).get(key)  # opened when it is needed: most engines see no edit
+        return Artifacts(settings.artifacts, settings.storage_s).get(
+            key
+        )  # opened when it is needed: most engines see no edit
 
     deepcache = schedule.parse(settings.deepcache)
     images = ImagePanel(works.images, deepcache, fetch, works.checker, works.decisions)

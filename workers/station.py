@@ -64,7 +64,7 @@ class Station:
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
         try:
-            self._artifacts = Artifacts(settings.artifacts)
+            self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
         self._started = time.time()

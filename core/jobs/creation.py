@@ -15,22 +15,24 @@ from core.jobs.broker import PRIORITY_STEPS, level, list_key
 from core.jobs.record import Backlog, Draft, Job, JobState, Standing, milliseconds, pairs, to_json
 from core.jobs.scripts import PRELUDE
 
-_MADE, _FULL = 1, -1  # what may come of it; else it was there, or is refused
+_MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4  # what may come of it; else it was there, or is refused
+_LOOKS = 16  # at jobs that are said to wait, where a share seems full
 
 # One JSON array of texts, because a command of thirty arguments costs more to write than all else that it takes:
 # id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner, digest, webhook
 # or '', keys of the artifacts that it begins with, with spaces between, trace, request id, whether its progress is
-# followed ('1', '0', or '': nobody has said), kombu's list, message or '', how many of the charges that follow count
-# where no job is made too, charges of five arguments each
+# followed ('1', '0', or '': nobody has said), kombu's list, message or '', how many of the owner's jobs may wait in it,
+# how many of the charges that follow count where no job is made too, charges of five arguments each
 # → numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5), and
 #   1, made now: created, deadline or 0, sequence, jobs that are called before it, queued, their ms, running, their ms
 #   0, it was there: nothing more, but beside them the record's fields
-#   -1, the queue is full, or -2, the last of these charges is too much, or -3, it was taken back: nothing more
+#   -1, the queue is full, -2, the last of these charges is too much, -3, as many of the owner's jobs wait as may,
+#   -4, none is made for this owner any more, or -5, it was taken back: nothing more
 # Whose job has the id, the caller looks.
 CREATE = (
     PRELUDE
     + rates.LUA
-    + f"local steps = {{{', '.join(map(str, PRIORITY_STEPS))}}}"
+    + f"local looks, steps = {_LOOKS}, {{{', '.join(map(str, PRIORITY_STEPS))}}}"
     + """
 local A = cjson.decode(ARGV[2])
 local id, queue, level, owner = A[1], A[2], A[6], A[10]
@@ -39,11 +41,22 @@ local key, backlog = P .. 'job:' .. id, P .. 'backlog:' .. queue
 redis.call('HSETNX', backlog, 'queued', 0)
 local new = redis.call('EXISTS', key) == 0
 -- Whoever asked for it was told that there is no job, and asked by then for it to be taken back.
-if new and redis.call('EXISTS', P .. 'withdrawn:' .. id) == 1 then return '-3 0 ' end
+if new and redis.call('EXISTS', P .. 'withdrawn:' .. id) == 1 then return '-5 0 ' end
 local full = new and tonumber(redis.call('HGET', backlog, 'queued')) >= tonumber(A[9])
 local told, code = {}, full and -1 or new and 1 or 0
-for i = 20, #A, 5 do
-  if code < 1 and #told >= tonumber(A[19]) then break end
+if code == 1 and owner ~= '' then
+  local waiting = P .. 'waiting:' .. queue .. ':' .. owner
+  if redis.call('SCARD', waiting) >= tonumber(A[19]) then
+    for _, other in ipairs(redis.call('SRANDMEMBER', waiting, looks)) do
+      local v = redis.call('HMGET', P .. 'job:' .. other, 'state', 'owner')
+      if v[1] ~= 'queued' or v[2] ~= owner then redis.call('SREM', waiting, other) end
+    end
+    if redis.call('SCARD', waiting) >= tonumber(A[19]) then code = -3 end
+  end
+  if redis.call('EXISTS', P .. 'barred:' .. owner) == 1 then code = -4 end
+end
+for i = 21, #A, 5 do
+  if code < 1 and #told >= tonumber(A[20]) then break end
   local within, said = charge(A, i)
   told[#told + 1] = said
   if not within then
@@ -76,7 +89,7 @@ if A[13] ~= '' then
 end
 redis.call('ZADD', P .. 'jobs', at, owner .. '|' .. id)
 redis.call('ZADD', P .. 'jobs:' .. owner, at, owner .. '|' .. id)
-local job = {id = id, key = key, queue = queue, work_ms = A[8]}
+local job = {id = id, key = key, queue = queue, work_ms = A[8], owner = owner}
 local deadline = 0
 if A[7] ~= '' then
   deadline = at + A[7]
@@ -103,7 +116,8 @@ return table.concat({answer, at, deadline, sequence, ahead, b[1], b[2], b[3] or 
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """What came of a draft. `job` is None where it was refused: the queue is `full`, or the last of `charges` too much.
+    """What came of a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is, the
+    owner is `barred`, or the last of `charges` is too much.
 
     `made`: this call made it, which one that was cut off and repeated does not know. `standing` is where a job waits
     that was made now. `charges` is how the counters stand of what was counted, and of what was too much.
@@ -112,14 +126,23 @@ class Creation:
     job: Job | None
     made: bool = False
     full: bool = False
+    share: bool = False
+    barred: bool = False
     standing: Standing | None = None
     charges: tuple[rates.Standing, ...] = ()
 
 
 def argument(
-    draft: Draft, max_queued: int, message: str = "", charges: Sequence[rates.Charge] = (), always: int = 0
+    draft: Draft,
+    max_queued: int,
+    message: str = "",
+    charges: Sequence[rates.Charge] = (),
+    always: int = 0,
+    most: int | None = None,
 ) -> str:
-    """What `CREATE` is called with. The first `always` of the charges count where no job is made too."""
+    """What `CREATE` is called with. The first `always` of the charges count where no job is made too. `most` of the
+    owner's jobs may wait in the queue; None: as many as of all.
+    """
     urgency = level(draft.priority)
     return to_json([
         draft.id, draft.modality, draft.model, to_json(draft.parameters), str(draft.priority), str(urgency),
@@ -127,7 +150,7 @@ def argument(
         str(max_queued), draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
         " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id,
         "" if draft.followed is None else str(int(draft.followed)), list_key(draft.modality, urgency), message,
-        str(always),
+        str(max_queued if most is None else most), str(always),
         *(value for charge in charges for value in charge.arguments),
     ])  # fmt: skip
 
@@ -142,9 +165,10 @@ def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creat
     if code == _MADE:
         created, deadline, sequence, ahead, *backlog = numbers[5 * count :]
         standing = Standing(ahead, Backlog(*backlog))
-        return Creation(_queued(draft, created, deadline, f"{created}-{sequence}"), True, False, standing, counters)
+        made = _queued(draft, created, deadline, f"{created}-{sequence}")
+        return Creation(made, True, standing=standing, charges=counters)
     job = None if fields is None else Job.of(draft.id, pairs(fields))
-    return Creation(job, full=code == _FULL, charges=counters)
+    return Creation(job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, charges=counters)
 
 
 def _queued(draft: Draft, created: int, deadline: int, incarnation: str) -> Job:

@@ -1,11 +1,14 @@
 """Who may use the service: API keys, of which only hashes are kept, and the secret that links are signed with.
 
+Where there was ever a key, no key lets nobody in: that is noted beside the keys, and outlives the last of them.
+
 Knows keys, scopes and what is stored of them; knows nothing of HTTP, and not what a scope allows.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -16,23 +19,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from core.config import RATE, Settings
+from core.config import RATE, SHARE, Settings
 from core.jobs import keys
-from core.jobs.connection import connect, translated
+from core.jobs.connection import Script, StoreFull, connect, translated
 from core.jobs.record import to_json
+from core.jobs.scripts import PRELUDE
 
-SCOPES = ("images", "text", "admin")
+SCOPES = ("images", "text", "files", "admin")
+USUAL_SCOPES = SCOPES[:3]
 _TOKEN = re.compile(r"dpt_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
 _RATE = re.compile(RATE)
+_SHARE = re.compile(SHARE)
+_MOST_BYTES = 2**50
+_GUARDED, _OPEN = "keys", "open"  # what `keys.ACCESS` holds
+
+# id, record → 1. What a full Redis refuses comes first, so that there is no key without its note, and no half of both.
+_ADD = """
+redis.call('HSET', ARGV[1] .. 'keys', ARGV[2], ARGV[3])
+redis.call('SET', ARGV[1] .. 'access', 'keys')
+return 1
+"""
+
+# id, whether no job is made for it from now on (1 or 0) → whether there was one
+# Keys of older versions have no note, so it is made before the last of them goes.
+_REVOKE = (
+    PRELUDE
+    + """
+let_through()
+if redis.call('HEXISTS', P .. 'keys', ARGV[2]) == 0 then return 0 end
+redis.call('SET', P .. 'access', 'keys')
+if ARGV[3] == '1' then redis.call('SET', P .. 'barred:' .. ARGV[2], '', 'PX', 86400000) end
+return redis.call('HDEL', P .. 'keys', ARGV[2])
+"""
+)
+
+# → 1, or 0: there are keys
+_UNLOCK = (
+    PRELUDE
+    + """
+let_through()
+if redis.call('HLEN', P .. 'keys') > 0 then return 0 end
+redis.call('SET', P .. 'access', 'open')
+return 1
+"""
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
     """An API key as it is kept. `hash` is SHA-256 of the whole token, which nobody can guess: it needs no salt.
 
-    `rate` (requests) and `quota` (pictures) look like 60/minute; empty: the service's own. `created` is seconds since
-    the epoch.
+    `rate` (requests) and `quota` (pictures) look like 60/minute, `queued` (its jobs that may wait in a queue) like 200
+    or 25%; empty: the service's own. `file_bytes` is what its files may take together; 0: the service's own. `created`
+    is seconds since the epoch.
     """
 
     id: str
@@ -42,6 +82,20 @@ class Key:
     rate: str
     quota: str
     created: int
+    queued: str = ""
+    file_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Who may come in: the keys by id; and, where there are none, whether nobody may (`closed`) or the door is `open`.
+
+    Neither: there never was a key, as far as this Redis knows.
+    """
+
+    keys: Mapping[str, Key]
+    closed: bool = False
+    open: bool = False
 
 
 class Keyring:
@@ -49,6 +103,9 @@ class Keyring:
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
+        self._add = Script(self._client, _ADD)
+        self._revoke = Script(self._client, _REVOKE)
+        self._unlock = Script(self._client, _UNLOCK)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -58,15 +115,22 @@ class Keyring:
         """Give the connections back. A later call would open new ones."""
         self._client.close()
 
-    @translated()
-    def add(self, name: str, scopes: Sequence[str] = SCOPES[:2], rate: str = "", quota: str = "") -> tuple[Key, str]:
+    def add(
+        self,
+        name: str,
+        scopes: Sequence[str] = USUAL_SCOPES,
+        rate: str = "",
+        quota: str = "",
+        queued: str = "",
+        file_bytes: int = 0,
+    ) -> tuple[Key, str]:
         """Make a key; returns it with its token, which is told this once. Raises ValueError, naming the field."""
-        check(name, scopes, rate, quota)
+        check(name, scopes, rate, quota, queued, file_bytes)
         id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         token = f"dpt_{id}_{secret}"
         ordered = tuple(scope for scope in SCOPES if scope in scopes)
-        key = Key(id, name, _hash(token), ordered, rate, quota, int(time.time()))
-        self._client.hset(keys.KEYS, id, to_json(asdict(key)))
+        key = Key(id, name, _hash(token), ordered, rate, quota, int(time.time()), queued, file_bytes)
+        self._add(id, to_json(asdict(key)))
         return key, token
 
     @translated()
@@ -76,9 +140,29 @@ class Keyring:
         return sorted((_key(json.loads(text)) for text in found.values()), key=lambda key: (key.created, key.id))
 
     @translated()
-    def revoke(self, id: str) -> bool:
-        """Take a key away, by its id. False: there is none. APIs hear of it within a second or two."""
-        return bool(self._client.hdel(keys.KEYS, id))
+    def guard(self) -> Guard:
+        """Who may come in now."""
+        with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
+            pipe.hgetall(keys.KEYS)
+            pipe.get(keys.ACCESS)  # after the keys: it is set before the last of them goes
+            found, said = pipe.execute()
+        known = {key.id: key for key in (_key(json.loads(text)) for text in found.values())}
+        if known and said != _GUARDED:  # of a version that noted nothing
+            with contextlib.suppress(StoreFull), translated():
+                self._client.set(keys.ACCESS, _GUARDED)
+        return Guard(known, not known and said == _GUARDED, not known and said == _OPEN)
+
+    def revoke(self, id: str, *, end: bool = False) -> bool:
+        """Take a key away, by its id. False: there is none. APIs hear of it within a second or two.
+
+        With `end` no job is made for it from now on, whatever an API still believes. After the last key nobody is let
+        in, until there is another or `unlock` is called.
+        """
+        return bool(self._revoke(id, int(end)))
+
+    def unlock(self) -> bool:
+        """Have no key mean what it meant before there was one. False: there are keys."""
+        return bool(self._unlock())
 
     @translated()
     def secret(self, last: bytes = b"") -> bytes:
@@ -103,7 +187,7 @@ class Keyring:
         return webhook_secret(self.secret(), owner)
 
 
-def check(name: str, scopes: Sequence[str], rate: str, quota: str) -> None:
+def check(name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0) -> None:
     """Raises ValueError, naming the field, where no key can be made of these."""
     if not _NAME.fullmatch(name):
         raise ValueError("name: must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
@@ -112,6 +196,17 @@ def check(name: str, scopes: Sequence[str], rate: str, quota: str) -> None:
     for field, value in (("rate", rate), ("quota", quota)):
         if not _RATE.fullmatch(value):
             raise ValueError(f"{field}: must look like 60/minute (second, minute, hour or day)")
+    if not _SHARE.fullmatch(queued):
+        raise ValueError("queued: must be a number of jobs, such as 200, or a share of the queue, such as 25%")
+    if not 0 <= file_bytes <= _MOST_BYTES:
+        raise ValueError(f"file_bytes: must be between 0 and {_MOST_BYTES}")
+
+
+def most_queued(share: str, max_queued: int) -> int:
+    """How many jobs may wait of a queue that holds `max_queued`, at least one. Empty: all of it."""
+    if not share:
+        return max_queued
+    return max(1, max_queued * int(share[:-1]) // 100) if share.endswith("%") else min(int(share), max_queued)
 
 
 def webhook_secret(shared: bytes, owner: str) -> str:
@@ -131,5 +226,6 @@ def _hash(token: str) -> str:
 
 
 def _key(raw: Mapping[str, Any]) -> Key:
-    known = {field.name: raw[field.name] for field in fields(Key)}
-    return Key(**{**known, "scopes": tuple(raw["scopes"])})
+    known = {field.name: raw[field.name] for field in fields(Key) if field.name in raw}
+    scopes = {*raw["scopes"]} if "file_bytes" in raw else {*raw["scopes"], "files"}  # older ones: all had files
+    return Key(**{**known, "scopes": tuple(scope for scope in SCOPES if scope in scopes)})

@@ -8,6 +8,7 @@ WORKERS = f"{PREFIX}workers"
 MODELS = f"{PREFIX}models"
 PAUSED = f"{PREFIX}paused"
 KEYS = f"{PREFIX}keys"  # hash: id of an API key → what is kept of it
+ACCESS = f"{PREFIX}access"  # "keys" once there was a key, "open" where that was taken back; outlives the last key
 SECRET = f"{PREFIX}secret"  # that links are signed with
 HAPPENED = f"{PREFIX}happened"  # stream: jobs that something was just written of
 

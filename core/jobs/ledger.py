@@ -6,6 +6,7 @@ files and batches hold is in holding.py.
     jobs, jobs:{owner}     zset: owner|job → when it was made
     ended                  zset: owner|job → when its record goes
     withdrawn:{id}         no job of this id is to be made any more, for an hour
+    barred:{owner}         there is one for a day after a key was revoked whose jobs were to end: none is made for it
     kept                   zset: artifact → when it may go
     naming                 hash: artifact → how many records name it
     needed                 hash: artifact → how many live jobs begin with it

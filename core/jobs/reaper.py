@@ -1,4 +1,6 @@
-"""A thread that sweeps the store and sends what the sweep finds. Runs in every process that can send.
+"""A thread that sweeps the store and sends what the sweep finds, and one that deletes what is due.
+
+Runs in every process that can send. Where artifacts are kept nobody may ever answer: the sweep waits for none of it.
 
 Knows when; the store knows what, `send` and `delete` know how.
 """
@@ -17,6 +19,7 @@ from core.jobs.store import JobStore
 log = logging.getLogger(__name__)
 
 _LIMIT = 100
+_MOMENT_S = 2.0
 
 
 class Reaper:
@@ -39,23 +42,26 @@ class Reaper:
         self._every_s = every_s
         self._stop = threading.Event()
         self._failing: set[str] = set()  # what went wrong and was said, until it goes well again
-        self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._pass,), name="reaper", daemon=True)
+        self._clearer = threading.Thread(target=self._run, args=(self._clear,), name="clearer", daemon=True)
 
     def start(self) -> None:
         """Begin to sweep."""
         self._thread.start()
+        if self._delete is not None:
+            self._clearer.start()
 
     def stop(self) -> None:
-        """End the thread; returns when it has ended."""
+        """End the threads; returns when the sweep has ended. A deletion under way gets a moment."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
+        if self._clearer.ident is not None:
+            self._clearer.join(_MOMENT_S)
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], bool]) -> None:
         while not self._stop.wait(self._every_s * random.uniform(0.75, 1.25)):  # many processes, not in step
-            while self._pass() and not self._stop.is_set():
-                pass
-            while self._clear() and not self._stop.is_set():
+            while work() and not self._stop.is_set():
                 pass
 
     def _pass(self) -> bool:
@@ -90,6 +96,8 @@ class Reaper:
         try:
             due = self._store.due(_LIMIT)
             for artifact in due:
+                if self._stop.is_set():
+                    break
                 self._delete(artifact)
                 gone.append(artifact)
             self._store.gone(gone)

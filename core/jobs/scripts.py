@@ -14,6 +14,7 @@ supported); times are milliseconds since the epoch:
     sent:{queue}:{level}   zset: queued job → sequence, in the order in which their messages were sent
     mark:{queue}:{level}   hash: `highest` sequence that was ever claimed; `checkpoint`, what it was at `since`
     backlog:{queue}        hash: queued, queued_ms, running, running_ms: always what counting the records would give
+    waiting:{queue}:{owner}  set: a key's jobs that are queued; a process of an older version may leave some behind
     sequence, swept        the last sequence given; when anybody last swept
     workers                zset: worker → heartbeat;  worker:{id}: its card, with a time to live;  models: hash of cards
     control:{worker}       stream of messages to a worker
@@ -108,6 +109,7 @@ end
 local function leave(job)
   if job.state == 'queued' then
     redis.call('ZREM', P .. 'sent:' .. job.queue .. ':' .. job.level, job.id)
+    if job.owner ~= '' then redis.call('SREM', P .. 'waiting:' .. job.queue .. ':' .. job.owner, job.id) end
   else
     redis.call('ZREM', P .. 'leases', job.id)
   end
@@ -119,6 +121,7 @@ local function post(job, level, at)
   local sequence = redis.call('INCR', P .. 'sequence')
   redis.call('HSET', job.key, 'level', level, 'sequence', sequence, 'sent', at)
   redis.call('ZADD', P .. 'sent:' .. job.queue .. ':' .. level, sequence, job.id)
+  if job.owner ~= '' then redis.call('SADD', P .. 'waiting:' .. job.queue .. ':' .. job.owner, job.id) end
   return sequence
 end
 

@@ -62,15 +62,22 @@ class Submissions:
         await self._line.disconnect()
         await self._withdrawing_line.disconnect()
 
-    async def make(self, draft: Draft, message: str = "", charges: Sequence[Charge] = (), always: int = 0) -> Creation:
+    async def make(
+        self,
+        draft: Draft,
+        message: str = "",
+        charges: Sequence[Charge] = (),
+        always: int = 0,
+        most: int | None = None,
+    ) -> Creation:
         """Count the charges, make the job's record, and put `message` into its queue's list: all of it or nothing.
 
-        Where a charge is too much, or the queue is full, no job is made, and nothing further is counted. The first
-        `always` of the charges count also where the queue is full, or the job is there already. Raises `StoreDown` and
-        `StoreFull`. A caller that is cancelled may leave a job behind.
+        Where a charge is too much, the queue is full, or `most` of the owner's jobs wait in it, no job is made, and
+        nothing further is counted. The first `always` of the charges count also where the queue is full, or the job is
+        there already. Raises `StoreDown` and `StoreFull`. A caller that is cancelled may leave a job behind.
         """
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((argument(draft, self._max_queued, message, charges, always), answered))
+        self._waiting.append((argument(draft, self._max_queued, message, charges, always, most), answered))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
         try:

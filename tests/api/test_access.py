@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -116,6 +117,97 @@ def test_only_hashes_are_kept(redis_url: str, settings: Settings) -> None:
         with pytest.raises(ValueError, match=r"^(name|scopes|rate): "):
             keyring.add(**wrong)  # type: ignore[arg-type]
     keyring.close()
+
+
+def test_after_the_last_key_nobody_comes_in_until_someone_says_so(redis_url: str, folder: Path) -> None:
+    """Where `trust_network` lets anybody in before there is a key, as in containers; an old API and a fresh one."""
+    settings = settings_of(redis_url, folder, trust_network=True)
+    keyring = Keyring.of(settings)
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        assert api.client.get("/v1/queues").status_code == 200, "there never was a key"
+        key, _ = keyring.add("the only one")
+        eventually(lambda: api.client.get("/v1/queues").status_code == 401)
+        assert keyring.revoke(key.id)
+        with Api(settings) as another:
+            for one in (api, another):
+                eventually(lambda one=one: not one.server._service.cards.now.keys)
+                for path in ("/v1/queues", "/v1/jobs", "/v1/models"):
+                    refused = one.client.get(path)
+                    check_error(refused, 401, code="invalid_api_key")
+                    assert "diptych keys" in refused.json()["error"]["message"], "the way back"
+                check_error(one.post("/v1/jobs", **JOB), 401, code="invalid_api_key")
+            worker.redis.delete("diptych:access")  # Redis was emptied
+            looked = api.server._service.cards._looked
+            eventually(lambda: api.server._service.cards._looked > looked + 1.5)  # after it
+            check_error(api.client.get("/v1/queues"), 401, code="invalid_api_key")
+            assert keyring.unlock()
+            for one in (api, another):
+                eventually(lambda one=one: one.client.get("/v1/queues").status_code == 200)
+    keyring.close()
+
+
+def test_a_key_of_an_older_version_leaves_a_closed_door_too(redis_url: str, folder: Path) -> None:
+    """Neither the key's maker nor its revoker noted anything; an API of this version saw it in between."""
+    settings = settings_of(redis_url, folder, trust_network=True)
+    keyring = Keyring.of(settings)
+    with Worker(settings) as worker:
+        worker.announce()
+        key, _ = keyring.add("old")
+        worker.redis.delete("diptych:access")
+        with Api(settings) as api:
+            assert api.client.get("/v1/queues").status_code == 401
+        worker.redis.hdel("diptych:keys", key.id)
+        with Api(settings) as api:
+            check_error(api.client.get("/v1/queues"), 401, code="invalid_api_key")
+    keyring.close()
+
+
+def test_no_key_fills_the_queue(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder, max_queued=8)
+    keyring = Keyring.of(settings)
+    keyring.add("the first")
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        doors = Guarded(api, keyring)
+        greedy, modest, other = doors.key("images", "text"), doors.key(queued="1"), doors.key()
+        ids = [greedy.post("/v1/jobs", json=JOB).json()["id"] for _ in range(4)]
+        refused = greedy.post("/v1/jobs", json=JOB)
+        error = check_error(refused, 429, code="queue_share_full")
+        assert "(4)" in error["message"] and 1 <= int(refused.headers["retry-after"]) <= 120
+        assert greedy.put(f"/v1/jobs/{ids[0]}", json=JOB).status_code == 422, "what is there is still found"
+        assert modest.post("/v1/jobs", json=JOB).status_code == 202
+        check_error(modest.post("/v1/jobs", json=JOB), 429, code="queue_share_full")
+        for _ in range(3):
+            assert other.post("/v1/jobs", json=JOB).status_code == 202
+        check_error(other.post("/v1/jobs", json=JOB), 429, code="queue_full")
+        worker.take(ids[0])  # what runs does not wait
+        assert greedy.post("/v1/jobs", json=JOB).status_code == 202
+        assert greedy.post(f"/v1/jobs/{ids[1]}/cancel").status_code == 200
+        assert greedy.post("/v1/jobs", json=JOB).status_code == 202
+        check_error(greedy.post("/v1/jobs", json=JOB), 429, code="queue_full")
+        for client in doors.clients:
+            client.close()
+    keyring.close()
+
+
+def test_files_need_their_scope(guarded: tuple[Guarded, Worker]) -> None:
+    doors, worker = guarded
+    images, both = doors.key("images"), doors.key("images", "files")
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/images/generations", "body": {"prompt": "a cat"}}'
+    form = {"files": {"file": ("lines.jsonl", line)}, "data": {"purpose": "batch"}}
+    check_error(images.post("/v1/files", **form), 403, code="insufficient_scope")
+    file = both.post("/v1/files", **form).json()["id"]
+    asked = {"input_file_id": file, "endpoint": "/v1/images/generations", "completion_window": "24h"}
+    for path in ("", f"/{file}", f"/{file}/content"):
+        check_error(images.get(f"/v1/files{path}"), 403, code="insufficient_scope")
+    check_error(images.delete(f"/v1/files/{file}"), 403, code="insufficient_scope")
+    check_error(images.post("/v1/batches", json=asked), 403, code="insufficient_scope")
+    assert both.post("/v1/batches", json=asked).status_code == 200
+    old, token = doors.keyring.add("of before there was this scope", ("images",))
+    record = {name: getattr(old, name) for name in ("id", "name", "hash", "scopes", "rate", "quota", "created")}
+    worker.redis.hset("diptych:keys", old.id, json.dumps(record))
+    eventually(lambda: doors.client(token).get("/v1/files").status_code == 200)
 
 
 def test_scopes(guarded: tuple[Guarded, Worker]) -> None:
@@ -315,7 +407,8 @@ def test_what_is_refused_is_a_request_too(guarded: tuple[Guarded, Worker]) -> No
     [("public_url", "pictures.example"), ("public_url", "https://a@b"), ("public_url", "http://a b"),
      ("public_url", "https://:443/"), ("public_url", "https://a/?b"), ("cors_origins", "https://a, b"),
      ("cors_origins", "https://a/b"), ("redis_url", "redis://a b"), ("redis_url", "redis://:6379/0"),
-     ("redis_url", "http://a"), ("rate", "often"), ("rate", "0/second"), ("quota", "5/week"), ("link_s", "0")],
+     ("redis_url", "http://a"), ("rate", "often"), ("rate", "0/second"), ("quota", "5/week"), ("link_s", "0"),
+     ("key_queued", "101%")],
 )  # fmt: skip
 def test_settings_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"DIPTYCH_{name.upper()}", value)

@@ -196,7 +196,7 @@ def test_scopes_and_quotas(redis_url: str, folder: Path, scribe: Scribe) -> None
     """Who may write may have a batch of texts, and no other; it takes nothing of a quota of pictures."""
     settings = settings_of(redis_url, folder)
     keyring = Keyring.of(settings)
-    tokens = [keyring.add(name, [name], quota="1/day")[1] for name in ("text", "images")]
+    tokens = [keyring.add(name, [name, "files"], quota="1/day")[1] for name in ("text", "images")]
     keyring.close()
     with Api(settings) as api:
         writes, draws = (client_of(api.url, token) for token in tokens)

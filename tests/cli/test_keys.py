@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 import cli
+from core.jobs.batches import BatchStore
 from core.jobs.keyring import Keyring, matching
+from core.jobs.record import Draft
+from core.jobs.store import JobStore, QueueFull
 from deployment.redis import RedisServer, address_in
 from tests.servers import redis_server, redis_url
 
@@ -37,8 +40,11 @@ def test_a_key_is_told_once_and_works_until_it_is_revoked(capsys: pytest.Capture
     code, out, _ = run(capsys, "list")
     assert code == 0 and out.startswith(f"{key.id}  the studio  images,admin  2") and "rate 5/second" in out
     assert token[-43:] not in out
-    assert run(capsys, "revoke", key.id)[:2] == (0, "revoked\n")
-    assert keyring.all() == []
+    code, out, _ = run(capsys, "revoke", key.id)
+    assert code == 0 and out.startswith("revoked\nThat was the last key. Nobody is served now")
+    assert keyring.all() == [] and keyring.guard().closed
+    code, out, _ = run(capsys, "open")
+    assert code == 0 and out.startswith("No key is asked for") and keyring.guard().open
     code, _, err = run(capsys, "revoke", key.id)
     assert code == 1 and err == "diptych: ID: there is no such key; see `diptych keys list`\n"
     assert run(capsys, "webhook", key.id)[0] == 1
@@ -46,10 +52,69 @@ def test_a_key_is_told_once_and_works_until_it_is_revoked(capsys: pytest.Capture
     keyring.close()
 
 
+def test_it_is_not_opened_while_there_is_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        assert run(capsys, "add", name)[0] == 0
+    code, out, err = run(capsys, "open")
+    assert code == 1 and out == "" and err.startswith("diptych: there are keys")
+    ids = [line.split()[0] for line in run(capsys, "list")[1].splitlines()]
+    assert run(capsys, "revoke", ids[0])[:2] == (0, "revoked\n"), "nothing follows while there is another"
+
+
+def test_a_share_and_bytes_are_told(capsys: pytest.CaptureFixture[str], redis_url: str) -> None:
+    code, _, _ = run(capsys, "add", "me", "--queued", "25%", "--file-bytes", "10GiB", "--scopes", "files,text")
+    line = run(capsys, "list")[1]
+    assert code == 0 and "text,files" in line and "queued 25%, file bytes 10737418240" in line
+    keyring = Keyring(redis_url)
+    assert [(key.queued, key.file_bytes) for key in keyring.all()] == [("25%", 10 * 2**30)]
+    keyring.close()
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_what_a_revoked_key_asked_for_ends_or_goes_on(
+    capsys: pytest.CaptureFixture[str], redis_url: str, cancelled: bool
+) -> None:
+    """Queued, running and in a batch; another's stays as it is."""
+    keyring, store, batches = Keyring(redis_url), JobStore(redis_url), BatchStore(redis_url)
+    mine, _ = keyring.add("me")
+    other, _ = keyring.add("another")
+    for owner in (mine.id, other.id):
+        for k in range(120):
+            store.create(Draft(f"{owner}-{k}", "image", "m", {}, owner=owner))
+        assert store.claim(f"{owner}-7", "worker") is not None
+    file = batches.add_file(mine.id, "lines", "batch", 10, "key")
+    batch = batches.add(mine.id, "/v1/images/generations", file, 3, "http://x/", None, [])
+    words = ["--cancel-jobs"] if cancelled else []
+    code, out, _ = run(capsys, "revoke", mine.id, *words)
+    assert code == 0 and out == (
+        "revoked\ncancelled: 120 jobs, 1 batches\n"
+        if cancelled
+        else "revoked\n120 jobs and 1 batches of it go on; --cancel-jobs ends them\n"
+    )
+
+    def states(owner: str) -> set[str]:
+        found = [store.get(f"{owner}-{k}") for k in range(120)]
+        return {job.state.value for job in found if job is not None}
+
+    assert states(other.id) == {"queued", "running"}
+    assert states(mine.id) == ({"cancelled"} if cancelled else {"queued", "running"})
+    now = batches.batch(batch.id)
+    assert now is not None and now.status == ("cancelling" if cancelled else "in_progress")
+    if cancelled:  # an API that has not heard of it yet makes none either
+        with pytest.raises(QueueFull):
+            store.create(Draft("late", "image", "m", {}, owner=mine.id))
+        assert run(capsys, "revoke", mine.id, "--cancel-jobs")[:2] == (
+            0, "it was revoked before\ncancelled: 0 jobs, 0 batches\n"
+        )  # fmt: skip
+    for each in (keyring, store, batches):
+        each.close()
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [(["", "--rate", ""], "NAME"), (["a", "--rate", "often"], "--rate"), (["a", "--quota", "1/week"], "--quota"),
-     (["a", "--scopes", "root"], "--scopes"), (["a", "--scopes", ","], "--scopes")],
+     (["a", "--scopes", "root"], "--scopes"), (["a", "--scopes", ","], "--scopes"),
+     (["a", "--queued", "101%"], "--queued"), (["a", "--queued", "0"], "--queued")],
 )  # fmt: skip
 def test_what_cannot_be_used_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
@@ -71,7 +136,7 @@ def test_the_redis_of_a_service_here_is_found(
         server.tell()
         assert (tmp_path / "redis" / "address").stat().st_mode & 0o777 == 0o600
         assert run(capsys, "add", "me", "--data", str(tmp_path))[0] == 0
-        assert "  me  images,text  " in run(capsys, "list", "--data", str(tmp_path))[1]
+        assert "  me  images,text,files  " in run(capsys, "list", "--data", str(tmp_path))[1]
     finally:
         server.stop()
     assert address_in(tmp_path / "redis") == ""

@@ -15,8 +15,8 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.jobs.connection import StoreDown
-from core.jobs.keyring import SCOPES, Key, Keyring, check, matching, webhook_secret
+from core.jobs.connection import StoreDown, StoreFull
+from core.jobs.keyring import SCOPES, Guard, Key, Keyring, check, matching, most_queued, webhook_secret
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
 TOKEN = re.compile(r"dpt_[0-9a-f]{12}_[A-Za-z0-9_-]{43}")
@@ -75,14 +75,15 @@ def test_what_is_no_token_opens_nothing() -> None:
 
 def test_a_key_is_made_stored_and_revoked(keyring: Keyring, client: redis.Redis) -> None:
     before = int(time.time())
-    first, token = keyring.add("me", ("text", "admin", "images"), "60/minute", "9/day")
+    first, token = keyring.add("me", SCOPES[::-1], "60/minute", "9/day", "25%", 10**9)
     second, other = keyring.add("you")
     assert TOKEN.fullmatch(token) and token != other and token[4:16] == first.id != second.id
     assert first == Key(
-        first.id, "me", hashlib.sha256(token.encode()).hexdigest(), SCOPES, "60/minute", "9/day", first.created
-    )
+        first.id, "me", hashlib.sha256(token.encode()).hexdigest(), SCOPES, "60/minute", "9/day", first.created,
+        "25%", 10**9,
+    )  # fmt: skip
     assert before <= first.created <= time.time()
-    assert (second.scopes, second.rate, second.quota) == (("images", "text"), "", ""), "not admin, unless it is said"
+    assert (second.scopes, second.rate, second.quota) == (("images", "text", "files"), "", ""), "not admin, unless said"
     stored = client.hgetall("diptych:keys")
     assert set(stored) == {first.id, second.id} and json.loads(stored[first.id])["hash"] == first.hash
     keys = {key.id: key for key in keyring.all()}
@@ -98,8 +99,39 @@ def test_all_are_told_oldest_first(keyring: Keyring, client: redis.Redis) -> Non
     keys = [Key(f"{9 - n:012x}", f"n{n}", "0" * 64, ("text",), "", "", 100 + n // 2) for n in range(6)]
     for key in keys[::-1]:
         record = {name: getattr(key, name) for name in ("id", "name", "hash", "scopes", "rate", "quota", "created")}
-        client.hset("diptych:keys", key.id, json.dumps({**record, "of": "a later version"}))
+        client.hset("diptych:keys", key.id, json.dumps({**record, "file_bytes": 0, "of": "a later version"}))
     assert keyring.all() == sorted(keys, key=lambda key: (key.created, key.id))
+
+
+def test_what_no_key_means_outlives_the_last_one(keyring: Keyring, client: redis.Redis) -> None:
+    assert keyring.guard() == Guard({}), "there never was one"
+    first, _ = keyring.add("me")
+    second, _ = keyring.add("you")
+    assert keyring.guard() == Guard({first.id: first, second.id: second}) and not keyring.unlock()
+    assert keyring.revoke(first.id) and keyring.guard() == Guard({second.id: second})
+    assert keyring.revoke(second.id) and keyring.guard() == Guard({}, closed=True)
+    assert not keyring.revoke(second.id) and keyring.guard().closed
+    assert keyring.unlock() and keyring.guard() == Guard({}, open=True)
+    assert not keyring.revoke(second.id) and keyring.guard().open, "what is not there closes nothing"
+    third, _ = keyring.add("another")
+    client.delete("diptych:access")  # as an older version leaves it
+    assert keyring.revoke(third.id) and keyring.guard().closed
+
+
+def test_on_a_full_redis_no_key_is_made_and_the_last_one_goes(keyring: Keyring, full: redis.Redis) -> None:
+    key, _ = keyring.add("me")
+    full.config_set("maxmemory", 1)
+    with pytest.raises(StoreFull):
+        keyring.add("you")
+    assert keyring.revoke(key.id) and keyring.guard().closed and keyring.unlock() and keyring.guard().open
+
+
+@pytest.mark.parametrize(
+    ("share", "of", "most"),
+    [("", 1000, 1000), ("25%", 1000, 250), ("1%", 10, 1), ("100%", 7, 7), ("9", 7, 7), ("3", 7, 3)],
+)
+def test_a_share_of_the_queue(share: str, of: int, most: int) -> None:
+    assert most_queued(share, of) == most
 
 
 @pytest.mark.parametrize("name", ["a", "A b.c_d@e-f", "x" * 64, "0"])
@@ -112,6 +144,8 @@ def test_names_that_may_be(name: str) -> None:
     [
         *(("name", name) for name in ("", " a", "-a", "x" * 65, "a\n", "a/b", "ä")),
         *(("scopes", scopes) for scopes in ((), ("root",), ("images", "root"))),
+        *(("queued", share) for share in ("0", "0%", "101%", "50 %", "-1", "all")),
+        *(("file_bytes", size) for size in (-1, 2**50 + 1)),
         *((field, rate) for field in ("rate", "quota") for rate in ("often", "0/minute ", "5", "5/", "5/year")),
     ],
 )

@@ -1,0 +1,62 @@
+"""What a key leaves behind when it is taken away: its jobs and batches, counted or ended.
+
+Knows how they are listed and ended; knows nothing of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core.jobs.batches import LIVE, Batch, BatchStore
+from core.jobs.record import Job, JobState
+from core.jobs.store import JobStore
+
+_PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How many jobs and batches of an owner live."""
+
+    jobs: int
+    batches: int
+
+
+def left(store: JobStore, batches: BatchStore, owner: str) -> Left:
+    """What lives of an owner now. Raises `StoreError`."""
+    return Left(sum(1 for _ in _jobs(store, owner)), sum(1 for _ in _batches(batches, owner)))
+
+
+def cancel_all(store: JobStore, batches: BatchStore, owner: str) -> Left:
+    """Cancel what lives of an owner; returns how much that was. Raises `StoreError`.
+
+    Batches first, so that none of them begins a job behind this: what of it is under way an API cancels within seconds.
+    """
+    ended = 0
+    for batch in _batches(batches, owner):
+        ended += batch.status != "cancelling" and batches.turn(batch, "cancelling")
+    jobs = 0
+    for job in _jobs(store, owner):
+        now = store.cancel(job.id)
+        jobs += now is not None and now.state is JobState.CANCELLED
+    return Left(jobs, ended)
+
+
+def _jobs(store: JobStore, owner: str) -> Iterator[Job]:
+    for state in (JobState.QUEUED, JobState.RUNNING):
+        after = ""
+        while (page := store.page(owner, state=state, after=after, limit=_PAGE)) is not None:
+            yield from page.jobs
+            after = page.after
+            if not page.more or not after:
+                break
+
+
+def _batches(batches: BatchStore, owner: str) -> Iterator[Batch]:
+    after = ""
+    while (page := batches.batches(owner, after=after, limit=_PAGE)) is not None:
+        yield from (batch for batch in page.items if batch.status in LIVE)
+        if not page.more or not page.items:
+            break
+        after = page.items[-1].id

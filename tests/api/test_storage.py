@@ -1,0 +1,103 @@
+"""An object store that takes connections and never answers: what needs it is told so, and nothing else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from core.artifacts import ArtifactError, Artifacts
+from core.config import Settings
+from core.jobs.record import Draft, JobState
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
+
+WITHIN_S = 2.0
+MUCH_S = 30.0  # what takes milliseconds, on a machine that may stall
+KEY = f"sha256/00/{'0' * 62}.png"
+CROWD = 40  # more than threads of any kind
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
+    """It holds what connected."""
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(listening.accept()[0])
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{listening.getsockname()[1]}",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        yield held
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(MUCH_S)
+        for one in held:
+            one.close()
+
+
+@pytest.fixture
+def settings(redis_url: str, folder: Path) -> Settings:
+    return settings_of(redis_url, folder, artifacts_url="s3://bucket/pictures", storage_s=WITHIN_S)
+
+
+def test_every_call_ends_in_time(hung: list[socket.socket]) -> None:
+    from core.artifacts import StorageDown
+
+    artifacts = Artifacts("s3://bucket/pictures", WITHIN_S)
+    for call in (lambda: artifacts.get(KEY), lambda: artifacts.delete(KEY), lambda: artifacts.put(b"x", "image/png")):
+        before = time.monotonic()
+        with pytest.raises(ArtifactError) as caught:
+            call()
+        assert isinstance(caught.value, StorageDown), caught.value
+        assert time.monotonic() - before < 10 * WITHIN_S
+    assert hung, "it was asked"
+
+
+def test_nothing_else_waits_for_it(hung: list[socket.socket], settings: Settings) -> None:
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        worker.store.create(Draft("drawn", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
+        claim = worker.take("drawn")
+        picture = {"key": KEY, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "size_bytes": 1}
+        assert worker.store.succeed("drawn", claim.attempt, {"images": [picture], "engine_s": 0.1})
+        worker.redis.zadd("diptych:kept", {KEY: 1})  # its time is over: each API's sweep has it to delete
+        eventually(lambda: len(hung) >= 1, "nobody deletes it")
+        with httpx2.Client(base_url=api.url, timeout=MUCH_S) as client, ThreadPoolExecutor(CROWD) as crowd:
+            before = len(hung)
+            waiting = [crowd.submit(client.get, "/v1/jobs/drawn/images/0") for _ in range(CROWD)]
+            eventually(lambda: len(hung) > before, "nobody asks for the picture")
+            assert client.get("/v1/jobs/drawn").status_code == 200
+            assert client.get("/healthz").status_code == 200 and client.get("/readyz").status_code == 200
+            late = client.post("/v1/jobs", json={"type": "image", "prompt": "a cat"}).json()["id"]
+            assert client.post(f"/v1/jobs/{late}/cancel").json()["status"] == "cancelled"
+            for answer in (one.result() for one in waiting):
+                check_error(answer, 503, code="storage_down")
+                assert int(answer.headers["retry-after"]) > 0 and "x-should-retry" not in answer.headers
+            form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+            refused = client.post("/v1/files", **form)
+            check_error(refused, 503, code="storage_down")
+
+
+def test_the_sweep_does_not_wait_for_it(hung: list[socket.socket], settings: Settings) -> None:
+    with Worker(settings) as worker, Api(settings):
+        worker.redis.zadd("diptych:kept", {KEY.replace("/00/", f"/{k:02x}/"): 1 for k in range(100)})
+        eventually(lambda: len(hung) >= 1, "nobody deletes them")
+        worker.store.create(Draft("late", "image", "emoji-xl", {"n": 1}, deadline_s=0.01))
+        until = time.monotonic() + MUCH_S
+        while not worker.is_("late", JobState.EXPIRED):
+            assert time.monotonic() < until, "nobody sweeps"
+            time.sleep(0.05)
