@@ -64,7 +64,7 @@ def _scripts() -> dict[tuple[str, str], str]:
         (FENCING, renew): _changed(renew, r" and job\.worker == ARGV\[2\]" + holds, ""),
         (FENCING, finish): _changed(finish, ended, ""),
         (AFTER, finish): _changed(
-            finish, r"  return 1\nend\nreturn", f"  emit({job}, 'progress', '{{\"steps_done\":1}}')\n  return 1\nend\nreturn"
+            finish, r"(  return 1\nend\nreturn)", f"  emit({job}, 'progress', '{{\"steps_done\":1}}')\n\\1"
         ),
     }  # fmt: skip
 
