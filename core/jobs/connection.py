@@ -5,6 +5,7 @@ Knows nothing of what is kept in Redis.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,11 +110,16 @@ class Script:
     """A Lua script with one client. A call raises `StoreError`s; the prefix of all keys is its first argument."""
 
     def __init__(self, client: redis.Redis, text: str) -> None:
-        self._script = client.register_script(text)
+        self._client, self._text = client, text
+        self._sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # as Redis names scripts
 
     def __call__(self, *arguments: str | int | float) -> Any:
         with translated():
-            return self._script(args=[PREFIX, *arguments])
+            try:
+                return self._client.evalsha(self._sha, 0, PREFIX, *arguments)
+            except redis.exceptions.NoScriptError:
+                # The whole text, in one step: a Redis that is started again between two would not know it either.
+                return self._client.eval(self._text, 0, PREFIX, *arguments)
 
 
 @contextmanager

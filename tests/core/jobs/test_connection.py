@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import redis
 
-from core.jobs.connection import StoreDown, StoreError, StoreFull, connect, translated
+from core.jobs.connection import Script, StoreDown, StoreError, StoreFull, connect, translated
 from core.jobs.record import Draft, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
@@ -106,3 +107,24 @@ def test_full_redis_in_a_script_and_outside(redis_url: str) -> None:
                 client.set("a", 1)
         finally:
             client.config_set("maxmemory", 0)
+
+
+def test_a_redis_that_forgets_scripts_at_any_moment_runs_them(redis_url: str) -> None:
+    """As one that is started again and again: what it was told of a script a moment ago, it may know no longer."""
+    over = threading.Event()
+
+    def forget() -> None:
+        with redis.Redis.from_url(redis_url) as client:
+            while not over.is_set():
+                client.script_flush()
+
+    thread = threading.Thread(target=forget)
+    thread.start()
+    client = connect(redis_url)
+    try:
+        script = Script(client, "return redis.call('INCR', ARGV[1] .. 'count') + ARGV[2]")
+        assert [script(1) for _ in range(2000)] == list(range(2, 2002))
+    finally:
+        over.set()
+        thread.join()
+        client.close()

@@ -141,13 +141,15 @@ def _streams(world: World, book: Book, jobs: list[tuple[str, str]]) -> None:
             pipe.xrange(keys.events(id))
         found = pipe.execute()
     for (tenant, id), entries in zip(jobs, found, strict=True):
-        told = []
+        lives: dict[str, list[Told]] = {}  # an id that was used again may have told of the one before
         for position, fields in entries:
             data = json.loads(fields["data"])
             value = data.get("attempt" if fields["type"] == "running" else "steps_done", 0)
-            told.append(Told(position, fields["type"], value if isinstance(value, int) else 0))
-        whole = bool(told) and told[-1].type in FINAL and len(told) < _KEPT
-        book.write(Call("stream", tenant, at, book.now(), OK, 200, about=id, told=tuple(told), whole=whole))
+            one = Told(position, fields["type"], value if isinstance(value, int) else 0)
+            lives.setdefault(fields.get("of", ""), []).append(one)
+        for told in lives.values():
+            whole = told[-1].type in FINAL and len(told) < _KEPT
+            book.write(Call("stream", tenant, at, book.now(), OK, 200, about=id, told=tuple(told), whole=whole))
 
 
 def _bytes(response: Any) -> dict[str, Any]:

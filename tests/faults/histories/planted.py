@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib
 import os
+import pkgutil
+import re
 import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from core.jobs import connection, scripts
+import core.jobs
+from core.jobs import connection
 
 FENCING, SWEEP, LINK = "fencing-off", "sweep-off", "link-without-artifact"
 AFTER, LOST, OTHERS = "event-after-end", "lost-write", "others-bytes"
@@ -32,26 +36,37 @@ def bug() -> str:
         return ""
 
 
-def _changed(text: str, *changes: tuple[str, str]) -> str:
-    for old, new in changes:
-        if old not in text:
-            sys.exit(f"planted: the script no longer holds {old!r}")
-        text = text.replace(old, new)
-    return text
+def _text(name: str) -> str:
+    """A script, by the name that it has in one of the rooms of jobs."""
+    for module in pkgutil.iter_modules(core.jobs.__path__):
+        found = getattr(importlib.import_module(f"core.jobs.{module.name}"), name, None)
+        if isinstance(found, str):
+            return found
+    sys.exit(f"planted: there is no script {name}")
+
+
+def _changed(text: str, pattern: str, new: str) -> str:
+    changed, count = re.subn(pattern, new, text)
+    if not count:
+        sys.exit(f"planted: no script holds {pattern!r} any more")
+    return changed
 
 
 def _scripts() -> dict[tuple[str, str], str]:
     """(bug, script) → the script with the bug."""
-    attempt, finish = " and job.attempt == ARGV[i + 1]", "or job.attempt ~= ARGV[3] "
+    report, renew, finish = map(_text, ("REPORT", "RENEW", "FINISH"))
+    # Whether it is the attempt that runs which writes.
+    holds = r" and (job\.attempt == ARGV\[i \+ 1\]|holds\(job, ARGV\[i \+ 1\]\))"
+    ended = r" or (job\.attempt ~= ARGV\[3\]|not holds\(job, ARGV\[3\]\))"
+    job = "job" if "emit(job, " in finish else "job.id"
     return {
-        (FENCING, scripts.REPORT): _changed(scripts.REPORT, (attempt, "")),
-        (FENCING, scripts.RENEW): _changed(scripts.RENEW, (attempt, ""), (" and job.worker == ARGV[2]", "")),
-        (FENCING, scripts.FINISH): _changed(scripts.FINISH, (finish, "")),
-        (AFTER, scripts.FINISH): _changed(
-            scripts.FINISH,
-            ("  return 1\nend", "  emit(job.id, 'progress', '{\"steps_done\":1,\"steps\":1}')\n  return 1\nend"),
+        (FENCING, report): _changed(report, holds, ""),
+        (FENCING, renew): _changed(renew, r" and job\.worker == ARGV\[2\]" + holds, ""),
+        (FENCING, finish): _changed(finish, ended, ""),
+        (AFTER, finish): _changed(
+            finish, r"(  return 1\nend\nreturn)", f"  emit({job}, 'progress', '{{\"steps_done\":1}}')\n\\1"
         ),
-    }
+    }  # fmt: skip
 
 
 def plant() -> None:

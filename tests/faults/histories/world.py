@@ -31,6 +31,7 @@ from tests.faults.histories.proxy import Proxy
 from tests.faults.parts import Part, wait_for
 
 START_S = 120.0
+_OFTEN = 10  # starts without ever being ready
 TENANTS = ("anna", "bert", "carl")
 RATES = {"carl": ("90/minute", "40/minute")}  # requests and pictures
 SETTINGS = {
@@ -247,7 +248,14 @@ class World:
         return {part.pid for part in self.crew} <= live and answers == [200, 200]
 
     def settle(self) -> None:
-        wait_for("every part is ready", self.ready, START_S, every_s=0.1)
+        """Wait until all is ready. Raises AssertionError, at once where a part ends whenever it is started."""
+        starts = {part: part.starts for part in self.parts}
+
+        def ready() -> bool:
+            assert all(part.starts < starts[part] + _OFTEN for part in self.parts), "a part ends again and again"
+            return self.ready()
+
+        wait_for("every part is ready", ready, START_S, every_s=0.1)
 
     def close(self) -> None:
         """End everything, without asking."""
