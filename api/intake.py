@@ -116,7 +116,7 @@ async def repeat(service: Service, request: Request, caller: Caller, job: Job) -
     pictures = for_pictures(caller, job.parameters["n"]) if job.modality == "image" else []
     draft = Draft(
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
-        inputs=job.inputs,
+        inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
     return (await _create(service, draft, request, requests + pictures, len(requests)))[0]
 

@@ -21,7 +21,9 @@ _PAUSE_S = 0.5  # after Redis did not answer
 class Control:
     """A thread that blocks in Redis. It survives Redis; whom it misses, the next renewal of leases finds."""
 
-    def __init__(self, registry: Registry, outage: Outage, worker: str, cancel: Callable[..., object]) -> None:
+    def __init__(
+        self, registry: Registry, outage: Outage, worker: str, cancel: Callable[[str, str | None], object]
+    ) -> None:
         """`cancel` is called on the thread, with a job's id and the fencing token of the attempt that nobody wants."""
         self._registry = registry
         self._outage = outage

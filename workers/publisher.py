@@ -92,10 +92,13 @@ class Publisher:
 
     def _write(self, said: dict[str, tuple[Report, Written | None]]) -> None:
         news = {id: written.news() for id, (_, written) in said.items() if written is not None and written.followed}
-        reports = [
-            replace(report, pieces=news[id].pieces, whole=news[id].whole) if id in news else report
-            for id, (report, _) in said.items()
-        ]
+        reports = []
+        for id, (report, written) in said.items():
+            if id in news:
+                report = replace(report, pieces=news[id].pieces, whole=news[id].whole)
+            elif written is not None and written.cumulative:
+                report = replace(report, data={**report.data, **written.so_far()})
+            reports.append(report)
         try:
             told = self._outage.once(lambda: self._store.tell(reports), None)
         except Exception:  # a report that cannot be written must not end the thread

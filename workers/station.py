@@ -182,8 +182,8 @@ class Station:
             return panel.card()
         return panel.card()
 
-    def _cancelled(self, id: str) -> None:
-        if self.hand.drop(id):
+    def _cancelled(self, id: str, fence: str | None) -> None:
+        if self.hand.drop(id, fence):
             log.info("%s was cancelled", id)
 
 

@@ -218,8 +218,9 @@ class Tasks:
         return expand.expanded(pictures, [made.text for made in texts])
 
     def _requests(self, claim: Claim, wanted: list[Any], tally: Tally, deadline: float) -> list[Request]:
-        if tally.written is not None and claim.followed:
-            tally.written.followed = True
+        if tally.written is not None:
+            tally.written.followed = claim.followed is True
+            tally.written.cumulative = not claim.incarnation
 
         def listener(index: int) -> Callable[[Request, Outcome], None]:
             def hear(_: Request, outcome: Outcome) -> None:

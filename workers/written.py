@@ -36,6 +36,7 @@ class Written:
 
     def __init__(self, answers: int) -> None:
         self.followed = False  # whether anybody wants to be told
+        self.cumulative = False  # told as to an API of a version before, which knows no pieces
         self.texts = [""] * answers
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in range(answers)]
         self._marks: list[tuple[int, int]] | None = None  # None: nothing was told
@@ -62,6 +63,13 @@ class Written:
                 piece.update(token=token, logprobs=logprobs[token:count])
             pieces.append(piece)
         return News(pieces, whole, marks)
+
+    def so_far(self) -> dict[str, Any]:
+        """All there is, as a version before told it each time."""
+        told: dict[str, Any] = {"texts": list(self.texts)}
+        if any(self._logprobs):
+            told["logprobs"] = [list(one) for one in self._logprobs]
+        return told
 
     def told(self, news: News) -> None:
         """These were told."""

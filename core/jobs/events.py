@@ -36,6 +36,9 @@ _ID = re.compile(r"([0-9]{1,19})(?:-([0-9]{1,19}))?")
 _FINAL = frozenset(state.value for state in JobState if state.final)
 _STATES = frozenset(state.value for state in JobState)
 
+_TOLD = 20  # kinds of entries that cannot be read, of which the log says so, once each
+_unread: set[tuple[str, str]] = set()
+
 _Position = tuple[int, int]
 _Entry = tuple[str, dict[str, str]]
 
@@ -325,7 +328,9 @@ def _events(entries: Iterable[_Entry]) -> list[Event]:
                 continue
         except (KeyError, ValueError):
             pass
-        log.warning("events: an entry of version %.20r cannot be read (%.20r)", version, kind)
+        if len(_unread) < _TOLD and (version, kind) not in _unread:
+            _unread.add((version, kind))
+            log.warning("events: entries of version %.20r cannot be read (%.20r)", version, kind)
         if kind in _STATES:
             made.append(Event(id, kind, {}, fields.get("of", "")))
     return made

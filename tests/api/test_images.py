@@ -171,8 +171,10 @@ def test_a_server_that_stops_lets_those_who_wait_go(redis_url: str, folder: Path
         (drawn,) = worker.ids() - {ordered}
         worker.take(drawn)
         worker.take(ordered)
-        # Both wait for what happens next.
-        eventually(lambda: api.server._service.reader._followers.keys() == {ordered, drawn})  # type: ignore[attr-defined]
+        # Both wait for what happens next, and have been told what did.
+        positions = api.server._service.reader._positions  # type: ignore[attr-defined]
+        last = {id: worker.redis.xrevrange(f"diptych:events:{id}", count=1)[0][0] for id in (ordered, drawn)}
+        eventually(lambda: {id: f"{at}-{k}" for id, (at, k) in positions.copy().items()} == last)
         api.server.should_exit = True
         stopped = answer.result(PATIENCE_S)
         check_error(stopped, 503, code="stopping")

@@ -103,7 +103,7 @@ def test_a_picture_is_fetched_by_its_link_and_deleted_with_its_job(bucket: Bucke
             assert fetched.content == picture and fetched.headers["content-type"] == "image/png"
             check_error(api.client.get(link.path), 401, code="invalid_api_key")
             assert mine.delete(f"/v1/jobs/{id}").status_code == 200
-            check_error(api.client.get(f"{link.path}?{link.query}"), 404, code="job_not_found")
+            check_error(api.client.get(f"{link.path}?{link.query}"), 403, code="invalid_signature")
             # Its time has come: the API deletes it.
             (lies,) = bucket.keys()
             worker.redis.zadd("diptych:kept", {lies.removeprefix("of/cats/"): 0})

@@ -13,6 +13,7 @@ from deployment.redis import RedisServer
 from tests.workers.crew import Crew, eventually
 from workers.outage import Outage
 from workers.publisher import Publisher
+from workers.written import Written
 
 
 class Scene:
@@ -105,6 +106,24 @@ def test_a_stale_attempt_is_refused_and_told(crew: Crew, scene: Scene) -> None:
     assert set(scene.stale) == {(lost, 1), (cancelled, 1)}
     assert steps(crew, fine) == [1]
     assert steps(crew, lost) == steps(crew, cancelled) == []
+
+
+def test_texts_are_told_in_pieces_to_who_knows_them(crew: Crew, scene: Scene) -> None:
+    """An API of the version before knows only all of the text, each time."""
+    told = []
+    for cumulative in (False, True):
+        id, written = claimed(crew), Written(1)
+        written.followed, written.cumulative = not cumulative, cumulative
+        if not cumulative:
+            crew.store.follow(id)
+        for text in ("a", "b"):
+            written.add(0, text, [])
+            scene.publisher.say(id, "1", {"step": 1}, None, written)
+            scene.publisher.flush()
+        told.append([data for type, data in crew.events(id) if type == "progress"])
+    pieces = [[{"index": 0, "at": k, "text": text}] for k, text in enumerate("ab")]
+    assert told[0] == [{"step": 1, "pieces": piece} for piece in pieces]
+    assert told[1] == [{"step": 1, "texts": [text]} for text in ("a", "ab")]
 
 
 def test_progress_is_dropped_while_redis_is_away(crew: Crew, scene: Scene, redis_server: RedisServer) -> None:

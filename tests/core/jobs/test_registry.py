@@ -132,7 +132,7 @@ def test_control(registry: Registry, store: JobStore) -> None:
         store.claim(ids[-1], "ada")
         store.cancel(ids[-1])
     messages = registry.control("ada", "0", 60)
-    assert [message for _, message in messages] == [{"cancel": id} for id in ids]
+    assert [(message["cancel"], message["attempt"]) for _, message in messages] == [(id, "1") for id in ids]
     assert registry.control("ada", messages[0][0], 60) == messages[1:]
     assert registry.control("ada", messages[1][0], 0) == []
     assert registry.control("bob", "0", 0) == []
@@ -148,7 +148,7 @@ def test_control_waits(registry: Registry, store: JobStore, client: redis.Redis)
         time.sleep(0.001)
     store.cancel(job.id)
     thread.join()
-    assert [message for _, message in got] == [{"cancel": job.id}]
+    assert [message for _, message in got] == [{"cancel": job.id, "attempt": "1", "of": job.incarnation}]
 
 
 def test_control_waits_longer_than_an_answer_may_take(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

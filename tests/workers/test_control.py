@@ -1,0 +1,50 @@
+"""What a worker is told to stop: the attempt that nobody wants, and not the next job of its id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from core.batching.engine import Engine
+from core.batching.runner import Lane
+from core.jobs.record import Draft
+from tests.workers.crew import Crew, eventually
+from tests.workers.stage import StageRunner
+from workers.control import Control
+from workers.hand import Hand, Work
+from workers.outage import Outage
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    lane = Lane()
+    with Engine([StageRunner("image", lane, 0.005, 2, lambda event, request: None)]) as engine:
+        yield engine
+    lane.close()
+
+
+def taken(crew: Crew, id: str, engine: Engine) -> Work:
+    crew.store.create(Draft(id, "image", "stage", {}))
+    claim = crew.store.claim(id, "me")
+    assert claim is not None
+    return Work(claim, engine)
+
+
+def test_a_job_is_not_stopped_for_the_one_that_had_its_id(crew: Crew, engine: Engine) -> None:
+    """It was erased, made anew and claimed by the same worker before that had heard of the erasing."""
+    hand = Hand()
+    taken(crew, "logo", engine)
+    crew.store.erase("logo")
+    new, other = taken(crew, "logo", engine), taken(crew, "other", engine)
+    hand.add(new)
+    hand.add(other)
+    crew.store.cancel("other")
+    crew.redis.xadd("diptych:control:me", {"cancel": "nobody's"})  # as an API of a version before says it
+    control = Control(crew.registry, Outage(), "me", hand.drop)
+    control.start()
+    eventually(lambda: other.dropped, "what comes after it is heard")
+    assert not new.dropped
+    crew.redis.xadd("diptych:control:me", {"cancel": "logo"})
+    eventually(lambda: new.dropped, "a message that names the job alone")
+    control.stop()
