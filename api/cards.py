@@ -81,9 +81,9 @@ class Snapshot:
 class Cards:
     """Keeps the newest snapshot. Belongs to one event loop; outlives Redis."""
 
-    def __init__(self, registry: Registry, store: JobStore, keyring: Keyring, data_dir: Path | None = None) -> None:
-        """`data_dir` is where `diptych serve` keeps its own Redis."""
-        self._data_dir = data_dir
+    def __init__(self, registry: Registry, store: JobStore, keyring: Keyring, beside: Path | None = None) -> None:
+        """`beside` is the folder of this Redis, where it runs beside this process."""
+        self._beside = beside
         self.trouble = ""  # why Redis does not answer, where more is known than that
         self._registry = registry
         self._store = store
@@ -164,11 +164,10 @@ class Cards:
 
     def _look_at_disk(self) -> str:
         """Whether a Redis beside us has ended because it cannot write: its clients see no more than that it is gone."""
-        folder = None if self._data_dir is None else self._data_dir / "redis"
-        if folder is None or not folder.is_dir():
+        if self._beside is None:
             return ""
         try:
-            with tempfile.TemporaryFile(dir=folder) as probe:
+            with tempfile.TemporaryFile(dir=self._beside) as probe:
                 probe.write(bytes(_PROBE_BYTES))
                 probe.flush()
         except PermissionError:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
 
 import anyio
@@ -78,7 +79,7 @@ class Service:
             self.artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
-        self.cards = Cards(self.registry, self.store, self.keyring, settings.data_dir)
+        self.cards = Cards(self.registry, self.store, self.keyring, _beside(settings))
         self.reaper = Reaper(self.store, self.queue.send, delete=self.artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
@@ -242,6 +243,15 @@ class Service:
             log.warning("%s should be cancelled and may go on: %s", job.id, error)
             return False
         return True
+
+
+def _beside(settings: Settings) -> Path | None:
+    """The folder of a Redis that `diptych serve` runs beside this process, by the address that it leaves there."""
+    folder = settings.data_dir / "redis"
+    try:
+        return folder if (folder / "address").read_text("utf-8").strip() == settings.redis_url else None
+    except OSError:
+        return None
 
 
 async def _next(events: AsyncIterator[Event]) -> Event | None:

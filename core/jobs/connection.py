@@ -32,7 +32,7 @@ _REASONS = {
     "MASTERDOWN": "it is a replica that has lost its master",
     "BUSY": "it is busy with a script",
     "NOAUTH": "it asks for a password",
-    "NOPERM": "its user may not do this, see the ACL in docs/operations.md",
+    "NOPERM": "its user may not do this",
     "CLUSTERDOWN": "its cluster is down",
 }
 # What a mistake of ours or a damaged key brings about: it would be refused for ever.
