@@ -123,6 +123,8 @@ def _translate(error: redis.RedisError) -> StoreError:
         return StoreDown("Redis is still loading its file")
     if isinstance(error, redis.TimeoutError):
         return StoreDown("Redis does not answer")
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return StoreDown("Redis shows a certificate that is not trusted, or not its own")
     if isinstance(error, redis.ConnectionError | redis.ReadOnlyError):
         return StoreDown("Redis cannot be reached")
     return StoreError(f"Redis refused a command: {type(error).__name__}")
