@@ -57,7 +57,10 @@ scenarios: .venv/.installed  ## each way to break a running service, many times,
 mutants: .venv/.installed  ## changes ROOM=core/jobs/keyring.py in small ways and says what no test notices; ARGS="--sample 60"
 	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)
 
+# With a password for their Redis, made once.
 up:  ## the whole service in containers, on http://127.0.0.1:8000; PORT=8080 for another port
+	@test -n "$$REDIS_PASSWORD" || grep -qs '^REDIS_PASSWORD=.' .env || (umask 077; \
+	    $(PYTHON) -c "import secrets; print(f'REDIS_PASSWORD={secrets.token_hex(24)}')" >> .env)
 	PORT=$(or $(PORT),8000) $(COMPOSE) up --detach --build
 
 down:  ## what `make up` started; volumes, and so jobs and pictures, are kept

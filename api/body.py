@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import islice
 from typing import Any
 
 import anyio
@@ -22,8 +23,10 @@ MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 _LARGE = 32 * 1024  # bytes
 _PARSERS = 2  # large bodies at once
+MAX_TOKENS = 50_000  # of a body: texts, brackets and commas; to look through more would hold up everybody
 _MAX_DIGITS = 20  # of a whole number, its sign included; 2**63 - 1 has 19
 
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{,]', re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _MOST_CHARACTERS = 100  # of a number in a form or a query
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
@@ -89,6 +92,8 @@ def parse(raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _invalid(f"The body is not UTF-8, from byte {error.start + 1} on.") from None
+    if _too_many(raw):
+        raise _invalid(f"The body has more than {MAX_TOKENS} values and names.")
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
     except json.JSONDecodeError as error:
@@ -100,6 +105,13 @@ def parse(raw: bytes) -> dict[str, Any]:
     _check(value, [])
     assert isinstance(value, dict)
     return value
+
+
+def _too_many(raw: bytes) -> bool:
+    """Whether there are more than `MAX_TOKENS` texts, and brackets and commas outside of them."""
+    if raw.count(b"[") + raw.count(b"{") + raw.count(b",") + raw.count(b'"') <= MAX_TOKENS:
+        return False
+    return next(islice(_TOKEN.finditer(raw), MAX_TOKENS, None), None) is not None
 
 
 def plain(name: object) -> str | None:

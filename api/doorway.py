@@ -27,7 +27,8 @@ class Doorway:
         self._service = service
         self._named = _host(service.settings.public_url)
         origins = (service.settings.public_url, *service.settings.cors_origins.split(","))
-        self._origins = {_origin(origin) for origin in origins if origin.strip()}
+        self._origins = {_origin(origin) for origin in origins if origin.strip()} - {""}
+        self._any = "*" in {origin.strip() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,9 +65,14 @@ class Doorway:
             origin, called = headers.get("origin"), headers.get("host", "").lower()
             own = {f"http://{called}", f"https://{called}"}
             strange = headers.get("sec-fetch-site") == "cross-site" if origin is None else _origin(origin) not in own
-            if strange and (origin is None or _origin(origin) not in self._origins):
+            if strange and not self._allowed(origin):
                 return ApiError(403, "Pages of other origins may not call.", param="origin", code="origin_not_allowed")
         return None
+
+    def _allowed(self, origin: str | None) -> bool:
+        """Whether pages of this origin may call. One that is none (`null`: a file, a frame in a sandbox) never may."""
+        found = _origin(origin or "")
+        return bool(found) and (self._any or found in self._origins)
 
 
 def _host(url: str) -> str:
@@ -82,7 +88,7 @@ def _origin(url: str) -> str:
         parts = urlsplit(url.strip())
     except ValueError:
         return ""
-    return f"{parts.scheme}://{parts.netloc}".lower()
+    return f"{parts.scheme}://{parts.netloc}".lower() if parts.scheme and parts.netloc else ""
 
 
 def _own_name(host: str) -> bool:
@@ -100,6 +106,6 @@ def _loopback(peer: str) -> bool:
     try:
         address = ipaddress.ip_address(peer.partition("%")[0])
     except ValueError:
-        return True  # not from a network: a Unix socket, or a client of tests
+        return False  # what a proxy says of whom it does not know, such as `unknown`
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)

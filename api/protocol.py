@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 by h11, for clients that are slow, silent, or no clients at all.
 
 Who sends headers or a body too slowly is answered 408 and closed, who does not read is closed, and there are never more
-connections than there is room for: idle ones make way, the oldest first. What is no HTTP gets an answer of our form, and
+connections than there is room for: idle ones make way, the oldest first. What is no HTTP gets an answer of our form and
 no second one behind it. Knows connections and bytes; knows nothing of what is asked for.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from dataclasses import dataclass
 
 from PIL import Image, ImageOps
@@ -16,7 +17,12 @@ from api.errors import ApiError, refused
 
 MAX_BYTES = 16 * 2**20  # of one file
 MAX_PIXELS = 4096 * 4096
+MAX_SIDE = 8192  # a picture of one row costs more to resize than its area says
+MAX_SCANS = 100  # of a JPEG, each of which decodes all of it again; encoders make about ten
 _FORMATS = ("PNG", "JPEG", "WEBP")
+_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_SOS = 0xDA
+_BARE = frozenset((0x01, *range(0xD0, 0xDA)))  # markers without a segment
 _ORIENTATION = 0x0112  # of EXIF; from 5 on width and height change places
 _OPAQUE = "has no transparent pixel: what is transparent in it is what is drawn anew"
 
@@ -76,9 +82,15 @@ def _size(field: str, data: bytes) -> tuple[int, int]:
         raise refused(field, "must not be empty")
     try:
         size = _webp_size(data) or _opened(data).size
+        if max(size) > MAX_SIDE:
+            raise refused(field, f"is wider or higher than {MAX_SIDE} pixels")
         if size[0] * size[1] > MAX_PIXELS:
             raise Image.DecompressionBombError
+        if data[:2] == b"\xff\xd8" and _scans(data) > MAX_SCANS:
+            raise refused(field, f"is a JPEG of more than {MAX_SCANS} scans")
         return size[::-1] if _orientation(_opened(data)) >= 5 else size
+    except ApiError:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise refused(field, f"has more than {MAX_PIXELS} pixels") from None
     except Exception:  # of many parsers, and all say the same
@@ -103,6 +115,21 @@ def _opened(data: bytes) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """As EXIF says; a PNG may say so behind its pixels, where nobody looks."""
     return 1 if image.format == "PNG" else int(image.getexif().get(_ORIENTATION, 1))
+
+
+def _scans(data: bytes) -> int:
+    """How many scans a JPEG has (SOS markers), counted no further than one too many."""
+    found, at = 0, 2
+    while (marker := _MARKER.search(data, at)) is not None:
+        at = marker.end()
+        if marker[0][1] in _BARE:
+            continue
+        if marker[0][1] == _SOS:
+            found += 1
+            if found > MAX_SCANS:
+                break
+        at += int.from_bytes(data[at : at + 2], "big")  # its segment; what follows a scan's has no such markers
+    return found
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+from urllib.parse import parse_qsl
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -22,6 +23,7 @@ EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's shape with random weights, where it is not installed
 RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # so many in so long; empty: no limit
 SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # so many, or a share; empty: no limit
+_TLS = {"ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile"}  # what redis_url may say behind its ?
 _OTHERS = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT"}  # read by install.py and by benchmarks/provenance.py
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ class Settings(BaseSettings):
     )
 
     # The service: its parts find one another by these.
-    redis_url: str = Field(default="", description="redis://…; empty: `serve` starts a Redis of its own")
+    redis_url: str = Field(default="", description="redis:// or rediss://…; empty: `serve` starts a Redis of its own")
     data_dir: Path = Field(
         default=Path("~/.local/share/diptych"), description="pictures, and the embedded Redis's file"
     )
@@ -217,8 +219,18 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _is_a_redis(cls, value: str) -> str:
-        if value and not value.startswith("unix://"):
-            urls.parse(value, ("redis", "rediss"))
+        """What redis-py and kombu read alike, and both verify."""
+        if not value:
+            return value
+        parts = urls.parse(value, ("redis", "rediss"))
+        given = parse_qsl(parts.query, keep_blank_values=True)
+        names = [name for name, _ in given]
+        if parts.fragment or not set(names) <= _TLS or len(set(names)) < len(names) or not all(v for _, v in given):
+            raise ValueError(f"may say no more than {', '.join(sorted(_TLS))} behind its ?, each once")
+        if names and parts.scheme == "redis":
+            raise ValueError("must begin with rediss:// where it speaks of certificates")
+        if dict(given).get("ssl_cert_reqs", "required") != "required":
+            raise ValueError("must have its certificate verified: ssl_cert_reqs may only be required")
         return value
 
     @field_validator("cache_dir", "data_dir")

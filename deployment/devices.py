@@ -65,7 +65,7 @@ def serve_each(
     """
     devices = visible(os.environ) if devices is None else devices
     command = command or [sys.executable, "-P", "-m", "cli", "worker"]
-    logs = Path(tempfile.gettempdir()) / f"diptych-workers-{os.getpid()}"
+    logs = Path(tempfile.mkdtemp(prefix="diptych-workers-"))  # nobody else's, under a name that nobody can foresee
     with Stop() as stop, Screen() as screen:
         parts = [
             (Child(f"worker {k}", command, _environment(settings, k, device), logs / f"{k}.log"), Backoff())

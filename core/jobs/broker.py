@@ -5,9 +5,11 @@ Plain data. Does not import Celery, so that the store can know under which Redis
 
 from __future__ import annotations
 
+import ssl
 from bisect import bisect
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 QUEUES = ("image", "text")
 PRIORITY_STEPS = (0, 3, 6, 9)  # the lists that kombu keeps for each queue; first in, first out within one
@@ -42,9 +44,15 @@ def list_key(queue: str, level: int) -> str:
 
 
 def celery_settings(url: str) -> dict[str, Any]:
-    """Celery's configuration, for producers and workers alike. `url` is Redis's, with its password if it has one."""
+    """Celery's configuration, for producers and workers alike. `url` is Redis's, with its password if it has one.
+
+    Of `rediss://` the certificate and its name are verified, as by our own connections: kombu does neither by itself.
+    """
+    parts = urlsplit(url)
+    tls = {**dict(parse_qsl(parts.query)), "ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_check_hostname": True}
     return {
-        "broker_url": url,
+        "broker_url": urlunsplit(parts._replace(query="")),
+        "broker_use_ssl": tls if parts.scheme == "rediss" else None,
         "broker_connection_timeout": 5,
         "broker_connection_retry": True,
         "broker_connection_retry_on_startup": True,

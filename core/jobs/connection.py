@@ -144,6 +144,8 @@ def _translate(error: redis.RedisError) -> StoreError:
         return StoreDown("Redis is still loading its file")
     if isinstance(error, redis.TimeoutError):
         return StoreDown("Redis does not answer")
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return StoreDown("Redis shows a certificate that is not trusted, or not its own")
     code = _code(error)
     if code and code not in _FAULTS:  # also those that a later Redis may have: a refusal is no result
         return StoreDown(f"Redis refuses for now: {_REASONS.get(code, f'it says {code}')}")

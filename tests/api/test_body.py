@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -161,3 +162,29 @@ def test_a_million_bytes_of_anything_take_no_gigabytes() -> None:
     assert len(raw) < body.MAX_BYTES
     assert body.parse(raw.encode())
     assert str(refusal(raw.replace("0]", "NaN]"))).startswith(f"{name}.{name}")
+
+
+@pytest.mark.parametrize("piece", [b"[]", b'""', b"{}", b"1", b'"\\""', b'{"a":"b"}'])
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, piece: bytes
+) -> None:
+    raw = b'{"a": [' + b",".join([piece] * (body.MAX_BYTES // (len(piece) + 1) - 10)) + b"]}"
+    monkeypatch.setattr(body.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    assert "more than 50000 values" in str(refusal(raw))
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"a": "' + b'\\"' * 400_000, b'{"a": "' + b"\\" * 900_001, b"," * 49_000 + b'"' * 900_000]
+)
+def test_what_is_not_even_json_is_counted_in_one_pass(raw: bytes) -> None:
+    """Texts that do not end, of nothing but quotes: none of it is looked at twice."""
+    before = time.process_time()
+    assert refusal(raw).code == "invalid_body"
+    assert time.process_time() - before < 5, "milliseconds; a pass for each quote would take hours"
+
+
+def test_texts_may_be_long_and_hold_whatever_they_like() -> None:
+    text = 'she said "no, [never], {ever}",\n' * 30_000
+    assert body.parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    many = {"logit_bias": {str(k): 1 for k in range(5000)}, "ids": list(range(20_000))}
+    assert body.parse(json.dumps(many).encode()) == many

@@ -61,7 +61,8 @@ def test_pages_that_are_named_may_call(redis_url: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("peer", "trusted", "served"),
     [("127.0.0.1", False, True), ("127.8.9.1", False, True), ("::1", False, True), ("::ffff:127.0.0.1", False, True),
-     ("10.0.0.7", False, False), ("203.0.113.9", False, False), ("fe80::1%eth0", False, False),
+     ("10.0.0.7", False, False), ("unknown", False, False),
+     ("203.0.113.9", False, False), ("fe80::1%eth0", False, False),
      ("10.0.0.7", True, True)],
 )  # fmt: skip
 def test_other_machines(tmp_path: Path, peer: str, trusted: bool, served: bool) -> None:
@@ -74,3 +75,15 @@ def test_other_machines(tmp_path: Path, peer: str, trusted: bool, served: bool) 
     refusal = Doorway(inside, service)._refusal(scope)
     assert (refusal is None) is served
     assert refusal is None or (refusal.status, refusal.code) == (403, "keys_required")
+
+
+def test_any_page_may_call_where_that_is_said_and_what_is_no_page_may_not(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder, cors_origins="*")
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        for origin in ("https://studio.example", "http://other.example:8080"):
+            assert api.client.post("/v1/jobs", json=JOB, headers={"Origin": origin}).status_code == 202
+        for origin in ("null", "file://", "about:blank"):
+            answer = api.client.post("/v1/jobs", json=JOB, headers={"Origin": origin})
+            check_error(answer, 403, "origin", "origin_not_allowed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import time
@@ -50,7 +51,7 @@ class Stack:
             **{name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")},
             "PORT": str(port), "DIPTYCH_BUILD_NETWORK": "host", "DIPTYCH_THREADS": "1",
             "DIPTYCH_DRAIN_S": "5", "DIPTYCH_LEASE_S": "5",
-            "DIPTYCH_IMAGE_JOBS": str(AT_ONCE),
+            "DIPTYCH_IMAGE_JOBS": str(AT_ONCE), "REDIS_PASSWORD": secrets.token_hex(16),
         }  # fmt: skip
 
     def run(self, *words: str, timeout_s: float = READY_S) -> str:

@@ -6,34 +6,39 @@ Reads the files as docker-compose does, with an environment of its own.
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis
 import torch
 import yaml
 
 from core.config import Settings
 from core.quant.kernels import describe as description
+from deployment.redis import executable, free_port
 from pipeline.load import load
 from tests.core.quant.kernels.test_device import H200
-from tests.deployment.served import ROOT
+from tests.deployment.served import ROOT, wait_until
 from tests.test_floors import Module, read
 from workers.build import device_of, precision
 from workers.devices import fused
 
+SHELL = {"REDIS_PASSWORD": "secret"}  # as `make up` writes into .env
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
 
 
 def environment(service: str, given: Mapping[str, str]) -> dict[str, str]:
     """A container's environment: the image's, then the compose file's, with the `given` shell's variables put in."""
-    found = image_environment("worker" if service.startswith("worker") else "api")
+    found, known = image_environment("worker" if service.startswith("worker") else "api"), {**SHELL, **given}
     for name, value in COMPOSE["services"][service]["environment"].items():
         if value is not None:
-            found[name] = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: given.get(match[1]) or match[2], str(value))
+            found[name] = re.sub(r"\$\{(\w+):[-?]([^}]*)\}", lambda match: known.get(match[1]) or match[2], str(value))
         elif name in given:
             found[name] = given[name]
     return found
@@ -110,6 +115,44 @@ def test_all_that_is_kept_between_starts_lies_on_the_volume() -> None:
         (cache,) = [v.split(":")[1] for v in COMPOSE["services"][name]["volumes"] if v.startswith("cache:")]
         for variable in ("DIPTYCH_CACHE_DIR", "HF_HOME", "TRITON_CACHE_DIR"):
             assert Path(inside[variable]).is_relative_to(cache), (name, variable)
+
+
+def test_redis_asks_for_the_password_that_the_others_are_given(tmp_path: Path) -> None:
+    """The container's own command, run here on another port."""
+    assert settings_url("api") == settings_url("worker") == "redis://:secret@redis:6379/0"
+    service, port = COMPOSE["services"]["redis"], free_port()
+    *shell, script = service["command"]
+    script = script.replace("$$", "$").replace("redis-server -", f"{executable()} - --port {port}", 1)
+    variables = {**os.environ, "REDISCLI_AUTH": "secret", "REDIS_MAXMEMORY": "64mb"}
+    assert set(service["environment"]) == {"REDISCLI_AUTH", "REDIS_MAXMEMORY"}
+    process = subprocess.Popen([*shell, script], cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL)
+    try:
+        client = redis.Redis(port=port, password="secret")
+        wait_until(lambda: answers(client), "its answer", 60)
+        told = client.config_get("*")
+        assert (told["appendonly"], told["appendfsync"], told["maxmemory-policy"], told["save"]) == (
+            "yes", "always", "noeviction", "",
+        )  # fmt: skip
+        assert int(told["maxmemory"]) == 64 * 2**20
+        client.close()
+        with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        process.terminate()
+        assert process.wait(60) == 0, "it is the signal's, not the shell"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def settings_url(service: str) -> str:
+    return environment(service, {})["DIPTYCH_REDIS_URL"]
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
 
 
 # --- every setting that a part reads can be given to it -------------------------------------------------------------

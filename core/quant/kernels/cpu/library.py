@@ -16,6 +16,7 @@ import platform
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -65,10 +66,12 @@ def library(cache_dir: Path) -> ctypes.CDLL:
     path = cache_dir / f"int8-{_key(compiler)}.so"
     if path.is_file():
         try:
+            _check_ours(path)
             return _load(path)
         except Unavailable as error:
             log.warning("%s; they are compiled anew", error)
     _compile(compiler, path)
+    _check_ours(path)
     return _load(path)
 
 
@@ -131,6 +134,14 @@ def _openmp() -> Path | None:
     """The OpenMP runtime that torch brought along. A second one would keep a second team of threads."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return found[0] if found else None
+
+
+def _check_ours(path: Path) -> None:
+    """Refuse code that another user could have put there. Raises `Unavailable`."""
+    for each in (path, path.parent):
+        there = each.stat()
+        if there.st_uid not in (os.getuid(), 0) or (there.st_mode & stat.S_IWOTH and not there.st_mode & stat.S_ISVTX):
+            raise Unavailable(f"{each} belongs to another user, or everybody may write it")
 
 
 def _load(path: Path) -> ctypes.CDLL:

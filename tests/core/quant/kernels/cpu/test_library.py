@@ -170,3 +170,18 @@ def test_the_kernels_share_torchs_threads() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}
     assert len(runtimes) == 1, runtimes
+
+
+def test_code_that_others_could_have_put_there_is_not_loaded(tmp_path: Path) -> None:
+    """A library that everybody may write is made anew; into a folder that is such none is made that is run."""
+    fresh(tmp_path)
+    (made,) = tmp_path.glob("*.so")
+    before = made.stat().st_ino
+    made.chmod(0o777)
+    fresh(tmp_path)
+    assert made.stat().st_ino != before and not made.stat().st_mode & 0o002, "another file by now"
+    tmp_path.chmod(0o777)
+    with pytest.raises(Unavailable, match="everybody may write it"):
+        fresh(tmp_path)
+    tmp_path.chmod(0o1777)
+    fresh(tmp_path)

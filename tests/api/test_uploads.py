@@ -1,0 +1,63 @@
+"""Picture files that cost more than they look: refused by their headers, before anything is decoded."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+
+from api import uploads
+from api.errors import ApiError
+from api.uploads import MAX_SCANS, MAX_SIDE, Upload
+
+
+def picture(form: str, size: tuple[int, int], **options: object) -> bytes:
+    stream = io.BytesIO()
+    Image.effect_noise(size, 50).convert("RGB").save(stream, form, **options)
+    return stream.getvalue()
+
+
+def many_scans(n: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again: each makes a decoder go through the whole picture."""
+    whole = picture("JPEG", (64, 64), progressive=True)
+    last = whole.rindex(b"\xff\xda")
+    return whole[:last] + whole[last:-2] * n + whole[-2:]
+
+
+@pytest.mark.parametrize("size", [(1, MAX_SIDE + 1), (MAX_SIDE + 1, 1), (1, 16_777_216)])
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+def test_a_side_is_bounded_as_the_area_is(size: tuple[int, int], form: str) -> None:
+    if form == "WEBP" and max(size) > 16_383:
+        pytest.skip("WebP has no such sizes")
+    stream = io.BytesIO()
+    Image.new("RGB", size).save(stream, form)
+    with pytest.raises(ApiError, match=rf"^image: is wider or higher than {MAX_SIDE} pixels") as caught:
+        Upload.of(stream.getvalue(), None)
+    assert caught.value.status == 400 and caught.value.param == "image"
+
+
+@pytest.mark.parametrize("size", [(1, MAX_SIDE), (MAX_SIDE, 1)])
+def test_the_longest_that_may_be_is_brought_to_size(size: tuple[int, int]) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", size).save(stream, "PNG")
+    upload = Upload.of(stream.getvalue(), None)
+    assert upload.size == size and Image.open(io.BytesIO(upload.fitted((64, 64))[0])).size == (64, 64)
+
+
+def test_a_jpeg_of_very_many_scans_is_refused_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = many_scans(MAX_SCANS)
+    monkeypatch.setattr(uploads, "_decoded", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(ApiError, match=f"^image: is a JPEG of more than {MAX_SCANS} scans"):
+        Upload.of(bomb, None)
+
+
+def test_scans_are_counted_and_thumbnails_are_not() -> None:
+    assert uploads._scans(picture("JPEG", (64, 64))) == 1
+    progressive = uploads._scans(picture("JPEG", (64, 64), progressive=True))
+    assert 5 <= progressive <= 15
+    assert uploads._scans(many_scans(20)) == progressive + 19
+    exif = Image.Exif()
+    exif[0x010E] = "\xff\xda" * 500
+    whole = picture("JPEG", (64, 64), exif=exif.tobytes().replace(b"\xc3\xbf\xc3\x9a", b"\xff\xda\xff\xda"))
+    assert uploads._scans(whole) == 1 and Upload.of(whole, None).size == (64, 64)
