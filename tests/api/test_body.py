@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from api import body
 from api.errors import ApiError
+from tests.api.world import Api
 
 
 def refusal(raw: bytes | str) -> ApiError:
@@ -161,3 +163,17 @@ def test_a_million_bytes_of_anything_take_no_gigabytes() -> None:
     assert len(raw) < body.MAX_BYTES
     assert body.parse(raw.encode())
     assert str(refusal(raw.replace("0]", "NaN]"))).startswith(f"{name}.{name}")
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(shared: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    parse = body.parse
+    monkeypatch.setattr(body, "parse", lambda raw: threads.append(threading.current_thread().name) or parse(raw))
+    for size in (10, 900_000):
+        answer = shared.client.post(
+            "/v1/images/generations", content=b'{"prompt": [' + b"[]," * (size // 3) + b"[]]}",
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+        assert answer.status_code == 400
+    loop, beside = threads
+    assert loop != beside
