@@ -178,19 +178,11 @@ def _keep_upload(
     service: Service, owner: str, name: str, purpose: str, upload: IO[bytes], kind: str, quota: int
 ) -> File:
     """Keep what was handed in. Blocks. Raises `ApiError` (429) where the owner has too much."""
-    size = upload.seek(0, 2)
-    upload.seek(0)
     try:
-        used = service.files.used_bytes(owner)
-        if quota and used + size > quota:  # before it is written anywhere; the record is what counts
+        spool, used = Spool.of(upload), service.files.used_bytes(owner)
+        if quota and used + spool.size > quota:  # before it is written anywhere; the record is what counts
             raise FilesFull(used, quota)
-        spool = service.artifacts.spool()
-        try:
-            while part := upload.read(_PART):
-                spool.write(part)
-            return keep_spool(service, owner, name, purpose, spool, kind, quota=quota)
-        finally:
-            spool.close()
+        return keep_spool(service, owner, name, purpose, spool, kind, quota=quota)
     except FilesFull as full:
         message = f"file: the files of this key take {full.used} of {full.quota} bytes; delete some first"
         raise ApiError(429, message, param="file", code="files_quota_exceeded", headers=NO_RETRY) from None

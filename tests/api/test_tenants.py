@@ -101,7 +101,7 @@ def test_who_takes_the_id_of_a_line_harms_nobody(redis_url: str, folder: Path, s
         for line in range(2, 6):
             id = "job_" + hashlib.sha256(f"{worst}/{line}".encode()).hexdigest()[:24]
             ann.put(f"/jobs/{id}", body={"type": "image", "prompt": "a cat"}, cast_to=object)
-            scribe.store.cancel(id)
+            scribe.finish(scribe.take(id))
         best = begun(bob, handed_in(bob, lines(CHAT, *ask(*"xyz"))))
         with writing(scribe):
             assert [content(line) for line in told(bob, ended(bob, best).output_file_id)] == list("xyz")
@@ -130,6 +130,23 @@ def test_a_job_that_is_put_in_place_of_a_lines_ends_that_line_alone(
         assert (done.request_counts.completed, done.request_counts.failed) == (3, 1)
         (lost,) = told(ann, done.error_file_id)
         assert lost["response"]["body"]["error"]["code"] == "job_lost"
+
+
+def test_an_answer_that_nobody_expected_ends_its_line_alone(redis_url: str, folder: Path, scribe: Scribe) -> None:
+    """A worker that says it succeeded, and brings nothing."""
+    settings = settings_of(redis_url, folder)
+    with tenants(settings) as (_, ann, bob, _):
+        worst = begun(ann, handed_in(ann, lines(CHAT, *ask("a", "b"))))
+        eventually(lambda: len(scribe.texts()) == 2)
+        claim = scribe.take(scribe.next())
+        assert scribe.store.succeed(claim.id, claim.attempt, {})
+        best = begun(bob, handed_in(bob, lines(CHAT, *ask("x"))))
+        with writing(scribe):
+            assert ended(bob, best).request_counts.completed == 1
+            done = ended(ann, worst)
+        assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+        (wrong,) = told(ann, done.error_file_id)
+        assert wrong["response"]["body"]["error"]["code"] == "internal_error"
 
 
 # Dies where a batch was put into the list of those that are worked at, if that is a step of its own.
