@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import IO, Any
 
 from fastapi import APIRouter, Request, Response
@@ -22,13 +23,12 @@ from api.methods import bodiless
 from api.paging import Paging, missing, page
 from api.service import Given, Service
 from core.artifacts import NoArtifact, Spool, media_type
-from core.jobs.files import KEPT_S, File, FilesFull
+from core.jobs.files import KEPT_S, File, FilesFull, new_file_id
 
 router = APIRouter(tags=["batches"])
 
 MAX_BYTES = 32 * 2**20
 _PART = 2**20  # bytes of a file that are in memory at once
-_KEEP_S = 3600.0  # until the record of the file says how long its artifact is kept
 _ENVELOPE = 64 * 1024  # of a form around its file
 _LINES = "application/jsonl"
 _PICTURES = ("image/png", "image/jpeg", "image/webp")
@@ -159,23 +159,18 @@ def gone(param: str) -> ApiError:
 
 def keep(service: Service, owner: str, name: str, purpose: str, data: bytes, kind: str = _LINES) -> File:
     """Keep a small file of this media type for its time. Raises `ArtifactError` and `StoreError`."""
-    key = service.artifacts.put_kept(data, kind, lambda key: service.store.keep(key, _KEEP_S))
-    return service.files.add(owner, name, purpose, len(data), key)
+    id = new_file_id()
+    key = service.artifacts.put_kept(data, kind, partial(service.files.reserve, id))
+    return service.files.add(owner, name, purpose, len(data), key, id=id)
 
 
 def keep_spool(
-    service: Service,
-    owner: str,
-    name: str,
-    purpose: str,
-    spool: Spool,
-    kind: str = _LINES,
-    *,
-    quota: int = 0,
+    service: Service, owner: str, name: str, purpose: str, spool: Spool, kind: str = _LINES, *, quota: int = 0,
     id: str = "",
-) -> File:
+) -> File:  # fmt: skip
     """As `keep`, of any size. Raises `FilesFull` too, where there is a quota."""
-    key = service.artifacts.put_spool(spool, kind, lambda key: service.store.keep(key, _KEEP_S))
+    id = id or new_file_id()
+    key = service.artifacts.put_spool(spool, kind, partial(service.files.reserve, id))
     return service.files.add(owner, name, purpose, spool.size, key, quota=quota, id=id)
 
 
@@ -189,19 +184,11 @@ def _keep_upload(
     service: Service, owner: str, name: str, purpose: str, upload: IO[bytes], kind: str, quota: int
 ) -> File:
     """Keep what was handed in. Blocks. Raises `ApiError` (429) where the owner has too much."""
-    size = upload.seek(0, 2)
-    upload.seek(0)
     try:
-        used = service.files.used_bytes(owner)
-        if quota and used + size > quota:  # before it is written anywhere; the record is what counts
+        spool, used = Spool.of(upload), service.files.used_bytes(owner)
+        if quota and used + spool.size > quota:  # before it is written anywhere; the record is what counts
             raise FilesFull(used, quota)
-        spool = service.artifacts.spool()
-        try:
-            while part := upload.read(_PART):
-                spool.write(part)
-            return keep_spool(service, owner, name, purpose, spool, kind, quota=quota)
-        finally:
-            spool.close()
+        return keep_spool(service, owner, name, purpose, spool, kind, quota=quota)
     except FilesFull as full:
         message = f"file: the files of this key take {full.used} of {full.quota} bytes; delete some first"
         raise ApiError(429, message, param="file", code="files_quota_exceeded", headers=NO_RETRY) from None

@@ -69,12 +69,23 @@ class StorageDown(ArtifactError):
 
 
 class Spool:
-    """A large artifact while it is written: on a disk, without a name, and hashed as it grows."""
+    """A large artifact before it is put: a file without a name, hashed as it grows."""
 
-    def __init__(self, folder: str | None) -> None:
-        self.file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
         self.size = 0
         self._hash = hashlib.sha256()
+
+    @classmethod
+    def of(cls, file: IO[bytes]) -> Spool:
+        """Of a file that is whole already, and stays somebody else's to close. Raises `ArtifactError`."""
+        spool = cls(file)
+        with _told("read a file"):
+            file.seek(0)
+            while part := file.read(_PART):
+                spool._hash.update(part)
+                spool.size += len(part)
+        return spool
 
     def write(self, data: bytes) -> None:
         """Raises `ArtifactError` where the disk takes no more."""
@@ -152,7 +163,7 @@ class Artifacts:
         It lies on the disk of the artifacts, or where temporary files lie if these are elsewhere.
         """
         with _told("write an artifact"):
-            return Spool(None if self._folder is None else str(self._folder))
+            return Spool(tempfile.TemporaryFile(dir=self._folder))
 
     def put_spool(self, spool: Spool, media_type: str, keep: Callable[[str], bool]) -> str:
         """As `put_kept`, without ever holding more than a few parts of it in memory."""

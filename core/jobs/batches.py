@@ -293,9 +293,11 @@ class BatchStore:
     def active(self) -> list[tuple[str, str, str]]:
         """Those that are worked at, oldest first: id, owner, endpoint."""
         found: list[tuple[str, str, str]] = []
-        while flat := self._active(len(found), _PORTION):
+        while True:
+            flat = self._active(len(found), _PORTION)
             found += zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        return found
+            if len(flat) < 3 * _PORTION:
+                return found
 
     def look(self, ids: Sequence[str]) -> list[Look]:
         """How these stand now, those that are still worked at."""

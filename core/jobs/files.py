@@ -27,6 +27,7 @@ T = TypeVar("T")
 KEPT_S = 30 * 86_400  # files and batches
 _PORTION = 100  # records of a list of one round trip
 _MADE = 1
+_RESERVED_MS = 3_600_000  # between the first byte of an artifact and its file's record
 
 _COUNTING = (
     PRELUDE
@@ -40,6 +41,18 @@ local function discount(owner, id)
     redis.call('HDEL', sizes, id)
   end
 end
+"""
+)
+
+# id, artifact, ms → 1: it may be made, and is held so long for the file of this id; 0: it is being deleted
+_RESERVE = (
+    _COUNTING
+    + """
+let_through()
+if redis.call('ZSCORE', P .. 'going', ARGV[3]) then return 0 end
+local at = now()
+hold(ARGV[3], ARGV[2], at + ARGV[4], at)
+return 1
 """
 )
 
@@ -58,7 +71,10 @@ redis.call('ZREMRANGEBYSCORE', index, '-inf', (at - kept_ms) / 1000)
 local created = redis.call('HGET', P .. 'file:' .. id, 'created')
 if created then return {1, created} end
 local total = redis.call('HGET', sizes, 'total')
-if ARGV[9] ~= '' and total + ARGV[6] > tonumber(ARGV[9]) then return {0, total} end
+if ARGV[9] ~= '' and total + ARGV[6] > tonumber(ARGV[9]) then
+  release(ARGV[7], id, at)
+  return {0, total}
+end
 redis.call('HSET', P .. 'file:' .. id, 'owner', owner, 'name', ARGV[4], 'purpose', ARGV[5], 'size', ARGV[6],
   'key', ARGV[7], 'created', t[1])
 redis.call('PEXPIRE', P .. 'file:' .. id, kept_ms)
@@ -85,6 +101,10 @@ release(v[2], ARGV[2], now())
 return 1
 """
 )
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(12)}"
 
 
 class FilesFull(RuntimeError):
@@ -129,6 +149,7 @@ class FileStore:
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
+        self._reserve = Script(self._client, _RESERVE)
         self._add = Script(self._client, _ADD)
         self._forget = Script(self._client, _FORGET)
 
@@ -145,11 +166,15 @@ class FileStore:
 
         With an `id` of the caller's choice, one that is there already stays as it is.
         """
-        id = id or f"file-{secrets.token_hex(12)}"
+        id = id or new_file_id()
         code, number = self._add(id, owner, name, purpose, size, key, KEPT_S * 1000, quota or "")
         if code != _MADE:
             raise FilesFull(int(number), quota)
         return File(id, owner, name, purpose, size, key, int(number))
+
+    def reserve(self, id: str, artifact: str) -> bool:
+        """Say that the artifact of a file is about to be made. False: it is being deleted; ask again."""
+        return bool(self._reserve(id, artifact, _RESERVED_MS))
 
     @translated()
     def file(self, id: str) -> File | None:

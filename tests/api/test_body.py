@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from api import body
 from api.errors import ApiError
+from tests.api.world import Api
 
 
 def refusal(raw: bytes | str) -> ApiError:
@@ -188,3 +190,17 @@ def test_texts_may_be_long_and_hold_whatever_they_like() -> None:
     assert body.parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
     many = {"logit_bias": {str(k): 1 for k in range(5000)}, "ids": list(range(20_000))}
     assert body.parse(json.dumps(many).encode()) == many
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(shared: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    parse = body.parse
+    monkeypatch.setattr(body, "parse", lambda raw: threads.append(threading.current_thread().name) or parse(raw))
+    for size in (10, 900_000):
+        answer = shared.client.post(
+            "/v1/images/generations", content=b'{"prompt": [' + b"[]," * (size // 3) + b"[]]}",
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+        assert answer.status_code == 400
+    loop, beside = threads
+    assert loop != beside

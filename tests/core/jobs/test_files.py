@@ -1,0 +1,101 @@
+"""How many bytes an owner's files have, and how long what they are of is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from core.jobs.batches import BatchStore
+from core.jobs.files import KEPT_S, File, FilesFull, FileStore, new_file_id
+from core.jobs.record import Draft, new_id
+from core.jobs.store import JobStore
+from tests.core.jobs.test_ledger import end
+
+ARTIFACT = "sha256/00/" + 62 * "0" + ".jsonl"
+
+
+@pytest.fixture
+def files(redis_url: str) -> Iterator[FileStore]:
+    store = FileStore(redis_url)
+    yield store
+    store.close()
+
+
+def add(files: FileStore, size: int = 10, *, owner: str = "ann", quota: int = 0) -> File:
+    id = new_file_id()
+    assert files.reserve(id, ARTIFACT)
+    return files.add(owner, "x.jsonl", "batch", size, ARTIFACT, quota=quota, id=id)
+
+
+def test_a_quota(files: FileStore) -> None:
+    one = add(files, 60, quota=100)
+    with pytest.raises(FilesFull) as caught:
+        add(files, 41, quota=100)
+    assert (caught.value.used, caught.value.quota, files.used_bytes("ann")) == (60, 100, 60)
+    add(files, 40, quota=100)
+    add(files, 100, owner="bob", quota=100)
+    files.forget(one)
+    files.forget(one)
+    assert files.used_bytes("ann") == 40
+    assert files.add("ann", "y", "batch", 60, ARTIFACT, quota=100, id=one.id).size == 60
+    files.add("ann", "y", "batch", 60, ARTIFACT, quota=100, id=one.id)
+    assert files.used_bytes("ann") == 100, "said again, it is the same"
+
+
+def test_what_is_too_old_counts_no_more(files: FileStore, client: redis.Redis) -> None:
+    old = add(files, 100, quota=100)
+    client.zincrby("diptych:files:ann", -KEPT_S, old.id)
+    add(files, 100, quota=100)
+    assert files.used_bytes("ann") == 100
+
+
+def test_the_last_holder_lets_it_go(files: FileStore, store: JobStore, redis_url: str) -> None:
+    one, two = add(files), add(files)
+    batches = BatchStore(redis_url)
+    batch = batches.add("ann", "/v1/chat/completions", one, 1, "http://x/", None, [])
+    for file in (one, two):
+        files.forget(file)
+        assert store.due() == []
+    assert batches.turn(batch, "completed")
+    batches.close()
+    assert store.due() == [ARTIFACT]
+    assert not files.reserve(new_file_id(), ARTIFACT), "it is being deleted"
+
+
+def test_one_that_is_refused_holds_nothing(files: FileStore, store: JobStore) -> None:
+    with pytest.raises(FilesFull):
+        add(files, 2, quota=1)
+    assert store.due() == [ARTIFACT]
+
+
+def test_who_makes_the_same_meanwhile_finds_it(files: FileStore, store: JobStore) -> None:
+    """A job that makes it, and names it only after the file is deleted."""
+    file = add(files)
+    assert store.keep(ARTIFACT)
+    files.forget(file)
+    assert store.due() == []
+
+
+def test_jobs_and_files_of_one_artifact(files: FileStore, store: JobStore, client: redis.Redis) -> None:
+    file = add(files)
+    job = store.create(Draft(new_id(), "image", "m", {}, owner="bob")).id
+    end(store, job, ARTIFACT)
+    files.forget(file)
+    seconds = client.time()[0]
+    left_s = client.zscore("diptych:kept", ARTIFACT) / 1000 - seconds
+    assert 86_400 < left_s < 4 * 86_400, "as long as a job may name it, and no longer"
+
+
+def test_a_batch_of_a_file_that_holds_nothing_takes_nothing_away(
+    files: FileStore, store: JobStore, client: redis.Redis, redis_url: str
+) -> None:
+    """As a version made it that counted nothing."""
+    file = add(files)
+    client.delete(f"diptych:held:{ARTIFACT}")
+    batches = BatchStore(redis_url)
+    batch = batches.add("ann", "/v1/chat/completions", file, 1, "http://x/", None, [])
+    assert batches.turn(batch, "completed")
+    batches.close()
+    assert store.due() == []
