@@ -20,11 +20,12 @@ from celery.worker.request import Request
 from celery.worker.state import maybe_shutdown
 from kombu.transport import redis, virtual
 
+from core.jobs import keys
+
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_DEAD_LETTERS = "diptych:dead_letters"  # list of queue entries that are no messages, the newest first
-_DEAD_KEPT = 1000
+_DEAD_KEPT = 1000  # entries that are no messages
 
 
 class Intake:
@@ -186,11 +187,11 @@ def _screen(channel: Any) -> None:
             queue, entry = answer
             log.error(  # its content is nobody's business here
                 "an entry of the queue %s is no message (%s); it lies in the list %s",
-                queue.decode("utf-8", "replace"), type(error).__name__, _DEAD_LETTERS,
+                queue.decode("utf-8", "replace"), type(error).__name__, keys.DEAD_LETTERS,
             )  # fmt: skip
             with contextlib.suppress(Exception), channel.conn_or_acquire() as client:
-                client.lpush(_DEAD_LETTERS, entry)
-                client.ltrim(_DEAD_LETTERS, 0, _DEAD_KEPT - 1)
+                client.lpush(keys.DEAD_LETTERS, entry)
+                client.ltrim(keys.DEAD_LETTERS, 0, _DEAD_KEPT - 1)
             return None
         return answer
 

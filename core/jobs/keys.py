@@ -7,6 +7,7 @@ PREFIX = "diptych:"
 WORKERS = f"{PREFIX}workers"
 MODELS = f"{PREFIX}models"
 PAUSED = f"{PREFIX}paused"
+DEAD_LETTERS = f"{PREFIX}dead_letters"  # list of queue entries that are no messages, the newest first
 KEYS = f"{PREFIX}keys"  # hash: id of an API key → what is kept of it
 ACCESS = f"{PREFIX}access"  # "keys" once there was a key, "open" where that was taken back; outlives the last key
 SECRET = f"{PREFIX}secret"  # that links are signed with

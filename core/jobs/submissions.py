@@ -49,12 +49,14 @@ class Submissions:
         self._retention_ms = milliseconds(retention_s)
         self._doubtful: dict[str, None] = {}  # in the order in which they came
         self._withdrawer: asyncio.Task[None] | None = None
+        self._closed = False
         self._max_queued = max_queued
         self._waiting: deque[tuple[str, asyncio.Future[Any]]] = deque()
         self._sender: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """Give the connection back. Who waits is told that the store is down; their jobs may have been made."""
+        self._closed = True
         for task in (self._sender, self._withdrawer):
             if task is not None:
                 task.cancel()
@@ -93,7 +95,7 @@ class Submissions:
         """Take the job back, whether it is there already or comes to be made."""
         if len(self._doubtful) < _DOUBTFUL:
             self._doubtful[id] = None
-        if self._withdrawer is None or self._withdrawer.done():
+        if not self._closed and (self._withdrawer is None or self._withdrawer.done()):
             self._withdrawer = asyncio.create_task(self._take_back())
 
     async def _take_back(self) -> None:
