@@ -19,12 +19,10 @@ supported); times are milliseconds since the epoch:
     workers                zset: worker → heartbeat;  worker:{id}: its card, with a time to live;  models: hash of cards
     control:{worker}       stream of messages to a worker
     paused                 set: queues from which no worker takes anything
-    and those of ledger.py: who a job belongs to, and how long what it made is kept; the counters of rates.py; and the
-    lists of messages, as kombu keeps them (broker.py)
+    and those of ledger.py, the counters of rates.py, and the lists of messages, as kombu keeps them (broker.py)
 
-An id that is used again begins with nothing of its predecessor. A record's `incarnation` is the id of its first event,
-which no other job of this Redis has: its events carry it, a worker's writes are fenced by it and the attempt together,
-and who follows, cancels or erases a job that it has read names it. A record of a version before has none.
+An id that is used again begins with nothing of its predecessor: a record's `incarnation`, the id of its first event, is
+no other's; events carry it, it and the attempt fence a worker's writes, and who follows, cancels or erases names it.
 
 On a full Redis (`noeviction`) a script's first write is refused if it could need memory; after a first write of
 another kind all others go through. So what makes a job (creation.py) begins with one that is refused, and makes nothing

@@ -104,7 +104,7 @@ class Submissions:
             # First that it is not to be made: a call that Redis has not read yet could come after the erasure.
             commands: list[tuple[str | int, ...]] = [("EVAL", WITHDRAW, 0, PREFIX, id) for id in ids]
             keep_ms = self._retention_ms + _MARGIN_MS
-            commands += [("EVAL", ERASE, 0, PREFIX, id, self._retention_ms, keep_ms) for id in ids]
+            commands += [("EVAL", ERASE, 0, PREFIX, id, self._retention_ms, keep_ms, "") for id in ids]
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     answers = await self._run(self._withdrawing_line, commands)

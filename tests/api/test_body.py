@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from typing import Any
@@ -113,7 +114,7 @@ def test_never_repeats_a_name_that_is_not_plain(name: str) -> None:
 def test_refuses_deep_nesting(depth: int, pair: str) -> None:
     opening, closing = (pair[:-1], pair[-1])
     raw = '{"a":' + opening * (depth - 1) + "1" + closing * (depth - 1) + "}"
-    assert "nested" in str(refusal(raw))
+    assert re.search("nested|values and names", str(refusal(raw)))
 
 
 def test_takes_what_is_not_too_deep() -> None:

@@ -38,7 +38,7 @@ def busy(client: redis.Redis) -> Iterator[None]:
     client.config_set("busy-reply-threshold", 1)
 
     def spin() -> None:
-        with redis.Redis.from_pool(client.connection_pool) as own, contextlib.suppress(redis.RedisError):
+        with redis.Redis(**client.connection_pool.connection_kwargs) as own, contextlib.suppress(redis.RedisError):
             own.eval("while true do end", 0)
 
     thread = threading.Thread(target=spin)
