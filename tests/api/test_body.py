@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 import time
 from typing import Any
@@ -114,7 +113,7 @@ def test_never_repeats_a_name_that_is_not_plain(name: str) -> None:
 def test_refuses_deep_nesting(depth: int, pair: str) -> None:
     opening, closing = (pair[:-1], pair[-1])
     raw = '{"a":' + opening * (depth - 1) + "1" + closing * (depth - 1) + "}"
-    assert re.search("nested|values and names", str(refusal(raw)))
+    assert ("nested" if depth < body.MAX_TOKENS else "values") in str(refusal(raw))
 
 
 def test_takes_what_is_not_too_deep() -> None:
@@ -156,11 +155,11 @@ def test_any_bytes_give_an_object_or_a_refusal(raw: bytes) -> None:
         assert error.status == 400
 
 
-def test_a_million_bytes_of_anything_take_no_gigabytes() -> None:
-    """Paths of half a million values in a deep place: kept as words they would fill a machine."""
+def test_very_many_values_in_a_deep_place_take_no_gigabytes() -> None:
+    """Paths of very many values in a deep place: kept as words they would fill a machine."""
     name = "n" * 64
     deep = 20
-    zeros = ",".join(["0"] * 500_000)
+    zeros = ",".join(["0"] * 49_000)
     raw = "".join(f'{{"{name}":' for _ in range(deep)) + f"[{zeros}]" + "}" * deep
     assert len(raw) < body.MAX_BYTES
     assert body.parse(raw.encode())

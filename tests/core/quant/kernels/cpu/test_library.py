@@ -172,16 +172,24 @@ def test_the_kernels_share_torchs_threads() -> None:
     assert len(runtimes) == 1, runtimes
 
 
-def test_code_that_others_could_have_put_there_is_not_loaded(tmp_path: Path) -> None:
-    """A library that everybody may write is made anew; into a folder that is such none is made that is run."""
-    fresh(tmp_path)
-    (made,) = tmp_path.glob("*.so")
-    before = made.stat().st_ino
-    made.chmod(0o777)
-    fresh(tmp_path)
-    assert made.stat().st_ino != before and not made.stat().st_mode & 0o002, "another file by now"
-    tmp_path.chmod(0o777)
-    with pytest.raises(Unavailable, match="everybody may write it"):
-        fresh(tmp_path)
-    tmp_path.chmod(0o1777)
-    fresh(tmp_path)
+def test_code_that_others_could_have_put_there_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not a library that everybody may write, which is made anew, nor one in a folder of everybody."""
+    path = tmp_path / "int8.so"
+    path.touch(0o755)
+    module._check_ours(path)
+    for wrong, mode, well in ((path, 0o777, 0o755), (tmp_path, 0o777, 0o1777)):
+        wrong.chmod(mode)
+        with pytest.raises(Unavailable, match="everybody may write it"):
+            module._check_ours(path)
+        wrong.chmod(well)
+        module._check_ours(path)
+
+    def plant(_: list[str], made: Path) -> None:
+        made.touch()
+        made.chmod(0o777)
+
+    monkeypatch.setattr(module, "_compile", plant)
+    monkeypatch.setattr(module, "_load", lambda _: pytest.fail("it was loaded"))
+    for _ in range(2):  # made just now, and found there
+        with pytest.raises(Unavailable, match="everybody may write it"):
+            fresh(tmp_path)
