@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,21 +35,19 @@ def read_only(client: redis.Redis) -> Iterator[None]:
 def busy(client: redis.Redis) -> Iterator[None]:
     """A script of somebody's that does not end."""
     client.config_set("busy-reply-threshold", 1)
-
-    def spin() -> None:
-        with redis.Redis(**client.connection_pool.connection_kwargs) as own, contextlib.suppress(redis.RedisError):
-            own.eval("while true do end", 0)
-
-    thread = threading.Thread(target=spin)
-    thread.start()
+    own = client.connection_pool.make_connection()
+    own.connect()
+    own.send_command("EVAL", "while true do end", 0)
     until = time.monotonic() + PATIENCE_S
-    while not _is_busy(client):
-        assert time.monotonic() < until
     try:
+        while not _is_busy(client):
+            assert time.monotonic() < until
         yield
     finally:
-        client.script_kill()
-        thread.join()
+        with contextlib.suppress(redis.ResponseError):  # it never began; or the answer of one that was killed
+            client.script_kill()
+            own.read_response()
+        own.disconnect()
 
 
 def _is_busy(client: redis.Redis) -> bool:
