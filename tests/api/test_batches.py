@@ -243,7 +243,7 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
 def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     keyring = Keyring.of(settings)
-    tokens = [keyring.add(name, ["images"], quota="5/day")[1] for name in ("ann", "bob")]
+    tokens = [keyring.add(name, ["images", "files"], quota="5/day")[1] for name in ("ann", "bob")]
     keyring.close()
     with Worker(settings) as worker, Api(settings) as api:
         worker.announce()

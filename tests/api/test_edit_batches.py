@@ -102,7 +102,7 @@ def test_a_file_is_its_owners(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     keyring = Keyring.of(settings)
     tokens = {name: keyring.add(name, scopes=scopes)[1] for name, scopes in
-              (("ann", ["images"]), ("bob", ["images"]), ("root", ["admin"]))}  # fmt: skip
+              (("ann", ["images", "files"]), ("bob", ["images", "files"]), ("root", ["admin"]))}  # fmt: skip
     keyring.close()
     with Worker(settings) as worker, Api(settings) as api:
         worker.announce()

@@ -151,7 +151,7 @@ def test_any_address_and_headers(
 @fuzz
 def test_any_event_id(client: httpx2.Client, id: str, given: dict[str, bytes]) -> None:
     job = known(client)
-    given = {name: value for name, value in given.items() if name not in ("last-event-id", "host")}
+    given = {name: value for name, value in given.items() if name not in ("last-event-id", "host", "x-forwarded-for")}
     answer = client.get(
         f"/v1/jobs/{job}/events", headers={**given, "last-event-id": (id.lstrip() + "MARKER7q3z").encode("latin-1")}
     )

@@ -77,7 +77,7 @@ def lines(name: str) -> Iterator[list[dict[str, str]]]:
 
 def test_lines_of_the_api_and_of_the_worker_name_it(redis_url: str, tmp_path: Path) -> None:
     """A request that only the worker refuses: it is the worker's line that says so. And the API's,
-    of a record that cannot be read."""
+    of a record that is damaged."""
     pytest.importorskip("llguidance")
     settings = settings_of(redis_url, tmp_path)
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
@@ -91,7 +91,8 @@ def test_lines_of_the_api_and_of_the_worker_name_it(redis_url: str, tmp_path: Pa
         with Worker(settings) as worker:
             (job,) = worker.ids()
         with lines("api.errors") as told, redis.Redis.from_url(redis_url) as client:
-            client.hset(f"diptych:job:{job}", "state", "no state")
+            broken = {"state": "running", "started": "1", "progress": '{"steps_done": "x", "steps": "x"}'}
+            client.hset(f"diptych:job:{job}", mapping=broken)
             check_error(api.client.get(f"/v1/jobs/{job}", headers={"X-Request-ID": "second"}), 500)
         assert [line["request_id"] for line in told] == ["second"]
 

@@ -39,7 +39,7 @@ URL = test_batches.URL
 def tenants(settings: Settings) -> Iterator[tuple[Api, openai.OpenAI, openai.OpenAI, openai.OpenAI]]:
     """An API, two who have a key each, and one who may do everything."""
     keyring = Keyring.of(settings)
-    scopes = {"ann": ["images", "text"], "bob": ["images", "text"], "chief": ["admin"]}
+    scopes = {"ann": ["images", "text", "files"], "bob": ["images", "text", "files"], "chief": ["admin"]}
     tokens = [keyring.add(name, of, rate="100000/second")[1] for name, of in scopes.items()]
     keyring.close()
     with Api(settings) as api, contextlib.ExitStack() as clients:

@@ -9,6 +9,7 @@ import pytest
 
 import cli
 from core.jobs.batches import BatchStore
+from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring, matching
 from core.jobs.record import Draft
 from core.jobs.store import JobStore, QueueFull
@@ -76,13 +77,14 @@ def test_what_a_revoked_key_asked_for_ends_or_goes_on(
 ) -> None:
     """Queued, running and in a batch; another's stays as it is."""
     keyring, store, batches = Keyring(redis_url), JobStore(redis_url), BatchStore(redis_url)
+    files = FileStore(redis_url)
     mine, _ = keyring.add("me")
     other, _ = keyring.add("another")
     for owner in (mine.id, other.id):
         for k in range(120):
             store.create(Draft(f"{owner}-{k}", "image", "m", {}, owner=owner))
         assert store.claim(f"{owner}-7", "worker") is not None
-    file = batches.add_file(mine.id, "lines", "batch", 10, "key")
+    file = files.add(mine.id, "lines", "batch", 10, "key")
     batch = batches.add(mine.id, "/v1/images/generations", file, 3, "http://x/", None, [])
     words = ["--cancel-jobs"] if cancelled else []
     code, out, _ = run(capsys, "revoke", mine.id, *words)
