@@ -1,7 +1,8 @@
 # The commands to learn. `.venv` is made when first needed, and again when what it holds changes.
 PYTHON ?= python3
-# One test process per core (each runs torch on one thread), within what memory allows.
-JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 8 && echo 8 || echo $$n)
+# One test process more than cores (each runs torch on one thread, and waits for what it started as often as it
+# computes), within what memory allows.
+JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 7 && echo 8 || echo $$((n + 1)))
 
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
