@@ -190,7 +190,7 @@ def test_with_another_redis_it_starts_none_and_waits_for_it(serve: Callable[...,
 @pytest.mark.parametrize(
     ("url", "message"),
     [("", "must be given, such as redis://"), ("http://secret@nowhere", "must begin with redis:// or rediss://"),
-     ("unix://secret?db=x", "is no address of a Redis"), ("redis://secret@a b", "must hold no spaces")],
+     ("unix://secret?db=x", "must begin with redis:// or rediss://"), ("redis://secret@a b", "must hold no spaces")],
 )  # fmt: skip
 def test_parts_on_their_own_need_a_redis(command: str, url: str, message: str) -> None:
     done = subprocess.run(
