@@ -95,11 +95,13 @@ def _pause(parts: str) -> Callable[[World, Fault], Undo | None]:
 
 def _pause_redis(world: World, fault: Fault) -> Undo | None:
     process = world.servers[0].process
-    if process is None or process.poll() is not None:
+    if process is None or process.poll() is not None or world.redis_paused or world.redis_limited:
         return None
     os.kill(process.pid, signal.SIGSTOP)
+    world.redis_paused = True
 
     def end() -> None:
+        world.redis_paused = False
         if process.poll() is None:
             os.kill(process.pid, signal.SIGCONT)
 
@@ -108,7 +110,7 @@ def _pause_redis(world: World, fault: Fault) -> Undo | None:
 
 def _away(how: str) -> Callable[[World, Fault], Undo | None]:
     def begin(world: World, fault: Fault) -> Undo | None:
-        if not world.servers[0].running:
+        if not world.servers[0].running or (how == "stop" and world.redis_paused):
             return None
         world.redis_away = True
         world.end_redis(world.servers[0], how)
@@ -119,7 +121,7 @@ def _away(how: str) -> Callable[[World, Fault], Undo | None]:
 
 def _promote(world: World, fault: Fault) -> Undo | None:
     """The replica takes over; for some time all still talk to the old one, which then only reads."""
-    return world.lead if world.promote() else None
+    return world.lead if not world.redis_paused and world.promote() else None
 
 
 def _link(name: str, mode: str) -> Callable[[World, Fault], Undo | None]:
@@ -150,18 +152,23 @@ def _filled(name: str) -> Callable[[World, Fault], Undo | None]:
 
 
 def _full(world: World, fault: Fault) -> Undo | None:
+    # A paused Redis would take both commands later, in any order; one that is full already stays so for its time.
+    if world.redis_paused or world.redis_limited:
+        return None
+
     def limit(most: int) -> None:
         for server in world.servers:
             with world.direct(server) as client:
                 client.config_set("maxmemory", most)
 
     def end() -> None:
-        with contextlib.suppress(redis.RedisError):  # one that was started again has no limit
-            limit(0)
+        world.redis_limited = False
         for server in world.servers:
+            # One that was started again has no limit.
             with contextlib.suppress(redis.RedisError), world.direct(server) as client:
                 client.config_set("maxmemory", 0)
 
+    world.redis_limited = True
     try:
         limit(1)
     except redis.RedisError:

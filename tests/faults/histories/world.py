@@ -59,6 +59,8 @@ class World:
     paused: set[Part] = field(default_factory=set)
     histories: int = 0
     redis_away: bool = False  # on purpose: nobody starts it again
+    redis_paused: bool = False
+    redis_limited: bool = False  # to no memory at all
     parts: list[Part] = field(default_factory=list)
 
     def __enter__(self) -> Self:
