@@ -232,6 +232,9 @@ ALLOWED = [
     job(call("erase", 55, "a"), call("submit", 60, "a", seen("a", "queued", 0, created=2.0), wants=("second",)),
         call("picture", 70, "a", got=("second",)), call("finally", 80, "a", seen("a", "succeeded", created=2.0))),
     job(replace(call("erase", 40, "a"), outcome=UNKNOWN), call("picture", 70, "a", got=("mine",))),
+    # What was submitted and got no answer takes effect after the erasure.
+    job(replace(call("submit", 3, "a", wants=("late",)), outcome=UNKNOWN), call("erase", 40, "a"),
+        call("picture", 70, "a", got=("late",)), call("finally", 80, "a", seen("a", "succeeded", created=2.0))),
     job(call("submit", 2, "b", seen("b", "queued", 0)),
         call("finally", 50, "b", seen("b", "failed", error="artifact_error")), faults=("disk_full",)),
     job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=503)),

@@ -174,7 +174,10 @@ def bytes_of_their_request(index: Index) -> Iterator[str]:
 
 
 def _could_be(index: Index, call: Call) -> set[str]:
-    """Digests of what this tenant may find under this id: of what they asked for there, and had not erased before."""
+    """Digests of what this tenant may find under this id: of what they asked for there, and had not erased before.
+
+    What got no answer may take effect at any later time, after an erasure too.
+    """
     found: set[str] = set()
     for made in index.submits:
         if (made.tenant, made.about) == (call.tenant, call.about) and made.begin < call.end:
@@ -183,7 +186,7 @@ def _could_be(index: Index, call: Call) -> set[str]:
                 for e in index.erases[call.tenant, call.about]
                 if e.outcome == OK and e.begin > made.end < call.begin > e.end
             ]
-            if made.outcome != REFUSED and not gone:
+            if made.outcome == UNKNOWN or (made.outcome == OK and not gone):
                 found |= set(made.wants)
     return found
 
