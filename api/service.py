@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
@@ -53,6 +54,7 @@ _STORERS = 16  # threads that wait for the store of artifacts: none of those tha
 _DECODERS = 2  # of pictures that were handed in: each may need some 200 MiB
 _LOOK_S = 30.0  # of silence, after which a waiting request looks at the record
 _AGAIN_S = 1.0  # between tries while Redis is away
+_WAITS_FOR_REDIS = ContextVar("waits_for_redis", default=False)
 
 
 class Service:
@@ -76,11 +78,11 @@ class Service:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
         self.queue = Queue(settings.redis_url)
         try:
-            self.artifacts = Artifacts(settings.artifacts, settings.storage_s)
+            self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
         self.cards = Cards(self.registry, self.store, self.keyring, _beside(settings))
-        self.reaper = Reaper(self.store, self.queue.send, delete=self.artifacts.delete)
+        self.reaper = Reaper(self.store, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)
@@ -112,9 +114,24 @@ class Service:
         self.registry.close()
         self.store.close()
 
+    @property
+    def artifacts(self) -> Artifacts:
+        """Where pictures and files lie, for who runs in `stored`, or on a thread of its own: it may hang.
+
+        Raises RuntimeError on the event loop and in `call`, where all others would wait with it.
+        """
+        if _WAITS_FOR_REDIS.get() or _on_event_loop():
+            raise RuntimeError("artifacts are read and written on threads of their own: see Service.stored")
+        return self._artifacts
+
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what blocks on a thread. It is not abandoned: a cancelled caller still waits for its end."""
-        return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
+        """Run what waits for Redis on a thread. It is not abandoned: a cancelled caller still waits for its end."""
+
+        def run() -> T:
+            _WAITS_FOR_REDIS.set(True)  # in a context of this call's own
+            return function(*args, **kwargs)
+
+        return await anyio.to_thread.run_sync(run, limiter=self._threads)
 
     async def stored(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `call`, for what reads or writes artifacts. Raises `StorageDown` where that takes too long."""
@@ -256,6 +273,14 @@ def _beside(settings: Settings) -> Path | None:
 
 async def _next(events: AsyncIterator[Event]) -> Event | None:
     return await anext(events, None)
+
+
+def _on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def job_lost() -> ApiError:
