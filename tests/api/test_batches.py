@@ -20,7 +20,7 @@ from core.jobs.batches import BatchStore
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, kept, settings_of
 
 URL = "/v1/images/generations"
 
@@ -149,7 +149,7 @@ def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> N
         try:
             card = worker.registry.models()
             service.cards.now = dataclasses.replace(service.cards.now, models=tuple(card))
-            file = files.keep(service, "", "x.jsonl", "batch", lines(*[{"prompt": "a cat", "steps": 2}] * 6))
+            file = kept(service, lines(*[{"prompt": "a cat", "steps": 2}] * 6))
             batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
             one, other = BatchFeeder(service), BatchFeeder(service)
             for _ in range(3):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from api import batch_feeder, files, text_drafts
+from api import batch_feeder, text_drafts
 from api.batch_feeder import BatchFeeder
 from api.service import Service
 from api.text_drafts import CHAT
@@ -32,7 +32,7 @@ from tests.api import test_batches
 from tests.api.test_batches import ended, told
 from tests.api.test_expand import TEXT
 from tests.api.test_text_batches import begin, lines
-from tests.api.world import CARD, PATIENCE_S, SERVE, Api, Worker, eventually, process, settings_of
+from tests.api.world import CARD, PATIENCE_S, SERVE, Api, Worker, eventually, kept, process, settings_of
 
 CARDS = [CARD, dataclasses.replace(TEXT, limits={"context": 512, "max_choices": 16}, costs={"token_s": 0.01})]
 
@@ -232,7 +232,7 @@ class Desk:
             getattr(self.service, part).close()
 
     def batch(self, *bodies: dict[str, Any]) -> Batch:
-        file = files.keep(self.service, "", "x.jsonl", "batch", lines(CHAT, *bodies))
+        file = kept(self.service, lines(CHAT, *bodies))
         return self.service.batches.add("", CHAT, file, len(bodies), "http://x/", None, [])
 
     def told(self, key: str | None) -> list[dict[str, Any]]:
