@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from api import batch_lines, files
+from api import batch_lines, body, files
 from api.batch_feeder import BatchFeeder
 from api.batch_lines import Raw
 from api.service import Service
@@ -209,6 +209,14 @@ def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int |
     found = checked(data)
     assert found.errors and (found.errors[0]["param"], found.errors[0]["line"]) == (param, line)
     assert not line or found.lines == line - 1
+
+
+def test_a_long_text_is_no_number_of_values() -> None:
+    """Commas inside of it are not counted; values are, as those of every body."""
+    made = lines({"prompt": "a, [b], {c}" * 200_000})
+    assert len(made) > body.MAX_BYTES and not checked(made).errors
+    (error,) = checked(lines({"prompt": [1] * body.MAX_TOKENS})).errors
+    assert error["code"] == "invalid_body" and f"more than {body.MAX_TOKENS} values" in error["message"]
 
 
 def test_as_many_lines_as_are_allowed() -> None:
