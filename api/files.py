@@ -201,8 +201,11 @@ def _size(service: Service, file: File) -> int:
 
 
 async def _parts(service: Service, file: File, size: int) -> AsyncIterator[bytes]:
+    def part(at: int) -> bytes:
+        return service.artifacts.read_part(file.key, at, min(_PART, size - at))
+
     for at in range(0, size, _PART):
-        yield await service.stored(lambda at=at: service.artifacts.read_part(file.key, at, min(_PART, size - at)))
+        yield await service.stored(part, at)
 
 
 @asynccontextmanager
