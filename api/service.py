@@ -39,6 +39,7 @@ from core.jobs.rates import Rates
 from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, Standing
 from core.jobs.registry import Registry
+from core.jobs.rights import Rights, told
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 
@@ -74,6 +75,7 @@ class Service:
             self.batches = BatchStore.of(settings)
             self.files = FileStore.of(settings)
             self.reader = EventReader(settings.redis_url)
+            self._rights = Rights(settings.redis_url)
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
         self.queue = Queue(settings.redis_url)
@@ -107,6 +109,7 @@ class Service:
         self._storers.close()
         self.reaper.stop()
         self.queue.close()
+        self._rights.close()
         self.batches.close()
         self.files.close()
         self.rates.close()
@@ -143,6 +146,14 @@ class Service:
     async def decode(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `call`, for what takes much memory: a few at once."""
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._decoders)
+
+    async def lacking(self) -> str:
+        """What Redis does not let its user do, in a sentence; empty where nobody can tell."""
+        try:
+            missing = await self.call(self._rights.missing)
+        except StoreError:
+            return ""
+        return told(missing) if missing else ""
 
     def share(self, owner: str) -> int | None:
         """How many of an owner's jobs may wait in one queue. None: as many as of all, as where there are no keys."""
