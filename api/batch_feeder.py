@@ -236,7 +236,8 @@ class BatchFeeder:
             if not self._store.begin(batch.id, number, made.id, end):
                 found = self._store.batch(batch.id)
                 if found is not None and found.next == number and found.status != "in_progress":
-                    self._service.store.cancel(made.id)  # it has ended meanwhile: nobody waits for this one
+                    # It has ended meanwhile: nobody waits for this one.
+                    self._service.store.cancel(made.id, made.incarnation)
                 break
             begun += 1
         return begun
@@ -282,7 +283,7 @@ class BatchFeeder:
         for line, id in self._store.under_way(batch.id).items():
             job = self._service.store.get(id)
             if job is not None and job.digest == batch.id:
-                job = self._service.store.cancel(id)
+                job = self._service.store.cancel(id, job.incarnation)
             if job is None or job.digest != batch.id or job.state is not JobState.SUCCEEDED:
                 self._store.note(batch.id, line, given_up(status), "")
             elif not self._note(batch, line, job):

@@ -59,7 +59,7 @@ async def _read(request: Request, service: Service, caller: Caller) -> tuple[sch
     fields = schemas.read(schemas.EditFields, _typed(texts))
     if "image" not in files:
         raise refused("image", "must be given, as a file", "missing_required_parameter")
-    return fields, await service.call(Upload.of, files["image"], files.get("mask"))
+    return fields, await service.decode(Upload.of, files["image"], files.get("mask"))
 
 
 async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.methods import allowed
 from core.artifacts import ArtifactError, StorageDown
-from core.jobs.connection import StoreDown, StoreError, StoreFull
+from core.jobs import rights
+from core.jobs.connection import StoreDenied, StoreDown, StoreError, StoreFull
 from core.jobs.record import Job, JobState
 from core.jobs.unreadable import TALLY, Unreadable
 
@@ -159,7 +160,9 @@ async def _from_validation(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _from_store(request: Request, error: Exception) -> JSONResponse:
-    return unserved(error, request.app.state.service.cards.trouble).response
+    service = request.app.state.service
+    trouble = await service.lacking() if isinstance(error, StoreDenied) else service.cards.trouble
+    return unserved(error, trouble).response
 
 
 async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
@@ -191,11 +194,14 @@ def unserved(error: Exception, trouble: str = "", *, safe: bool = False) -> ApiE
     if isinstance(error, StoreFull):
         message = f"The store of jobs is full ({error}); try again later."
         code, after_s = "store_full", _FULL_S
+    elif isinstance(error, StoreDenied):
+        message = trouble or f"{error}; {rights.WHERE}"
+        code, after_s = "store_rights", _FULL_S
     elif isinstance(error, StoreDown):
         message = f"The store of jobs does not serve ({trouble or error}); try again soon."
         code, after_s = "store_down", _DOWN_S
     else:
         log.error("the store refused: %s", error)
         return ApiError(500, "The store of jobs went wrong; the server's log says how.", code="store_error")
-    log.warning("answered 503: %s", error)
+    log.warning("answered 503: %s", trouble or error)
     return ApiError(503, message, code=code, headers={"Retry-After": str(after_s)})

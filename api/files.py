@@ -157,18 +157,11 @@ def gone(param: str) -> ApiError:
     return ApiError(404, "There is no such file, or no longer.", param=param, code="file_not_found")
 
 
-def keep(service: Service, owner: str, name: str, purpose: str, data: bytes, kind: str = _LINES) -> File:
-    """Keep a small file of this media type for its time. Raises `ArtifactError` and `StoreError`."""
-    id = new_file_id()
-    key = service.artifacts.put_kept(data, kind, partial(service.files.reserve, id))
-    return service.files.add(owner, name, purpose, len(data), key, id=id)
-
-
 def keep_spool(
     service: Service, owner: str, name: str, purpose: str, spool: Spool, kind: str = _LINES, *, quota: int = 0,
     id: str = "",
 ) -> File:  # fmt: skip
-    """As `keep`, of any size. Raises `FilesFull` too, where there is a quota."""
+    """Keep a file of this media type for its time. Raises `ArtifactError`, `StoreError` and `FilesFull`."""
     id = id or new_file_id()
     key = service.artifacts.put_spool(spool, kind, partial(service.files.reserve, id))
     return service.files.add(owner, name, purpose, spool.size, key, quota=quota, id=id)
@@ -208,8 +201,11 @@ def _size(service: Service, file: File) -> int:
 
 
 async def _parts(service: Service, file: File, size: int) -> AsyncIterator[bytes]:
+    def part(at: int) -> bytes:
+        return service.artifacts.read_part(file.key, at, min(_PART, size - at))
+
     for at in range(0, size, _PART):
-        yield await service.call(service.artifacts.read_part, file.key, at, min(_PART, size - at))
+        yield await service.stored(part, at)
 
 
 @asynccontextmanager

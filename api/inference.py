@@ -100,7 +100,7 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         id = intake.idempotent(request, caller)
         job = await intake.accept(service, request, caller, fields, id, upload)
         picture = results(await images.finished(service, request, job, stays=id is not None))[0]
-        data = await service.stored(service.artifacts.get, picture["key"])
+        data = await service.stored(lambda: service.artifacts.get(picture["key"]))
     except (ApiError, StoreError, ArtifactError) as error:
         said = error if isinstance(error, ApiError) else unserved(error)
         return _told(said, "inputs" if upload is None else "parameters.prompt")

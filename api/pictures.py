@@ -84,7 +84,7 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
     if _has(request, headers["ETag"]):
         return Response(status_code=304, headers={name: headers[name] for name in ("Cache-Control", "ETag")})
     try:
-        data = await service.stored(service.artifacts.get, picture["key"])
+        data = await service.stored(lambda: service.artifacts.get(picture["key"]))
     except NoArtifact:
         raise _no_image() from None
     return ranges.respond(request, data, picture["media_type"], headers)

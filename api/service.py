@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
@@ -38,6 +39,7 @@ from core.jobs.rates import Rates
 from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, Standing
 from core.jobs.registry import Registry
+from core.jobs.rights import Rights, told
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 
@@ -53,6 +55,7 @@ _STORERS = 16  # threads that wait for the store of artifacts: none of those tha
 _DECODERS = 2  # of pictures that were handed in: each may need some 200 MiB
 _LOOK_S = 30.0  # of silence, after which a waiting request looks at the record
 _AGAIN_S = 1.0  # between tries while Redis is away
+_WAITS_FOR_REDIS = ContextVar("waits_for_redis", default=False)
 
 
 class Service:
@@ -72,15 +75,16 @@ class Service:
             self.batches = BatchStore.of(settings)
             self.files = FileStore.of(settings)
             self.reader = EventReader(settings.redis_url)
+            self._rights = Rights(settings.redis_url)
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
         self.queue = Queue(settings.redis_url)
         try:
-            self.artifacts = Artifacts(settings.artifacts, settings.storage_s)
+            self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
         self.cards = Cards(self.registry, self.store, self.keyring, _beside(settings))
-        self.reaper = Reaper(self.store, self.queue.send, delete=self.artifacts.delete)
+        self.reaper = Reaper(self.store, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)
@@ -105,6 +109,7 @@ class Service:
         self._storers.close()
         self.reaper.stop()
         self.queue.close()
+        self._rights.close()
         self.batches.close()
         self.files.close()
         self.rates.close()
@@ -112,9 +117,24 @@ class Service:
         self.registry.close()
         self.store.close()
 
+    @property
+    def artifacts(self) -> Artifacts:
+        """Where pictures and files lie, for who runs in `stored`, or on a thread of its own: it may hang.
+
+        Raises RuntimeError on the event loop and in `call`, where all others would wait with it.
+        """
+        if _WAITS_FOR_REDIS.get() or _on_event_loop():
+            raise RuntimeError("artifacts are read and written on threads of their own: see Service.stored")
+        return self._artifacts
+
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what blocks on a thread. It is not abandoned: a cancelled caller still waits for its end."""
-        return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
+        """Run what waits for Redis on a thread. It is not abandoned: a cancelled caller still waits for its end."""
+
+        def run() -> T:
+            _WAITS_FOR_REDIS.set(True)  # in a context of this call's own
+            return function(*args, **kwargs)
+
+        return await anyio.to_thread.run_sync(run, limiter=self._threads)
 
     async def stored(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `call`, for what reads or writes artifacts. Raises `StorageDown` where that takes too long."""
@@ -126,6 +146,14 @@ class Service:
     async def decode(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `call`, for what takes much memory: a few at once."""
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._decoders)
+
+    async def lacking(self) -> str:
+        """What Redis does not let its user do, in a sentence; empty where nobody can tell."""
+        try:
+            missing = await self.call(self._rights.missing)
+        except StoreError:
+            return ""
+        return told(missing) if missing else ""
 
     def share(self, owner: str) -> int | None:
         """How many of an owner's jobs may wait in one queue. None: as many as of all, as where there are no keys."""
@@ -256,6 +284,14 @@ def _beside(settings: Settings) -> Path | None:
 
 async def _next(events: AsyncIterator[Event]) -> Event | None:
     return await anext(events, None)
+
+
+def _on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def job_lost() -> ApiError:

@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from functools import partial
-from urllib.parse import urlsplit
 
 from api.poller import Poller
 from api.presentation import job_object
@@ -59,13 +58,13 @@ class WebhookSender:
         for due in self._webhooks.due(
             6 * ANSWER_S, room, of_owner=_OF_OWNER, of_lane=_OF_RECEIVER, without=owners, without_lanes=lanes
         ):
-            self._pool.submit(due.owner, due.host, due.id, partial(self._tell, due))
+            self._pool.submit(due.owner, due.host, f"{due.id} {due.incarnation}", partial(self._tell, due))
 
     def _tell(self, due: Due, bound: Bound) -> None:
         """One try. Whatever goes wrong with it is a failed one, unless it lies here."""
         try:
             job = self._service.store.get(due.id)
-            if job is None or job.webhook is None or not job.state.final or _host(job.webhook["url"]) != due.host:
+            if job is None or job.webhook is None or job.incarnation != due.incarnation:
                 self._webhooks.settle(due)  # erased meanwhile
             elif not self._service.cards.now.secret:
                 self._webhooks.again(due, _SOON_S, failed=False)  # Redis has not been read yet
@@ -111,7 +110,3 @@ class WebhookSender:
             "webhook-signature": sign(webhook_secret(now.secret, job.owner), message, timestamp, body),
         }  # fmt: skip
         call(job.webhook["url"], headers, body, private=self._private, bound=bound)
-
-
-def _host(url: str) -> str:
-    return urlsplit(url).netloc.lower()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -99,7 +101,8 @@ class Spool:
         return _key(self._hash.hexdigest(), media_type)
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # of what it still held in memory for a full disk: nobody wants it any more
+            self.file.close()
 
 
 class Artifacts:
@@ -140,13 +143,7 @@ class Artifacts:
         In a folder it is on the disk when this returns, and what is there and damaged is written anew.
         """
         key = key_of(data, media_type)
-        with _told("write an artifact"):
-            if self._folder is not None:
-                path = self._folder / key
-                if not _holds(path, data):
-                    _write(path, data)
-            elif self._size(key) != len(data):
-                obstore.put(self._store, key, data, attributes={"Content-Type": media_type})
+        self._put(key, io.BytesIO(data), len(data), media_type)
         return key
 
     def put_kept(self, data: bytes, media_type: str, keep: Callable[[str], bool]) -> str:
@@ -169,14 +166,22 @@ class Artifacts:
         """As `put_kept`, without ever holding more than a few parts of it in memory."""
         key = spool.key(media_type)
         _wait_for(keep, key)
-        with _told("write an artifact"):
-            if self._size(key) != spool.size:
-                attributes = None if isinstance(self._store, LocalStore) else {"Content-Type": media_type}
-                spool.file.seek(0)
-                # Parts of an object store's upload have 5 MiB at least.
-                part = _PART if attributes is None else 5 * _PART
-                obstore.put(self._store, key, spool.file, attributes=attributes, chunk_size=part, max_concurrency=2)
+        self._put(key, spool.file, spool.size, media_type)
         return key
+
+    def _put(self, key: str, file: IO[bytes], size: int, media_type: str) -> None:
+        with _told("write an artifact"):
+            if self._folder is not None:
+                path = self._folder / key
+                if not _holds(path, size, _digest(_checked(key))):
+                    _write(path, file)
+            elif self._size(key) != size:
+                file.seek(0)
+                # Parts of an object store's upload have 5 MiB at least.
+                obstore.put(
+                    self._store, key, file, attributes={"Content-Type": media_type}, chunk_size=5 * _PART,
+                    max_concurrency=2,
+                )  # fmt: skip
 
     def read_part(self, key: str, start: int, length: int) -> bytes:
         """So many bytes of an artifact from `start` on, fewer at its end. Not checked against its key.
@@ -198,7 +203,7 @@ class Artifacts:
         match = _checked(key)
         with _told("read an artifact"):
             data = bytes(obstore.get(self._store, key).bytes())
-        if hashlib.sha256(data).hexdigest() != match[1] + match[2]:
+        if hashlib.sha256(data).hexdigest() != _digest(match):
             raise ArtifactError("an artifact is damaged: its content does not match its key")
         return data
 
@@ -223,16 +228,20 @@ def _wait_for(keep: Callable[[str], bool], key: str) -> None:
         time.sleep(_AGAIN_S)
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def _holds(path: Path, size: int, digest: str) -> bool:
     """Whether the file is there and whole: a power cut may have left other bytes, of the right number even."""
     try:
-        return path.lstat().st_size == len(data) and path.read_bytes() == data
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
+    with os.fdopen(descriptor, "rb") as stream, contextlib.suppress(OSError):
+        return os.fstat(descriptor).st_size == size and hashlib.file_digest(stream, "sha256").hexdigest() == digest
+    return False
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Others see nothing or all of it, and so does who comes after a power cut. Raises OSError."""
+def _write(path: Path, file: IO[bytes]) -> None:
+    """A copy of the file. Others see nothing or all of it, as does who comes after a power cut. Raises OSError."""
+    file.seek(0)
     beside = path.with_name(f"{path.name}#{secrets.token_hex(8)}")
     for _ in range(_WRITES):
         made = [folder for folder in path.parents[:2] if not folder.exists()]
@@ -246,7 +255,7 @@ def _write(path: Path, data: bytes) -> None:
         raise FileExistsError(f"{path.parent} does not stay")
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
+            shutil.copyfileobj(file, stream, _PART)
             stream.flush()
             os.fsync(stream.fileno())
         beside.replace(path)
@@ -273,6 +282,10 @@ def _checked(key: str) -> re.Match[str]:
     if match is None or match[3] not in _MEDIA_TYPES:
         raise NoArtifact("this is not the key of an artifact")
     return match
+
+
+def _digest(key: re.Match[str]) -> str:
+    return key[1] + key[2]
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from core.jobs import keys
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
+_RIGHTS_S = 1.0  # between looks whether Redis lets its user do what it did not
 _DEAD_KEPT = 1000  # entries that are no messages
 
 
@@ -272,7 +273,9 @@ class Channels(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 class Steady(Consumer):  # type: ignore[misc]
-    """Celery's consumer, quick to return to a Redis that is back: its own waits grow to half a minute."""
+    """Celery's consumer, quick to return to a Redis that is back: its own waits grow to half a minute. Where a right
+    lacks it asks for nothing.
+    """
 
     class Blueprint(Consumer.Blueprint):  # type: ignore[misc]
         default_steps = (*Consumer.Blueprint.default_steps, Channels)
@@ -282,6 +285,9 @@ class Steady(Consumer):  # type: ignore[misc]
             None, None, interval_start=0.1, interval_step=0.1, interval_max=1.0, callback=maybe_shutdown
         )
         self.first_connection_attempt = False
+        while not self.app.station.permitted():  # else kombu would ask, be refused and connect anew, for ever
+            maybe_shutdown()
+            time.sleep(_RIGHTS_S)
         return conn
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.connection import StoreError
 from core.jobs.reaper import Reaper
 from core.jobs.registry import Registry
+from core.jobs.rights import Rights, told
 from core.jobs.store import JobStore
 from workers.control import Control
 from workers.gate import Gate
@@ -61,12 +63,14 @@ class Station:
         try:
             self._store = JobStore.of(settings)
             self._registry = Registry.of(settings)
+            self._rights = Rights(settings.redis_url)
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
         try:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
+        self._lacks: list[str] = []  # as was last said
         self._started = time.time()
         self._state, self._message = "starting", ""
         self._models: list[ModelCard] = []
@@ -89,8 +93,18 @@ class Station:
                 METER.serve(self.settings.metrics, self.intake.counts)
             except (OSError, OverflowError) as error:
                 raise SettingsError("DIPTYCH_METRICS: is no address that can be listened on") from error
+        threading.Thread(target=self.permitted, name="rights", daemon=True).start()  # Redis may not answer for long
         self._heart.start()
         self._reaper.start()
+
+    def permitted(self) -> bool:
+        """Whether Redis lets its user do all that is needed, as far as it answers. What it does not is said, once."""
+        nothing: list[str] = []
+        missing = self.outage.once(self._rights.missing, nothing)
+        if missing and missing != self._lacks:
+            log.error("%s; nothing is taken from the queues before that", told(missing))
+        self._lacks = missing
+        return not missing
 
     def say(self, message: str) -> None:
         """What the worker is at, for its card and its log."""
@@ -150,6 +164,7 @@ class Station:
         self.forget()
         if self._equipment is not None and not self.hand.works():
             self._equipment.close()
+        self._rights.close()
         self._registry.close()
         self._store.close()
 

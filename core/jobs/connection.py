@@ -26,13 +26,14 @@ _CHECK_S = 15  # a connection idle for so long is tried with a PING before it is
 
 # The code of an error, first in what Redis says; what a script's command said follows words of Redis 6's own.
 _CODE = re.compile(r"(?:^-?|@user_script: ?\d+: ?-?|: -)([A-Z]{3,})\b")
+# What it says where a script's command is not its user's to run, in the words of 6 and 7.0, and of later ones.
+_DENIED = re.compile(r"NOPERM|The user executing the script can't|ACL failure in script")
 _REASONS = {
     "NOREPLICAS": "too few replicas are connected",
     "READONLY": "it is a read-only replica",
     "MASTERDOWN": "it is a replica that has lost its master",
     "BUSY": "it is busy with a script",
     "NOAUTH": "it asks for a password",
-    "NOPERM": "its user may not do this",
     "CLUSTERDOWN": "its cluster is down",
 }
 # What a mistake of ours or a damaged key brings about: it would be refused for ever.
@@ -45,6 +46,10 @@ class StoreError(RuntimeError):
 
 class StoreDown(StoreError):
     """Redis cannot be reached, does not answer, or refuses for now: it loads, is a replica, lacks one. Try again."""
+
+
+class StoreDenied(StoreDown):
+    """Redis does not let its user do this: it lacks a right, and `rights.Rights` tells which. Try again."""
 
 
 class StoreFull(StoreError):
@@ -138,6 +143,8 @@ def _translate(error: redis.RedisError) -> StoreError:
         return StoreFull("Redis has reached its memory limit")
     if "MISCONF" in said:
         return StoreFull("Redis cannot write its file")
+    if isinstance(error, redis.exceptions.NoPermissionError) or _DENIED.search(said):
+        return StoreDenied("Redis does not let its user do this")
     if isinstance(error, redis.AuthenticationError):
         return StoreDown("Redis does not accept the password")
     if isinstance(error, redis.exceptions.BusyLoadingError):
@@ -158,7 +165,6 @@ def _code(error: redis.RedisError) -> str:
     """The code that Redis began its error with; redis-py cuts off those that it has a class for."""
     for kind, code in (
         (redis.ReadOnlyError, "READONLY"),
-        (redis.exceptions.NoPermissionError, "NOPERM"),
         (redis.exceptions.MasterDownError, "MASTERDOWN"),
         (redis.exceptions.ClusterDownError, "CLUSTERDOWN"),
         (redis.exceptions.TryAgainError, "TRYAGAIN"),

@@ -29,6 +29,11 @@ local owners = P .. 'webhook_owners'
 local function lanes_of(owner) return P .. 'webhook_lanes:' .. owner end
 local function lane_of(owner, host) return P .. 'webhooks:' .. owner .. '|' .. host end
 
+local function host_of(webhook)
+  local url = webhook and cjson.decode(webhook).url
+  return url and string.lower(string.match(url, '^%a+://([^/?#]*)') or '')
+end
+
 local function enter(owner, host, id, at)
   redis.call('ZADD', lane_of(owner, host), at, id)
   redis.call('ZADD', lanes_of(owner), 'LT', at, host)
@@ -47,7 +52,7 @@ end
 """
 
 # ms that whoever takes them has, limit, of one owner, of one lane, {owners: {…}, lanes: {…}} that get nothing now
-# → job, tries, owner, receiver, …: they come again after that time unless they are settled
+# → job, tries, owner, receiver, incarnation, …: they come again after that time unless they are settled
 _DUE = (
     PRELUDE
     + _LANES
@@ -58,9 +63,9 @@ local at = now()
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'webhooks', '-inf', at, 'LIMIT', 0, intake)) do
   redis.call('ZREM', P .. 'webhooks', id)
   local v = redis.call('HMGET', P .. 'job:' .. id, 'owner', 'webhook')
-  local url = v[2] and cjson.decode(v[2]).url
-  if url then
-    enter(v[1] or '', string.lower(string.match(url, '^%a+://([^/?#]*)') or ''), id, at)
+  local host = host_of(v[2])
+  if host then
+    enter(v[1] or '', host, id, at)
   else
     redis.call('HDEL', P .. 'webhook_tries', id)  -- erased meanwhile
   end
@@ -78,11 +83,17 @@ for _, owner in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', at, 'LIMIT', 
         local lane = lane_of(owner, host)
         local most = math.min(mine, tonumber(ARGV[5]))
         for _, id in ipairs(redis.call('ZRANGEBYSCORE', lane, '-inf', at, 'LIMIT', 0, most)) do
-          redis.call('ZADD', lane, at + ARGV[2], id)
-          for _, value in ipairs({id, redis.call('HGET', P .. 'webhook_tries', id) or '0', owner, host}) do
-            found[#found + 1] = value
+          local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'owner', 'webhook', 'incarnation')
+          if not v[1] or v[1] == 'queued' or v[1] == 'running' or (v[2] or '') ~= owner or host_of(v[3]) ~= host
+              or redis.call('ZSCORE', P .. 'webhooks', id) then
+            redis.call('ZREM', lane, id)  -- of a job that is gone: who has its id now is told of at a place of its own
+            if not v[1] then redis.call('HDEL', P .. 'webhook_tries', id) end
+          else
+            redis.call('ZADD', lane, at + ARGV[2], id)
+            local tries = redis.call('HGET', P .. 'webhook_tries', id) or '0'
+            for _, value in ipairs({id, tries, owner, host, v[4] or ''}) do found[#found + 1] = value end
+            mine, left = mine - 1, left - 1
           end
-          mine, left = mine - 1, left - 1
         end
         turn(lanes_of(owner), host, lane, at)
       end
@@ -94,7 +105,8 @@ return found
 """
 )
 
-# job, owner, receiver, ms until it is tried again or '': it is settled, whether that was a try (1 or 0), retention_ms
+# job, owner, receiver, ms until it is tried again or '': it is settled, whether that was a try (1 or 0), retention_ms,
+# incarnation. Of another job that has the id by now nothing is touched.
 # A job's record was kept until it is settled, and goes as others from then on.
 _SETTLE = (
     PRELUDE
@@ -102,15 +114,16 @@ _SETTLE = (
     + """
 local id, owner, host, at = ARGV[2], ARGV[3], ARGV[4], now()
 local lane = lane_of(owner, host)
-if ARGV[5] == '' then
+local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'incarnation', 'ended', 'owner')
+if v[1] and (v[2] or '') ~= ARGV[8] then return end
+if ARGV[5] == '' or not v[1] then
   redis.call('ZREM', lane, id)
   redis.call('HDEL', P .. 'webhook_tries', id)
   turn(lanes_of(owner), host, lane, at)
   turn(owners, owner, lanes_of(owner), at)
-  local v = redis.call('HMGET', P .. 'job:' .. id, 'ended', 'owner')
-  if v[1] then
-    redis.call('PEXPIREAT', P .. 'job:' .. id, v[1] + ARGV[7])
-    redis.call('ZADD', P .. 'ended', 'XX', v[1] + ARGV[7], (v[2] or '') .. '|' .. id)
+  if v[3] then
+    redis.call('PEXPIREAT', P .. 'job:' .. id, v[3] + ARGV[7])
+    redis.call('ZADD', P .. 'ended', 'XX', v[3] + ARGV[7], (v[4] or '') .. '|' .. id)
   end
 elseif redis.call('ZSCORE', lane, id) then
   if ARGV[6] == '1' then redis.call('HINCRBY', P .. 'webhook_tries', id, 1) end
@@ -122,12 +135,16 @@ end
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A job whose end is to be told now, and how often that failed. `host` is the receiver's, with its port."""
+    """A job whose end is to be told now, and how often that failed. `host` is the receiver's, with its port.
+
+    Another job may have its id when that was told: nothing that is said of this one is taken for that one's.
+    """
 
     id: str
     tries: int
     owner: str
     host: str
+    incarnation: str = ""
 
 
 class Webhooks:
@@ -170,14 +187,15 @@ class Webhooks:
         }
         flat: Any = self._due(milliseconds(within_s), limit, of_owner, of_lane, to_json(skipped))
         return [
-            Due(id, int(tries), owner, host)
-            for id, tries, owner, host in zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
+            Due(id, int(tries), owner, host, incarnation)
+            for id, tries, owner, host, incarnation in zip(*(flat[k::5] for k in range(5)), strict=True)
         ]
 
     def settle(self, due: Due) -> None:
         """It was told, or is given up."""
-        self._settle(due.id, due.owner, due.host, "", 0, self._retention_ms)
+        self._settle(due.id, due.owner, due.host, "", 0, self._retention_ms, due.incarnation)
 
     def again(self, due: Due, after_s: float, *, failed: bool = True) -> None:
         """It could not be told, and is tried again. Not `failed`: nobody tried."""
-        self._settle(due.id, due.owner, due.host, milliseconds(after_s), int(failed), self._retention_ms)
+        after_ms = milliseconds(after_s)
+        self._settle(due.id, due.owner, due.host, after_ms, int(failed), self._retention_ms, due.incarnation)

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from api import batch_lines, files
+from api import batch_lines, body, files
 from api.batch_feeder import BatchFeeder
 from api.batch_lines import Raw
 from api.service import Service
@@ -20,7 +20,7 @@ from core.jobs.batches import BatchStore
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, kept, settings_of
 
 URL = "/v1/images/generations"
 
@@ -149,7 +149,7 @@ def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> N
         try:
             card = worker.registry.models()
             service.cards.now = dataclasses.replace(service.cards.now, models=tuple(card))
-            file = files.keep(service, "", "x.jsonl", "batch", lines(*[{"prompt": "a cat", "steps": 2}] * 6))
+            file = kept(service, lines(*[{"prompt": "a cat", "steps": 2}] * 6))
             batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
             one, other = BatchFeeder(service), BatchFeeder(service)
             for _ in range(3):
@@ -209,6 +209,14 @@ def test_a_file_of_no_use_says_where(data: bytes, param: str | None, line: int |
     found = checked(data)
     assert found.errors and (found.errors[0]["param"], found.errors[0]["line"]) == (param, line)
     assert not line or found.lines == line - 1
+
+
+def test_a_long_text_is_no_number_of_values() -> None:
+    """Commas inside of it are not counted; values are, as those of every body."""
+    made = lines({"prompt": "a, [b], {c}" * 200_000})
+    assert len(made) > body.MAX_BYTES and not checked(made).errors
+    (error,) = checked(lines({"prompt": [1] * body.MAX_TOKENS})).errors
+    assert error["code"] == "invalid_body" and f"more than {body.MAX_TOKENS} values" in error["message"]
 
 
 def test_as_many_lines_as_are_allowed() -> None:

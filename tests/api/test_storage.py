@@ -15,6 +15,7 @@ import pytest
 
 from core.artifacts import ArtifactError, Artifacts
 from core.config import Settings
+from core.jobs.files import FileStore
 from core.jobs.record import Draft, JobState
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
 
@@ -90,6 +91,55 @@ def test_nothing_else_waits_for_it(hung: list[socket.socket], settings: Settings
             form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
             refused = client.post("/v1/files", **form)
             check_error(refused, 503, code="storage_down")
+
+
+@pytest.fixture
+def half_hung(monkeypatch: pytest.MonkeyPatch, hung: list[socket.socket]) -> Iterator[list[bytes]]:
+    """It says how large everything is, and hands nothing out. The requests that it leaves without an answer."""
+    unanswered: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
+
+        def answer(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError), connection.makefile("rb") as lines:
+                while line := lines.readline():
+                    while lines.readline().strip():
+                        pass
+                    if not line.startswith(b"HEAD "):
+                        unanswered.append(line)
+                        continue
+                    connection.sendall(
+                        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n"
+                        b"Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n" % (4 * 2**20)
+                    )
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        yield unanswered
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(MUCH_S)
+
+
+def test_nothing_else_waits_while_files_are_read_part_by_part(
+    half_hung: list[bytes], redis_url: str, folder: Path
+) -> None:
+    settings = settings_of(redis_url, folder, artifacts_url="s3://bucket/pictures", storage_s=8 * MUCH_S)
+    with Worker(settings) as worker, Api(settings) as api, contextlib.ExitStack() as open_ones:
+        worker.announce()
+        files = FileStore(redis_url)
+        file = files.add("", "large.jsonl", "batch", 4 * 2**20, KEY.replace("png", "jsonl"))
+        files.close()
+        job = api.order()
+        for _ in range(CROWD):
+            connection = open_ones.enter_context(socket.create_connection(("127.0.0.1", api.port)))
+            connection.sendall(b"GET /v1/files/%s/content HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % file.id.encode())
+        eventually(lambda: len(half_hung) >= 16, "nobody reads the file")
+        assert api.client.get(f"/v1/jobs/{job}").status_code == 200
 
 
 def test_the_sweep_does_not_wait_for_it(hung: list[socket.socket], settings: Settings) -> None:

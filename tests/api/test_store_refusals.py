@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from deployment.redis import RedisServer
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
 from tests.core import refusals
+from tests.disks import small_disk
 
 
 @pytest.fixture
@@ -48,14 +48,9 @@ def test_every_refusal_is_told_and_passes(world: tuple[Api, Worker], way: str) -
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:
     """A data folder on a disk that is full, as `diptych serve` has it."""
-    folder = tmp_path / "little"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("nothing may be mounted here")
-    (folder / "redis").mkdir()
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk(tmp_path / "little", "512k") as folder:
+        (folder / "redis").mkdir()
+        yield folder
 
 
 def test_a_redis_that_ended_on_a_full_disk(redis_url: str, redis_server: RedisServer, full: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from api import batch_feeder, files, text_drafts
+from api import batch_feeder, text_drafts
 from api.batch_feeder import BatchFeeder
 from api.service import Service
 from api.text_drafts import CHAT
@@ -26,13 +26,13 @@ from core.jobs.batches import Batch, BatchStore
 from core.jobs.broker import PRIORITY_STEPS, list_key
 from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.keyring import Keyring
-from core.jobs.record import Claim, JobState
+from core.jobs.record import Claim, Draft, Job, JobState
 from deployment.redis import RedisServer
 from tests.api import test_batches
 from tests.api.test_batches import ended, told
 from tests.api.test_expand import TEXT
 from tests.api.test_text_batches import begin, lines
-from tests.api.world import CARD, PATIENCE_S, SERVE, Api, Worker, eventually, process, settings_of
+from tests.api.world import CARD, PATIENCE_S, SERVE, Api, Worker, eventually, kept, process, settings_of
 
 CARDS = [CARD, dataclasses.replace(TEXT, limits={"context": 512, "max_choices": 16}, costs={"token_s": 0.01})]
 
@@ -232,7 +232,7 @@ class Desk:
             getattr(self.service, part).close()
 
     def batch(self, *bodies: dict[str, Any]) -> Batch:
-        file = files.keep(self.service, "", "x.jsonl", "batch", lines(CHAT, *bodies))
+        file = kept(self.service, lines(CHAT, *bodies))
         return self.service.batches.add("", CHAT, file, len(bodies), "http://x/", None, [])
 
     def told(self, key: str | None) -> list[dict[str, Any]]:
@@ -286,6 +286,67 @@ def test_every_line_is_told_once_in_order(
             scribe.redis.scan_iter("diptych:batch_jobs:*")
         )
         desk.close()
+
+
+def used_again(scribe: Scribe, id: str) -> Job:
+    """Somebody erases the job of a line, and makes one of the same id."""
+    assert scribe.store.erase(id)
+    return scribe.store.create(Draft(id, "text", TEXT.name, {"messages": [], "n": 1}))
+
+
+@pytest.mark.parametrize("status", ["cancelling", "expired"])
+def test_a_batch_that_ends_leaves_alone_who_has_a_lines_id_by_now(
+    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """Its job was looked at, and is another before it is cancelled."""
+    desk = Desk(settings_of(redis_url, folder))
+    worker = BatchFeeder(desk.service)
+    batch = desk.batch(*ask("a"))
+    worker.work()
+    (id,) = desk.service.batches.under_way(batch.id).values()
+    others: list[Job] = []
+    get = desk.service.store.get
+
+    def slow(id: str) -> Job | None:
+        found = get(id)
+        if not others:
+            others.append(used_again(scribe, id))
+        return found
+
+    monkeypatch.setattr(desk.service.store, "get", slow)
+    if status == "cancelling":
+        assert desk.service.batches.turn(desk.found(batch), status)
+    else:
+        scribe.redis.hset(f"diptych:batch:{batch.id}", "created", 1)
+    worker.work()
+    (other,) = others
+    assert get(id) == other and other.state is JobState.QUEUED
+    done = desk.found(batch)
+    assert (done.status, done.completed) == ("cancelled" if status == "cancelling" else status, 0)
+    desk.close()
+
+
+def test_a_line_that_comes_too_late_leaves_alone_who_has_its_id_by_now(
+    redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job was made while somebody cancelled the batch, and is another before it is taken back."""
+    desk = Desk(settings_of(redis_url, folder))
+    worker = BatchFeeder(desk.service)
+    batch = desk.batch(*ask("a"))
+    others: list[Job] = []
+    begin = desk.service.batches.begin
+
+    def late(id: str, line: int, job: str, place: int | None = None) -> bool:
+        assert desk.service.batches.turn(desk.found(batch), "cancelling")
+        begun = begin(id, line, job, place)
+        others.append(used_again(scribe, job))
+        return begun
+
+    monkeypatch.setattr(desk.service.batches, "begin", late)
+    worker.work()
+    (other,) = others
+    assert scribe.store.get(other.id) == other and other.state is JobState.QUEUED
+    desk.close()
 
 
 def _end(scribe: Scribe, claim: Claim, way: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import json
 import os
 import socket
@@ -23,11 +24,14 @@ from typing import Any, Self, TypeVar
 import httpx2
 import redis
 
+from api import files
 from api.app import make_server
-from core.artifacts import Artifacts
+from api.service import Service
+from core.artifacts import Artifacts, Spool
 from core.config import Settings
 from core.jobs.broker import PRIORITY_STEPS, list_key
 from core.jobs.cards import ModelCard, WorkerCard
+from core.jobs.files import File
 from core.jobs.record import Claim, Job, JobState, Report
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -108,6 +112,11 @@ def answers(client: httpx2.Client) -> bool:
         return client.get("/healthz").status_code == 200
     except httpx2.TransportError:
         return False
+
+
+def kept(service: Service, data: bytes) -> File:
+    """A file of a batch, past the API."""
+    return files.keep_spool(service, "", "x.jsonl", "batch", Spool.of(io.BytesIO(data)))
 
 
 class Api:

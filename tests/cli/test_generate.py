@@ -6,8 +6,6 @@ import errno
 import os
 import re
 import resource
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from PIL import Image
 
 from pipeline.picture import Picture
 from tests.cli.shell import Shell, made_with
+from tests.disks import small_disk
 
 # -- what it draws -------------------------------------------------------------------------------------------------
 
@@ -155,35 +154,28 @@ def test_a_disk_that_fills_up_midway_stops_with_what_was_written(shell: Shell, m
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no right to mount a small disk here")
-    try:
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "24k") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_real_disk_that_fills_up_holds_whole_pictures_only(shell: Shell, small_disk: Path) -> None:
-    said = shell.generate("a fox", "-n", "20", "-o", str(small_disk))
+def test_a_real_disk_that_fills_up_holds_whole_pictures_only(shell: Shell, disk: Path) -> None:
+    said = shell.generate("a fox", "-n", "20", "-o", str(disk))
     assert said.code == 2
-    found = list(small_disk.iterdir())
+    found = list(disk.iterdir())
     line = f"cannot be written (No space left on device); {len(found)} of 20 pictures were written"
     assert line in said.err and 1 <= len(found) < 20
     for path in found:
         with Image.open(path) as image:
             image.load()
-    shell.generate("a hen", "-o", str(small_disk))
-    assert not [path for path in small_disk.iterdir() if path.name.startswith(".")]
+    shell.generate("a hen", "-o", str(disk))
+    assert not [path for path in disk.iterdir() if path.name.startswith(".")]
 
 
-def test_a_full_disk_is_found_before_anything_is_drawn(shell: Shell, small_disk: Path) -> None:
+def test_a_full_disk_is_found_before_anything_is_drawn(shell: Shell, disk: Path) -> None:
     with pytest.raises(OSError):
-        (small_disk / "filler").write_bytes(bytes(64 * 1024))
-    assert "(No space left on device)" in shell.refused("a fox", "-o", str(small_disk))
+        (disk / "filler").write_bytes(bytes(64 * 1024))
+    assert "(No space left on device)" in shell.refused("a fox", "-o", str(disk))
 
 
 def test_a_picture_that_fails_is_named_and_the_others_are_drawn(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

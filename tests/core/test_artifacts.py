@@ -1,17 +1,20 @@
 """Tests core/artifacts.py on real folders and in memory: keys, atomicity, and what is said when a disk refuses."""
 
+import contextlib
 import hashlib
+import io
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.artifacts import ArtifactError, Artifacts, NoArtifact, media_type
+from core.artifacts import ArtifactError, Artifacts, NoArtifact, Spool, media_type
 
 PNG = "image/png"
 DATA = b"\x89PNG a picture" * 1000
@@ -21,6 +24,32 @@ KEY = Artifacts("memory://").put(DATA, PNG)
 @pytest.fixture(params=["folder", "memory"])
 def artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> Artifacts:
     return Artifacts((tmp_path / "new" / "a b").as_uri() if request.param == "folder" else "memory://")
+
+
+def whole(artifacts: Artifacts, data: bytes) -> str:
+    return artifacts.put(data, PNG)
+
+
+def spooled(artifacts: Artifacts, data: bytes) -> str:
+    with contextlib.closing(artifacts.spool()) as spool:
+        for at in range(0, len(data), 1000):
+            spool.write(data[at : at + 1000])
+        return artifacts.put_spool(spool, PNG, lambda key: True)
+
+
+def handed_in(artifacts: Artifacts, data: bytes) -> str:
+    return artifacts.put_spool(Spool.of(io.BytesIO(data)), PNG, lambda key: True)
+
+
+class Put(Protocol):
+    """A way to put bytes."""
+
+    __name__: str
+
+    def __call__(self, artifacts: Artifacts, data: bytes) -> str: ...
+
+
+WAYS = [whole, spooled, handed_in]
 
 
 def files(folder: Path) -> list[str]:
@@ -40,37 +69,58 @@ def test_the_key_is_the_content(artifacts: Artifacts, tmp_path: Path) -> None:
     assert artifacts.put(DATA + b".", PNG) != artifacts.put(DATA, PNG)
 
 
-def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("put", WAYS)
+def test_what_is_there_is_not_written_again(put: Put, tmp_path: Path) -> None:
     artifacts = Artifacts(tmp_path.as_uri())
-    path = tmp_path / artifacts.put(DATA, PNG)
+    path = tmp_path / put(artifacts, DATA)
     before = path.stat()
-    artifacts.put(DATA, PNG)
+    put(artifacts, DATA)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len(files(tmp_path)) == 1
 
 
-def test_what_a_power_cut_cut_short_is_written_anew(tmp_path: Path) -> None:
-    artifacts = Artifacts(tmp_path.as_uri())
-    path = tmp_path / artifacts.put(DATA, PNG)
-    path.write_bytes(b"")
-    with pytest.raises(ArtifactError, match="damaged"):
-        artifacts.get(KEY)
-    assert artifacts.get(artifacts.put(DATA, PNG)) == DATA
+DAMAGE = [b"", bytes(len(DATA)), DATA[:-1] + b"?", DATA + b"."]
 
 
-def test_what_is_damaged_and_of_the_right_size_is_written_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("put", WAYS)
+@pytest.mark.parametrize("left", DAMAGE, ids=["cut short", "zeros of its size", "one byte", "longer"])
+def test_what_a_power_cut_left_is_written_anew(put: Put, left: bytes, tmp_path: Path) -> None:
     artifacts = Artifacts(tmp_path.as_uri())
-    path = tmp_path / artifacts.put(DATA, PNG)
-    path.write_bytes(bytes(len(DATA)))
+    path = tmp_path / put(artifacts, DATA)
+    path.write_bytes(left)
     with pytest.raises(ArtifactError, match="damaged"):
         artifacts.get(KEY)
-    assert artifacts.get(artifacts.put(DATA, PNG)) == DATA
+    assert artifacts.get(put(artifacts, DATA)) == DATA
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("put", WAYS)
+def test_a_link_is_replaced_by_the_artifact(put: Put, tmp_path: Path) -> None:
+    """Even one that leads to the very same bytes: they are another's, and may change."""
+    (tmp_path / "elsewhere").write_bytes(DATA)
+    artifacts = Artifacts((tmp_path / "in").as_uri())
+    path = tmp_path / "in" / put(artifacts, DATA)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    assert artifacts.get(put(artifacts, DATA)) == DATA and not path.is_symlink()
+
+
+@pytest.mark.parametrize("put", WAYS)
+def test_many_parts_of_a_large_one(put: Put, artifacts: Artifacts) -> None:
+    data = DATA * 500
+    assert artifacts.get(put(artifacts, data)) == data
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace")
-def test_it_is_on_the_disk_before_anybody_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("put", WAYS)
+def test_it_is_on_the_disk_before_anybody_is_told(put: Put, tmp_path: Path) -> None:
     """The bytes before the name, the name before the return."""
-    program = "import sys; from core.artifacts import Artifacts; Artifacts(sys.argv[1]).put(b'x' * 5000, 'image/png')"
+    program = f"""
+import sys
+from core.artifacts import Artifacts
+from tests.core.test_artifacts import {put.__name__}
+{put.__name__}(Artifacts(sys.argv[1]), b"x" * 5000)
+"""
     calls = ["strace", "-f", "-y", "-e", "trace=fsync,fdatasync,rename,renameat,renameat2"]
     ran = subprocess.run(
         [*calls, sys.executable, "-c", program, tmp_path.as_uri()],
@@ -167,17 +217,19 @@ def test_a_folder_that_is_no_longer_one(tmp_path: Path) -> None:
         artifacts.put(DATA, PNG)
 
 
-def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("put", WAYS)
+def test_a_disk_that_takes_no_more(put: Put, tmp_path: Path) -> None:
     """A limit on file sizes stands for a full disk: the write fails half-way, and nothing is left of it."""
-    program = """
+    program = f"""
 import resource, signal, sys
 from core.artifacts import ArtifactError, Artifacts
+from tests.core.test_artifacts import {put.__name__}
 artifacts = Artifacts(sys.argv[1])
-artifacts.put(b"small", "image/png")
+{put.__name__}(artifacts, b"small")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
-    artifacts.put(bytes(100_000), "image/png")
+    {put.__name__}(artifacts, bytes(100_000))
 except ArtifactError as error:
     sys.stdout.write(str(error)[:200])
 """

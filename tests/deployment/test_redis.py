@@ -19,6 +19,7 @@ from redis.retry import Retry
 
 from deployment import redis as deployment_redis
 from deployment.redis import NoRoom, RedisError, RedisServer, executable, free_port
+from tests.disks import small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,13 +144,8 @@ def test_nobody_else_reads_its_files(tmp_path: Path) -> None:
 @pytest.fixture
 def little(tmp_path: Path) -> Iterator[Path]:
     """A disk of 4 MiB."""
-    folder = tmp_path / "little"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("nothing may be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk(tmp_path / "little", "4m") as folder:
+        yield folder
 
 
 def test_a_full_disk_ends_it_and_it_is_not_started_before_there_is_room(little: Path) -> None:

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import redis
 
@@ -24,8 +23,8 @@ from core.jobs.store import JobStore
 from deployment.address import listen, url
 from deployment.redis import RedisServer
 from tests.faults.client import PATIENCE_S, Client, Order, patiently
-from tests.faults.guard import Guard
 from tests.faults.parts import Part, wait_for
+from tests.faults.site import Site
 
 START_S = 180.0  # a worker imports torch and makes a model, maybe beside others on one core
 _MEASURED = 100  # steps
@@ -43,7 +42,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(eq=False)
-class Stack:
+class Stack(Site):
     """Starts on `with`, and leaves no process behind, however that ends.
 
     `switches` go to every worker's entry, `settings` (names without DIPTYCH_) to every part.
@@ -55,27 +54,9 @@ class Stack:
     switches: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    def __enter__(self) -> Self:
-        self.guard = Guard()
-        self._closing: list[Any] = []
-        self._step_s = 0.0
-        try:
-            self._start()
-        except BaseException as error:
-            error.add_note(self.logs())
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            error.add_note(self.logs())
-        self.close()
-
     def _start(self) -> None:
-        self.parts: list[Part] = []
+        self._step_s = 0.0
+        self.parts = []
         self.redis = RedisServer(self.folder / "redis")
         self.redis.start()
         assert self.redis.process is not None
@@ -195,6 +176,3 @@ class Stack:
         """Which of these jobs the worker runs now."""
         names = {card.id for card in self.cards() if card.pid == part.pid}
         return [id for id, (state, worker) in self.states(ids).items() if state == "running" and worker in names]
-
-    def logs(self) -> str:
-        return "\n".join(part.tail() for part in getattr(self, "parts", ()))

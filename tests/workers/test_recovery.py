@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -42,6 +44,31 @@ def test_finished_work_outlasts_every_refusal(crew: Crew, way: str) -> None:
     assert crew.ended(crew.ask(seed=9)).state is JobState.SUCCEEDED
     assert worker.process.poll() is None
     assert "Traceback" not in worker.log
+
+
+def test_a_right_that_lacks_is_said_and_waited_for(crew: Crew) -> None:
+    """Celery would ask, be refused and connect anew, for ever."""
+    granted = "resetkeys ~diptych:* ~image* ~text* ~_kombu.* ~unacked* resetchannels &/* +@all -@admin -brpop"
+    crew.redis.execute_command("ACL", "SETUSER", "few", "reset", "on", ">secret", *granted.split())
+    try:
+        worker = crew.hire(ready=False, redis_url=f"redis://few:secret@127.0.0.1:{urlsplit(crew.url).port}/0")
+        eventually(lambda: "Redis refuses BRPOP on image" in worker.log)
+        assert "docs/operations.md" in worker.log
+        id = crew.ask()
+
+        def refused() -> list[dict[str, Any]]:
+            entries: Any = crew.redis.acl_log()
+            return [entry for entry in entries if entry["object"] == "brpop"]
+
+        looked = lambda: sum(entry["count"] for entry in refused())  # noqa: E731
+        before = looked()
+        eventually(lambda: looked() > before, "it does not look again")
+        assert {entry["context"] for entry in refused()} == {"multi"}, "it asks for a message all the same"
+        crew.redis.execute_command("ACL", "SETUSER", "few", "+brpop")
+        assert crew.ended(id).state is JobState.SUCCEEDED
+        assert worker.log.count("Redis refuses") <= 2 and "Traceback" not in worker.log
+    finally:
+        crew.redis.execute_command("ACL", "DELUSER", "few")
 
 
 def test_all_that_a_killed_worker_had_runs_again_at_once(crew: Crew, reaper: None) -> None:

@@ -30,6 +30,14 @@ def store(redis_url: str) -> Iterator[JobStore]:
 
 
 @pytest.fixture
+def jobs(redis_url: str) -> Iterator[JobStore]:
+    """A store that keeps what has ended for a minute."""
+    store = JobStore(redis_url, retention_s=60)
+    yield store
+    store.close()
+
+
+@pytest.fixture
 def full(redis_server: RedisServer, client: redis.Redis) -> Iterator[redis.Redis]:
     """Fill Redis by `client.config_set("maxmemory", 1)`; it has room again when the test ends."""
     yield client

@@ -19,13 +19,6 @@ DAYS_S = 2 * 86_400
 
 
 @pytest.fixture
-def jobs(redis_url: str) -> Iterator[JobStore]:
-    store = JobStore(redis_url, retention_s=60)
-    yield store
-    store.close()
-
-
-@pytest.fixture
 def batches(redis_url: str) -> Iterator[BatchStore]:
     store = BatchStore(redis_url, retention_s=60)
     yield store

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from core.jobs.connection import Script, StoreDown, StoreError, StoreFull, connect, translated
+from core.jobs.connection import Script, StoreDenied, StoreDown, StoreError, StoreFull, connect, translated
 from core.jobs.record import Draft, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
@@ -30,7 +30,10 @@ from tests.core import refusals
         (redis.ResponseError("Error running script: @user_script:3: -NOREPLICAS Not enough"), StoreDown),
         (redis.ResponseError("BUSY Redis is busy running a script."), StoreDown),
         (redis.ResponseError("TOMORROW what a later Redis may say"), StoreDown),
-        (redis.exceptions.NoPermissionError("this user has no permissions"), StoreDown),
+        (redis.exceptions.NoPermissionError("this user has no permissions"), StoreDenied),
+        (redis.ResponseError("The user executing the script can't run this command or subcommand"), StoreDenied),
+        (redis.ResponseError("Error running script: @user_script:1: -NOPERM this user may not"), StoreDenied),
+        (redis.ResponseError("ACL failure in script: User few has no permissions to run 'zadd'"), StoreDenied),
         (redis.exceptions.MasterDownError("Link with MASTER is down"), StoreDown),
         (redis.ResponseError("WRONGTYPE hunter2"), StoreError),
         (redis.ResponseError("ERR hunter2"), StoreError),

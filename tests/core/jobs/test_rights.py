@@ -10,8 +10,9 @@ import redis
 
 from core.jobs.broker import Envelope
 from core.jobs.keyring import Keyring
+from core.jobs.rights import Rights, _commands, told
 from deployment.redis import RedisServer
-from tests.api.world import Api, Worker, settings_of
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
 from tests.deployment.served import ROOT
 
 
@@ -27,6 +28,14 @@ def limited(redis_server: RedisServer, client: redis.Redis, redis_url: str) -> s
     client.execute_command("ACL", "SETUSER", "diptych", "reset", ">secret", *granted())
     client.execute_command("ACL", "LOG", "RESET")
     return f"redis://diptych:secret@127.0.0.1:{redis_server.port}/0"
+
+
+def missing(url: str) -> list[str]:
+    rights = Rights(url)
+    try:
+        return rights.missing()
+    finally:
+        rights.close()
 
 
 def test_it_serves_with_them(limited: str, tmp_path: Path, client: redis.Redis) -> None:
@@ -49,6 +58,7 @@ def test_it_serves_with_them(limited: str, tmp_path: Path, client: redis.Redis) 
         key, _ = keyring.add("me")
         assert keyring.revoke(key.id) and keyring.unlock()
         keyring.close()
+    assert missing(limited) == []
     assert list(client.execute_command("ACL", "LOG")) == [], "nothing was refused"
 
 
@@ -56,3 +66,53 @@ def test_it_serves_with_them(limited: str, tmp_path: Path, client: redis.Redis) 
 def test_and_they_are_no_more_than_needed(limited: str, other: list[str]) -> None:
     with redis.Redis.from_url(limited) as client, pytest.raises(redis.exceptions.NoPermissionError):
         client.execute_command(*other)
+
+
+# -- rights that lack -------------------------------------------------------------------------------------------------
+
+
+def test_every_command_that_lacks_is_named_and_none_is_run(limited: str, client: redis.Redis) -> None:
+    for command in {words[0] for _, words in _commands()} - {"PING"}:  # what is no right: connections begin with it
+        client.execute_command("ACL", "SETUSER", "diptych", f"-{command.lower()}")
+        assert set(missing(limited)) == {name for name, words in _commands() if words[0] == command}
+        client.execute_command("ACL", "SETUSER", "diptych", f"+{command.lower()}")
+    for key in ("~diptych:*", "~image*", "~text*", "~_kombu.*", "~unacked*"):
+        words = granted()
+        words.remove(key)
+        client.execute_command("ACL", "SETUSER", "diptych", "reset", ">secret", *words)
+        lacking = missing(limited)
+        assert lacking and all(f" on {key[1:-1]}" in name for name in lacking)
+    client.execute_command("ACL", "SETUSER", "diptych", "reset", "on", ">secret", "-multi")
+    assert missing(limited) == ["MULTI"]
+    assert client.dbsize() == 0
+
+
+def test_every_command_of_the_scripts_is_looked_for() -> None:
+    looked = {words[0] for _, words in _commands()}
+    for path in sorted((ROOT / "core" / "jobs").glob("*.py")):
+        called = set(re.findall(r"redis\.p?call\('(\w+)'", path.read_text("utf-8")))
+        assert called <= looked, path.name
+
+
+@pytest.mark.parametrize(
+    ("lacks", "told_of"), [(["-zadd"], "ZADD on diptych:rights"), (["-evalsha", "-eval"], "EVAL, EVALSHA")]
+)
+def test_what_lacks_is_told_and_passes(
+    limited: str, tmp_path: Path, client: redis.Redis, lacks: list[str], told_of: str
+) -> None:
+    """503 and not 500, with what is to be granted; then all goes on."""
+    settings = settings_of(limited, tmp_path)
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        client.execute_command("ACL", "SETUSER", "diptych", *lacks)
+        error = check_error(api.post("/v1/jobs", type="image", prompt="a cat"), 503, code="store_rights")
+        assert told_of in error["message"] and "docs/operations.md" in error["message"]
+        client.execute_command("ACL", "SETUSER", "diptych", *(f"+{word[1:]}" for word in lacks))
+        worker.announce()
+        worker.work(api.order())
+
+
+def test_a_sentence_is_no_longer_than_is_read() -> None:
+    assert told(["A"]).startswith("Redis refuses A to this service's user; ")
+    assert told([*"ABCDEFG"]).startswith("Redis refuses A, B, C, D, E and 2 more to")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from core.jobs.record import Draft, new_id
 from core.jobs.store import JobStore
-from core.jobs.webhooks import Webhooks
-
-
-@pytest.fixture
-def jobs(redis_url: str) -> Iterator[JobStore]:
-    store = JobStore(redis_url, retention_s=60)
-    yield store
-    store.close()
+from core.jobs.webhooks import Due, Webhooks
 
 
 @pytest.fixture
@@ -26,12 +23,16 @@ def webhooks(redis_url: str) -> Iterator[Webhooks]:
     webhooks.close()
 
 
-def ended(jobs: JobStore, owner: str, host: str) -> str:
+def made(jobs: JobStore, owner: str, host: str, id: str) -> str:
     webhook = {"url": f"http://{host}/hook", "base": "http://x/"}
-    draft = Draft(new_id(), "image", "m", {}, owner=owner, webhook=webhook)
-    jobs.create(draft)
-    jobs.cancel(draft.id)
-    return draft.id
+    return jobs.create(Draft(id, "image", "m", {}, owner=owner, webhook=webhook)).incarnation
+
+
+def ended(jobs: JobStore, owner: str, host: str) -> str:
+    id = new_id()
+    made(jobs, owner, host, id)
+    jobs.cancel(id)
+    return id
 
 
 def test_owners_and_receivers_take_turns(jobs: JobStore, webhooks: Webhooks) -> None:
@@ -80,3 +81,137 @@ def test_the_record_goes_when_it_was_told(jobs: JobStore, webhooks: Webhooks, cl
 def test_one_that_was_erased_is_forgotten(jobs: JobStore, webhooks: Webhooks, client: redis.Redis) -> None:
     jobs.erase(ended(jobs, "ann", "a"))
     assert not webhooks.due(60) and not list(client.scan_iter("diptych:webhook*"))
+
+
+# -- ids that are used again -------------------------------------------------------------------------------------------
+
+OWNERS, HOSTS, IDS = ("ann", "bob"), ("a", "b"), ("x", "y")
+
+
+@dataclass
+class Life:
+    """The job that has an id now."""
+
+    owner: str
+    host: str
+    incarnation: str
+    over: bool = False
+    settled: bool = False
+    tries: int = 0
+
+
+class Receivers:
+    """Jobs and who is told of them beside what is to be expected; tellings that are under way are held for long."""
+
+    def __init__(self, jobs: JobStore, webhooks: Webhooks, client: redis.Redis) -> None:
+        client.flushall()
+        self.jobs, self.webhooks, self.client = jobs, webhooks, client
+        self.lives: dict[str, Life] = {}
+        self.held: list[tuple[Due, str]] = []  # and of which incarnation
+        self.seen: Counter[str] = Counter()
+
+    def make(self, id: str, owner: str, host: str) -> None:
+        if id not in self.lives:
+            self.lives[id] = Life(owner, host, made(self.jobs, owner, host, id))
+
+    def end(self, id: str, *_: str) -> None:
+        if id in self.lives:
+            self.jobs.cancel(id)
+            self.lives[id].over = True
+
+    def erase(self, id: str, *_: str) -> None:
+        assert self.jobs.erase(id) is (self.lives.pop(id, None) is not None)
+
+    def look(self, *_: str) -> None:
+        """Who is due is just who has ended, and was not told: no lease is waited for here."""
+        due = self.webhooks.due(0)
+        untold = {id: life for id, life in self.lives.items() if life.over and not life.settled}
+        assert {(d.id, d.owner, d.host, d.tries) for d in due} == {
+            (id, life.owner, life.host, life.tries) for id, life in untold.items()
+        }
+        assert len(due) == len(untold), "each is told by one"
+        self.held += ((d, self.lives[d.id].incarnation) for d in due)
+        for id in untold:
+            assert self.client.pttl(f"diptych:job:{id}") > 11 * 3_600_000, "its record stays until it is told"
+
+    def settle(self, *_: str) -> None:
+        if self.held:
+            due, incarnation = self.held.pop(0)
+            self.webhooks.settle(due)
+            life = self._of(due, incarnation)
+            if life is not None:
+                life.settled = True
+
+    def again(self, *_: str) -> None:
+        if self.held:
+            due, incarnation = self.held.pop(0)
+            self.webhooks.again(due, 0)
+            life = self._of(due, incarnation)
+            if life is not None and not life.settled:
+                life.tries += 1
+
+    def _of(self, due: Due, incarnation: str) -> Life | None:
+        life = self.lives.get(due.id)
+        if life is not None and life.incarnation == incarnation:
+            return life
+        self.seen["of one that is gone" if life is None else "of the one before"] += 1
+        return None
+
+
+Step = Callable[..., None]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([
+            Receivers.make, Receivers.end, Receivers.erase, Receivers.look, Receivers.settle, Receivers.again,
+        ]),
+        st.sampled_from(IDS), st.sampled_from(OWNERS), st.sampled_from(HOSTS),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=STEPS)
+def test_whoever_has_an_id_is_told_of_whatever_came_of_the_one_before(
+    steps: list[tuple[Step, str, str, str]], jobs: JobStore, webhooks: Webhooks, client: redis.Redis
+) -> None:
+    beside = Receivers(jobs, webhooks, client)
+    for step, *names in steps:
+        step(beside, *names)
+    beside.look()
+    while beside.held:
+        beside.settle()
+    beside.look()
+    assert not list(client.scan_iter("diptych:webhook*")), "nothing is left of those that were told, or erased"
+
+
+@pytest.mark.parametrize("way", ["settle", "again"])
+@pytest.mark.parametrize("host", HOSTS)
+def test_an_answer_that_comes_late_is_no_answer_for_the_next_job(
+    way: str, host: str, jobs: JobStore, webhooks: Webhooks, client: redis.Redis
+) -> None:
+    """It was being told while it was erased, and the next job of its id has ended by then."""
+    beside = Receivers(jobs, webhooks, client)
+    beside.make("x", "ann", "a")
+    beside.end("x")
+    beside.look()
+    beside.erase("x")
+    beside.make("x", "ann", host)
+    beside.end("x")
+    beside.webhooks.due(0)  # the next one has its place
+    getattr(beside, way)()
+    beside.look()
+    assert beside.seen["of the one before"] == 1
+
+
+def test_a_job_that_lives_is_not_told_for_one_of_its_id(
+    jobs: JobStore, webhooks: Webhooks, client: redis.Redis
+) -> None:
+    beside = Receivers(jobs, webhooks, client)
+    beside.make("x", "ann", "a")
+    beside.end("x")
+    beside.look()
+    beside.erase("x")
+    beside.make("x", "ann", "a")
+    beside.look()
+    assert not list(client.scan_iter("diptych:webhook*")), "the place of the one before is gone"

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import redis
 
@@ -23,12 +23,12 @@ from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.address import listen, url
 from deployment.redis import RedisError, RedisServer
-from tests.faults.guard import Guard
 from tests.faults.histories.clocks import Clocks
 from tests.faults.histories.gallery import Computed, Drawn, Gallery
 from tests.faults.histories.others import Receiver, Storage
 from tests.faults.histories.proxy import Proxy
 from tests.faults.parts import Part, wait_for
+from tests.faults.site import Site
 
 START_S = 120.0
 _OFTEN = 10  # starts without ever being ready
@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 @dataclass(eq=False)
-class World:
+class World(Site):
     """Starts on `with`, and leaves no process and no mount behind. Parts are started by the thread that enters it.
 
     `objects`: artifacts lie in an object store, else in a folder. `bug`: the file that says what is planted.
@@ -62,22 +62,6 @@ class World:
     redis_paused: bool = False
     redis_limited: bool = False  # to no memory at all
     parts: list[Part] = field(default_factory=list)
-
-    def __enter__(self) -> Self:
-        self.guard = Guard()
-        self._closing: list[Any] = []
-        try:
-            self._start()
-        except BaseException as error:
-            error.add_note(self.logs())
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            error.add_note(self.logs())
-        self.close()
 
     def _start(self) -> None:
         self.clocks = Clocks(self.folder / "clocks")
@@ -268,6 +252,3 @@ class World:
         for one in self._closing:
             one.close()
         self.guard.close()
-
-    def logs(self) -> str:
-        return "\n".join(part.tail() for part in self.parts)

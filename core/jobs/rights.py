@@ -1,0 +1,96 @@
+"""Whether Redis lets its user do all that the service asks of it: every command is offered, and none is run.
+
+Knows the commands of our scripts and stores, and those of kombu, by the keys that they are for; the rights that a user
+is granted for them stand in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import redis
+
+from core.jobs.broker import PRIORITY_STEPS, QUEUES, list_key
+from core.jobs.connection import connect, translated
+from core.jobs.keys import PREFIX
+
+WHERE: Final = "'Redis over TLS, and its rights' in docs/operations.md tells which it needs"
+_SAID: Final = 5  # of those that lack, in one sentence
+
+# <key>: one under each name. kombu looks at its queues' lists, and keeps what is in hand and what leads where.
+_OURS: Final = """
+DEL <key>|EXISTS <key>|GET <key>|SET <key> x|INCR <key>|MGET <key>|PEXPIRE <key> 1|PEXPIREAT <key> 1|PTTL <key>
+HDEL <key> x|HEXISTS <key> x|HGET <key> x|HGETALL <key>|HINCRBY <key> x 1|HKEYS <key>|HLEN <key>|HMGET <key> x
+HSET <key> x x|HSETNX <key> x x|LPUSH <key> x|LTRIM <key> 0 0
+SADD <key> x|SCARD <key>|SMEMBERS <key>|SRANDMEMBER <key>|SREM <key> x
+XADD <key> * x x|XDEL <key> 0-1|XRANGE <key> - +|XREAD STREAMS <key> 0
+ZADD <key> 1 x|ZCARD <key>|ZRANGE <key> 0 0|ZRANGEBYSCORE <key> 0 0|ZRANK <key> x|ZREM <key> x
+ZREMRANGEBYSCORE <key> 0 0|ZREVRANGE <key> 0 0|ZREVRANK <key> x|ZSCORE <key> x
+EVAL x 0|EVALSHA x 0|SCRIPT LOAD x|INFO|PING|SCAN 0|TIME
+"""
+_LISTS: Final = "BRPOP <key> 1|EXISTS <key>|LLEN <key>|LPUSH <key> x"
+_KOMBU: Final = (
+    ("_kombu.binding.image", "SADD <key> x|SMEMBERS <key>"),
+    ("unacked", "HDEL <key> x|HGET <key> x|HSET <key> x x"),
+    ("unacked_index", "ZADD <key> 1 x|ZREM <key> x|ZREVRANGEBYSCORE <key> 0 0"),
+    ("unacked_mutex", "SET <key> x"),
+)
+_LISTED: Final = tuple((list_key(queue, step), _LISTS) for queue in QUEUES for step in PRIORITY_STEPS)
+
+
+def _commands() -> list[tuple[str, tuple[str, ...]]]:
+    """What each is called when it lacks, and its words."""
+    found = []
+    for key, texts in ((f"{PREFIX}rights", _OURS), *_LISTED, *_KOMBU):
+        for text in texts.replace("\n", "|").strip("|").split("|"):
+            words = tuple(key if word == "<key>" else word for word in text.split())
+            found.append((f"{words[0]} on {key}" if key in words else words[0], words))
+    return found
+
+
+class Rights:
+    """Of the user that a URL names. Thread-safe; connects at its first call."""
+
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+
+    def close(self) -> None:
+        """Give the connections back. A later call would open new ones."""
+        self._client.close()
+
+    @translated()
+    def missing(self) -> list[str]:
+        """Commands, with the keys, that Redis refuses to this user. Raises `StoreDown`.
+
+        They are queued in a transaction, where rights are looked at, and it is given up with its connection.
+        """
+        pool = self._client.connection_pool
+        connection: Any = pool.get_connection()
+        try:
+            connection.send_command("MULTI")
+            if isinstance(_answer(connection), redis.exceptions.NoPermissionError):
+                return ["MULTI"]
+            named = _commands()
+            connection.send_packed_command(connection.pack_commands([words for _, words in named]))
+            answers = [_answer(connection) for _ in named]
+        finally:
+            connection.disconnect()
+            pool.release(connection)
+        return [
+            name
+            for (name, _), answer in zip(named, answers, strict=True)
+            if isinstance(answer, redis.exceptions.NoPermissionError)
+        ]
+
+
+def told(missing: list[str]) -> str:
+    """A sentence on rights that lack."""
+    more = f" and {len(missing) - _SAID} more" if len(missing) > _SAID else ""
+    return f"Redis refuses {', '.join(missing[:_SAID])}{more} to this service's user; {WHERE}"
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except redis.ResponseError as error:
+        return error
