@@ -23,7 +23,8 @@ def test_files_of_the_table_are_there_and_in_its_order() -> None:
 
 def run(folder: Path, *options: str, **variables: str) -> list[str]:
     """The tests in the order in which pytest ran them, with our hooks and a table of its own."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "xdist", "-p", "tests.costs", "-p", "no:cacheprovider", *options, "."]
+    plugins = ("-p", "xdist", "-p", "tests.costs", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", "-v", *plugins, *options, "."]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     # Without the plugins that take seconds to import and have nothing to do here.
     environment = inherited | {"PYTHONPATH": f"{costs.ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables

@@ -154,4 +154,5 @@ def test_a_latent_of_any_shape_is_read_where_no_model_asks_for_one(tmp_path: Pat
     written = np.load(latent(tmp_path / "l.npy", (1, 3, 5, 2)))
     found, digest = mlperf.read_latent(tmp_path / "l.npy")
     assert np.array_equal(found.numpy(), written)
+    assert mlperf.read_latent(tmp_path / "l.npy", [1, 3, 5, 2])[1] == digest, "and where one asks for that shape"
     assert digest == hashlib.sha256((tmp_path / "l.npy").read_bytes()).hexdigest()
