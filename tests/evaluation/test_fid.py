@@ -58,6 +58,12 @@ def test_fewer_pictures_than_features_lose_no_digits(n: int, m: int, seed: int) 
     assert fid.fid(fid.gaussian(a), fid.gaussian(b)) == pytest.approx(by_singular_values(a, b), rel=1e-6)
 
 
+def test_pictures_that_are_all_the_same_have_a_distance_too() -> None:
+    same, others = torch.full((3, 4), 0.5), features(30, 4, 5)
+    for a, b in ((same, others), (others, same), (same, same)):
+        assert fid.fid(fid.gaussian(a), fid.gaussian(b)) == pytest.approx(by_singular_values(a, b), rel=1e-9, abs=1e-12)
+
+
 @given(st.integers(0, 10_000))
 def test_it_is_a_distance(seed: int) -> None:
     a, b = fid.gaussian(features(50, 8, seed)), fid.gaussian(features(50, 8, seed + 1, shift=1))

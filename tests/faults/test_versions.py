@@ -27,7 +27,7 @@ from core.jobs import keys
 from deployment.redis import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0  # four processes import torch, beside whatever else the machine does
 API = "import sys; from api.app import serve; from core.config import read; serve(read(), int(sys.argv[1]))"
 WORKER = "import sys; from tests.workers.stage import main; sys.argv = ['worker', '--real']; sys.exit(main())"
 T = TypeVar("T")
