@@ -4,17 +4,23 @@ PYTHON ?= python3
 # computes), within what memory allows.
 JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 7 && echo 8 || echo $$((n + 1)))
 
+# A file's tests share what its fixtures started, so a file stays whole. The dearest come first (tests/costs.json).
+SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
+.PHONY: results figures serve test costs test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
 	$(BIN)/diptych serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: .venv/.installed  ## everything, on all cores; ARGS="-k floors -x" is handed to pytest
-	$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/pytest $(SPREAD) $(ARGS)
+
+costs: .venv/.installed  ## what tests cost, the dearest first, in CPU seconds; ARGS="tests/api" for some, "--write" for the order
+	$(BIN)/python -m tests.costs $(SPREAD) $(ARGS)
 
 # On a CUDA device: what only it shows, and tests that run on one where there is one. What torch, Triton or a driver of
 # another version than CI's warns of is shown, and is no failure.

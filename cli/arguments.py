@@ -147,6 +147,9 @@ def open_works(settings: Settings, console: Console, measure_s: float = 0.0) -> 
     gc.disable()
     try:
         with Starting(console) as starting:
+            from pipeline.load import check_name
+
+            check_name(settings.model_name)  # torch and its like are imported for seconds
             from workers.build import build
 
             return build(settings, measure_s=measure_s, say=starting.say, count=starting.count)

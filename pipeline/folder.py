@@ -42,9 +42,14 @@ def find(name: str, variant: str | None) -> Path:
     """The folder of a model, downloaded first if `name` is a hub id and no folder. Raises `ModelError`."""
     if variant is not None and not re.fullmatch(r"[\w-]+", variant):
         raise ModelError(f"variant: must be a word such as fp16, not {variant!r}")
+    return local(name) or _download(name, _short(name), variant)
+
+
+def local(name: str) -> Path | None:
+    """The folder of a model, or None for a hub id. Raises `ModelError` where the name is neither."""
     if not name:
         raise ModelError("the name is empty; a model is a folder in diffusers' format or a hub id")
-    short = name if len(name) <= 200 else f"{name[:200]}…"
+    short = _short(name)
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
@@ -56,7 +61,11 @@ def find(name: str, variant: str | None) -> Path:
         raise ModelError(f"{short}: no such folder ({reason})") from error
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
         raise ModelError(f"{short}: no such folder, and not a hub id of the form owner/name")
-    return _download(name, short, variant)
+    return None
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 200 else f"{name[:200]}…"
 
 
 def _download(name: str, short: str, variant: str | None) -> Path:

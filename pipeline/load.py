@@ -153,6 +153,12 @@ def seeded(name: str) -> bool:
     return name == sdxl.NAME or name in tiny.SHAPES
 
 
+def check_name(name: str) -> None:
+    """Refuse a name that leads to no model, before anything heavy is imported. Raises `ModelError`."""
+    if not seeded(name):
+        folders.local(name)
+
+
 def weights_digest(name: str, *, variant: str | None = None, device: str = "cpu") -> str:
     """The digest that a model has which is loaded neither quantized nor with LoRAs. Raises `ModelError`."""
     if seeded(name):

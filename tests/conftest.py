@@ -25,6 +25,19 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 from install import has_gpu  # noqa: E402
+from tests.costs import (  # noqa: E402
+    pytest_collection_modifyitems,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+)
+
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_runtest_call",
+    "pytest_runtest_setup",
+    "pytest_runtest_teardown",
+]
 
 # Triton's kernels run in its interpreter where there is no GPU. Set here, because Triton reads it as each kernel is
 # defined, and other tests may import the kernels before those that run them do.

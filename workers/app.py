@@ -62,6 +62,9 @@ def _serve(self: Any, id: str = "", *_: Any) -> None:
 
 
 def _build(settings: Settings, say: Say) -> Equipment:
+    from pipeline.load import check_name
+
+    check_name(settings.model_name)  # torch and its like are imported for seconds
     from workers.build import build
     from workers.equipment import equip
     from workers.metrics import METER

@@ -58,6 +58,12 @@ def test_fewer_pictures_than_features_lose_no_digits(n: int, m: int, seed: int) 
     assert fid.fid(fid.gaussian(a), fid.gaussian(b)) == pytest.approx(by_singular_values(a, b), rel=1e-6)
 
 
+def test_pictures_that_are_all_the_same_have_a_distance_too() -> None:
+    same, others = torch.full((3, 4), 0.5), features(30, 4, 5)
+    for a, b in ((same, others), (others, same), (same, same)):
+        assert fid.fid(fid.gaussian(a), fid.gaussian(b)) == pytest.approx(by_singular_values(a, b), rel=1e-9, abs=1e-12)
+
+
 @given(st.integers(0, 10_000))
 def test_it_is_a_distance(seed: int) -> None:
     a, b = fid.gaussian(features(50, 8, seed)), fid.gaussian(features(50, 8, seed + 1, shift=1))
@@ -129,7 +135,29 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_statistics_come_back(tmp_path: Path) -> None:
     made = fid.gaussian(features(30, 4, 5))
     fid.save(tmp_path / "s.npz", made)
-    assert torch.equal(fid.read(tmp_path / "s.npz", 4).covariance, made.covariance)
+    found = fid.read(tmp_path / "s.npz", 4)
+    assert torch.equal(found.mean, made.mean) and torch.equal(found.covariance, made.covariance)
+
+
+@pytest.mark.parametrize(
+    ("mu", "sigma", "said"),
+    [
+        (np.zeros(3), np.eye(4), r"mu \[3\] and sigma \[4, 4\]; these features are 4 wide"),
+        (np.zeros(4), np.eye(4)[:3], r"mu \[4\] and sigma \[3, 4\]; these features are 4 wide"),
+        (np.zeros(4), np.full((4, 4), np.inf), "holds NaN or infinite numbers"),
+        (np.full(4, np.inf), np.eye(4), "holds NaN or infinite numbers"),
+    ],
+)
+def test_either_half_of_statistics_is_looked_at(mu: np.ndarray, sigma: np.ndarray, said: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "s.npz", mu=mu, sigma=sigma)
+    with pytest.raises(fid.StatisticsError, match=said):
+        fid.read(tmp_path / "s.npz", 4)
+
+
+def test_statistics_of_other_features_are_not_compared() -> None:
+    reference = fid.Distance(fid.gaussian(features(30, 4, 5)))
+    with pytest.raises(ValueError, match="3 features cannot be compared with 4"):
+        reference(fid.gaussian(features(30, 3, 5)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,138 @@
+"""What test files cost: xdist is handed the dearest first, and `make costs` measures them anew.
+
+A file runs in one process as a whole, so one that takes a minute and is begun last keeps the other cores idle for it.
+`costs.json` holds the seconds that the long ones take by the clock, since many wait for services that they start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = Path(__file__).with_name("costs.json")
+LEAST_S = 5.0  # for a file to be listed
+_VARIABLE = "TEST_COSTS"  # a folder to which measures go
+_NAMED = 25  # files and tests in the report
+
+
+class Measure(NamedTuple):
+    """Of a setup, a call or a teardown: seconds by the clock, of CPU in this process, and of CPU in ended children."""
+
+    test: str
+    phase: str
+    wall_s: float
+    own_s: float
+    children_s: float
+
+    @property
+    def file(self) -> str:
+        return self.test.partition("::")[0]
+
+    @property
+    def cpu_s(self) -> float:
+        return self.own_s + self.children_s
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In xdist's processes: files by falling cost, their tests as they stand. `--no-loadscope-reorder` keeps that."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        costs: dict[str, float] = json.loads(TABLE.read_text("utf-8"))
+        items.sort(key=lambda item: -costs.get(item.nodeid.partition("::")[0], 0.0))
+
+
+def _measured(item: pytest.Item, phase: str) -> Iterator[None]:
+    before = _spent()
+    yield
+    if folder := os.environ.get(_VARIABLE):
+        spent = [round(after - then, 3) for after, then in zip(_spent(), before, strict=True)]
+        with Path(folder, f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as stream:
+            print(json.dumps([item.nodeid, phase, *spent]), file=stream)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    yield from _measured(item, "setup")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    yield from _measured(item, "call")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield from _measured(item, "teardown")
+
+
+def _spent() -> tuple[float, float, float]:
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return time.monotonic(), own.ru_utime + own.ru_stime, children.ru_utime + children.ru_stime
+
+
+def read(folder: Path) -> list[Measure]:
+    """All measures that a run left in this folder."""
+    lines = (line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text("utf-8").splitlines())
+    return [Measure(*json.loads(line)) for line in lines]
+
+
+def by_file(measures: list[Measure]) -> dict[str, float]:
+    """Seconds by the clock of each file, falling."""
+    costs: dict[str, float] = defaultdict(float)
+    for one in measures:
+        costs[one.file] += one.wall_s
+    return dict(sorted(costs.items(), key=lambda cost: -cost[1]))
+
+
+def report(measures: list[Measure]) -> str:
+    """The dearest files and the dearest single steps: where the clock runs on without the CPU, something is waited for.
+
+    The CPU is that of the tests' process and of children that have ended; of services that were killed it is unknown.
+    """
+    tests = len({one.test for one in measures})
+    own, children = sum(one.own_s for one in measures), sum(one.children_s for one in measures)
+    lines = [f"{tests} tests took {own:.0f} s of CPU, and processes that they started {children:.0f} s", "", "   clock"]
+    lines += [f"{cost:8.1f} s  {file}" for file, cost in list(by_file(measures).items())[:_NAMED]]
+    lines += ["", "   clock      CPU"]
+    for one in sorted(measures, key=lambda one: -one.wall_s)[:_NAMED]:
+        lines += [f"{one.wall_s:8.1f} {one.cpu_s:8.1f} s  {one.test} ({one.phase})"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.costs", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the files' costs into tests/costs.json")
+    options, given = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="costs-") as folder:
+        command = [sys.executable, "-m", "pytest", "-q", *given]
+        code = subprocess.run(command, cwd=ROOT, env=os.environ | {_VARIABLE: folder}).returncode
+        measures = read(Path(folder))
+    print(report(measures))
+    if options.write:
+        write(measures)
+    return code
+
+
+def write(measures: list[Measure]) -> None:
+    """Put these files' costs into the table, and keep those of files that are there and were not run."""
+    kept: dict[str, float] = json.loads(TABLE.read_text("utf-8")) if TABLE.exists() else {}
+    costs = {file: round(cost, 1) for file, cost in (kept | by_file(measures)).items()}
+    costs = {file: cost for file, cost in costs.items() if cost >= LEAST_S and (ROOT / file).is_file()}
+    ordered = dict(sorted(costs.items(), key=lambda cost: (-cost[1], cost[0])))
+    TABLE.write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
