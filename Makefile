@@ -10,7 +10,7 @@ SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results figures serve test costs test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
+.PHONY: costs coverage docs rooms results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -63,6 +63,19 @@ scenarios: .venv/.installed  ## each way to break a running service, many times,
 
 mutants: .venv/.installed  ## changes ROOM=core/jobs/keyring.py in small ways and says what no test notices; ARGS="--sample 60"
 	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)
+
+coverage: .venv/.installed  ## lines and branches that tests run, into docs/coverage.md; ROOMS="api core/jobs", all otherwise
+	$(BIN)/python -m tests.coverage $(ROOMS)
+
+rooms: .venv/.installed  ## docs/rooms.svg, docs/rooms.md and docs/life.svg, drawn anew from the code
+	$(BIN)/python -m tests.drawings
+
+docs: .venv/.docs  ## the pages and the reference as a site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
 
 # With a password for their Redis, made once.
 up:  ## the whole service in containers, on http://127.0.0.1:8000; PORT=8080 for another port

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from core.jobs.store import JobStore
 
 LOAD = 0.7  # of the capacity
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # that imports of our modules begin at
 _CLIENTS = 32  # in the closed loop: as many as a worker takes jobs at once, so that its batches are full
 _START_S = 600.0
 _STOP_S = 60.0
@@ -158,7 +158,7 @@ def _part(serve: Child, name: str) -> int:
     import psutil
 
     for process in psutil.Process(serve.pid).children(recursive=True):
-        if "cli" in (words := process.cmdline()) and name in words:
+        if {"cli", "diptych.cli"} & set(words := process.cmdline()) and name in words:
             return int(process.pid)
     raise record.BenchError(f"the service has no process {name}")
 

@@ -53,11 +53,25 @@ def _run(options: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     whole = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving: SDXL, batched step by step.")
+    whole.add_argument("--version", action=_Version)
     whole.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for family in (generate, chat, serve, keys, show, doctor, quantize, captions, evaluate, mlperf, bench):
         family.add(commands)
     return whole
+
+
+class _Version(argparse.Action):
+    """Print the installed version and exit; reads it only when asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help="print the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"diptych {version('diptych')}")
+        parser.exit()
 
 
 def entry() -> None:

@@ -23,7 +23,7 @@ from deployment.signals import Stop
 from deployment.watch import Sight, Watch
 from deployment.welcome import welcome
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # that imports of our modules begin at
 _LOOK_S = 0.05
 _API_STOP_S = 10.0
 _HAND_BACK_S = 15.0  # beyond drain_s, to hand back what is not done

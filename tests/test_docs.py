@@ -15,7 +15,11 @@ from core.config import Settings
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    path.relative_to(ROOT).as_posix().removeprefix("docs/"): path.read_text("utf-8")
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if path.parent.name != "reference"
+}
 MARKED = re.compile(
     r"<!-- figures: .*?<!-- end -->|<!-- = .*?<!-- / -->|<!-- elsewhere: (?!-->)\S.*?<!-- end -->", re.DOTALL
 )
@@ -185,3 +189,26 @@ def test_an_unmarked_figure_is_found(text: str, found: list[str]) -> None:
 
 def test_limits_are_listed_one_by_one() -> None:
     assert limits("a <!-- limits: 15 s; 2%;\n 1 MiB --> b") == {"15 s", "2%", "1 MiB"}
+
+
+# -- the site ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    """As `make docs` would refuse, without the tools that it needs."""
+    site = (ROOT / "mkdocs.yml").read_text("utf-8")
+    named = re.findall(r": ([\w/-]+\.md)$", site.partition("\nnav:\n")[2], re.MULTILINE)
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(named) == sorted(name for name in there if not re.match(r"decisions/\d", name))
+
+
+def test_the_reference_names_packages_that_are_there() -> None:
+    for path in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        for name in re.findall(r"^::: (\S+)$", path.read_text("utf-8"), re.MULTILINE):
+            assert (ROOT / name.replace(".", "/") / "__init__.py").is_file(), f"{path.name}: {name}"
+
+
+def test_every_decision_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "decisions" / "index.md").read_text("utf-8")
+    numbered = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert re.findall(r"\((\d{4}-[\w-]+\.md)\)", index) == numbered

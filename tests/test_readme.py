@@ -1,4 +1,5 @@
-"""The README keeps its word: its commands are what the Makefile and the command line take, its links lead somewhere.
+"""README, CONTRIBUTING and docs/serve.md keep their word: commands are what the Makefile and the command line take, and
+links lead somewhere.
 
 Its request is sent to a real service in tests/deployment/test_service.py.
 """
@@ -14,16 +15,21 @@ from pathlib import Path
 import pytest
 
 import cli
+import diptych
 from core.config import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+SERVE = (ROOT / "docs" / "serve.md").read_text("utf-8")
+LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CODE_OF_CONDUCT.md", ROOT / "SECURITY.md"]
+LINKED += sorted((ROOT / "docs" / "decisions").glob("index.md"))
 PAGES = [README, *(path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
-def blocks(heading: str) -> list[str]:
+def blocks(heading: str, page: str = README) -> list[str]:
     """The lines of code under a heading; a line that ends in a backslash goes on in the next."""
-    _, _, below = README.partition(f"\n## {heading}\n")
+    _, _, below = page.partition(f"\n## {heading}\n")
     below = below.partition("\n## ")[0].replace("\\\n", " ")
     return [line.strip() for line in below.splitlines() if line.startswith("    ")]
 
@@ -45,7 +51,9 @@ def test_two_commands_set_everything_up() -> None:
 
 
 def test_every_target_that_is_named_is_one() -> None:
-    named = set(re.findall(r"`make (\w+)", README))
+    named = set(re.findall(r"`make (\w+)", README + CONTRIBUTING)) | set(
+        re.findall(r"^    make (\w+)", CONTRIBUTING, re.M)
+    )
     assert {"serve", "test", "check", "fix", "bench", "chaos"} <= named
     for target in named:
         assert made(target, "DATA=data", "PROMPTS=captions.tsv")
@@ -55,7 +63,7 @@ def test_every_target_that_is_named_is_one() -> None:
 
 @pytest.mark.parametrize("heading", ["Pictures without a service", "Many machines"])
 def test_every_command_is_one_that_diptych_takes(heading: str) -> None:
-    commands = [line for line in blocks(heading) if not line.startswith("export ")]
+    commands = [line for line in blocks(heading, SERVE) if not line.startswith("export ")]
     assert commands
     for line in commands:
         program, *words = shlex.split(line)
@@ -70,14 +78,25 @@ def test_every_variable_is_a_setting() -> None:
 
 
 def test_defaults_are_told_as_they_are() -> None:
-    rows = re.findall(r"^\| `DIPTYCH_(\w+)` \| ([\d.]+) \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `DIPTYCH_(\w+)` \| ([\d.]+) \|", SERVE, re.MULTILINE)
     assert len(rows) >= 7
     assert {name: float(default) for name, default in rows} == {
         name: float(Settings.model_fields[name.lower()].default) for name, _ in rows
     }
 
 
-def test_every_link_leads_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
-    assert len(links) >= 4
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_the_newest_release_is_this_version() -> None:
+    releases = re.findall(
+        r"^## \[(\d[\w.]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert releases[0] == diptych.__version__
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    text = path.read_text("utf-8")
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
+    assert len(links) >= 1
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    named, defined = set(re.findall(r"\]\[(\w+)\]", text)), set(re.findall(r"^\[(\w+)\]: \S+$", text, re.MULTILINE))
+    assert named == defined

@@ -1,24 +1,29 @@
-"""The wheel with its base dependencies alone: every command that pyproject.toml says needs no extra runs there.
+"""The wheel: one name in site-packages, the embedded models in it, and every command that needs no extra runs there.
 
 The environment is a real one with the wheel installed by pip. Its dependencies are links to the files of those
-distributions that the base needs, and theirs; nothing else of the environment that runs the tests can be seen.
+distributions that the base needs, and theirs; nothing else of the environment that runs the tests can be seen. One
+test adds what the extra `serve` needs.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from deployment.wheel import BuildError, moved, rooms
+from tests.deployment.served import Served
+
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = ROOT / "models"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
@@ -49,6 +54,11 @@ def link(one: Distribution, site: Path) -> None:
             (site / top).symlink_to(target, target_is_directory=target.is_dir())
 
 
+def packages(environment: Path) -> Path:
+    (site,) = environment.glob("lib/python*/site-packages")
+    return site
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of an environment in which `pip install diptych` was run."""
@@ -56,13 +66,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file() and not name.startswith(("models/", "tests/", "docs/")):
+        if name and (ROOT / name).is_file() and not name.startswith(("tests/", "docs/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip"]
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    site = packages(folder / "venv")
     for one in closure(PROJECT["dependencies"]).values():
         link(one, site)
     (wheel,) = folder.glob("diptych-*.whl")
@@ -71,13 +81,58 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
+def cache(bare: Path) -> str:
+    """Where the kernels in the wheel are compiled into, once for all tests."""
+    return str(bare.parent / "cache")
+
+
 def run(bare: Path, *words: str | Path, where: Path) -> subprocess.CompletedProcess[str]:
     """A command, in a folder of its own and with no setting of this machine."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("DIPTYCH_", "PYTHON"))}
-    variables |= {"DIPTYCH_CACHE_DIR": str(where / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    variables |= {"DIPTYCH_CACHE_DIR": cache(bare), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [bare / "diptych", *words], cwd=where, env=variables, capture_output=True, text=True, timeout=300
     )
+
+
+@pytest.fixture
+def without_models(bare: Path) -> Iterator[None]:
+    """The same environment, with the embedded models taken out of it."""
+    models = packages(bare.parent) / "diptych" / "models"
+    aside = models.rename(bare.parent / "models")
+    yield
+    aside.rename(models)
+
+
+@pytest.fixture
+def serving(bare: Path) -> Iterator[None]:
+    """The same environment, with what the extra `serve` requires."""
+    extra = bare.parent / "extra"
+    extra.mkdir()
+    for one in closure(PROJECT["optional-dependencies"]["serve"]).values():
+        link(one, extra)
+    entry = packages(bare.parent) / "extra.pth"
+    entry.write_text(f"{extra}\n")
+    yield
+    entry.unlink()
+
+
+def test_it_takes_one_name_in_site_packages(bare: Path) -> None:
+    (told,) = packages(bare.parent).glob("diptych-*.dist-info")
+    files = [line.partition(",")[0] for line in (told / "RECORD").read_text("utf-8").splitlines()]
+    assert {Path(name).parts[0] for name in files if not name.startswith("../")} == {"diptych", told.name}
+    assert {".py", ".cpp", ".h", ".html", ".js", ".json", ".safetensors"} <= {Path(name).suffix for name in files}
+    assert not [name for name in files if "/results/" in name or name.startswith("diptych/tests/")]
+
+
+def test_nothing_in_it_imports_a_room_by_its_own_name(bare: Path) -> None:
+    left, ours = [], rooms(ROOT)
+    for path in (packages(bare.parent) / "diptych").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            left += [f"{path.name}: {name}" for name in names if name.partition(".")[0] in ours]
+    assert left == []
 
 
 def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
@@ -88,9 +143,9 @@ def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
     absent = sorted({Requirement(text).name for text in wanted} - base.keys())
     assert {"redis", "obstore", "celery", "fastapi"} <= set(absent)
     code = (
-        "import importlib.metadata as m, pathlib, core.config\n"
+        "import importlib.metadata as m, pathlib, diptych.core.config as c\n"
         "print(*sorted(d.name for d in m.distributions()), sep='\\n')\n"
-        "print(pathlib.Path(core.config.__file__).is_relative_to(__import__('sys').prefix))"
+        "print(pathlib.Path(c.__file__).is_relative_to(__import__('sys').prefix))"
     )
     done = subprocess.run([bare / "python", "-c", code], cwd=bare, capture_output=True, text=True, check=True)
     *names, from_wheel = done.stdout.split()
@@ -98,14 +153,9 @@ def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
     assert not {name.lower() for name in names} & set(absent)
 
 
-def test_it_draws(bare: Path, tmp_path: Path) -> None:
-    done = run(bare, "generate", "a hat", "--model", "random:tiny", "--steps", "2", where=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert Path(tmp_path, done.stdout.strip()).read_bytes().startswith(b"\x89PNG")
-
-
+@pytest.mark.usefixtures("without_models")
 def test_without_a_model_it_says_that_it_draws_noise(bare: Path, tmp_path: Path) -> None:
-    """The wheel holds no models: what stands in for the embedded one must not be taken for it."""
+    """What stands in for the embedded model must not be taken for it."""
     done = run(bare, "generate", "a hat", "--steps", "1", where=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "random weights: the pictures are noise" in done.stderr
@@ -113,22 +163,21 @@ def test_without_a_model_it_says_that_it_draws_noise(bare: Path, tmp_path: Path)
 
 
 def test_it_talks(bare: Path, tmp_path: Path) -> None:
-    done = run(bare, "chat", "hello", "--text-model", MODELS / "emoji-lm", "--max-tokens", "8", where=tmp_path)
+    done = run(bare, "chat", "hello", "--max-tokens", "8", where=tmp_path)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 def test_it_writes_captions_draws_and_scores_them(bare: Path, tmp_path: Path) -> None:
-    texts, model, lens = MODELS / "emoji-lm", MODELS / "emoji-xl", MODELS / "emoji-clip"
-    done = run(
-        bare, "captions", "--count", "2", "-o", "captions.tsv", "--text-model", texts, "--model", model, where=tmp_path
-    )
+    done = run(bare, "captions", "--count", "2", "-o", "captions.tsv", where=tmp_path)
     assert done.returncode == 0, done.stderr
     words = ("evaluate", "--prompts", "captions.tsv", "--out", "run", "--steps", "1", "--resamples", "2")
-    done = run(bare, *words, "--model", model, "--lens", lens, where=tmp_path)
+    done = run(bare, *words, where=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "noise" not in done.stderr
     assert (tmp_path / "run" / "scores.json").is_file()
 
 
+@pytest.mark.usefixtures("without_models")
 def test_the_lens_that_is_not_there_is_named(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "captions.tsv").write_text("id\tcaption\n1\ta hat\n")
     words = ("evaluate", "--prompts", "captions.tsv", "--out", "run", "--model", "random:tiny", "--lens", "emoji-clip")
@@ -149,3 +198,48 @@ def test_what_needs_an_extra_names_it(bare: Path, tmp_path: Path) -> None:
     done = run(bare, "serve", where=tmp_path)
     assert done.returncode == 2
     assert "redis" in done.stderr and "[serve]" in done.stderr
+
+
+@pytest.mark.usefixtures("serving")
+def test_it_serves_a_picture(bare: Path, tmp_path: Path) -> None:
+    """API and worker are children of `diptych serve`, found by the names that they have in the wheel."""
+    service = Served(
+        tmp_path, model=None, program=[str(bare / "diptych")], unset=["PYTHONPATH", "DIPTYCH_KERNELS"],
+        variables={"DIPTYCH_CACHE_DIR": cache(bare)},
+    )  # fmt: skip
+    try:
+        service.ready()
+        assert service.picture("a hat", steps=1).startswith(b"\x89PNG")
+        assert "emoji-xl" in service.out
+        status, page = service.call("/")
+        assert status == 200 and b"<html" in page
+    finally:
+        service.close()
+
+
+# -- what the build rewrites -------------------------------------------------------------------------------------------
+
+MODULES = {"core", "core.config", "workers.intake", "benchmarks", "cli"}
+
+
+@pytest.mark.parametrize(
+    ("source", "made"),
+    [
+        ("from core.config import Settings", "from diptych.core.config import Settings"),
+        ("if x:\n  from core import (\n    a,\n  )", "if x:\n  from diptych.core import (\n    a,\n  )"),
+        ("import core.config as c, os", "import diptych.core.config as c, os"),
+        ("from .core import x\nimport corelib\nfrom core_x import y", "same"),
+        ("x = 'workers.intake:Steady'", "x = 'diptych.workers.intake:Steady'"),
+        ("x = 'workers.gone:Steady', 'core/config.py', 'core'", "same"),
+        ("run([python, '-P', '-m', 'cli', 'api'])", "run([python, '-P', '-m', 'diptych.cli', 'api'])"),
+        ("import_module(f'benchmarks.{what}')", "import_module(f'diptych.benchmarks.{what}')"),
+        ("'10 × 2'; from core import config", "'10 × 2'; from diptych.core import config"),
+    ],
+)  # fmt: skip
+def test_names_of_rooms_are_moved(source: str, made: str) -> None:
+    assert moved(source.encode(), MODULES, "x.py").decode() == (source if made == "same" else made)
+
+
+def test_what_cannot_be_moved_is_named() -> None:
+    with pytest.raises(BuildError, match=r"x\.py:2: write `from"):
+        moved(b"import os\nimport core.config", MODULES, "x.py")

@@ -167,8 +167,9 @@ class Ending:
 def _speak_plainly() -> None:
     """One line for each event. What others say of a Redis that comes and goes, the outage says in two."""
     logging.basicConfig(format="%(levelname)s %(message)s")
+    inside = __name__.removesuffix("workers.boot")  # empty in a checkout
     for name in ("workers", "core", "pipeline"):
-        logging.getLogger(name).setLevel(min(logging.INFO, logging.getLogger().level))
+        logging.getLogger(f"{inside}{name}").setLevel(min(logging.INFO, logging.getLogger().level))
     for name in ("celery", "kombu", "core.jobs.reaper"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore", SecurityWarning)  # of running as root, as in most containers: it reads JSON only

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def test_a_real_command_prints_a_path_and_nothing_that_is_not_for_its_user(tmp_p
     assert out == "out/a-slice-of-pizza-1.png\n" and (tmp_path / out.strip()).is_file()
     shown = [line for line in err.splitlines() if line.strip()]
     assert all(line.startswith(("steps ", "pictures ")) for line in shown), err
+
+
+def test_it_says_which_version_it_is(shell: Shell) -> None:
+    assert shell("--version") == (0, f"diptych {version('diptych')}\n", "")
 
 
 def test_ctrl_c_stops_with_whole_pictures_only(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def environment(unset: Sequence[str] = (), **variables: str) -> dict[str, str]:
 
 
 class Served:
-    """Started at once. `command` goes before the serve command's own words.
+    """Started at once. `command` goes before `program`, which is what `diptych` is here.
 
     `model` may be any name; None leaves it to the default. `unset` are variables that `environment` is to leave out.
     """
@@ -52,6 +52,7 @@ class Served:
         *arguments: str,
         model: str | None = tiny.TINY,
         command: Sequence[str] = (),
+        program: Sequence[str] = (sys.executable, "-m", "cli"),
         unset: Sequence[str] = (),
         variables: Mapping[str, str] = {},
         **options: Any,
@@ -64,7 +65,7 @@ class Served:
         self._seen: dict[int, psutil.Process] = {}
         with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
             self.process = subprocess.Popen(
-                [*command, sys.executable, "-m", "cli", "serve", *words], cwd=folder,
+                [*command, *program, "serve", *words], cwd=folder,
                 env=environment(unset, **variables),
                 **{"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options},
             )  # fmt: skip

@@ -1,0 +1,157 @@
+"""The build backend of pyproject.toml: setuptools, with every room put under `diptych` in wheels.
+
+In a checkout the rooms are top-level packages (`core`, `api` …). Installed under these names they would collide with
+anybody's `core` or `api`, so a wheel is built from a copy of the tree in which they lie in `diptych/`, and in which
+what imports or names them says `diptych.core`. Editable installs and source distributions are setuptools' own.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import (
+    build_editable,
+    build_sdist,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+)
+
+__all__ = [
+    "build_editable", "build_sdist", "build_wheel", "get_requires_for_build_editable", "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel", "prepare_metadata_for_build_editable",
+]  # fmt: skip
+
+TOP = "diptych"
+_BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
+_DATA = {".cpp", ".css", ".cu", ".h", ".html", ".js", ".json", ".lua", ".svg", ".txt"}
+# Of the checkout alone: what was measured, which docs are made from, and how the models were trained.
+_LEFT_OUT = ("benchmarks/results/", "benchmarks/h200/results/", "training/curves/")
+
+
+class BuildError(ValueError):
+    """A source file names a room in a way that cannot be moved. The message gives the file, the line and a remedy."""
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """Build the wheel, as PEP 517 asks, from a copy of the tree with all rooms under `diptych`."""
+    target = str(Path(wheel_directory).resolve())
+    with tempfile.TemporaryDirectory(prefix="diptych-wheel-") as folder:
+        stage(Path.cwd(), Path(folder))
+        with contextlib.chdir(folder):
+            # Metadata that was prepared before would be of the tree as it lies here.
+            return str(build_meta.build_wheel(target, config_settings))
+
+
+def rooms(root: Path) -> frozenset[str]:
+    """The top-level packages of a checkout that are installed: all but the tests and `diptych` itself."""
+    return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", TOP}
+
+
+def stage(root: Path, folder: Path) -> None:
+    """Copy what a wheel holds into `folder`: `diptych/`, with rooms and models in it, and what the metadata needs."""
+    for name in _BESIDE:
+        shutil.copy2(root / name, folder / name)
+    ours = rooms(root)
+    modules = {_dotted(path, root) for room in ours for path in (root / room).rglob("*.py")}
+    for top in (*sorted(ours), "models", TOP):
+        for path in sorted((root / top).rglob("*")):
+            name = path.relative_to(root).as_posix()
+            if not path.is_file() or "__pycache__" in path.parts or name.startswith(_LEFT_OUT):
+                continue
+            target = folder / name if top == TOP else folder / TOP / name
+            if path.suffix == ".py":
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(moved(path.read_bytes(), modules, name))
+            elif top == "models" or path.suffix in _DATA:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _link(path, target)
+
+
+def moved(source: bytes, modules: set[str], name: str) -> bytes:
+    """A module's source with `diptych.` before every name of ours that it imports or names. Raises `BuildError`.
+
+    `modules` are the dotted names of all of ours. Names are: imports; strings that are the dotted name of a module
+    (`"workers.intake:Steady"`); a package after `"-m"`; and what `import_module` is given. All else stays as it is, to
+    the byte.
+    """
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    places: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        for at, opening in _places(node, modules, name):
+            start = starts[at.lineno - 1] + at.col_offset
+            found = re.compile(opening).match(source, start)
+            if found is None:
+                raise BuildError(f"{name}:{at.lineno}: a room is named here in a way that the build does not read")
+            places.add(found.end())
+    made = source
+    for place in sorted(places, reverse=True):
+        made = made[:place] + f"{TOP}.".encode() + made[place:]
+    return made
+
+
+_IMPORT, _NAME, _STRING = rb"from\s+", rb"", rb"[fF]?[\"']"
+
+
+def _places(node: ast.AST, modules: set[str], name: str) -> Iterator[tuple[Any, bytes]]:
+    """Nodes that name a room, and what stands in the source between where a node begins and the name itself."""
+    match node:
+        case ast.ImportFrom(module=str(module), level=0) if _top(module) in modules:
+            yield node, _IMPORT
+        case ast.Import(names=names):
+            for alias in names:
+                if _top(alias.name) in modules:
+                    if alias.asname is None:
+                        raise BuildError(f"{name}:{node.lineno}: write `from … import …` or `import … as …`")
+                    yield alias, _NAME
+        case ast.Constant(value=str(text)) if "." in text and text.partition(":")[0] in modules:
+            yield node, _STRING
+        case ast.List(elts=words) | ast.Tuple(elts=words) | ast.Call(args=words):
+            for before, word in pairwise(words):
+                if isinstance(before, ast.Constant) and before.value == "-m" and _text(word) in modules:
+                    yield word, _STRING
+            if isinstance(node, ast.Call) and _callee(node) == "import_module" and words:
+                first = words[0].values[0] if isinstance(words[0], ast.JoinedStr) and words[0].values else words[0]
+                if _top(_text(first)) in modules:
+                    yield words[0], _STRING
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _text(node: ast.AST) -> str:
+    """What a string literal holds; empty for any other node."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _callee(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _dotted(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _link(path: Path, target: Path) -> None:
+    """The same file at another place; a copy where the two are on different disks."""
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copy2(path, target)

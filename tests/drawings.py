@@ -1,0 +1,170 @@
+"""`make rooms` draws what docs/ show of the code: rooms and their imports, read from the code, and a picture's life.
+
+Writes docs/rooms.svg, docs/rooms.md and docs/life.svg. Imports are read by the floors' test, so that drawing and rule
+cannot differ. A room's arrows leave out what follows from others; the table in docs/rooms.md has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from tests.test_floors import FLOORS, ROOT, read, room, within
+
+Edges = Mapping[str, frozenset[str]]
+INK, PAPER, LINE, ACCENT, DIM = "#1f2933", "#ffffff", "#9aa5b1", "#0f766e", "#52606d"
+# One colour a floor, light enough for dark letters.
+FILLS = {
+    6: "#f5e6c8",
+    5: "#fde2d4",
+    4: "#dbeafe",
+    3: "#dcfce7",
+    2: "#fef3c7",
+    1: "#ede9fe",
+    0: "#e5e7eb",
+    -1: "#f3f4f6",
+}
+
+
+def imports() -> dict[str, frozenset[str]]:
+    """The rooms that each room imports from, directly."""
+    modules = read(ROOT)
+    found: dict[str, set[str]] = {name: set() for name in FLOORS}
+    for module in modules.values():
+        here = room(module.name)
+        if here is None or within(module.name, "tests"):
+            continue
+        found[here] |= {there for one in module.imports(modules) if (there := room(one.name)) not in (None, here)}
+    found.pop("core")  # the package's own, empty __init__
+    return {name: frozenset(there - {"core"}) for name, there in found.items()}
+
+
+def reduced(edges: Edges) -> dict[str, frozenset[str]]:
+    """The same without every import that a longer chain of imports implies."""
+
+    def reach(name: str) -> set[str]:
+        return set(edges[name]).union(*(reach(there) for there in edges[name]))
+
+    return {name: there - set().union(*(reach(one) for one in there)) for name, there in edges.items()}
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="system-ui, sans-serif" font-size="13" role="img" aria-label="{escape(title)}">'
+    )
+    arrow = (
+        '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'orient="auto"><path d="M0 0 8 4 0 8z" fill="{DIM}"/></marker></defs>'
+    )
+    return "\n".join([head, arrow, f'<rect width="{width}" height="{height}" fill="{PAPER}"/>', *parts, "</svg>", ""])
+
+
+def box(x: float, y: float, width: float, height: float, words: Sequence[str], fill: str) -> str:
+    """A rounded box; its first line is its name, the others say what it does."""
+    lines = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{fill}" stroke="{LINE}"/>']
+    top = y + height / 2 - 8 * (len(words) - 1) + 4.5
+    for k, text in enumerate(words):
+        style = f'font-weight="600" fill="{INK}"' if k == 0 else f'font-size="11.5" fill="{DIM}"'
+        at = f'x="{x + width / 2}" y="{top + 16 * k:g}"'
+        lines.append(f'<text {at} text-anchor="middle" {style}>{escape(text)}</text>')
+    return "".join(lines)
+
+
+def path(points: str, *, dashed: bool = False) -> str:
+    more = ' stroke-dasharray="5 4"' if dashed else ""
+    return f'<path d="{points}" fill="none" stroke="{DIM}" stroke-width="1.2" marker-end="url(#arrow)"{more}/>'
+
+
+def rooms(edges: Edges) -> str:
+    """Floors from the top down, arrows from who imports to who is imported."""
+    width, row, tall, names = 1060, 92, 34, {name: 9 * len(name) + 22 for name in edges}
+    floors = sorted({FLOORS[name] for name in edges}, reverse=True)
+    places: dict[str, tuple[float, float]] = {}
+    parts: list[str] = []
+    for k, floor in enumerate(floors):
+        here = [name for name in edges if FLOORS[name] == floor]
+        gap = (width - 60 - sum(names[name] for name in here)) / (len(here) + 1)
+        x, y = 50 + gap, 24 + k * row
+        parts.append(f'<text x="16" y="{y + 22}" fill="{DIM}">{floor}</text>')
+        for name in here:
+            places[name] = (x, y)
+            x += names[name] + gap
+    for name, there in reduced(edges).items():
+        for other in sorted(there):
+            (x0, y0), (x1, y1) = places[name], places[other]
+            x0, x1 = x0 + names[name] / 2, x1 + names[other] / 2
+            if y0 == y1:  # a room that opens its own floor
+                parts.append(path(f"M{x0:g} {y0:g} C{x0:g} {y0 - 26:g} {x1:g} {y1 - 26:g} {x1:g} {y1:g}"))
+            else:
+                parts.append(path(f"M{x0:g} {y0 + tall:g} C{x0:g} {y0 + tall + 40:g} {x1:g} {y1 - 40:g} {x1:g} {y1:g}"))
+    parts += [box(*places[name], names[name], tall, [name], FILLS[FLOORS[name]]) for name in places]
+    return svg(width, 24 + row * len(floors), "Rooms and their imports", parts)
+
+
+def life() -> str:
+    """A picture from its request to its file."""
+    queue, serve, core, panel = (FILLS[floor] for floor in (1, 4, 2, 3))
+    steps = [
+        (30, 30, 200, 62, ["api: check", "the request, by the model's card"], serve),
+        (300, 30, 210, 62, ["core.jobs: record", "queued, by one script in Redis"], queue),
+        (580, 30, 210, 62, ["Celery queue", "a message that holds the id"], queue),
+        (860, 30, 200, 62, ["workers: claim", "attempt, lease, incarnation"], serve),
+        (860, 150, 200, 62, ["Engine.submit", "check, inbox, future"], core),
+        (580, 150, 210, 62, ["Scheduler", "which group next, how wide"], core),
+        (300, 150, 210, 62, ["ImageRunner.launch", "one iteration, one Ticket"], panel),
+        (320, 296, 150, 56, ["encode", "the prompt, once"], panel),
+        (510, 296, 150, 56, ["deep", "the whole UNet"], panel),
+        (700, 296, 150, 56, ["shallow", "its last block"], panel),
+        (890, 296, 150, 56, ["vae", "pixels"], panel),
+        (860, 416, 200, 62, ["core.artifacts", "a PNG named by its content"], queue),
+        (580, 416, 210, 62, ["core.jobs: succeeded", "record and last event at once"], queue),
+        (300, 416, 210, 62, ["api: answer", "to who waits, to who follows"], serve),
+    ]
+    arrows = [
+        "M230 61 H296", "M510 61 H576", "M790 61 H856", "M960 92 V146", "M860 181 H794", "M580 181 H514",
+        "M395 212 V266", "M470 324 H506", "M660 315 H696", "M700 333 H664", "M850 324 H886", "M965 352 V412",
+        "M860 447 H794",
+        "M580 447 H514", "M300 447 H234",
+    ]  # fmt: skip
+    notes = [
+        (440, 288, "start", "phases of a picture: each step one iteration, shared with rows of other requests"),
+        (698, 236, "start", "outcome: what is ready for its next phase"), (130, 443, "middle", "JSON or a stream,"),
+        (130, 459, "middle", "a PNG over HTTP"),
+    ]  # fmt: skip
+    frame = f'<rect x="300" y="270" width="760" height="98" rx="8" fill="none" stroke="{LINE}" stroke-dasharray="3 3"/>'
+    parts = [frame, path("M685 270 V216", dashed=True), *map(path, arrows), *(box(*step) for step in steps)]
+    parts += [
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11.5" fill="{ACCENT}">{escape(text)}</text>'
+        for x, y, anchor, text in notes
+    ]
+    return svg(1090, 510, "A picture's life: check, record, queue, claim, engine, iterations, artifact, answer", parts)
+
+
+def page(edges: Edges) -> str:
+    """docs/rooms.md."""
+    lists = {name: ", ".join(f"`{one}`" for one in sorted(there)) or "–" for name, there in edges.items()}
+    rows = [f"| {FLOORS[name]} | `{name}` | {named} |" for name, named in lists.items()]
+    return "\n".join([
+        "# Rooms and imports", "",
+        "Written by `make rooms` from the code. Imports go down; `tests/test_floors.py` has the exceptions.",
+        "Arrows that follow from others are left out; the table below has all of them.", "",
+        "![Rooms by floor, with arrows from who imports to who is imported](rooms.svg)", "",
+        "| floor | room | imports from |", "|---|---|---|", *rows, "",
+    ])  # fmt: skip
+
+
+def drawn() -> dict[Path, str]:
+    """What each file is to hold."""
+    edges = imports()
+    docs = ROOT / "docs"
+    return {docs / "rooms.svg": rooms(edges), docs / "rooms.md": page(edges), docs / "life.svg": life()}
+
+
+if __name__ == "__main__":
+    for file, text in drawn().items():
+        file.write_text(text, "utf-8")
