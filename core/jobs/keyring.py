@@ -23,7 +23,7 @@ from core.config import RATE, SHARE, Settings
 from core.jobs import keys
 from core.jobs.connection import Script, StoreFull, connect, translated
 from core.jobs.record import to_json
-from core.jobs.scripts import PRELUDE
+from core.jobs.scripts import load
 
 SCOPES = ("images", "text", "files", "admin")
 USUAL_SCOPES = SCOPES[:3]
@@ -33,37 +33,6 @@ _RATE = re.compile(RATE)
 _SHARE = re.compile(SHARE)
 _MOST_BYTES = 2**50
 _GUARDED, _OPEN = "keys", "open"  # what `keys.ACCESS` holds
-
-# id, record → 1. What a full Redis refuses comes first, so that there is no key without its note, and no half of both.
-_ADD = """
-redis.call('HSET', ARGV[1] .. 'keys', ARGV[2], ARGV[3])
-redis.call('SET', ARGV[1] .. 'access', 'keys')
-return 1
-"""
-
-# id, whether no job is made for it from now on (1 or 0) → whether there was one
-# Keys of older versions have no note, so it is made before the last of them goes.
-_REVOKE = (
-    PRELUDE
-    + """
-let_through()
-if redis.call('HEXISTS', P .. 'keys', ARGV[2]) == 0 then return 0 end
-redis.call('SET', P .. 'access', 'keys')
-if ARGV[3] == '1' then redis.call('SET', P .. 'barred:' .. ARGV[2], '', 'PX', 86400000) end
-return redis.call('HDEL', P .. 'keys', ARGV[2])
-"""
-)
-
-# → 1, or 0: there are keys
-_UNLOCK = (
-    PRELUDE
-    + """
-let_through()
-if redis.call('HLEN', P .. 'keys') > 0 then return 0 end
-redis.call('SET', P .. 'access', 'open')
-return 1
-"""
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +72,9 @@ class Keyring:
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
-        self._add = Script(self._client, _ADD)
-        self._revoke = Script(self._client, _REVOKE)
-        self._unlock = Script(self._client, _UNLOCK)
+        self._add = Script(self._client, load("keys/add"))
+        self._revoke = Script(self._client, load("keys/revoke"))
+        self._unlock = Script(self._client, load("keys/unlock"))
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

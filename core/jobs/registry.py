@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from core.config import Settings
-from core.jobs import keys, scripts
+from core.jobs import keys
 from core.jobs.cards import ModelCard, WorkerCard, model_card, worker_card, written
 from core.jobs.connection import TIMEOUT_S, Script, connect, translated
 from core.jobs.record import to_json
+from core.jobs.scripts import load
 from core.jobs.unreadable import TALLY, Unreadable
 
 T = TypeVar("T")
@@ -23,21 +24,6 @@ T = TypeVar("T")
 READY = "ready"
 _KEPT_S = 86_400  # after so long a silent worker is dropped from the list of heartbeats
 _BLOCK_S = TIMEOUT_S / 2  # the longest that one read waits: well before the connection counts as broken
-
-# worker, card, ttl_ms, keep_ms, then model, card, … → the queues that are paused
-_ANNOUNCE = (
-    scripts.PRELUDE
-    + """
-local at = now()
-redis.call('ZREMRANGEBYSCORE', P .. 'workers', '-inf', at - ARGV[5])  -- which lets the rest through, too
-redis.call('ZADD', P .. 'workers', at, ARGV[2])
-redis.call('SET', P .. 'worker:' .. ARGV[2], ARGV[3], 'PX', ARGV[4])
-for i = 6, #ARGV, 2 do
-  redis.call('HSET', P .. 'models', ARGV[i], ARGV[i + 1])
-end
-return redis.call('SMEMBERS', P .. 'paused')
-"""
-)
 
 
 class Registry:
@@ -48,7 +34,7 @@ class Registry:
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
-        self._announce = Script(self._client, _ANNOUNCE)
+        self._announce = Script(self._client, load("workers/announce"))
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

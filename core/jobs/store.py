@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from core.config import Settings
-from core.jobs import creation, keys, ledger, progress, scripts
+from core.jobs import creation, keys
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
 from core.jobs.connection import Script, connect, translated
 from core.jobs.crashes import alone_from
@@ -31,6 +31,7 @@ from core.jobs.record import (
     pairs,
     to_json,
 )
+from core.jobs.scripts import load
 from core.jobs.unreadable import TALLY, Unreadable, check_version
 
 _SILENCE_S = 5.0  # without any sweep: it says that nobody could reach Redis
@@ -95,21 +96,21 @@ class JobStore:
         self._silence_ms = milliseconds(max(_SILENCE_S, lease_s / 3))
         self._client = connect(url)
         self._create = Script(self._client, creation.CREATE)
-        self._claim = Script(self._client, scripts.CLAIM)
-        self._renew = Script(self._client, scripts.RENEW)
-        self._report = Script(self._client, progress.REPORT)
-        self._finish = Script(self._client, scripts.FINISH)
-        self._hand_back = Script(self._client, scripts.HAND_BACK)
-        self._cancel = Script(self._client, scripts.CANCEL)
-        self._follow = Script(self._client, progress.FOLLOW)
-        self._sweep = Script(self._client, scripts.SWEEP)
-        self._standing = Script(self._client, ledger.STANDING)
-        self._list = Script(self._client, ledger.LIST)
-        self._erase = Script(self._client, ledger.ERASE)
-        self._empty = Script(self._client, ledger.EMPTY)
-        self._keep = Script(self._client, ledger.KEEP)
-        self._due = Script(self._client, ledger.DUE)
-        self._gone = Script(self._client, ledger.GONE)
+        self._claim = Script(self._client, load("jobs/claim"))
+        self._renew = Script(self._client, load("jobs/renew"))
+        self._report = Script(self._client, load("jobs/report"))
+        self._finish = Script(self._client, load("jobs/finish"))
+        self._hand_back = Script(self._client, load("jobs/hand_back"))
+        self._cancel = Script(self._client, load("jobs/cancel"))
+        self._follow = Script(self._client, load("jobs/follow"))
+        self._sweep = Script(self._client, load("jobs/sweep"))
+        self._standing = Script(self._client, load("jobs/standing"))
+        self._list = Script(self._client, load("jobs/list"))
+        self._erase = Script(self._client, load("jobs/erase"))
+        self._empty = Script(self._client, load("jobs/empty"))
+        self._keep = Script(self._client, load("artifacts/keep"))
+        self._due = Script(self._client, load("artifacts/due"))
+        self._gone = Script(self._client, load("artifacts/gone"))
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

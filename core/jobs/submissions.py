@@ -19,9 +19,9 @@ from redis.asyncio.connection import AbstractConnection
 from core.jobs.connection import TIMEOUT_S, StoreDown, StoreError, StoreFull, connection_asyncio, translated
 from core.jobs.creation import CREATE, Creation, argument, outcome
 from core.jobs.keys import PREFIX
-from core.jobs.ledger import ERASE, WITHDRAW
 from core.jobs.rates import Charge
 from core.jobs.record import Draft, milliseconds
+from core.jobs.scripts import load
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +102,9 @@ class Submissions:
         while self._doubtful:
             ids = list(self._doubtful)[:_AT_ONCE]
             # First that it is not to be made: a call that Redis has not read yet could come after the erasure.
-            commands: list[tuple[str | int, ...]] = [("EVAL", WITHDRAW, 0, PREFIX, id) for id in ids]
+            commands: list[tuple[str | int, ...]] = [("EVAL", load("jobs/withdraw"), 0, PREFIX, id) for id in ids]
             keep_ms = self._retention_ms + _MARGIN_MS
-            commands += [("EVAL", ERASE, 0, PREFIX, id, self._retention_ms, keep_ms, "") for id in ids]
+            commands += [("EVAL", load("jobs/erase"), 0, PREFIX, id, self._retention_ms, keep_ms, "") for id in ids]
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     answers = await self._run(self._withdrawing_line, commands)
