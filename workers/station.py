@@ -19,7 +19,7 @@ from core.artifacts import ArtifactError, Artifacts
 from core.config import Settings, SettingsError
 from core.jobs.broker import QUEUES, Envelope
 from core.jobs.cards import ModelCard, WorkerCard
-from core.jobs.connection import StoreError
+from core.jobs.connection import RedisClient, StoreError
 from core.jobs.reaper import Reaper
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -59,10 +59,10 @@ class Station:
         self.tasks: Tasks | None = None
         self._send = send
         try:
-            self._store = JobStore.of(settings)
-            self._registry = Registry.of(settings)
+            client = RedisClient(settings.redis_url)
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
+        self._store, self._registry = JobStore.of(settings, client), Registry(client)
         try:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:

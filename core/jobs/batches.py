@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from core.config import Settings
-from core.jobs.connection import Script, connect, translated
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.files import KEPT_S, File, Listed, listed
 from core.jobs.keys import PREFIX
 from core.jobs.record import milliseconds, pairs, to_json
-from core.jobs.scripts import load
 
 LIVE = ("in_progress", "cancelling")
 _PORTION = 100  # results, or batches, of one round trip
@@ -98,31 +97,27 @@ class Look:
     lost: list[int]
 
 
-class BatchStore:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+class BatchStore(RedisStore):
+    """The batches' records.
 
     `retention_s`: how long the record of a job that ended is kept, once its batch has noted what came of it.
     """
 
-    def __init__(self, url: str, *, retention_s: float = 86_400.0) -> None:
-        self._client = connect(url)
-        self._add = Script(self._client, load("batches/add"))
-        self._active = Script(self._client, load("batches/active"))
-        self._look = Script(self._client, load("batches/look"))
-        self._advance = Script(self._client, load("batches/advance"))
-        self._note = Script(self._client, load("batches/note"))
-        self._turn = Script(self._client, load("batches/turn"))
-        self._take_turn = Script(self._client, load("batches/take_turn"))
+    def __init__(self, redis: RedisClient | str, *, retention_s: float = 86_400.0) -> None:
+        super().__init__(redis)
+        self._add = self._client.script("batches/add")
+        self._active = self._client.script("batches/active")
+        self._look = self._client.script("batches/look")
+        self._advance = self._client.script("batches/advance")
+        self._note = self._client.script("batches/note")
+        self._turn = self._client.script("batches/turn")
+        self._take_turn = self._client.script("batches/take_turn")
         self._retention_ms = milliseconds(retention_s)
         self._token = secrets.token_hex(8)
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(settings.redis_url, retention_s=settings.retention_s)
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
+    def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
+        return cls(redis or settings.redis_url, retention_s=settings.retention_s)
 
     def add(
         self,
@@ -147,7 +142,6 @@ class BatchStore:
         made = {"created": created, "ended": created if errors else ""}
         return Batch.of(id, {name: str(value) for name, value in {**fields, **made}.items()})
 
-    @translated()
     def batch(self, id: str) -> Batch | None:
         fields: Any = self._client.hgetall(f"{PREFIX}batch:{id}")
         return Batch.of(id, fields) if fields else None
@@ -159,7 +153,6 @@ class BatchStore:
         index = f"{PREFIX}every_batch" if owner is None else f"{PREFIX}batches:{owner}"
         return listed(self._client, index, "batch", Batch.of, lambda _: True, False, after, limit)
 
-    @translated()
     def _index_all(self) -> None:
         """Enter those that were made before there was an index of all of them. Once."""
         if self._client.exists(f"{PREFIX}every_batch_indexed"):
@@ -191,7 +184,6 @@ class BatchStore:
                     found.append(_looked(batch, lines))
         return found
 
-    @translated()
     def drop(self, id: str) -> None:
         """Work no more at a batch whose record is gone, or has ended."""
         if self._client.hget(f"{PREFIX}batch:{id}", "status") not in LIVE:
@@ -201,7 +193,6 @@ class BatchStore:
         """Whether this process works at batches, for `ttl_s` from now."""
         return bool(self._take_turn(self._token, round(1000 * ttl_s)))
 
-    @translated()
     def under_way(self, id: str) -> dict[int, str]:
         """Job by line."""
         found: Any = self._client.hgetall(f"{PREFIX}batch_jobs:{id}")
@@ -209,13 +200,11 @@ class BatchStore:
 
     def results(self, id: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """What came of each line that is done, in their order. Read in portions: all of them may be much."""
-        with translated():
-            keys: Any = self._client.hkeys(f"{PREFIX}batch_done:{id}")
+        keys: Any = self._client.hkeys(f"{PREFIX}batch_done:{id}")
         lines = sorted(map(int, keys))
         for at in range(0, len(lines), _PORTION):
             portion = lines[at : at + _PORTION]
-            with translated():
-                found: Any = self._client.hmget(f"{PREFIX}batch_done:{id}", [str(line) for line in portion])
+            found: Any = self._client.hmget(f"{PREFIX}batch_done:{id}", [str(line) for line in portion])
             yield from ((line, json.loads(text)) for line, text in zip(portion, found, strict=True) if text)
 
     def begin(self, id: str, line: int, job: str, place: int | None = None) -> bool:

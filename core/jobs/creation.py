@@ -13,10 +13,8 @@ from typing import Any
 from core.jobs import rates
 from core.jobs.broker import level, list_key
 from core.jobs.record import Backlog, Draft, Job, JobState, Standing, milliseconds, pairs, to_json
-from core.jobs.scripts import load
 
 _MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4  # what may come of it; else it was there, or is refused
-CREATE = load("jobs/create", rates.LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,9 @@ def argument(
     always: int = 0,
     most: int | None = None,
 ) -> str:
-    """What `CREATE` is called with. The first `always` of the charges count where no job is made too. `most` of the
-    owner's jobs may wait in the queue; None: as many as of all.
+    """The argument of `lua/jobs/create.lua`. The first `always` of the charges count where no job is made too.
+
+    `most` of the owner's jobs may wait in the queue; None: as many as of all.
     """
     urgency = level(draft.priority)
     return to_json([
@@ -61,7 +60,7 @@ def argument(
 
 
 def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creation:
-    """What `CREATE` answered."""
+    """What `lua/jobs/create.lua` answered."""
     said, fields = (answer, None) if isinstance(answer, str) else answer
     code, count, *numbers = map(int, said.split())
     counters = tuple(

@@ -16,10 +16,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import redis
 
-from core.config import Settings
-from core.jobs.connection import Script, connect, translated
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.keys import PREFIX
-from core.jobs.scripts import load
 
 T = TypeVar("T")
 
@@ -70,22 +68,14 @@ class Listed(Generic[T]):
     more: bool
 
 
-class FileStore:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`."""
+class FileStore(RedisStore):
+    """The files' records."""
 
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
-        self._reserve = Script(self._client, load("files/reserve"))
-        self._add = Script(self._client, load("files/add"))
-        self._forget = Script(self._client, load("files/forget"))
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(settings.redis_url)
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
+    def __init__(self, redis: RedisClient | str) -> None:
+        super().__init__(redis)
+        self._reserve = self._client.script("files/reserve")
+        self._add = self._client.script("files/add")
+        self._forget = self._client.script("files/forget")
 
     def add(self, owner: str, name: str, purpose: str, size: int, key: str, *, quota: int = 0, id: str = "") -> File:
         """Make the record of a file, which holds its artifact. Raises `FilesFull` where that is more than a `quota`.
@@ -102,12 +92,10 @@ class FileStore:
         """Say that the artifact of a file is about to be made. False: it is being deleted; ask again."""
         return bool(self._reserve(id, artifact, _RESERVED_MS))
 
-    @translated()
     def file(self, id: str) -> File | None:
         fields: Any = self._client.hgetall(f"{PREFIX}file:{id}")
         return File.of(id, fields) if fields else None
 
-    @translated()
     def used_bytes(self, owner: str) -> int:
         """What an owner's files take together; of those that are too old until the next is added."""
         total: Any = self._client.hget(f"{PREFIX}file_sizes:{owner}", "total")
@@ -127,7 +115,6 @@ class FileStore:
         self._forget(file.id)
 
 
-@translated()
 def listed(
     client: redis.Redis, index: str, kind: str, of: Callable[[str, Mapping[str, str]], T],
     wanted: Callable[[T], bool], oldest: bool, after: str, limit: int,

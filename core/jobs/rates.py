@@ -14,9 +14,8 @@ from functools import cache, lru_cache
 from limits import RateLimitItem, parse
 from limits.storage import RedisStorage
 
-from core.jobs.connection import Script, connect
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.keys import PREFIX
-from core.jobs.scripts import load
 
 # The library's own scripts, as functions that ours can call. They name their parameters KEYS and ARGV.
 LIMITS = f"""
@@ -79,16 +78,12 @@ def standing(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> Stand
     return Standing(allowed, item.amount, max(0, remaining), min(resets, default=0.0))
 
 
-class Rates:
-    """Thread-safe; connects at its first command. Windows slide, so that no two bursts meet at their border."""
+class Rates(RedisStore):
+    """The counters of rate limits. Windows slide, so that no two bursts meet at their border."""
 
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
-        self._take = Script(self._client, load("rates/take", LIMITS))
-
-    def close(self) -> None:
-        """Give the connections back."""
-        self._client.close()
+    def __init__(self, redis: RedisClient | str) -> None:
+        super().__init__(redis)
+        self._take = self._client.script("rates/take", LIMITS)
 
     def take(self, charge: Charge) -> Standing:
         """Count. Raises `StoreDown`, and `StoreFull` where nothing can be counted."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from core.config import Settings
-from core.jobs import creation, keys
+from core.jobs import creation, keys, rates
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
-from core.jobs.connection import Script, connect, translated
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.crashes import alone_from
 from core.jobs.record import (
     Backlog,
@@ -31,7 +31,6 @@ from core.jobs.record import (
     pairs,
     to_json,
 )
-from core.jobs.scripts import load
 from core.jobs.unreadable import TALLY, Unreadable, check_version
 
 _SILENCE_S = 5.0  # without any sweep: it says that nobody could reach Redis
@@ -60,8 +59,8 @@ class Sweep:
     over: int = 0
 
 
-class JobStore:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+class JobStore(RedisStore):
+    """The jobs' records.
 
     On a full Redis only `create` and `report` are refused. A call that was cut off, so that nobody knows whether it
     took effect, may be repeated with the same arguments: it takes effect once, and answers as it would have (but for
@@ -78,7 +77,7 @@ class JobStore:
 
     def __init__(
         self,
-        url: str,
+        redis: RedisClient | str,
         *,
         lease_s: float = 15.0,
         max_attempts: int = 3,
@@ -87,6 +86,7 @@ class JobStore:
         resend_s: float = 5.0,
         overtime_s: float = 2.0,
     ) -> None:
+        super().__init__(redis)
         self._max_attempts = max_attempts
         self._max_queued = max_queued
         self._lease_ms = milliseconds(lease_s)
@@ -94,38 +94,32 @@ class JobStore:
         self._resend_ms = milliseconds(resend_s)
         self._overtime_ms = milliseconds(overtime_s)
         self._silence_ms = milliseconds(max(_SILENCE_S, lease_s / 3))
-        self._client = connect(url)
-        self._create = Script(self._client, creation.CREATE)
-        self._claim = Script(self._client, load("jobs/claim"))
-        self._renew = Script(self._client, load("jobs/renew"))
-        self._report = Script(self._client, load("jobs/report"))
-        self._finish = Script(self._client, load("jobs/finish"))
-        self._hand_back = Script(self._client, load("jobs/hand_back"))
-        self._cancel = Script(self._client, load("jobs/cancel"))
-        self._follow = Script(self._client, load("jobs/follow"))
-        self._sweep = Script(self._client, load("jobs/sweep"))
-        self._standing = Script(self._client, load("jobs/standing"))
-        self._list = Script(self._client, load("jobs/list"))
-        self._erase = Script(self._client, load("jobs/erase"))
-        self._empty = Script(self._client, load("jobs/empty"))
-        self._keep = Script(self._client, load("artifacts/keep"))
-        self._due = Script(self._client, load("artifacts/due"))
-        self._gone = Script(self._client, load("artifacts/gone"))
+        self._create = self._client.script("jobs/create", rates.LIMITS)
+        self._claim = self._client.script("jobs/claim")
+        self._renew = self._client.script("jobs/renew")
+        self._report = self._client.script("jobs/report")
+        self._finish = self._client.script("jobs/finish")
+        self._hand_back = self._client.script("jobs/hand_back")
+        self._cancel = self._client.script("jobs/cancel")
+        self._follow = self._client.script("jobs/follow")
+        self._sweep = self._client.script("jobs/sweep")
+        self._standing = self._client.script("jobs/standing")
+        self._list = self._client.script("jobs/list")
+        self._erase = self._client.script("jobs/erase")
+        self._empty = self._client.script("jobs/empty")
+        self._keep = self._client.script("artifacts/keep")
+        self._due = self._client.script("artifacts/due")
+        self._gone = self._client.script("artifacts/gone")
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """The store that the settings name, with their limits."""
+    def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
         return cls(
-            settings.redis_url,
+            redis or settings.redis_url,
             lease_s=settings.lease_s,
             max_attempts=settings.max_attempts,
             max_queued=settings.max_queued,
             retention_s=settings.retention_s,
         )
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
 
     # -- for those who want something done -------------------------------------------------------------------
 
@@ -147,13 +141,11 @@ class JobStore:
             raise QueueFull(draft.modality, self._max_queued)
         return made.job, made.made
 
-    @translated()
     def get(self, id: str) -> Job | None:
         """The record; None if there is none, or no longer. Raises `Unreadable`."""
         fields: Any = self._client.hgetall(keys.job(id))
         return Job.of(id, fields) if fields else None
 
-    @translated()
     def preview(self, id: str, image: int, incarnation: str = "") -> bytes | None:
         """The newest look at a picture in the making, as PNG. None: there is none, or no longer."""
         found: Any = self._client.hmget(keys.preview(id), str(image), "of")
@@ -202,7 +194,7 @@ class JobStore:
             last, more, rank, *ids = answer
             if last or more == "0":  # else all that was looked at is gone, and nothing to go on after
                 break
-        with translated(), self._client.pipeline(transaction=False) as pipe:
+        with self._client.pipeline(transaction=False) as pipe:
             for id in ids:
                 pipe.hgetall(keys.job(id))
             found: Any = pipe.execute()
@@ -215,7 +207,6 @@ class JobStore:
                 TALLY.note(error)
         return Page(jobs, last, more == "1")
 
-    @translated()
     def backlog(self, queue: str) -> Backlog:
         """What a queue holds, in jobs and in estimated work."""
         fields: Any = self._client.hmget(keys.backlog(queue), "queued", "queued_ms", "running", "running_ms")
@@ -223,12 +214,10 @@ class JobStore:
 
     # -- for those who do it ---------------------------------------------------------------------------------
 
-    @translated()
     def suspect(self, id: str) -> bool:
         """Whether the job must run alone, because a worker stopped answering while it ran. False if unknown."""
         return self._client.hget(keys.job(id), "suspect") == "1"
 
-    @translated()
     def glance(self, id: str) -> tuple[bool, bool, str]:
         """Whether the job waits, whether it must run alone, and the model that it names.
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from core.config import Settings
-from core.jobs.connection import Script, connect
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.record import milliseconds, to_json
-from core.jobs.scripts import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +26,21 @@ class Due:
     host: str
 
 
-class Webhooks:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+class Webhooks(RedisStore):
+    """The lanes in which webhooks wait.
 
     `retention_s`: how long the record of a job that ended is kept, once that was told.
     """
 
-    def __init__(self, url: str, *, retention_s: float = 86_400.0) -> None:
-        self._client = connect(url)
-        self._due = Script(self._client, load("webhooks/due"))
-        self._settle = Script(self._client, load("webhooks/settle"))
+    def __init__(self, redis: RedisClient | str, *, retention_s: float = 86_400.0) -> None:
+        super().__init__(redis)
+        self._due = self._client.script("webhooks/due")
+        self._settle = self._client.script("webhooks/settle")
         self._retention_ms = milliseconds(retention_s)
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(settings.redis_url, retention_s=settings.retention_s)
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
+    def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
+        return cls(redis or settings.redis_url, retention_s=settings.retention_s)
 
     def due(
         self,
