@@ -24,6 +24,7 @@ FLOORS = {
     "evaluation": 5,
     "benchmarks": 5,
     "training": 5,
+    "training.captioning": 5,
     "workers": 4,
     "api": 4,
     "deployment": 4,
@@ -49,8 +50,11 @@ FLOORS = {
 }
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.
 CLOSED = {"llm": {"unet_opt"}, "api": {"pipeline", "llm", "unet_opt"}, "deployment": {"pipeline", "llm", "unet_opt"}}
-# The front door opens every room of its own floor.
-SIDEWAYS = {"cli": {"evaluation", "benchmarks", "training"}}
+# The front door opens every room of its own floor. Captions are written for runs, with their tables and their files.
+SIDEWAYS = {
+    "cli": {"evaluation", "benchmarks", "training", "training.captioning"},
+    "training.captioning": {"evaluation"},
+}
 
 TORCH_FREE = ("core.batching", "core.jobs", "core.artifacts", "api", "deployment")
 TORCH = {
