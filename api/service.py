@@ -31,7 +31,7 @@ from api.queue import Queue
 from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
 from core.jobs.batches import BatchStore
-from core.jobs.connection import StoreError
+from core.jobs.connection import RedisClient, StoreError
 from core.jobs.events import Event, EventReader
 from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring, most_queued
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_THREADS = 24  # that wait for Redis; the store has a few more connections, for the reaper and the cards
+_THREADS = 24  # that wait for Redis; its client has connections enough for those of batches and webhooks too
 _PARSERS = 2  # of batches' files, line by line
 _WRITERS = 4  # of files that were handed in: each holds a few MiB
 _STORERS = 16  # threads that wait for the store of artifacts: none of those that wait for Redis
@@ -67,17 +67,18 @@ class Service:
             raise SettingsError("DIPTYCH_REDIS_URL: must be given")
         self.settings = settings
         try:
-            self.store = JobStore.of(settings)
-            self.registry = Registry.of(settings)
-            self.keyring = Keyring.of(settings)
-            self.rates = Rates(settings.redis_url)
-            self.submissions = Submissions(settings.redis_url, settings.max_queued, settings.retention_s)
-            self.batches = BatchStore.of(settings)
-            self.files = FileStore.of(settings)
-            self.reader = EventReader(settings.redis_url)
-            self._rights = Rights(settings.redis_url)
+            self.redis = RedisClient(settings.redis_url)
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
+        self.store = JobStore.of(settings, self.redis)
+        self.registry = Registry(self.redis)
+        self.keyring = Keyring(self.redis)
+        self.rates = Rates(self.redis)
+        self.submissions = Submissions(self.redis, settings.max_queued, settings.retention_s)
+        self.batches = BatchStore.of(settings, self.redis)
+        self.files = FileStore(self.redis)
+        self.reader = EventReader(self.redis)
+        self._rights = Rights(self.redis)
         self.queue = Queue(settings.redis_url)
         try:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
@@ -109,13 +110,7 @@ class Service:
         self._storers.close()
         self.reaper.stop()
         self.queue.close()
-        self._rights.close()
-        self.batches.close()
-        self.files.close()
-        self.rates.close()
-        self.keyring.close()
-        self.registry.close()
-        self.store.close()
+        self.redis.close()
 
     @property
     def artifacts(self) -> Artifacts:

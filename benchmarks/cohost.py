@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +56,7 @@ def run(
         if not strict:
             works.texts.pace_s = max(works.texts.pace_s, free_s)
         kinds = {"image": (pictures, PICTURES_IN_FLIGHT), "text": (texts, TEXTS_IN_FLIGHT)}
-        found: dict[str, list[dict[str, Loop]]] = {"image": [], "text": [], "both": []}
-        for _ in range(turns):
-            for what in found:
-                wanted = [what] if what in kinds else list(kinds)
-                loops = {name: Loop(works.engine, *kinds[name]) for name in wanted}
-                _measure(loops, seconds)
-                found[what].append(loops)
+        found = _turns(works, kinds, turns, seconds)
         objectives = {
             "tpot_s": round(works.texts.pace_s, 4),
             "tpot_set_s": settings.text_token_s,
@@ -75,21 +69,8 @@ def run(
     tokens_s = [_rate([turn["text"].tokens for turn in found[what]], seconds) for what in ("text", "both")]
     gaps = sorted(gap for turn in found["both"] for gap in turn["text"].gaps)
     took = sorted(one for turn in found["both"] for one in turn["image"].ended)
-    shares = [rate[1] / rate[0] if rate[0] else math.nan for rate in (images_s, tokens_s)]
-    record.table(
-        f"{model}, {steps} steps, and {text_model}, on one engine",
-        ("panel", "alone", "together", "share", "p99 together", "objective"),
-        [
-            (
-                *("pictures/s", f"{images_s[0]:.2f}", f"{images_s[1]:.2f}", f"{shares[0]:.2f}"),
-                *(_seconds(_p99(took)), _seconds(objectives["image_s"])),
-            ),
-            (
-                *("tokens/s", f"{tokens_s[0]:.0f}", f"{tokens_s[1]:.0f}", f"{shares[1]:.2f}"),
-                *(_seconds(_p99(gaps)), _seconds(objectives["tpot_s"])),
-            ),
-        ],
-    )
+    shares = [_share(images_s), _share(tokens_s)]
+    _print(f"{model}, {steps} steps, and {text_model}, on one engine", images_s, tokens_s, took, gaps, objectives)
     result = {
         "image_share": round(shares[0], 4),
         "text_share": round(shares[1], 4),
@@ -107,6 +88,46 @@ def run(
     }
     rooms = (*provenance.IMAGES, *provenance.TEXTS, "benchmarks/cohost.py", "benchmarks/loop.py")
     return record.publish("cohost", result, results, rooms=rooms)
+
+
+def _turns(
+    works: Works, kinds: Mapping[str, tuple[Any, int]], turns: int, seconds: float
+) -> dict[str, list[dict[str, Loop]]]:
+    """What each turn measured: of pictures alone, of texts alone, of both."""
+    found: dict[str, list[dict[str, Loop]]] = {"image": [], "text": [], "both": []}
+    for _ in range(turns):
+        for what in found:
+            wanted = [what] if what in kinds else list(kinds)
+            loops = {name: Loop(works.engine, *kinds[name]) for name in wanted}
+            _measure(loops, seconds)
+            found[what].append(loops)
+    return found
+
+
+def _share(rates: Sequence[float]) -> float:
+    """What is left together of what was made alone."""
+    alone, together = rates
+    return together / alone if alone else math.nan
+
+
+def _print(
+    title: str, images_s: Sequence[float], tokens_s: Sequence[float], took: Sequence[float], gaps: Sequence[float],
+    objectives: Mapping[str, Any],
+) -> None:  # fmt: skip
+    record.table(
+        title,
+        ("panel", "alone", "together", "share", "p99 together", "objective"),
+        [
+            (
+                *("pictures/s", f"{images_s[0]:.2f}", f"{images_s[1]:.2f}", f"{_share(images_s):.2f}"),
+                *(_seconds(_p99(took)), _seconds(objectives["image_s"])),
+            ),
+            (
+                *("tokens/s", f"{tokens_s[0]:.0f}", f"{tokens_s[1]:.0f}", f"{_share(tokens_s):.2f}"),
+                *(_seconds(_p99(gaps)), _seconds(objectives["tpot_s"])),
+            ),
+        ],
+    )
 
 
 def free_pace_s(works: Works) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -89,6 +89,24 @@ def run(
         if not turns.rates:
             raise record.BenchError(f"no rung can be measured here: {left_out}")
         measured = turns.finish([name for name in rungs if name not in left_out])
+    rows = _rows(settings, steps, measured, memory)
+    result = {
+        "rungs": rows,
+        "left_out": left_out,
+        "model": Path(settings.model_name).name,
+        "steps": steps,
+        "pictures": -(-pictures // _ROUND) * _ROUND,
+        "in_flight": IN_FLIGHT,
+        "static_batch": STATIC_BATCH,
+        "resident_mib": record.resident_mib(),
+    }
+    return record.publish("ladder", result, results, rooms=(*provenance.IMAGES, "benchmarks/ladder.py"))
+
+
+def _rows(
+    settings: Settings, steps: int, measured: Mapping[str, tuple[float, float, float]], memory: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The rungs as they are recorded, which are also printed."""
     first = next(iter(measured.values()))
     rows: list[dict[str, Any]] = [
         {
@@ -108,17 +126,7 @@ def run(
             for r in rows
         ],
     )
-    result = {
-        "rungs": rows,
-        "left_out": left_out,
-        "model": Path(settings.model_name).name,
-        "steps": steps,
-        "pictures": -(-pictures // _ROUND) * _ROUND,
-        "in_flight": IN_FLIGHT,
-        "static_batch": STATIC_BATCH,
-        "resident_mib": record.resident_mib(),
-    }
-    return record.publish("ladder", result, results, rooms=(*provenance.IMAGES, "benchmarks/ladder.py"))
+    return rows
 
 
 def _in_batches(draw: Draw, jobs: Sequence[tuple[str, int]], size: int) -> None:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.config import Settings
-    from evaluation.asking import Asker
-    from evaluation.authors import Author
-    from evaluation.caption_file import CaptionFile
+    from training.captioning.asking import Asker
+    from training.captioning.authors import Author
+    from training.captioning.caption_file import CaptionFile
 
 _ABOUT = """examples:
   diptych captions --count 1000 --out captions.tsv
@@ -79,10 +79,10 @@ def _captions(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from core.batching.runner import Refused
-    from evaluation.caption_file import CaptionFile, CaptionFileError
-    from evaluation.compose import HopelessError
-    from evaluation.screen import REASONS
     from evaluation.service import SourceError
+    from training.captioning.caption_file import CaptionFile, CaptionFileError
+    from training.captioning.compose import HopelessError
+    from training.captioning.screen import REASONS
 
     console = Console(stderr=True)
     _check(options)
@@ -129,8 +129,8 @@ def _check(options: argparse.Namespace) -> None:
 def _subjects(options: argparse.Namespace) -> dict[int, str]:
     """What captions are about, in turn, by row of the file; none where it is not said. Raises `UsageError`."""
     from evaluation import captions
-    from evaluation.screen import squeeze
     from pipeline import prompts
+    from training.captioning.screen import squeeze
 
     path: Path | None = options.subjects
     if path is None:
@@ -152,8 +152,8 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
 
 def _template(options: argparse.Namespace) -> str | None:
     from core.text import complaint
-    from evaluation.asking import SUBJECT
     from pipeline.parameters import MAX_PROMPT_CHARACTERS
+    from training.captioning.asking import SUBJECT
 
     path: Path | None = options.template
     if path is None:
@@ -214,9 +214,10 @@ def _write(
     console: Console,
 ) -> None:
     """Make what the file lacks, and finish it."""
-    from evaluation import generate, screen
-    from evaluation.asking import Asker
-    from evaluation.compose import Composer
+    from evaluation import generate
+    from training.captioning import screen
+    from training.captioning.asking import Asker
+    from training.captioning.compose import Composer
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(model_errors())
@@ -243,12 +244,12 @@ def _write(
 def _author(options: argparse.Namespace, settings: Settings, stack: contextlib.ExitStack, console: Console) -> Author:
     """The engine or the service that writes, open as long as the stack is."""
     if options.server:
-        from evaluation.authors import Remote
+        from training.captioning.authors import Remote
 
         return stack.enter_context(contextlib.closing(Remote(options.server, options.key, options.text_model)))
     from core.batching.engine import Engine
     from core.batching.runner import Lane
-    from evaluation.authors import Local
+    from training.captioning.authors import Local
     from workers.build import text_lane, text_runner
 
     with console.status("starting") as status:
@@ -265,7 +266,7 @@ def _author(options: argparse.Namespace, settings: Settings, stack: contextlib.E
 def _try(author: Author, asker: Asker, options: argparse.Namespace, rows: Sequence[int]) -> None:
     """Refuse what the model does not take before anything is written: of all rows of --subjects, or of the first."""
     from core.batching.runner import Refused
-    from evaluation.authors import Local
+    from training.captioning.authors import Local
 
     assert isinstance(author, Local)
     for index in range(max(1, len(rows))):
@@ -280,7 +281,7 @@ def _try(author: Author, asker: Asker, options: argparse.Namespace, rows: Sequen
 
 def _tell(file: CaptionFile, console: Console) -> int:
     """What came of it; 1 where captions are missing."""
-    from evaluation.screen import REASONS
+    from training.captioning.screen import REASONS
 
     made = [row for row in file.rows if row.caption is not None]
     missing = [row for row in file.rows if row.caption is None]

@@ -114,20 +114,20 @@ def _revoke(options: argparse.Namespace) -> int:
 def _follow_up(options: argparse.Namespace) -> None:
     """Cancel the revoked key's jobs, or say that they go on."""
     from core.jobs.batches import BatchStore
-    from core.jobs.connection import StoreError
+    from core.jobs.connection import RedisClient, StoreError
     from core.jobs.store import JobStore
     from core.jobs.tenants import cancel_all, left
 
     settings = read_settings(options)
     named = settings.model_copy(update={"redis_url": _url(settings)})
-    store, batches = JobStore.of(named), BatchStore.of(named)
+    client = RedisClient(named.redis_url)
+    store, batches = JobStore.of(named, client), BatchStore.of(named, client)
     try:
         found = (cancel_all if options.cancel_jobs else left)(store, batches, options.id)
     except StoreError as error:
         raise Failure(f"the key is revoked; its jobs are not looked at: {error}") from error
     finally:
-        batches.close()
-        store.close()
+        client.close()
     if options.cancel_jobs:
         print(f"cancelled: {found.jobs} jobs, {found.batches} batches")
     elif found.jobs or found.batches:

@@ -159,26 +159,25 @@ def _check_extra() -> None:
 
 def _check_redis(settings: Settings) -> None:
     """Refuse a URL that can never work."""
-    from core.jobs.connection import connect
+    from core.jobs.connection import RedisClient
 
     if not settings.redis_url:
         raise UsageError(f"DIPTYCH_REDIS_URL: must be given, {_SUCH_AS}; `diptych serve` alone brings its own Redis")
     try:
-        connect(settings.redis_url).close()
+        RedisClient(settings.redis_url).close()
     except ValueError as error:
         raise UsageError(f"DIPTYCH_REDIS_URL: is no address of a Redis, {_SUCH_AS}") from error
 
 
 def _wait_for_redis(settings: Settings) -> None:
     """Return when Redis answers; say once why it does not."""
-    from core.jobs.connection import StoreError, connect, translated
+    from core.jobs.connection import RedisClient, StoreError
 
     pause_s, said = _FIRST_PAUSE_S, ""
-    with connect(settings.redis_url) as client:
+    with RedisClient(settings.redis_url) as client:
         while True:
             try:
-                with translated():
-                    client.ping()
+                client.ping()
                 return
             except StoreError as error:
                 if str(error) != said:

@@ -101,7 +101,7 @@ def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Dr
     from core.quant.convert import quantize_
     from core.quant.kernels.cpu.library import library
     from core.quant.statistics import Statistics
-    from pipeline import quantized
+    from pipeline import quantized_parts
     from pipeline.denoise import PackedKeys
     from pipeline.drawing import Drawing
     from pipeline.load import load
@@ -113,9 +113,9 @@ def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Dr
     kernels = library(cache)
     loaded = load(str(model))
     plain = loaded.digest
-    folders = quantized.variant(model, "int8")
+    folders = quantized_parts.variant(model, "int8")
     if variant.alpha is not None:
-        quantized.apply_({"vae": loaded.vae}, {"vae": folders["vae"]}, digest=plain)
+        quantized_parts.apply_({"vae": loaded.vae}, {"vae": folders["vae"]}, digest=plain)
         made = recipe.unet(loaded.unet, alpha=variant.alpha or None)
         quantize_(loaded.unet, made, Statistics.load(statistics), digest=plain)
     half = variant.alpha is not None

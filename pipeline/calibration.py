@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from core.quant.statistics import Statistics
 from pipeline.denoise import PackedKeys
 from pipeline.drawing import Drawing
+from pipeline.quantized_parts import Part
 from pipeline.vae import unscale
 from unet_opt.calibrate import Around, CalibrationSettings, Observe, calibrate, observe_modules, observe_programs
 from unet_opt.calibrate import Part as Watched
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Part = Literal["unet", "vae"]
 _DECODED = 2  # latents that are decoded together: a decoder at 1024² needs 5 GiB for each
 _PROMPTS = Path(__file__).resolve().with_name("calibration_prompts.txt")
 

@@ -116,12 +116,12 @@ def load(
         with _quiet():
             lora.fuse_(loaded, loras)
     if precision in _QUANTIZED:
-        from pipeline import quantized
+        from pipeline import quantized_parts
 
-        variants = quantized.variant(folder, precision, unet)
+        variants = quantized_parts.variant(folder, precision, unet)
         if loras:
-            quantized.check_scales_alone(variants["unet"])
-        digest = quantized.apply_(loaded, variants, digest=digest)
+            quantized_parts.check_scales_alone(variants["unet"])
+        digest = quantized_parts.apply_(loaded, variants, digest=digest)
     if loras:
         digest = lora.digest(digest, loras)
     upcast = dtype is torch.float16 and bool(loaded["vae"].config.force_upcast)  # such decoders overflow in fp16

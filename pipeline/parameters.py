@@ -18,6 +18,7 @@ from core.text import complaint
 
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
+MAX_IMAGES = 10  # of one job
 MAX_GUIDANCE = 100.0
 MAX_SEED = 2**63 - 1
 

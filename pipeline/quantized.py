@@ -1,4 +1,4 @@
-"""A model's quantized UNet and VAE: where they lie, how they are made, and putting them in place of the model's own.
+"""Makes a model's quantized UNet and VAE. `pipeline.quantized_parts` says where they lie and puts them in place.
 
 Prompts are drawn by `pipeline.calibration`, arithmetic is `core.quant`'s.
 """
@@ -11,71 +11,20 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from core.quant import store
 from core.quant.convert import Recipe, Report, Scheme, quantize_
 from core.quant.statistics import Statistics
-from pipeline.calibration import Part, collect
-from pipeline.folder import ModelError
+from pipeline.calibration import collect
+from pipeline.quantized_parts import PARTS, Part, folder
 from unet_opt import recipe as recipes
 from unet_opt.calibrate import CalibrationSettings
 
 if TYPE_CHECKING:
     from pipeline.load import Model
 
-PARTS: tuple[Part, ...] = get_args(Part)
 Ranges = Mapping[str, Statistics]  # by part
-
-
-def folder(parent: Path, part: Part, scheme: str) -> Path:
-    """Where a model keeps a quantized part: `unet-int8` beside `unet`."""
-    return parent / f"{part}-{scheme}"
-
-
-def variant(parent: Path | None, scheme: str, unet: Path | None = None) -> dict[Part, Path]:
-    """The folders of a model's quantized parts; `unet` is one elsewhere. Raises `ModelError` where there is no UNet.
-
-    A VAE without a quantized variant stays as it is. Beside a UNet that lies elsewhere its own VAE is looked for first.
-    """
-    found: dict[Part, Path] = {}
-    beside = [] if unet is None else [unet.parent]
-    parents = beside + ([] if parent is None else [parent])
-    places: list[Path] = [unet] if unet is not None else [folder(parent, "unet", scheme) for parent in parents]
-    for place in places:
-        if (place / store.MANIFEST).is_file():
-            found["unet"] = place
-    if "unet" not in found:
-        where = places[0] if places else f"unet-{scheme}"
-        raise ModelError(f"precision {scheme}: there is no quantized UNet in {where}; `diptych quantize` makes one")
-    for parent in parents:
-        if "vae" not in found and (folder(parent, "vae", scheme) / store.MANIFEST).is_file():
-            found["vae"] = folder(parent, "vae", scheme)
-    return found
-
-
-def apply_(modules: Mapping[str, Any], folders: Mapping[Part, Path], *, digest: str) -> str:
-    """Put quantized parts in place; returns a digest of them and the weights. Raises `ModelError`, naming the file.
-
-    `folders` names the parts to replace. `digest` is of the weights that they must have been made from.
-    """
-    made = hashlib.sha256(digest.encode())
-    for part, where in folders.items():
-        try:
-            manifest = store.load_(modules[part], where, source=digest)
-        except store.StoreError as error:
-            raise ModelError(str(error)) from error
-        made.update(f"{part}:{manifest.scheme}:{manifest.recipe}:{manifest.sha256}".encode())
-    return made.hexdigest()
-
-
-def check_scales_alone(where: Path) -> None:
-    """Raise `ModelError` for a quantized UNet that brings weights of its own: changed ones would be lost with it."""
-    try:
-        if store.read_manifest(where).weights:
-            raise ModelError(f"lora: {where} holds weights of its own; `diptych quantize` makes one of scales alone")
-    except store.StoreError as error:
-        raise ModelError(str(error)) from error
 
 
 def recipes_of(model: Model, alpha: float | None = recipes.ALPHA) -> dict[Part, Recipe]:

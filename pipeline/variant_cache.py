@@ -24,6 +24,7 @@ from core.quant.statistics import StatisticsError
 from pipeline import quantized
 from pipeline.calibration import default_prompts
 from pipeline.folder import ModelError
+from pipeline.quantized_parts import PARTS, folder
 from unet_opt.calibrate import CalibrationSettings
 from unet_opt.recipe import ALPHA
 
@@ -42,11 +43,11 @@ class CachedVariant:
 
     @property
     def unet(self) -> Path:
-        return quantized.folder(self.folder, "unet", self.scheme)
+        return folder(self.folder, "unet", self.scheme)
 
     @property
     def is_made(self) -> bool:
-        return all((quantized.folder(self.folder, p, self.scheme) / store.MANIFEST).is_file() for p in quantized.PARTS)
+        return all((folder(self.folder, part, self.scheme) / store.MANIFEST).is_file() for part in PARTS)
 
     def make(
         self,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.mutations import Mutant, mutants
+from tests.mutations import Mutant, lua_mutants, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/core/batching/test_preemption.py",
     ),
     "core/jobs/keyring.py": ("tests/core/jobs/test_keyring.py", "tests/api/test_access.py"),
-    "core/jobs/scripts.py": tuple(
+    "core/jobs/lua": tuple(  # a folder: all its scripts
         f"tests/core/jobs/test_{name}.py"
         for name in ("store", "reaper", "life", "events", "ledger", "registry", "submissions", "batches", "broker")
     ),
@@ -72,34 +72,43 @@ def main() -> int:
     tests = options.tests or ROOMS.get(room)
     if tests is None:
         parser.error(f"{room}: which tests guard it? name them with --tests")
-    every = mutants((ROOT / room).read_text("utf-8"))
+    every = all_of(room)
     if options.lines:
         first, _, last = options.lines.partition("-")
-        every = [one for one in every if int(first) <= one.line <= int(last or first)]
+        every = [(file, one) for file, one in every if int(first) <= one.line <= int(last or first)]
     chosen = every
     if options.sample and options.sample < len(every):
-        chosen = sorted(random.Random(options.seed).sample(every, options.sample), key=lambda one: one.line)
+        chosen = sorted(random.Random(options.seed).sample(every, options.sample), key=every.index)
     print(f"{room}: {len(chosen)} of {len(every)} mutants, against {' '.join(tests)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        survivors = Runner(Path(folder).resolve() / "tree", room, tests).run(chosen)
+        survivors = Runner(Path(folder).resolve() / "tree", tests).run(chosen)
     print(f"{room}: {len(chosen)} mutants, {len(chosen) - len(survivors)} killed, {len(survivors)} left")
-    for one in survivors:
-        print(f"  {room}:{one}")
+    for file, one in survivors:
+        print(f"  {file}:{one}")
     return 0
+
+
+def all_of(room: str) -> list[tuple[str, Mutant]]:
+    """The mutants of a file, or of every Lua script in a folder, with the file of each."""
+    path = ROOT / room
+    files = sorted(path.rglob("*.lua")) if path.is_dir() else [path]
+    return [
+        (str(file.relative_to(ROOT)), one)
+        for file in files
+        for one in (lua_mutants if file.suffix == ".lua" else mutants)(file.read_text("utf-8"))
+    ]
 
 
 class Runner:
     """A copy of the tree in which one file at a time is another."""
 
-    def __init__(self, tree: Path, room: str, tests: Sequence[str]) -> None:
-        self.tree, self.room, self.tests = tree, room, tests
+    def __init__(self, tree: Path, tests: Sequence[str]) -> None:
+        self.tree, self.tests = tree, tests
         _copy(tree)
 
-    def run(self, chosen: Sequence[Mutant]) -> list[Mutant]:
+    def run(self, chosen: Sequence[tuple[str, Mutant]]) -> list[tuple[str, Mutant]]:
         """Those of the mutants that no test noticed. Ends the program where the tests fail on the code itself."""
         _prepare(self.tree)
-        path = self.tree / self.room
-        original = path.read_text("utf-8")
         if self._fails(3600, modules := self.tree / "modules.json"):
             sys.exit("the tests fail on the code as it is")
         # What was compiled so far is used again. A mutant's own code is not kept: the next may be as long and as old.
@@ -113,15 +122,17 @@ class Runner:
             sys.exit(f"the tests fail where modules are imported beforehand: {(self.tree / 'output.txt').read_text()}")
         limit_s = max(_LEAST_S, _PATIENCE * (time.monotonic() - began))
         survivors = []
-        for number, one in enumerate(chosen, 1):
+        for number, (file, one) in enumerate(chosen, 1):
+            path = self.tree / file
+            original = path.read_text("utf-8")
             path.write_text(one.source, "utf-8")
             began = time.monotonic()
             killed = self._fails(limit_s)
             took_s = time.monotonic() - began
-            print(f"{number}/{len(chosen)} {'killed' if killed else 'LEFT'} {took_s:.1f} s  {one}", flush=True)
+            path.write_text(original, "utf-8")
+            print(f"{number}/{len(chosen)} {'killed' if killed else 'LEFT'} {took_s:.1f} s  {file}:{one}", flush=True)
             if not killed:
-                survivors.append(one)
-        path.write_text(original, "utf-8")
+                survivors.append((file, one))
         return survivors
 
     def _fails(self, limit_s: float, modules: Path | None = None) -> bool:

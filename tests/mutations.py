@@ -1,4 +1,4 @@
-"""Mutation operators: small changes of Python, and of Lua in Python's strings, that a test ought to notice.
+"""Mutation operators: small changes of Python and of Lua that a test ought to notice.
 
 A mutant is the source with one span of text replaced, so that everything else keeps its lines.
 """
@@ -61,11 +61,16 @@ def mutants(source: str) -> list[Mutant]:
     for node, after in _python(ast.parse(source)):
         start, end = _offset(lines, source, node), _offset(lines, source, node, at_end=True)
         _add(found, source, node.lineno, start, end, after)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "redis.call(" in node.value:
-            begin, end = _offset(lines, source, node), _offset(lines, source, node, at_end=True)
-            for at, to, after in _lua(source[begin:end]):
-                _add(found, source, source.count("\n", 0, begin + at) + 1, begin + at, begin + to, after)
+    return sorted(found.values(), key=lambda mutant: mutant.line)
+
+
+def lua_mutants(source: str) -> list[Mutant]:
+    """Every mutant of a Lua script, in the order of its lines, none twice. One that does not compile is noticed."""
+    found: dict[str, Mutant] = {}
+    for start, end, after in _lua(source):
+        made = source[:start] + after + source[end:]
+        if made != source:
+            found.setdefault(made, Mutant(source.count("\n", 0, start) + 1, source[start:end], after, made))
     return sorted(found.values(), key=lambda mutant: mutant.line)
 
 
@@ -181,7 +186,7 @@ _NUMBER = re.compile(r"(?<![\w.\[\]'])\d+(?![\w.'\]])")
 
 def _lua(text: str) -> Iterator[tuple[int, int, str]]:
     """Spans of Lua, and what stands in their place: never within its strings and comments."""
-    code = re.sub(r"--[^\n]*|'[^'\n]*'|\"\"\"", lambda found: "\0" * len(found[0]), text)
+    code = re.sub(r"--[^\n]*|'[^'\n]*'", lambda found: "\0" * len(found[0]), text)
     for pattern, others in _LUA:
         for found in re.finditer(pattern, code):
             yield from ((found.start(), found.end(), other) for other in others)

@@ -25,6 +25,7 @@ FLOORS = {
     "evaluation": 5,
     "benchmarks": 5,
     "training": 5,
+    "training.captioning": 5,
     "workers": 4,
     "api": 4,
     "deployment": 4,
@@ -50,8 +51,11 @@ FLOORS = {
 }
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.
 CLOSED = {"llm": {"unet_opt"}, "api": {"pipeline", "llm", "unet_opt"}, "deployment": {"pipeline", "llm", "unet_opt"}}
-# The front door opens every room of its own floor.
-SIDEWAYS = {"cli": {"evaluation", "benchmarks", "training"}}
+# The front door opens every room of its own floor. Captions are written for runs, with their tables and their files.
+SIDEWAYS = {
+    "cli": {"evaluation", "benchmarks", "training", "training.captioning"},
+    "training.captioning": {"evaluation"},
+}
 
 TORCH_FREE = ("core.batching", "core.jobs", "core.artifacts", "api", "deployment")
 TORCH = {
@@ -206,6 +210,32 @@ def check_kept_to(modules: dict[str, Module]) -> Iterator[str]:
             yield f"{module.path}:{found.line}: imports {found.name}, which is kept to {', '.join(allowed)}"
 
 
+def check_circles(modules: dict[str, Module]) -> Iterator[str]:
+    """No file reaches itself by imports, those inside functions and under TYPE_CHECKING among them."""
+    reached = {
+        module.name: {part for found in module.imports(modules) if (part := _file(found.name, modules))} - {module.name}
+        for module in modules.values()
+        if not within(module.name, "tests")
+    }
+    before = {}
+    while before != (sizes := {name: len(there) for name, there in reached.items()}):
+        before = sizes
+        for there in reached.values():
+            there.update(*(reached.get(name, ()) for name in list(there)))
+    circles = {
+        frozenset(n for n in there if name in reached.get(n, ())) for name, there in reached.items() if name in there
+    }
+    for circle in sorted(map(sorted, circles)):
+        yield f"{', '.join(circle)}: import one another in a circle"
+
+
+def _file(name: str, modules: dict[str, Module]) -> str:
+    """The module in which an imported name is looked up; empty where it is none of ours."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
 def check_lengths(modules: dict[str, Module]) -> Iterator[str]:
     for module in modules.values():
         lines = len(module.source.splitlines())
@@ -220,7 +250,7 @@ def check_names(modules: dict[str, Module]) -> Iterator[str]:
             yield f"{module.path}: '{word}' names no job"
 
 
-RULES = [check_floors, check_torch_free, check_kept_to, check_lengths, check_names]
+RULES = [check_floors, check_torch_free, check_kept_to, check_circles, check_lengths, check_names]
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +448,37 @@ def test_kept_to_can_fail(path, source, tmp_path):
     assert len(broken) == 1
     assert broken[0].startswith(path)
     assert "kept to" in broken[0]
+
+
+@pytest.mark.parametrize(
+    ("planted", "circle"),
+    [
+        (
+            {"pipeline/runner.py": "from pipeline import load", "pipeline/load.py": "from pipeline.runner import x"},
+            "pipeline.load, pipeline.runner",
+        ),
+        (
+            {"llm/a.py": "from . import b", "llm/b.py": "def f():\n    import llm.c", "llm/c.py": "from .a import X"},
+            "llm.a, llm.b, llm.c",
+        ),
+        (
+            {
+                "core/batching/scheduler.py": "if TYPE_CHECKING:\n    from core.batching.engine import Engine",
+                "core/batching/engine.py": "import importlib\nimportlib.import_module('.scheduler')",
+            },
+            "core.batching.engine, core.batching.scheduler",
+        ),
+        (
+            {
+                "core/batching/__init__.py": "from .engine import Engine",
+                "core/batching/engine.py": "from core.batching import Y",
+            },
+            "core.batching, core.batching.engine",
+        ),
+    ],
+)
+def test_circles_can_fail(planted, circle, tmp_path):
+    assert list(check_circles(build(tmp_path, **planted))) == [f"{circle}: import one another in a circle"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from pipeline import parameters
 from pipeline.execution import Group
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
-from workers.panels import MAX_IMAGES
 
 _STEPS = 20  # of the picture that capacity is counted in, with guidance
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
@@ -56,7 +55,7 @@ def image_card(
             "max_steps": parameters.MAX_STEPS,
             "max_guidance": parameters.MAX_GUIDANCE,
             "max_seed": parameters.MAX_SEED,
-            "max_images": MAX_IMAGES,
+            "max_images": parameters.MAX_IMAGES,
         },
         costs={
             "encode_s": encode_s,

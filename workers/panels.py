@@ -14,7 +14,7 @@ from core.batching.request import Outcome
 from core.batching.runner import Refused
 from core.jobs.cards import ModelCard
 from core.schedule import DeepCache
-from pipeline.parameters import MAX_SEED, ImageParameters
+from pipeline.parameters import MAX_IMAGES, MAX_SEED, ImageParameters
 from workers import sources
 from workers.checker import Checker, check
 from workers.formats import encode
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pipeline.picture import Picture
     from pipeline.runner import ImageRunner
     from workers.written import Written
-
-MAX_IMAGES = 10  # of one job
 
 
 class Tally(Protocol):

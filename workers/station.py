@@ -20,7 +20,7 @@ from core.artifacts import ArtifactError, Artifacts
 from core.config import Settings, SettingsError
 from core.jobs.broker import QUEUES, Envelope
 from core.jobs.cards import ModelCard, WorkerCard
-from core.jobs.connection import StoreError
+from core.jobs.connection import RedisClient, StoreError
 from core.jobs.reaper import Reaper
 from core.jobs.registry import Registry
 from core.jobs.rights import Rights, told
@@ -61,11 +61,11 @@ class Station:
         self.tasks: Tasks | None = None
         self._send = send
         try:
-            self._store = JobStore.of(settings)
-            self._registry = Registry.of(settings)
-            self._rights = Rights(settings.redis_url)
+            client = RedisClient(settings.redis_url)
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
+        self._store, self._registry = JobStore.of(settings, client), Registry(client)
+        self._rights = Rights(client)
         try:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
@@ -164,7 +164,6 @@ class Station:
         self.forget()
         if self._equipment is not None and not self.hand.works():
             self._equipment.close()
-        self._rights.close()
         self._registry.close()
         self._store.close()
 

@@ -45,12 +45,12 @@ def unet_of(
 
 def has_own(settings: Settings, scheme: str) -> bool:
     """Whether a quantized UNet is named, or lies in the model's own folder."""
-    from pipeline import folder, quantized
+    from pipeline import folder, quantized_parts
     from pipeline.load import seeded
 
     try:
         where = None if seeded(settings.model_name) else folder.find(settings.model_name, settings.variant)
-        quantized.variant(where, scheme, Path(settings.unet) if settings.unet else None)
+        quantized_parts.variant(where, scheme, Path(settings.unet) if settings.unet else None)
     except ModelError:
         return False
     return True

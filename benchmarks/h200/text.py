@@ -174,8 +174,8 @@ class Bench:
     def _crowd(self, kind: str) -> dict[str, bool]:
         """One row's bits among 1, 16, 64 and 256, at 300 tokens."""
         run = self.execution(kind, 256, 320, fill=True)
-        alone = run(_step(1, 300)).clone()
-        return {str(n): torch.equal(run(_step(n, 300))[:1], alone) for n in (2, 16, 64, 256)}
+        alone = run(text_kernels.step_of(1, 300)).clone()
+        return {str(n): torch.equal(run(text_kernels.step_of(n, 300))[:1], alone) for n in (2, 16, 64, 256)}
 
     # -- how fast ----------------------------------------------------------------------------------------------------
 
@@ -190,9 +190,9 @@ class Bench:
                 if kind == "bf16" and batch * context > 100_000:
                     continue  # 131 kB a token
                 run = self.execution(kind, batch, given + written, fill=True)
-                step = _step(batch, context)
+                step = text_kernels.step_of(batch, context)
                 run(step)
-                graph = run._fused.graphs._graph(*_size(batch, context))
+                graph = run._fused.graphs._graph(*text_kernels.graph_size(batch, context))
                 device = sustained(graph, 40)
                 for _ in range(3):
                     look(run(step), [], run.best)
@@ -318,26 +318,11 @@ def _token_bytes(cache: Any) -> float:
     return float(cache.size_bytes / (cache.keys.shape[1] * PAGE))
 
 
-def _step(batch: int, context: int) -> Step:
-    """One row of each sequence, the `context`-th token of each."""
-    every = list(range(batch))
-    return Step.of([3 + i for i in every], [context - 1] * batch, every, every)
-
-
 def _columns(tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]) -> tuple[Any, Any, Any]:
     import numpy as np
 
     columns = np.array([tokens, positions, sequences], np.int32)
     return columns, np.arange(len(tokens), dtype=np.int32), np.arange(len(tokens))
-
-
-def _size(batch: int, context: int) -> tuple[int, int]:
-    from llm.decode_graphs import bucket, rung
-    from llm.decode_kernel import reach
-
-    size = bucket(batch)
-    assert size is not None
-    return size, rung(reach(context))
 
 
 def main() -> None:

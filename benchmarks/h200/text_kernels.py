@@ -130,19 +130,32 @@ def _other_ms(x: Tensor, weights: list[Tensor]) -> float:
     return milliseconds(lambda i: linear_int8(x, weights[i], scale), sets=len(weights))
 
 
+def step_of(batch: int, context: int) -> Step:
+    """One row of each sequence, the `context`-th token of each."""
+    every = list(range(batch))
+    return Step.of([3 + i for i in every], [context - 1] * batch, every, every)
+
+
+def graph_size(batch: int, context: int) -> tuple[int, int]:
+    """Rows and reach of the recorded graph that such a step runs in."""
+    from llm.decode_graphs import bucket, rung
+
+    size = bucket(batch)
+    assert size is not None
+    return size, rung(reach(context))
+
+
 def early(bench: Any) -> dict[str, Any]:
     """ms of a step where kernels are launched as usual, early, and eagerly (`llm.launching`); and equal bits."""
-    from benchmarks.h200.text import _size, _step
-
     found: dict[str, Any] = {}
     for batch in (1, 64, 256):
         made: list[Tensor] = []
         for mode in (0, LATE, EAGER):
             run = bench.execution("int8", batch, 256)
             run._fused.model.early = mode
-            step = _step(batch, 192)
+            step = step_of(batch, 192)
             made.append(run(step).clone())
-            graph = run._fused.graphs._graph(*_size(batch, 192))
+            graph = run._fused.graphs._graph(*graph_size(batch, 192))
             found[f"{batch} rows, {('usual', 'late', 'eager')[mode]}"] = round(sustained(graph, 60), 3)
         found[f"{batch} rows, equal"] = all(torch.equal(made[0], other) for other in made)
     return found

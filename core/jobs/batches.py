@@ -20,135 +20,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from core.config import Settings
-from core.jobs.connection import Script, connect, translated
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.files import KEPT_S, File, Listed, listed
-from core.jobs.holding import HOLDING
 from core.jobs.keys import PREFIX
 from core.jobs.record import milliseconds, pairs, to_json
-from core.jobs.scripts import PRELUDE
 
 LIVE = ("in_progress", "cancelling")
 _PORTION = 100  # results, or batches, of one round trip
 _HELD_MS = 3 * 86_400_000  # a batch holds its input until it has ended, which takes a day and some hours at the most
-
-# batch, owner, its file, whether it is worked at (1 or 0), kept_ms, held_ms, field, value, … → when it was made, in s
-# A file of a version that held nothing is not held here either: its artifact stays until its time is over.
-_ADD = (
-    PRELUDE
-    + HOLDING
-    + """
-local id, owner, file = ARGV[2], ARGV[3], ARGV[4]
-redis.call('HSET', P .. 'batch:' .. id, unpack(ARGV, 8))  -- on a full Redis this is refused, and nothing is begun
-local t = redis.call('TIME')
-local at, made, kept_ms = now(), t[1] + t[2] / 1000000, tonumber(ARGV[6])
-redis.call('HSET', P .. 'batch:' .. id, 'created', t[1])
-redis.call('PEXPIRE', P .. 'batch:' .. id, kept_ms)
-for _, index in ipairs({'batches:' .. owner, 'every_batch'}) do
-  redis.call('ZADD', P .. index, made, id)
-  redis.call('ZREMRANGEBYSCORE', P .. index, '-inf', made - kept_ms / 1000)
-end
-if ARGV[5] == '1' then
-  redis.call('ZADD', P .. 'batches', t[1], id)
-  local artifact = redis.call('HGET', P .. 'batch:' .. id, 'key')
-  if redis.call('ZSCORE', P .. 'held:' .. artifact, file) then hold(artifact, id, at + ARGV[7], at) end
-else
-  redis.call('HSET', P .. 'batch:' .. id, 'ended', t[1])
-end
-return t[1]
-"""
-)
-
-# rank of the first, how many → id, owner, endpoint, … of those that are worked at, the oldest first
-_ACTIVE = """
-local P, found = ARGV[1], {}
-for _, id in ipairs(redis.call('ZRANGE', P .. 'batches', ARGV[2], ARGV[2] + ARGV[3] - 1)) do
-  local v = redis.call('HMGET', P .. 'batch:' .. id, 'owner', 'endpoint')
-  found[#found + 1] = id
-  found[#found + 1] = v[1] or ''
-  found[#found + 1] = v[2] or ''
-end
-return found
-"""
-
-# batch, … → of each: {its fields}, {line, job, 'live', 'ended' or 'lost', …}
-_LOOK = """
-local P, found = ARGV[1], {}
-for i = 2, #ARGV do
-  found[#found + 1] = redis.call('HGETALL', P .. 'batch:' .. ARGV[i])
-  local jobs = redis.call('HGETALL', P .. 'batch_jobs:' .. ARGV[i])
-  local lines = {}
-  for k = 1, #jobs, 2 do
-    local v = redis.call('HMGET', P .. 'job:' .. jobs[k + 1], 'state', 'digest')
-    lines[#lines + 1] = jobs[k]
-    lines[#lines + 1] = jobs[k + 1]
-    lines[#lines + 1] = v[2] ~= ARGV[i] and 'lost' or (v[1] == 'queued' or v[1] == 'running') and 'live' or 'ended'
-  end
-  found[#found + 1] = lines
-end
-return found
-"""
-
-# batch, line that must be the next, job or '', line's result or '', kind of result ('completed', 'failed'), place of
-# the line after it → whether it was the next, of a batch whose lines are still begun
-_ADVANCE = """
-local P, id = ARGV[1], ARGV[2]
-local key = P .. 'batch:' .. id
-local v = redis.call('HMGET', key, 'next', 'status')
-if v[1] ~= ARGV[3] or v[2] ~= 'in_progress' then return 0 end
-redis.call('HINCRBY', key, 'next', 1)
-redis.call('HSET', key, 'place', ARGV[7])
-if ARGV[4] ~= '' then
-  redis.call('HSET', P .. 'batch_jobs:' .. id, ARGV[3], ARGV[4])
-else
-  redis.call('HSET', P .. 'batch_done:' .. id, ARGV[3], ARGV[5])
-  redis.call('HINCRBY', key, ARGV[6], 1)
-end
-return 1
-"""
-
-# batch, line, result, kind ('': it did not run), retention_ms → whether it was under way
-# A text's record was kept until it is noted, and goes as others from then on. A picture's still names that picture.
-_NOTE = """
-local P, id = ARGV[1], ARGV[2]
-local job = redis.call('HGET', P .. 'batch_jobs:' .. id, ARGV[3])
-if not job then return 0 end
-local v = redis.call('HMGET', P .. 'job:' .. job, 'modality', 'ended', 'owner', 'digest')
-if v[1] == 'text' and v[2] and v[4] == id then
-  redis.call('PEXPIREAT', P .. 'job:' .. job, v[2] + ARGV[6])
-  redis.call('ZADD', P .. 'ended', 'XX', v[2] + ARGV[6], (v[3] or '') .. '|' .. job)
-end
-redis.call('HDEL', P .. 'batch_jobs:' .. id, ARGV[3])
-redis.call('HSET', P .. 'batch_done:' .. id, ARGV[3], ARGV[4])
-if ARGV[5] ~= '' then redis.call('HINCRBY', P .. 'batch:' .. id, ARGV[5], 1) end
-return 1
-"""
-
-# batch, status that it must have, field, value, … → whether it had
-_TURN = (
-    PRELUDE
-    + HOLDING
-    + """
-local key = P .. 'batch:' .. ARGV[2]
-if redis.call('HGET', key, 'status') ~= ARGV[3] then return 0 end
-redis.call('HSET', key, unpack(ARGV, 4))
-local status = redis.call('HGET', key, 'status')
-if status ~= 'in_progress' and status ~= 'cancelling' then
-  redis.call('ZREM', P .. 'batches', ARGV[2])
-  redis.call('DEL', P .. 'batch_jobs:' .. ARGV[2], P .. 'batch_done:' .. ARGV[2])
-  release(redis.call('HGET', key, 'key'), ARGV[2], now())
-end
-return 1
-"""
-)
-
-# token, ttl_ms → whether it is this one's turn to work
-_TAKE_TURN = """
-local key = ARGV[1] .. 'batch_turn'
-local who = redis.call('GET', key)
-if who and who ~= ARGV[2] then return 0 end
-redis.call('SET', key, ARGV[2], 'PX', ARGV[3])
-return 1
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,31 +97,27 @@ class Look:
     lost: list[int]
 
 
-class BatchStore:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+class BatchStore(RedisStore):
+    """The batches' records.
 
     `retention_s`: how long the record of a job that ended is kept, once its batch has noted what came of it.
     """
 
-    def __init__(self, url: str, *, retention_s: float = 86_400.0) -> None:
-        self._client = connect(url)
-        self._add = Script(self._client, _ADD)
-        self._active = Script(self._client, _ACTIVE)
-        self._look = Script(self._client, _LOOK)
-        self._advance = Script(self._client, _ADVANCE)
-        self._note = Script(self._client, _NOTE)
-        self._turn = Script(self._client, _TURN)
-        self._take_turn = Script(self._client, _TAKE_TURN)
+    def __init__(self, redis: RedisClient | str, *, retention_s: float = 86_400.0) -> None:
+        super().__init__(redis)
+        self._add = self._client.script("batches/add")
+        self._active = self._client.script("batches/active")
+        self._look = self._client.script("batches/look")
+        self._advance = self._client.script("batches/advance")
+        self._note = self._client.script("batches/note")
+        self._turn = self._client.script("batches/turn")
+        self._take_turn = self._client.script("batches/take_turn")
         self._retention_ms = milliseconds(retention_s)
         self._token = secrets.token_hex(8)
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(settings.redis_url, retention_s=settings.retention_s)
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
+    def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
+        return cls(redis or settings.redis_url, retention_s=settings.retention_s)
 
     def add(
         self,
@@ -267,7 +142,6 @@ class BatchStore:
         made = {"created": created, "ended": created if errors else ""}
         return Batch.of(id, {name: str(value) for name, value in {**fields, **made}.items()})
 
-    @translated()
     def batch(self, id: str) -> Batch | None:
         fields: Any = self._client.hgetall(f"{PREFIX}batch:{id}")
         return Batch.of(id, fields) if fields else None
@@ -279,7 +153,6 @@ class BatchStore:
         index = f"{PREFIX}every_batch" if owner is None else f"{PREFIX}batches:{owner}"
         return listed(self._client, index, "batch", Batch.of, lambda _: True, False, after, limit)
 
-    @translated()
     def _index_all(self) -> None:
         """Enter those that were made before there was an index of all of them. Once."""
         if self._client.exists(f"{PREFIX}every_batch_indexed"):
@@ -311,7 +184,6 @@ class BatchStore:
                     found.append(_looked(batch, lines))
         return found
 
-    @translated()
     def drop(self, id: str) -> None:
         """Work no more at a batch whose record is gone, or has ended."""
         if self._client.hget(f"{PREFIX}batch:{id}", "status") not in LIVE:
@@ -321,7 +193,6 @@ class BatchStore:
         """Whether this process works at batches, for `ttl_s` from now."""
         return bool(self._take_turn(self._token, round(1000 * ttl_s)))
 
-    @translated()
     def under_way(self, id: str) -> dict[int, str]:
         """Job by line."""
         found: Any = self._client.hgetall(f"{PREFIX}batch_jobs:{id}")
@@ -329,13 +200,11 @@ class BatchStore:
 
     def results(self, id: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """What came of each line that is done, in their order. Read in portions: all of them may be much."""
-        with translated():
-            keys: Any = self._client.hkeys(f"{PREFIX}batch_done:{id}")
+        keys: Any = self._client.hkeys(f"{PREFIX}batch_done:{id}")
         lines = sorted(map(int, keys))
         for at in range(0, len(lines), _PORTION):
             portion = lines[at : at + _PORTION]
-            with translated():
-                found: Any = self._client.hmget(f"{PREFIX}batch_done:{id}", [str(line) for line in portion])
+            found: Any = self._client.hmget(f"{PREFIX}batch_done:{id}", [str(line) for line in portion])
             yield from ((line, json.loads(text)) for line, text in zip(portion, found, strict=True) if text)
 
     def begin(self, id: str, line: int, job: str, place: int | None = None) -> bool:

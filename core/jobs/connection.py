@@ -1,7 +1,4 @@
-"""How Redis is reached: pools, timeouts, and redis-py's many errors as three of ours.
-
-Knows nothing of what is kept in Redis.
-"""
+"""The one client of Redis: address, TLS, pools, timeouts, scripts, and redis-py's many errors as three of ours."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import redis
 import redis.asyncio
@@ -18,11 +15,17 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.retry import Retry
 
+from core.config import Settings
 from core.jobs.keys import PREFIX
+from core.jobs.scripts import load
 
-CONNECTIONS = 32  # of one store; further threads wait for one to come back
+CONNECTIONS = 128  # of one client, made as they are needed: more than an API has threads that ask at the same time
 TIMEOUT_S = 5.0  # to connect, to wait for an answer, and to wait for a free connection
 _CHECK_S = 15  # a connection idle for so long is tried with a PING before it is used
+
+_ALWAYS: dict[str, Any] = {
+    "socket_connect_timeout": TIMEOUT_S, "socket_keepalive": True, "decode_responses": True, "protocol": 2,
+}  # fmt: skip
 
 # The code of an error, first in what Redis says; what a script's command said follows words of Redis 6's own.
 _CODE = re.compile(r"(?:^-?|@user_script: ?\d+: ?-?|: -)([A-Z]{3,})\b")
@@ -56,75 +59,115 @@ class StoreFull(StoreError):
     """Redis takes no more data: its memory limit is reached, or its disk is full."""
 
 
-def connect(url: str) -> redis.Redis:
-    """A client for any number of threads. Connects at its first command. Raises ValueError for a url of no use.
+class RedisClient(redis.Redis):
+    """A client for any number of threads. Connects at its first command. Every command raises `StoreError`s.
 
     A command whose connection broke is sent again twice: every script must bear that.
     """
-    pool = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=CONNECTIONS,
-        timeout=TIMEOUT_S,
-        socket_timeout=TIMEOUT_S,
-        socket_connect_timeout=TIMEOUT_S,
-        socket_keepalive=True,
-        health_check_interval=_CHECK_S,
-        decode_responses=True,
-        protocol=2,
-        retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 2, supported_errors=(redis.ConnectionError,)),
-    )
-    return redis.Redis.from_pool(pool)
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError for a url of no use."""
+        self.url = url
+        pool = redis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=TIMEOUT_S,
+            socket_timeout=TIMEOUT_S,
+            health_check_interval=_CHECK_S,
+            retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 2, supported_errors=(redis.ConnectionError,)),
+            **_ALWAYS,
+        )
+        super().__init__(connection_pool=pool)
+        self.auto_close_connection_pool = True
+
+    @classmethod
+    def at(cls, redis: RedisClient | str) -> RedisClient:
+        """A client as it is, or a new one for an address."""
+        return redis if isinstance(redis, RedisClient) else cls(redis)
+
+    def script(self, name: str, functions: str = "") -> Script:
+        """The script of `lua/{name}.lua`; `functions` as for `load`."""
+        return Script(self, load(name, functions))
+
+    def asyncio(self, *, connections: int, answer_s: float) -> redis.asyncio.Redis:
+        """A client for one event loop that never repeats a command, and raises redis-py's own errors.
+
+        `answer_s`: the longest wait for an answer.
+        """
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            self.url,
+            max_connections=connections,
+            timeout=None,
+            socket_timeout=answer_s,
+            retry=AsyncRetry(NoBackoff(), 0),
+            **_ALWAYS,
+        )
+        return redis.asyncio.Redis.from_pool(pool)
+
+    def asyncio_connection(self) -> AbstractConnection:
+        """One connection for one event loop, which connects when it is first written to.
+
+        Its `retry` is for callers that send again what broke with it. They limit how long an answer may take.
+        """
+        pool = redis.asyncio.ConnectionPool.from_url(
+            self.url,
+            socket_timeout=None,
+            health_check_interval=_CHECK_S,
+            retry=AsyncRetry(ExponentialBackoff(cap=0.2, base=0.05), 2, supported_errors=(redis.ConnectionError,)),
+            **_ALWAYS,
+        )
+        made: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
+        return made
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        with translated():
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> redis.client.Pipeline:
+        return _Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
 
-def connect_asyncio(url: str, *, connections: int, answer_s: float) -> redis.asyncio.Redis:
-    """A client for one event loop that never repeats a command. `answer_s`: the longest wait for an answer."""
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
-        url,
-        max_connections=connections,
-        timeout=None,
-        socket_timeout=answer_s,
-        socket_connect_timeout=TIMEOUT_S,
-        socket_keepalive=True,
-        decode_responses=True,
-        protocol=2,
-        retry=AsyncRetry(NoBackoff(), 0),
-    )
-    return redis.asyncio.Redis.from_pool(pool)
-
-
-def connection_asyncio(url: str) -> AbstractConnection:
-    """One connection for one event loop, which connects when it is first written to. Raises ValueError as `connect`.
-
-    Its `retry` is for who sends again what broke with it. How long an answer may take is for the caller to see to.
-    """
-    pool = redis.asyncio.ConnectionPool.from_url(
-        url,
-        socket_timeout=None,
-        socket_connect_timeout=TIMEOUT_S,
-        socket_keepalive=True,
-        health_check_interval=_CHECK_S,
-        decode_responses=True,
-        protocol=2,
-        retry=AsyncRetry(ExponentialBackoff(cap=0.2, base=0.05), 2, supported_errors=(redis.ConnectionError,)),
-    )
-    made: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
-    return made
+class _Pipeline(redis.client.Pipeline):
+    def execute(self, raise_on_error: bool = True) -> list[Any]:
+        with translated():
+            return super().execute(raise_on_error)
 
 
 class Script:
-    """A Lua script with one client. A call raises `StoreError`s; the prefix of all keys is its first argument."""
+    """A Lua script with one client. The prefix of all keys is its first argument."""
 
-    def __init__(self, client: redis.Redis, text: str) -> None:
-        self._client, self._text = client, text
-        self._sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # as Redis names scripts
+    def __init__(self, client: RedisClient, text: str) -> None:
+        self._client, self.text = client, text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # as Redis names scripts
 
     def __call__(self, *arguments: str | int | float) -> Any:
-        with translated():
-            try:
-                return self._client.evalsha(self._sha, 0, PREFIX, *arguments)
-            except redis.exceptions.NoScriptError:
-                # The whole text, in one step: a Redis that is started again between two would not know it either.
-                return self._client.eval(self._text, 0, PREFIX, *arguments)
+        try:
+            return self._client.evalsha(self.sha, 0, PREFIX, *arguments)
+        except StoreError as error:
+            if not isinstance(error.__cause__, redis.exceptions.NoScriptError):
+                raise
+        # The whole text, in one step: a Redis that is started again between two would not know it either.
+        return self._client.eval(self.text, 0, PREFIX, *arguments)
+
+
+class RedisStore:
+    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+
+    `redis`: a client, which others may use too, or the address for one of its own.
+    """
+
+    def __init__(self, redis: RedisClient | str) -> None:
+        """Raises ValueError for an address of no use."""
+        self._client = RedisClient.at(redis)
+
+    @classmethod
+    def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
+        """With the limits that the settings name; without a client, at their address."""
+        return cls(redis or settings.redis_url)
+
+    def close(self) -> None:
+        """Give the client's connections back. A later call would open new ones."""
+        self._client.close()
 
 
 @contextmanager

@@ -11,107 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.jobs import rates
-from core.jobs.broker import PRIORITY_STEPS, level, list_key
+from core.jobs.broker import level, list_key
 from core.jobs.record import Backlog, Draft, Job, JobState, Standing, milliseconds, pairs, to_json
-from core.jobs.scripts import PRELUDE
 
 _MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4  # what may come of it; else it was there, or is refused
-_LOOKS = 16  # at jobs that are said to wait, where a share seems full
-
-# One JSON array of texts, because a command of thirty arguments costs more to write than all else that it takes:
-# id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner, digest, webhook
-# or '', keys of the artifacts that it begins with, with spaces between, trace, request id, whether its progress is
-# followed ('1', '0', or '': nobody has said), kombu's list, message or '', how many of the owner's jobs may wait in it,
-# how many of the charges that follow count where no job is made too, charges of five arguments each
-# → numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5), and
-#   1, made now: created, deadline or 0, sequence, jobs that are called before it, queued, their ms, running, their ms
-#   0, it was there: nothing more, but beside them the record's fields
-#   -1, the queue is full, -2, the last of these charges is too much, -3, as many of the owner's jobs wait as may,
-#   -4, none is made for this owner any more, or -5, it was taken back: nothing more
-# Whose job has the id, the caller looks.
-CREATE = (
-    PRELUDE
-    + rates.LUA
-    + f"local looks, steps = {_LOOKS}, {{{', '.join(map(str, PRIORITY_STEPS))}}}"
-    + """
-local A = cjson.decode(ARGV[2])
-local id, queue, level, owner = A[1], A[2], A[6], A[10]
-local key, backlog = P .. 'job:' .. id, P .. 'backlog:' .. queue
--- A write that could need memory, before all others: on a full Redis it is refused, and nothing is begun.
-redis.call('HSETNX', backlog, 'queued', 0)
-local new = redis.call('EXISTS', key) == 0
--- Whoever asked for it was told that there is no job, and asked by then for it to be taken back.
-if new and redis.call('EXISTS', P .. 'withdrawn:' .. id) == 1 then return '-5 0 ' end
-local full = new and tonumber(redis.call('HGET', backlog, 'queued')) >= tonumber(A[9])
-local told, code = {}, full and -1 or new and 1 or 0
-if code == 1 and owner ~= '' then
-  local waiting = P .. 'waiting:' .. queue .. ':' .. owner
-  if redis.call('SCARD', waiting) >= tonumber(A[19]) then
-    for _, other in ipairs(redis.call('SRANDMEMBER', waiting, looks)) do
-      local v = redis.call('HMGET', P .. 'job:' .. other, 'state', 'owner')
-      if v[1] ~= 'queued' or v[2] ~= owner then redis.call('SREM', waiting, other) end
-    end
-    if redis.call('SCARD', waiting) >= tonumber(A[19]) then code = -3 end
-  end
-  if redis.call('EXISTS', P .. 'barred:' .. owner) == 1 then code = -4 end
-end
-for i = 21, #A, 5 do
-  if code < 1 and #told >= tonumber(A[20]) then break end
-  local within, said = charge(A, i)
-  told[#told + 1] = said
-  if not within then
-    code = -2
-    break
-  end
-end
-local answer = code .. ' ' .. #told .. ' ' .. table.concat(told, ' ')
-if code < 0 then return answer end
-if code == 0 then return {answer, redis.call('HGETALL', key)} end
-
-local at = now()
--- What is left of a job that had this id is no part of this one.
-redis.call('DEL', P .. 'events:' .. id, P .. 'preview:' .. id)
-redis.call('ZREM', P .. 'webhooks', id)
-redis.call('HDEL', P .. 'webhook_tries', id)
-redis.call('ZREM', P .. 'ended', owner .. '|' .. id)
-redis.call('HSET', key, 'v', V, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
-  'priority', A[5], 'created', at, 'attempt', 0, 'lost', 0, 'work_ms', A[8], 'by', 'create',
-  'owner', owner, 'digest', A[11], 'trace', A[14], 'request_id', A[15])
-if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
-if A[16] ~= '' then redis.call('HSET', key, 'followed', A[16]) end
-if A[13] ~= '' then
-  redis.call('HSET', key, 'inputs', A[13])
-  for artifact in string.gmatch(A[13], '%S+') do
-    redis.call('HINCRBY', P .. 'naming', artifact, 1)
-    redis.call('HINCRBY', P .. 'needed', artifact, 1)
-    redis.call('ZADD', P .. 'kept', 'GT', at, artifact)
-  end
-end
-redis.call('ZADD', P .. 'jobs', at, owner .. '|' .. id)
-redis.call('ZADD', P .. 'jobs:' .. owner, at, owner .. '|' .. id)
-local job = {id = id, key = key, queue = queue, work_ms = A[8], owner = owner}
-local deadline = 0
-if A[7] ~= '' then
-  deadline = at + A[7]
-  redis.call('HSET', key, 'deadline', deadline)
-  redis.call('ZADD', P .. 'deadlines', deadline, id)
-end
-count(job, 'queued', 1)
-local sequence = post(job, level, at)
-job.incarnation = string.format('%.0f-%d', at, sequence)
-redis.call('HSET', key, 'incarnation', job.incarnation)
-emit(job, 'queued', '{}', job.incarnation)
--- The record is what counts: a message that cannot be put there is found missing by a sweep.
-if A[18] ~= '' then redis.pcall('LPUSH', A[17], A[18]) end
-
-local ahead = -1  -- itself
-for _, step in ipairs(steps) do
-  if step <= tonumber(level) then ahead = ahead + redis.call('ZCARD', P .. 'sent:' .. queue .. ':' .. step) end
-end
-local b = redis.call('HMGET', backlog, 'queued', 'queued_ms', 'running', 'running_ms')
-return table.concat({answer, at, deadline, sequence, ahead, b[1], b[2], b[3] or 0, b[4] or 0}, ' ')
-"""
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +43,9 @@ def argument(
     always: int = 0,
     most: int | None = None,
 ) -> str:
-    """What `CREATE` is called with. The first `always` of the charges count where no job is made too. `most` of the
-    owner's jobs may wait in the queue; None: as many as of all.
+    """The argument of `lua/jobs/create.lua`. The first `always` of the charges count where no job is made too.
+
+    `most` of the owner's jobs may wait in the queue; None: as many as of all.
     """
     urgency = level(draft.priority)
     return to_json([
@@ -156,7 +60,7 @@ def argument(
 
 
 def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creation:
-    """What `CREATE` answered."""
+    """What `lua/jobs/create.lua` answered."""
     said, fields = (answer, None) if isinstance(answer, str) else answer
     code, count, *numbers = map(int, said.split())
     counters = tuple(

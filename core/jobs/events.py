@@ -20,7 +20,7 @@ from typing import Any
 import redis
 
 from core.jobs import keys
-from core.jobs.connection import connect_asyncio
+from core.jobs.connection import RedisClient
 from core.jobs.record import JobState, from_json
 from core.jobs.unreadable import VERSION
 
@@ -107,10 +107,11 @@ class EventReader:
     little further back: its position in a stream is the least of its followers', and each passes over what it has seen.
     """
 
-    def __init__(self, url: str) -> None:
-        self._waiting = connect_asyncio(url, connections=1, answer_s=2 * _BLOCK_S)
-        self._reading = connect_asyncio(url, connections=1, answer_s=_BLOCK_S)
-        self._asking = connect_asyncio(url, connections=2, answer_s=_BLOCK_S)
+    def __init__(self, redis: RedisClient | str) -> None:
+        client = RedisClient.at(redis)
+        self._waiting = client.asyncio(connections=1, answer_s=2 * _BLOCK_S)
+        self._reading = client.asyncio(connections=1, answer_s=_BLOCK_S)
+        self._asking = client.asyncio(connections=2, answer_s=_BLOCK_S)
         self._notice = "$"
         self._followers: dict[str, set[_Follower]] = {}
         self._positions: dict[str, _Position] = {}  # all before it, and itself, was given to all followers

@@ -16,11 +16,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import redis
 
-from core.config import Settings
-from core.jobs.connection import Script, connect, translated
-from core.jobs.holding import HOLDING
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.keys import PREFIX
-from core.jobs.scripts import PRELUDE
 
 T = TypeVar("T")
 
@@ -28,79 +25,6 @@ KEPT_S = 30 * 86_400  # files and batches
 _PORTION = 100  # records of a list of one round trip
 _MADE = 1
 _RESERVED_MS = 3_600_000  # between the first byte of an artifact and its file's record
-
-_COUNTING = (
-    PRELUDE
-    + HOLDING
-    + """
-local function discount(owner, id)
-  local sizes = P .. 'file_sizes:' .. owner
-  local size = redis.call('HGET', sizes, id)
-  if size then
-    redis.call('HINCRBY', sizes, 'total', -size)
-    redis.call('HDEL', sizes, id)
-  end
-end
-"""
-)
-
-# id, artifact, ms → 1: it may be made, and is held so long for the file of this id; 0: it is being deleted
-_RESERVE = (
-    _COUNTING
-    + """
-let_through()
-if redis.call('ZSCORE', P .. 'going', ARGV[3]) then return 0 end
-local at = now()
-hold(ARGV[3], ARGV[2], at + ARGV[4], at)
-return 1
-"""
-)
-
-# id, owner, name, purpose, size, key, kept_ms, quota in bytes or '' → {1, created} or {0, bytes that the owner has}
-# One of this id that is there already stays as it is.
-_ADD = (
-    _COUNTING
-    + """
-local id, owner, kept_ms = ARGV[2], ARGV[3], tonumber(ARGV[8])
-local sizes, index = P .. 'file_sizes:' .. owner, P .. 'files:' .. owner
-redis.call('HSETNX', sizes, 'total', 0)  -- on a full Redis this is refused, and nothing is begun
-local t = redis.call('TIME')
-local at = now()
-for _, old in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', (at - kept_ms) / 1000)) do discount(owner, old) end
-redis.call('ZREMRANGEBYSCORE', index, '-inf', (at - kept_ms) / 1000)
-local created = redis.call('HGET', P .. 'file:' .. id, 'created')
-if created then return {1, created} end
-local total = redis.call('HGET', sizes, 'total')
-if ARGV[9] ~= '' and total + ARGV[6] > tonumber(ARGV[9]) then
-  release(ARGV[7], id, at)
-  return {0, total}
-end
-redis.call('HSET', P .. 'file:' .. id, 'owner', owner, 'name', ARGV[4], 'purpose', ARGV[5], 'size', ARGV[6],
-  'key', ARGV[7], 'created', t[1])
-redis.call('PEXPIRE', P .. 'file:' .. id, kept_ms)
-redis.call('ZADD', index, t[1] + t[2] / 1000000, id)  -- finer than `created`: lists are in this order
-redis.call('HSET', sizes, id, ARGV[6])
-redis.call('HINCRBY', sizes, 'total', ARGV[6])
-redis.call('PEXPIRE', sizes, kept_ms + 86400000)
-hold(ARGV[7], id, at + kept_ms, at)
-return {1, t[1]}
-"""
-)
-
-# id → whether there was one
-_FORGET = (
-    _COUNTING
-    + """
-local key = P .. 'file:' .. ARGV[2]
-local v = redis.call('HMGET', key, 'owner', 'key')
-if not v[1] then return 0 end
-redis.call('DEL', key)
-redis.call('ZREM', P .. 'files:' .. v[1], ARGV[2])
-discount(v[1], ARGV[2])
-release(v[2], ARGV[2], now())
-return 1
-"""
-)
 
 
 def new_file_id() -> str:
@@ -144,22 +68,14 @@ class Listed(Generic[T]):
     more: bool
 
 
-class FileStore:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`."""
+class FileStore(RedisStore):
+    """The files' records."""
 
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
-        self._reserve = Script(self._client, _RESERVE)
-        self._add = Script(self._client, _ADD)
-        self._forget = Script(self._client, _FORGET)
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(settings.redis_url)
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
+    def __init__(self, redis: RedisClient | str) -> None:
+        super().__init__(redis)
+        self._reserve = self._client.script("files/reserve")
+        self._add = self._client.script("files/add")
+        self._forget = self._client.script("files/forget")
 
     def add(self, owner: str, name: str, purpose: str, size: int, key: str, *, quota: int = 0, id: str = "") -> File:
         """Make the record of a file, which holds its artifact. Raises `FilesFull` where that is more than a `quota`.
@@ -176,12 +92,10 @@ class FileStore:
         """Say that the artifact of a file is about to be made. False: it is being deleted; ask again."""
         return bool(self._reserve(id, artifact, _RESERVED_MS))
 
-    @translated()
     def file(self, id: str) -> File | None:
         fields: Any = self._client.hgetall(f"{PREFIX}file:{id}")
         return File.of(id, fields) if fields else None
 
-    @translated()
     def used_bytes(self, owner: str) -> int:
         """What an owner's files take together; of those that are too old until the next is added."""
         total: Any = self._client.hget(f"{PREFIX}file_sizes:{owner}", "total")
@@ -201,7 +115,6 @@ class FileStore:
         self._forget(file.id)
 
 
-@translated()
 def listed(
     client: redis.Redis, index: str, kind: str, of: Callable[[str, Mapping[str, str]], T],
     wanted: Callable[[T], bool], oldest: bool, after: str, limit: int,

@@ -17,13 +17,12 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any
 
-from core.config import RATE, SHARE, Settings
+from core.config import RATE, SHARE
 from core.jobs import keys
-from core.jobs.connection import Script, StoreFull, connect, translated
+from core.jobs.connection import RedisClient, RedisStore, StoreFull
 from core.jobs.record import to_json
-from core.jobs.scripts import PRELUDE
 
 SCOPES = ("images", "text", "files", "admin")
 USUAL_SCOPES = SCOPES[:3]
@@ -33,37 +32,6 @@ _RATE = re.compile(RATE)
 _SHARE = re.compile(SHARE)
 _MOST_BYTES = 2**50
 _GUARDED, _OPEN = "keys", "open"  # what `keys.ACCESS` holds
-
-# id, record → 1. What a full Redis refuses comes first, so that there is no key without its note, and no half of both.
-_ADD = """
-redis.call('HSET', ARGV[1] .. 'keys', ARGV[2], ARGV[3])
-redis.call('SET', ARGV[1] .. 'access', 'keys')
-return 1
-"""
-
-# id, whether no job is made for it from now on (1 or 0) → whether there was one
-# Keys of older versions have no note, so it is made before the last of them goes.
-_REVOKE = (
-    PRELUDE
-    + """
-let_through()
-if redis.call('HEXISTS', P .. 'keys', ARGV[2]) == 0 then return 0 end
-redis.call('SET', P .. 'access', 'keys')
-if ARGV[3] == '1' then redis.call('SET', P .. 'barred:' .. ARGV[2], '', 'PX', 86400000) end
-return redis.call('HDEL', P .. 'keys', ARGV[2])
-"""
-)
-
-# → 1, or 0: there are keys
-_UNLOCK = (
-    PRELUDE
-    + """
-let_through()
-if redis.call('HLEN', P .. 'keys') > 0 then return 0 end
-redis.call('SET', P .. 'access', 'open')
-return 1
-"""
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +66,14 @@ class Guard:
     open: bool = False
 
 
-class Keyring:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`."""
+class Keyring(RedisStore):
+    """The API keys, and the secret that links are signed with."""
 
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
-        self._add = Script(self._client, _ADD)
-        self._revoke = Script(self._client, _REVOKE)
-        self._unlock = Script(self._client, _UNLOCK)
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(settings.redis_url)
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
+    def __init__(self, redis: RedisClient | str) -> None:
+        super().__init__(redis)
+        self._add = self._client.script("keys/add")
+        self._revoke = self._client.script("keys/revoke")
+        self._unlock = self._client.script("keys/unlock")
 
     def add(
         self,
@@ -133,13 +93,11 @@ class Keyring:
         self._add(id, to_json(asdict(key)))
         return key, token
 
-    @translated()
     def all(self) -> list[Key]:
         """Every key, oldest first."""
         found: Any = self._client.hgetall(keys.KEYS)
         return sorted((_key(json.loads(text)) for text in found.values()), key=lambda key: (key.created, key.id))
 
-    @translated()
     def guard(self) -> Guard:
         """Who may come in now."""
         with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
@@ -148,7 +106,7 @@ class Keyring:
             found, said = pipe.execute()
         known = {key.id: key for key in (_key(json.loads(text)) for text in found.values())}
         if known and said != _GUARDED:  # of a version that noted nothing
-            with contextlib.suppress(StoreFull), translated():
+            with contextlib.suppress(StoreFull):
                 self._client.set(keys.ACCESS, _GUARDED)
         return Guard(known, not known and said == _GUARDED, not known and said == _OPEN)
 
@@ -164,7 +122,6 @@ class Keyring:
         """Have no key mean what it meant before there was one. False: there are keys."""
         return bool(self._unlock())
 
-    @translated()
     def secret(self, last: bytes = b"") -> bytes:
         """What links are signed with: made once, and the same for all who use this Redis.
 
@@ -176,7 +133,6 @@ class Keyring:
             found = self._client.get(keys.SECRET)
         return bytes.fromhex(found)
 
-    @translated()
     def clock(self) -> float:
         """The time by Redis's clock, in seconds since the epoch."""
         seconds, microseconds = self._client.time()

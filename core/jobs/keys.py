@@ -1,4 +1,4 @@
-"""Names of the keys in Redis that Python uses as well as Lua. `scripts.py` tells what each of them holds."""
+"""Names of the keys in Redis that Python uses as well as Lua. `lua/shared/transitions.lua` says what each holds."""
 
 from __future__ import annotations
 

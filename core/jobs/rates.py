@@ -14,12 +14,11 @@ from functools import cache, lru_cache
 from limits import RateLimitItem, parse
 from limits.storage import RedisStorage
 
-from core.jobs.connection import Script, connect
+from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.keys import PREFIX
-from core.jobs.scripts import PRELUDE
 
-# The library's own scripts, as functions that other scripts can call. They name their parameters KEYS and ARGV.
-LUA = f"""
+# The library's own scripts, as functions that ours can call. They name their parameters KEYS and ARGV.
+LIMITS = f"""
 local function limits_acquire(KEYS, ARGV)
 {RedisStorage.SCRIPT_ACQUIRE_SLIDING_WINDOW.decode()}
 end
@@ -28,13 +27,6 @@ local function limits_window(KEYS, ARGV)
 {RedisStorage.SCRIPT_SLIDING_WINDOW.decode()}
 end
 
--- Counts what the five values of a list from the i-th on say → whether it was within, and how it stands
-local function charge(list, i)
-  local keys = {{list[i], list[i + 1]}}
-  local within = limits_acquire(keys, {{list[i + 2], list[i + 3], list[i + 4]}})
-  local w = limits_window(keys, {{list[i + 3]}})
-  return within, (within and '1 ' or '0 ') .. table.concat({{w[1] or 0, w[2], w[3] or 0, w[4]}}, ' ')
-end
 """
 
 
@@ -64,14 +56,14 @@ class Charge:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The list of `charge` in Lua."""
+        """The arguments of `charge` in `lua/shared/charge.lua`."""
         # What costs more than a whole window holds is counted as all of it.
         item = _parsed(self.rate)
         last, this = _keys(self.rate, self.what, self.who)
         return last, this, str(item.amount), str(item.get_expiry()), str(min(self.cost, item.amount))
 
     def standing(self, told: Sequence[int]) -> Standing:
-        """From what `charge` in Lua says: allowed, count and ms left of the last window, and of this one."""
+        """From what that `charge` says: allowed, count and ms left of the last window, and of this one."""
         allowed, *window = told
         return standing(_parsed(self.rate), bool(allowed), window)
 
@@ -86,24 +78,17 @@ def standing(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> Stand
     return Standing(allowed, item.amount, max(0, remaining), min(resets, default=0.0))
 
 
-class Rates:
-    """Thread-safe; connects at its first command. Windows slide, so that no two bursts meet at their border."""
+class Rates(RedisStore):
+    """The counters of rate limits. Windows slide, so that no two bursts meet at their border."""
 
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
-        self._take = Script(self._client, _TAKE)
-
-    def close(self) -> None:
-        """Give the connections back."""
-        self._client.close()
+    def __init__(self, redis: RedisClient | str) -> None:
+        super().__init__(redis)
+        self._take = self._client.script("rates/take", LIMITS)
 
     def take(self, charge: Charge) -> Standing:
         """Count. Raises `StoreDown`, and `StoreFull` where nothing can be counted."""
         told: str = self._take(*charge.arguments)
         return charge.standing([int(number) for number in told.split()])
-
-
-_TAKE = PRELUDE + LUA + "\nlocal _, told = charge(ARGV, 2)\nreturn told\n"
 
 
 @cache

@@ -9,12 +9,11 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from core.config import Settings
-from core.jobs import keys, scripts
+from core.jobs import keys
 from core.jobs.cards import ModelCard, WorkerCard, model_card, worker_card, written
-from core.jobs.connection import TIMEOUT_S, Script, connect, translated
+from core.jobs.connection import TIMEOUT_S, RedisClient, RedisStore
 from core.jobs.record import to_json
 from core.jobs.unreadable import TALLY, Unreadable
 
@@ -24,39 +23,16 @@ READY = "ready"
 _KEPT_S = 86_400  # after so long a silent worker is dropped from the list of heartbeats
 _BLOCK_S = TIMEOUT_S / 2  # the longest that one read waits: well before the connection counts as broken
 
-# worker, card, ttl_ms, keep_ms, then model, card, … → the queues that are paused
-_ANNOUNCE = (
-    scripts.PRELUDE
-    + """
-local at = now()
-redis.call('ZREMRANGEBYSCORE', P .. 'workers', '-inf', at - ARGV[5])  -- which lets the rest through, too
-redis.call('ZADD', P .. 'workers', at, ARGV[2])
-redis.call('SET', P .. 'worker:' .. ARGV[2], ARGV[3], 'PX', ARGV[4])
-for i = 6, #ARGV, 2 do
-  redis.call('HSET', P .. 'models', ARGV[i], ARGV[i + 1])
-end
-return redis.call('SMEMBERS', P .. 'paused')
-"""
-)
 
-
-class Registry:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+class Registry(RedisStore):
+    """The cards of workers and models, and the streams of messages to workers.
 
     A worker's id names one process and is never used again.
     """
 
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
-        self._announce = Script(self._client, _ANNOUNCE)
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(settings.redis_url)
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
+    def __init__(self, redis: RedisClient | str) -> None:
+        super().__init__(redis)
+        self._announce = self._client.script("workers/announce")
 
     def announce(self, card: WorkerCard, ttl_s: float) -> frozenset[str]:
         """Say that the worker lives, for `ttl_s` seconds from now; returns the queues that are paused.
@@ -66,13 +42,11 @@ class Registry:
         models = [value for model in card.models for value in (model.name, to_json(written(model)))]
         return frozenset(self._announce(card.id, to_json(written(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models))
 
-    @translated()
     def paused(self) -> set[str]:
         """Queues from which no worker takes anything."""
         found: Any = self._client.smembers(keys.PAUSED)
         return set(found)
 
-    @translated()
     def pause(self, queue: str, on: bool) -> None:
         """Have workers take nothing more from a queue, or again; they hear of it with their next heartbeat."""
         if on:
@@ -80,7 +54,6 @@ class Registry:
         else:
             self._client.srem(keys.PAUSED, queue)
 
-    @translated()
     def forget(self, worker_id: str) -> None:
         """The worker ends: it is no longer listed, and its control stream is gone."""
         with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
@@ -88,12 +61,10 @@ class Registry:
             pipe.zrem(keys.WORKERS, worker_id)
             pipe.execute()
 
-    @translated()
     def forget_model(self, name: str) -> None:
         """It is no longer listed, until a worker announces it again."""
         self._client.hdel(keys.MODELS, name)
 
-    @translated()
     def condition(self) -> dict[str, str]:
         """What Redis says of itself: version, used and most memory, policy, and whether it appends to a file."""
         told: Any = self._client.info()
@@ -105,7 +76,6 @@ class Registry:
             "appends": str(told["aof_enabled"]),
         }
 
-    @translated()
     def workers(self) -> list[WorkerCard]:
         """Those that live, by id; without those whose card cannot be read."""
         ids: Any = sorted(self._client.zrange(keys.WORKERS, 0, -1))
@@ -113,7 +83,6 @@ class Registry:
         given = {id: card for id, card in zip(ids, cards, strict=True) if card is not None}
         return list(_read("worker card", given, worker_card))
 
-    @translated()
     def models(self) -> list[ModelCard]:
         """Every model that was ever announced, as it was last, by name; `live` says which are served now.
 
@@ -123,7 +92,6 @@ class Registry:
         served = {model.name for worker in self.workers() if worker.state == READY for model in worker.models}
         return [replace(card, live=card.name in served) for card in _read("model card", cards, model_card)]
 
-    @translated()
     def has_model(self, name: str) -> bool:
         """Whether there is a card under this name, also one that cannot be read."""
         return bool(self._client.hexists(keys.MODELS, name))
@@ -136,10 +104,9 @@ class Registry:
         until = time.monotonic() + block_s
         while True:
             left_s = until - time.monotonic()
-            with translated():
-                # 0 would mean for ever
-                block_ms = max(1, round(1000 * min(left_s, _BLOCK_S)))
-                answer: Any = self._client.xread({keys.control(worker_id): after}, block=block_ms)
+            # 0 would mean for ever
+            block_ms = max(1, round(1000 * min(left_s, _BLOCK_S)))
+            answer: Any = self._client.xread({keys.control(worker_id): after}, block=block_ms)
             if answer:
                 return [(id, dict(message)) for id, message in answer[0][1]]
             if left_s <= _BLOCK_S:

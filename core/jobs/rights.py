@@ -11,7 +11,7 @@ from typing import Any, Final
 import redis
 
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, list_key
-from core.jobs.connection import connect, translated
+from core.jobs.connection import RedisStore, translated
 from core.jobs.keys import PREFIX
 
 WHERE: Final = "'Redis over TLS, and its rights' in docs/operations.md tells which it needs"
@@ -48,15 +48,8 @@ def _commands() -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
-class Rights:
-    """Of the user that a URL names. Thread-safe; connects at its first call."""
-
-    def __init__(self, url: str) -> None:
-        self._client = connect(url)
-
-    def close(self) -> None:
-        """Give the connections back. A later call would open new ones."""
-        self._client.close()
+class Rights(RedisStore):
+    """Those of the client's user."""
 
     @translated()
     def missing(self) -> list[str]:

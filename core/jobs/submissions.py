@@ -7,7 +7,6 @@ what is sent, and what comes back, is creation.py's.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -16,11 +15,10 @@ from typing import Any
 import redis
 from redis.asyncio.connection import AbstractConnection
 
-from core.jobs.connection import TIMEOUT_S, StoreDown, StoreError, StoreFull, connection_asyncio, translated
-from core.jobs.creation import CREATE, Creation, argument, outcome
+from core.jobs.connection import TIMEOUT_S, RedisClient, StoreDown, StoreError, StoreFull, translated
+from core.jobs.creation import Creation, argument, outcome
 from core.jobs.keys import PREFIX
-from core.jobs.ledger import ERASE, WITHDRAW
-from core.jobs.rates import Charge
+from core.jobs.rates import LIMITS, Charge
 from core.jobs.record import Draft, milliseconds
 
 log = logging.getLogger(__name__)
@@ -29,7 +27,6 @@ _MARGIN_MS = 3_600_000  # for which an artifact outlives the records that name i
 _AT_ONCE = 64  # of one round trip: Redis answers nobody else meanwhile
 _DOUBTFUL = 10_000  # jobs at most that are taken back once Redis answers
 _AGAIN_S = 0.5  # between tries of that
-_SHA = hashlib.sha1(CREATE.encode(), usedforsecurity=False).hexdigest()  # as Redis names scripts
 
 
 class Submissions:
@@ -42,10 +39,13 @@ class Submissions:
     finds it.
     """
 
-    def __init__(self, url: str, max_queued: int, retention_s: float = 86_400.0) -> None:
+    def __init__(self, redis: RedisClient | str, max_queued: int, retention_s: float = 86_400.0) -> None:
         """Raises ValueError for a url of no use."""
-        self._line = connection_asyncio(url)
-        self._withdrawing_line = connection_asyncio(url)
+        client = RedisClient.at(redis)
+        self._create = client.script("jobs/create", LIMITS)
+        self._withdrawal, self._erasure = client.script("jobs/withdraw"), client.script("jobs/erase")
+        self._line = client.asyncio_connection()
+        self._withdrawing_line = client.asyncio_connection()
         self._retention_ms = milliseconds(retention_s)
         self._doubtful: dict[str, None] = {}  # in the order in which they came
         self._withdrawer: asyncio.Task[None] | None = None
@@ -102,9 +102,9 @@ class Submissions:
         while self._doubtful:
             ids = list(self._doubtful)[:_AT_ONCE]
             # First that it is not to be made: a call that Redis has not read yet could come after the erasure.
-            commands: list[tuple[str | int, ...]] = [("EVAL", WITHDRAW, 0, PREFIX, id) for id in ids]
+            commands: list[tuple[str | int, ...]] = [("EVAL", self._withdrawal.text, 0, PREFIX, id) for id in ids]
             keep_ms = self._retention_ms + _MARGIN_MS
-            commands += [("EVAL", ERASE, 0, PREFIX, id, self._retention_ms, keep_ms, "") for id in ids]
+            commands += [("EVAL", self._erasure.text, 0, PREFIX, id, self._retention_ms, keep_ms, "") for id in ids]
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     answers = await self._run(self._withdrawing_line, commands)
@@ -139,11 +139,11 @@ class Submissions:
 
     async def _ask(self, asked: list[str]) -> list[Any]:
         """The answers in order, errors among them. What was cut off is asked again: every call may be repeated."""
-        calls = [("EVALSHA", _SHA, 0, PREFIX, one) for one in asked]
+        calls = [("EVALSHA", self._create.sha, 0, PREFIX, one) for one in asked]
         answers = await self._run(self._line, calls)
         unknown = [k for k, answer in enumerate(answers) if isinstance(answer, redis.exceptions.NoScriptError)]
         if unknown:  # a Redis that has just started: it has done nothing of these
-            load = ("SCRIPT", "LOAD", CREATE)
+            load = ("SCRIPT", "LOAD", self._create.text)
             for k, answer in zip(
                 unknown, (await self._run(self._line, [load, *(calls[k] for k in unknown)]))[1:], strict=True
             ):

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from core.config import EMBEDDED_MODEL
-from evaluation import asking, captions, screen
+from evaluation import captions
 from llm import tiny
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
 from training import phrases
+from training.captioning import asking, screen
 from training.captions import COLOURS
 from workers import expand
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import quantized, tiny, variant_cache
+from pipeline import quantized_parts, tiny, variant_cache
 from pipeline.calibration import default_prompts
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
@@ -157,4 +157,4 @@ def test_a_model_that_cannot_be_quantized_is_not_blamed_on_the_cache(tmp_path: P
 
 def test_int8_of_a_model_without_a_variant_still_names_the_command() -> None:
     with pytest.raises(ModelError, match="diptych quantize"):
-        quantized.variant(None, "int8")
+        quantized_parts.variant(None, "int8")

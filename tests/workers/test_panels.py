@@ -23,7 +23,7 @@ from core.jobs.record import to_json
 from core.schedule import AUTO, DEPTHS, DeepCache
 from pipeline.execution import Group
 from pipeline.load import load
-from pipeline.parameters import MAX_SEED, ImageParameters
+from pipeline.parameters import MAX_IMAGES, MAX_SEED, ImageParameters
 from pipeline.phases import SHALLOW
 from pipeline.tiny import TINY
 from tests.core.tape import Tape
@@ -31,7 +31,7 @@ from tests.pipeline.worlds import Crank, Watching
 from workers.build import Works, build
 from workers.cards import image_card
 from workers.equipment import panels_of
-from workers.panels import MAX_IMAGES, ImagePanel, PictureTally, pictures
+from workers.panels import ImagePanel, PictureTally, pictures
 from workers.shelf import Shelf
 
 JOB: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """Redis read past the store: counts everything anew, holds it to the house's rules, and lets time pass.
 
-Knows the keys that `core/jobs/scripts.py` names. Shares no code with the store, so that both can be wrong only apart.
+Knows the keys that `core/jobs/lua/shared/transitions.lua` names. Shares no code with the store, so that both can be
+wrong only apart.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import redis
 
-from core.jobs.connection import Script, StoreDenied, StoreDown, StoreError, StoreFull, connect, translated
+from core.jobs.connection import RedisClient, Script, StoreDenied, StoreDown, StoreError, StoreFull, translated
 from core.jobs.record import Draft, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
@@ -63,22 +62,14 @@ def test_other_errors_pass() -> None:
         raise KeyError
 
 
-def asked(client: redis.Redis) -> Callable[[], None]:
-    def ask() -> None:
-        with translated():
-            client.get("x")
-
-    return ask
-
-
 def test_real_troubles(redis_url: str, redis_server: RedisServer) -> None:
     wrong = redis_url.replace(redis_server.password, "hunter2")
-    with connect(wrong) as client, pytest.raises(StoreDown, match="does not accept the password"):
-        asked(client)()
-    with connect("redis://127.0.0.1:1/0") as client, pytest.raises(StoreDown, match="cannot be reached"):
-        asked(client)()
+    with RedisClient(wrong) as client, pytest.raises(StoreDown, match="does not accept the password"):
+        client.get("x")
+    with RedisClient("redis://127.0.0.1:1/0") as client, pytest.raises(StoreDown, match="cannot be reached"):
+        client.get("x")
     with pytest.raises(ValueError):
-        connect("")
+        RedisClient("")
 
 
 @pytest.mark.parametrize("way", refusals.WAYS)
@@ -101,13 +92,16 @@ def test_every_refusal_of_a_real_redis_passes(client: redis.Redis, store: JobSto
 
 
 def test_full_redis_in_a_script_and_outside(redis_url: str) -> None:
-    with connect(redis_url) as client:
+    with RedisClient(redis_url) as client:
         client.config_set("maxmemory", 1)
         try:
-            with pytest.raises(StoreFull), translated():
+            with pytest.raises(StoreFull):
                 client.eval("return redis.call('SET', 'a', 1)", 0)
-            with pytest.raises(StoreFull), translated():
+            with pytest.raises(StoreFull):
                 client.set("a", 1)
+            with pytest.raises(StoreFull), client.pipeline(transaction=False) as pipe:
+                pipe.set("a", 1)
+                pipe.execute()
         finally:
             client.config_set("maxmemory", 0)
 
@@ -123,7 +117,7 @@ def test_a_redis_that_forgets_scripts_at_any_moment_runs_them(redis_url: str) ->
 
     thread = threading.Thread(target=forget)
     thread.start()
-    client = connect(redis_url)
+    client = RedisClient(redis_url)
     try:
         script = Script(client, "return redis.call('INCR', ARGV[1] .. 'count') + ARGV[2]")
         assert [script(1) for _ in range(2000)] == list(range(2, 2002))

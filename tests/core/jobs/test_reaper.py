@@ -13,7 +13,8 @@ import redis
 from core.jobs.broker import Envelope
 from core.jobs.reaper import Reaper
 from core.jobs.record import Draft, JobState, new_id
-from core.jobs.store import JobStore, Sweep
+from core.jobs.store import JobStore
+from core.jobs.upkeep import Sweep
 from deployment.redis import RedisServer
 from tests.core.jobs import books
 

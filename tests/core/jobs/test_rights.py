@@ -89,7 +89,9 @@ def test_every_command_that_lacks_is_named_and_none_is_run(limited: str, client:
 
 def test_every_command_of_the_scripts_is_looked_for() -> None:
     looked = {words[0] for _, words in _commands()}
-    for path in sorted((ROOT / "core" / "jobs").glob("*.py")):
+    scripts = sorted((ROOT / "core" / "jobs" / "lua").rglob("*.lua"))
+    assert len(scripts) > 20
+    for path in scripts:
         called = set(re.findall(r"redis\.p?call\('(\w+)'", path.read_text("utf-8")))
         assert called <= looked, path.name
 

@@ -17,7 +17,8 @@ from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown, StoreError, StoreFull
 from core.jobs.record import Backlog, Draft, JobState, Report, new_id
-from core.jobs.store import JobStore, QueueFull, Sweep
+from core.jobs.store import JobStore, QueueFull
+from core.jobs.upkeep import Sweep
 from deployment.redis import RedisServer
 from tests.core.jobs import books
 from tests.core.jobs.severed import Severed

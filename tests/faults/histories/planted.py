@@ -88,7 +88,8 @@ def plant() -> None:
     connection.Script.__init__ = made  # type: ignore[method-assign,assignment]
     connection.Script.__call__ = called  # type: ignore[method-assign]
 
-    from core.jobs.store import JobStore, Sweep
+    from core.jobs.store import JobStore
+    from core.jobs.upkeep import Sweep
 
     _when(JobStore, "sweep", SWEEP, lambda store, *_: Sweep([], [], []))
 

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import Progress
 
-from evaluation import screen
-from evaluation.asking import Asker, Question, seed_of, theme_of
-from evaluation.authors import Answer
-from evaluation.caption_file import CaptionFile
-from evaluation.compose import Composer, HopelessError
-from evaluation.screen import Screen
 from pipeline import tiny
+from training.captioning import screen
+from training.captioning.asking import Asker, Question, seed_of, theme_of
+from training.captioning.authors import Answer
+from training.captioning.caption_file import CaptionFile
+from training.captioning.compose import Composer, HopelessError
+from training.captioning.screen import Screen
 
 TOKENIZERS = screen.tokenizers(tiny.TINY)
 ATTEMPTS = 6

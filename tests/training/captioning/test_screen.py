@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from core.config import EMBEDDED_MODEL
 from core.text import complaint
-from evaluation import captions, screen
-from evaluation.screen import BROKEN, EMPTY, LONG, UNFINISHED, Screen
+from evaluation import captions
 from pipeline import tiny
 from pipeline.folder import ModelError
+from training.captioning import screen
+from training.captioning.screen import BROKEN, EMPTY, LONG, UNFINISHED, Screen
 
 TOKENIZERS = screen.tokenizers(str(EMBEDDED_MODEL))
 WORDS = st.lists(st.sampled_from(["fox", "Fox", "FOX", "a", "f", "ox", "ß", "SS", "é", "🦊"]), min_size=1, max_size=4)

@@ -1,20 +1,14 @@
-"""The Lua by which progress is told: to the job's stream where somebody follows it, and to its record.
+-- Writes progress into records, and into the streams of jobs that are followed.
+--
+-- The result of a text job is told in pieces, in the event alone: the record's progress stays small, and what is
+-- written grows with the text, and no faster. Where nobody follows (`followed` is 0, which only what makes a job says)
+-- there is no event.
+-- include: shared/transitions
+-- KEYS: none
+-- ARGV: for each job: id, fence, data, the event's data or '' (as the record's), whether it stands for all that was
+--   told before ('1', ''), how many values follow, picture, preview, …
+-- Answer: {{ids whose attempt does not run}, {those that are followed}}
 
-As scripts.py, whose keys and fences it leans on. What a text has come to is told in pieces, so that what is written
-grows with the text, and no faster; and where nobody follows, nothing of it is.
-"""
-
-from __future__ import annotations
-
-from core.jobs.scripts import PRELUDE
-
-# id, fence, data, the event's data or '' (as the record's), whether it stands for all that was told before ('1', ''),
-# count, then of so many values: picture, preview, …; … → {ids whose attempt does not run}, {those that are followed}
-# What comes of a text is told in the event alone: the record's progress stays small. Where nobody follows (`followed`
-# is 0, which only what makes a job says) there is no event.
-REPORT = (
-    PRELUDE
-    + """
 local stale, followed, told = {}, {}, {}
 local i = 2
 while i <= #ARGV do
@@ -54,17 +48,3 @@ while i <= #ARGV do
 end
 if #told > 0 then notify(table.concat(told, ' ')) end
 return {stale, followed}
-"""
-)
-
-# id, incarnation or '' → 1, or 0: it does not live. From now on its progress is told, whatever its maker said.
-FOLLOW = (
-    PRELUDE
-    + """
-let_through()
-local job = read_same(ARGV[2], ARGV[3])
-if not job or (job.state ~= 'queued' and job.state ~= 'running') then return 0 end
-redis.call('HSET', job.key, 'followed', 1)
-return 1
-"""
-)

@@ -9,8 +9,8 @@ import secrets
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from evaluation.asking import Question
 from evaluation.service import Service, SourceError
+from training.captioning.asking import Question
 
 if TYPE_CHECKING:
     from core.batching.engine import Engine

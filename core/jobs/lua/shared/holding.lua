@@ -1,18 +1,11 @@
-"""The Lua by which files and batches hold artifacts: an artifact is deleted once nothing holds it and no job names it.
+-- Files and batches hold artifacts: one is deleted once nothing holds it and no job names it.
+--
+--   held:{artifact}    zset: file or batch → until when; `made`: it is being made again at this moment
+-- include: shared/transitions
 
-    held:{artifact}    zset: file or batch → until when; `made`: somebody makes it again at this moment
+local named_ms = 600000  -- between an artifact's making and the record that names it: so long nobody deletes it
+local jobs_ms = 176400000  -- two days and an hour: the longest that a job that ended before now may name it
 
-Used after `scripts.PRELUDE`. What jobs name is counted in ledger.py.
-"""
-
-from __future__ import annotations
-
-_NAMED_MS = 600_000  # between an artifact's making and the record that names it: so long nobody takes it away
-_JOBS_MS = 2 * 86_400_000 + 3_600_000  # the longest that a job that ended before now may name it
-
-HOLDING = (
-    f"local named_ms, jobs_ms = {_NAMED_MS}, {_JOBS_MS}"
-    + """
 -- Until when anything holds an artifact; 0: nothing does.
 local function held_until(artifact, at)
   local key = P .. 'held:' .. artifact
@@ -36,5 +29,3 @@ local function release(artifact, who, at)
   local score = redis.call('ZSCORE', P .. 'kept', artifact)
   if score and tonumber(score) > until_ms then redis.call('ZADD', P .. 'kept', until_ms, artifact) end
 end
-"""
-)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core.text import complaint
-from evaluation.asking import Asker, Question
-from evaluation.authors import Answer, Author
-from evaluation.caption_file import CaptionFile, Row
 from evaluation.generate import Pulse
-from evaluation.screen import BROKEN, DUPLICATE, EMPTY, UNFINISHED, Screen, squeeze
 from pipeline.parameters import MAX_PROMPT_CHARACTERS
+from training.captioning.asking import Asker, Question
+from training.captioning.authors import Answer, Author
+from training.captioning.caption_file import CaptionFile, Row
+from training.captioning.screen import BROKEN, DUPLICATE, EMPTY, UNFINISHED, Screen, squeeze
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import captions
-from evaluation.caption_file import CaptionFile, CaptionFileError, Row
+from training.captioning.caption_file import CaptionFile, CaptionFileError, Row
 
 SETTINGS = {"seed": 0, "temperature": 0.7}
 BY = {"model": "m", "weights": "w"}

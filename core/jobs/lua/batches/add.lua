@@ -1,0 +1,24 @@
+-- Makes a batch's record. A file of a version that held nothing is not held here either.
+-- include: shared/transitions shared/holding
+-- KEYS: none
+-- ARGV: 2 batch, 3 owner, 4 its file, 5 whether it is worked at (1 or 0), 6 kept_ms, 7 held_ms, 8… field, value
+-- Answer: when it was made, in s
+
+local id, owner, file = ARGV[2], ARGV[3], ARGV[4]
+redis.call('HSET', P .. 'batch:' .. id, unpack(ARGV, 8))  -- on a full Redis this is refused, and nothing is begun
+local t = redis.call('TIME')
+local at, made, kept_ms = now(), t[1] + t[2] / 1000000, tonumber(ARGV[6])
+redis.call('HSET', P .. 'batch:' .. id, 'created', t[1])
+redis.call('PEXPIRE', P .. 'batch:' .. id, kept_ms)
+for _, index in ipairs({'batches:' .. owner, 'every_batch'}) do
+  redis.call('ZADD', P .. index, made, id)
+  redis.call('ZREMRANGEBYSCORE', P .. index, '-inf', made - kept_ms / 1000)
+end
+if ARGV[5] == '1' then
+  redis.call('ZADD', P .. 'batches', t[1], id)
+  local artifact = redis.call('HGET', P .. 'batch:' .. id, 'key')
+  if redis.call('ZSCORE', P .. 'held:' .. artifact, file) then hold(artifact, id, at + ARGV[7], at) end
+else
+  redis.call('HSET', P .. 'batch:' .. id, 'ended', t[1])
+end
+return t[1]

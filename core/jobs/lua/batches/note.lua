@@ -1,0 +1,19 @@
+-- Notes the result of a line that was under way.
+--
+-- A text's record was kept until it is noted, and goes as others from then on. A picture's still names that picture.
+-- KEYS: none
+-- ARGV: 2 batch, 3 line, 4 result, 5 kind ('': it did not run), 6 retention_ms
+-- Answer: whether it was under way
+
+local P, id = ARGV[1], ARGV[2]
+local job = redis.call('HGET', P .. 'batch_jobs:' .. id, ARGV[3])
+if not job then return 0 end
+local v = redis.call('HMGET', P .. 'job:' .. job, 'modality', 'ended', 'owner', 'digest')
+if v[1] == 'text' and v[2] and v[4] == id then
+  redis.call('PEXPIREAT', P .. 'job:' .. job, v[2] + ARGV[6])
+  redis.call('ZADD', P .. 'ended', 'XX', v[2] + ARGV[6], (v[3] or '') .. '|' .. job)
+end
+redis.call('HDEL', P .. 'batch_jobs:' .. id, ARGV[3])
+redis.call('HSET', P .. 'batch_done:' .. id, ARGV[3], ARGV[4])
+if ARGV[5] ~= '' then redis.call('HINCRBY', P .. 'batch:' .. id, ARGV[5], 1) end
+return 1

@@ -1,0 +1,16 @@
+-- Moves a batch to another status; one that ends is worked at no more.
+-- include: shared/transitions shared/holding
+-- KEYS: none
+-- ARGV: 2 batch, 3 status that it must have, 4… field, value
+-- Answer: whether it had
+
+local key = P .. 'batch:' .. ARGV[2]
+if redis.call('HGET', key, 'status') ~= ARGV[3] then return 0 end
+redis.call('HSET', key, unpack(ARGV, 4))
+local status = redis.call('HGET', key, 'status')
+if status ~= 'in_progress' and status ~= 'cancelling' then
+  redis.call('ZREM', P .. 'batches', ARGV[2])
+  redis.call('DEL', P .. 'batch_jobs:' .. ARGV[2], P .. 'batch_done:' .. ARGV[2])
+  release(redis.call('HGET', key, 'key'), ARGV[2], now())
+end
+return 1

@@ -1,0 +1,14 @@
+-- Deletes a file's record, and lets its artifact go.
+-- include: shared/sizes
+-- KEYS: none
+-- ARGV: 2 id
+-- Answer: whether there was one
+
+local key = P .. 'file:' .. ARGV[2]
+local v = redis.call('HMGET', key, 'owner', 'key')
+if not v[1] then return 0 end
+redis.call('DEL', key)
+redis.call('ZREM', P .. 'files:' .. v[1], ARGV[2])
+discount(v[1], ARGV[2])
+release(v[2], ARGV[2], now())
+return 1

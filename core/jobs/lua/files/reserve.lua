@@ -1,0 +1,11 @@
+-- Holds the artifact of a file that is about to be made.
+-- include: shared/transitions shared/holding
+-- KEYS: none
+-- ARGV: 2 id, 3 artifact, 4 ms
+-- Answer: 1: it may be made, and is held so long for the file of this id; 0: it is being deleted
+
+let_through()
+if redis.call('ZSCORE', P .. 'going', ARGV[3]) then return 0 end
+local at = now()
+hold(ARGV[3], ARGV[2], at + ARGV[4], at)
+return 1

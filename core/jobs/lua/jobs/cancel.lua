@@ -1,0 +1,13 @@
+-- Ends a live job; a worker that runs it is told.
+-- include: shared/transitions
+-- KEYS: none
+-- ARGV: 2 id, 3 retention_ms, 4 incarnation or ''
+-- Answer: the record's fields afterwards; none if it is unknown
+
+local job = read_same(ARGV[2], ARGV[4])
+if not job then return {} end
+if job.state == 'queued' or job.state == 'running' then
+  finish(job, 'cancelled', 'cancel', now(), ARGV[3])
+  if job.state == 'running' then tell_to_cancel(job) end
+end
+return redis.call('HGETALL', job.key)

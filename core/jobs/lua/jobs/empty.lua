@@ -1,0 +1,25 @@
+-- Cancels waiting jobs of a queue, the most urgent first.
+-- include: shared/transitions
+-- KEYS: none
+-- ARGV: 2 queue, 3 retention_ms, 4 limit, 5… levels
+-- Answer: how many were cancelled
+
+let_through()
+local at, cancelled = now(), 0
+for i = 5, #ARGV do
+  local sent, ids = P .. 'sent:' .. ARGV[2] .. ':' .. ARGV[i], nil
+  repeat
+    ids = redis.call('ZRANGE', sent, 0, ARGV[4] - 1 - cancelled)
+    for _, id in ipairs(ids) do
+      local job = read(id)
+      if job and legible(job) then
+        finish(job, 'cancelled', 'cancel', at, ARGV[3])
+        cancelled = cancelled + 1
+      else  -- deleted by hand, or damaged: it waits no more
+        redis.call('ZREM', sent, id)
+      end
+    end
+    if cancelled >= tonumber(ARGV[4]) then return cancelled end
+  until #ids == 0
+end
+return cancelled

@@ -1,0 +1,122 @@
+-- Finds deadlines that passed, leases that ran out, records whose time is up and messages that got lost.
+-- include: shared/transitions
+-- KEYS: none
+-- ARGV: 2 limit, 3 lease_ms, 4 max_attempts, 5 retention_ms, 6 resend_ms, 7 overtime_ms, 8 silence_ms, 9 crashes until
+--   a job runs alone, 10… queue, level, kombu's list of each
+-- Answer: {{id, queue, level, …} to send, {id, …} expired, {id, …} failed, how many entries of `ended` were looked at,
+--   {id, …} whose records cannot be read}
+
+let_through()
+local limit, lease_ms, max_attempts, retention_ms = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
+local resend_ms, overtime_ms, silence_ms = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local alone_from = tonumber(ARGV[9])
+local at, leases = now(), P .. 'leases'
+local send, expired, failed, unreadable = {}, {}, {}, {}
+
+local function to_send(job, level)
+  for _, value in ipairs({job.id, job.queue, level}) do send[#send + 1] = value end
+end
+
+-- The jobs that a zset names. What has no record (somebody deleted it by hand) is dropped from it, and what cannot be
+-- read, because a newer version wrote it or it is damaged, is left to others for a minute.
+local function jobs(zset, ...)
+  local found = {}
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', zset, '-inf', ...)) do
+    local job = read(id)
+    if not job then
+      redis.call('ZREM', zset, id)
+    elseif legible(job) then
+      found[#found + 1] = job
+    else
+      unreadable[#unreadable + 1] = id
+      if zset == leases or zset == P .. 'deadlines' then redis.call('ZADD', zset, at + 60000, id) end
+    end
+  end
+  return found
+end
+
+local last = redis.call('GET', P .. 'swept')
+redis.call('SET', P .. 'swept', at)
+-- The clock was set back: no lease reaches further than from now.
+if last and at < last - 1000 then
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. at + lease_ms, '+inf')) do
+    redis.call('ZADD', leases, at + lease_ms, id)
+  end
+end
+-- Nobody swept for long: most likely Redis was away, and nobody could renew. Each lease runs once more.
+if last and at - last > silence_ms then
+  for _, job in ipairs(jobs(leases, at + lease_ms)) do
+    if redis.call('HSETNX', job.key, 'graced', 1) == 1 then
+      redis.call('ZADD', leases, at + lease_ms, job.id)
+    end
+  end
+end
+
+-- Deadlines that passed. A worker gets a moment to say so itself.
+for _, job in ipairs(jobs(P .. 'deadlines', at, 'LIMIT', 0, limit)) do
+  if job.state == 'queued' or job.deadline + overtime_ms <= at then
+    expire(job, 'sweep', at, retention_ms)
+    if job.state == 'running' then tell_to_cancel(job) end
+    expired[#expired + 1] = job.id
+  end
+end
+
+-- Leases that ran out.
+for _, job in ipairs(jobs(leases, at, 'LIMIT', 0, limit)) do
+  local lost = job.lost + 1
+  redis.call('HSET', job.key, 'lost', lost)
+  if lost >= alone_from then redis.call('HSET', job.key, 'suspect', 1) end
+  if lost >= max_attempts then
+    local who = lost == 1 and 'a worker stopped answering while it ran' or
+      lost .. ' workers stopped answering while they ran'
+    finish(job, 'failed', 'sweep', at, retention_ms, 'error', '{"code":"crashed","message":"' .. who .. ' this job"}')
+    failed[#failed + 1] = job.id
+  else
+    requeue(job, 'sweep', at, 'worker_lost')
+    to_send(job, 0)
+  end
+end
+
+-- Records whose time is up are gone by themselves; what lists them is told here.
+local over = redis.call('ZRANGEBYSCORE', P .. 'ended', '-inf', at, 'LIMIT', 0, 5 * limit)
+for _, entry in ipairs(over) do
+  local owner, id = string.match(entry, '^([^|]*)|(.*)$')
+  local key = P .. 'job:' .. id
+  local left_ms = -2  -- it is gone, or the id is another's by now
+  if redis.call('HGET', key, 'owner') == owner then left_ms = redis.call('PTTL', key) end
+  if left_ms >= 0 then  -- the clock was set, or it is a millisecond
+    redis.call('ZADD', P .. 'ended', at + math.max(left_ms, 1), entry)
+  else
+    redis.call('ZREM', P .. 'ended', entry)
+  end
+  if left_ms == -2 then
+    redis.call('ZREM', P .. 'jobs', entry)
+    redis.call('ZREM', P .. 'jobs:' .. owner, entry)
+  end
+end
+
+-- Messages that got lost: Celery's list is empty, or one that was sent later has been claimed for a while.
+local left = limit
+for i = 10, #ARGV, 3 do
+  local queue, level = ARGV[i], ARGV[i + 1]
+  local sent, mark = P .. 'sent:' .. queue .. ':' .. level, P .. 'mark:' .. queue .. ':' .. level
+  local below = redis.call('EXISTS', ARGV[i + 2]) == 0 and '+inf' or nil
+  if not below then
+    local m = redis.call('HMGET', mark, 'highest', 'checkpoint', 'since')
+    if m[1] and (not m[3] or at - m[3] >= resend_ms or at < m[3] - 1000) then
+      if m[2] then below = '(' .. m[2] end
+      if m[1] ~= m[2] then redis.call('HSET', mark, 'checkpoint', m[1], 'since', at) end
+    end
+  end
+  if below and left > 0 then
+    for _, job in ipairs(jobs(sent, below, 'LIMIT', 0, left)) do
+      local sent_ms = at - job.sent
+      if sent_ms >= -1000 and sent_ms < resend_ms then break end  -- and all after it are younger
+      redis.call('ZREM', sent, job.id)
+      post(job, level, at)
+      to_send(job, level)
+      left = left - 1
+    end
+  end
+end
+return {send, expired, failed, #over, unreadable}

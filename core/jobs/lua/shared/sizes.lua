@@ -1,0 +1,11 @@
+-- Keeps the sum of the bytes of an owner's files.
+-- include: shared/transitions shared/holding
+
+local function discount(owner, id)
+  local sizes = P .. 'file_sizes:' .. owner
+  local size = redis.call('HGET', sizes, id)
+  if size then
+    redis.call('HINCRBY', sizes, 'total', -size)
+    redis.call('HDEL', sizes, id)
+  end
+end

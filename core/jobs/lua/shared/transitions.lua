@@ -1,0 +1,169 @@
+-- Reads a job's record and moves the job from state to state: shared by the scripts that change jobs.
+--
+-- Every change of a job's state is made in a script: it is atomic, and times are those of one clock, Redis's own. JSON
+-- passes through unread.
+--
+-- Keys, all under the prefix that every script gets as ARGV[1] (they are put together in the scripts, so Redis Cluster
+-- is not supported); times are milliseconds since the epoch:
+--
+--   job:{id}               hash: the record (see record.Job), and our own `v level sequence sent claim by graced`
+--   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
+--   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
+--   happened               stream: ids of the jobs that something was just written of, with spaces between
+--   leases                 zset: running job → when its lease ends
+--   deadlines              zset: live job that has one → its deadline
+--   sent:{queue}:{level}   zset: queued job → sequence, in the order in which their messages were sent
+--   mark:{queue}:{level}   hash: `highest` sequence that was ever claimed; `checkpoint`, what it was at `since`
+--   backlog:{queue}        hash: queued, queued_ms, running, running_ms: always what counting the records would give
+--   waiting:{queue}:{owner}  set: an owner's jobs that are queued; a process of an older version may leave some behind
+--   sequence, swept        the last sequence given; the time of the last sweep
+--   jobs, jobs:{owner}     zset: owner|job → when it was made
+--   ended                  zset: owner|job → when its record goes
+--   withdrawn:{id}         no job of this id is to be made any more, for an hour
+--   barred:{owner}         exists for a day after a key was revoked whose jobs were to end: none is made for it
+--   kept                   zset: artifact → when it may be deleted
+--   naming                 hash: artifact → how many records name it
+--   needed                 hash: artifact → how many live jobs begin with it
+--   going                  zset: artifact that is being deleted → since when
+--   held:{artifact}        see holding.lua
+--   webhooks, webhook_*    see lanes.lua
+--   workers                zset: worker → heartbeat;  worker:{id}: its card;  models: hash of cards
+--   control:{worker}       stream of messages to a worker
+--   paused                 set: queues from which no worker takes anything
+--   and those of batches.py, files.py and keys.py, the counters of rates.py, and the lists of messages, as kombu keeps
+--   them (broker.py)
+--
+-- An id that is used again begins with nothing of its predecessor: a record's `incarnation`, the id of its first event,
+-- is unique. Events carry it; it and the attempt fence a worker's writes; callers that follow, cancel or erase name it.
+--
+-- On a full Redis (`noeviction`) a script's first write is refused if it could need memory; after a first write of
+-- another kind all others go through. So what makes a job (create.lua) begins with one that is refused, and makes
+-- nothing by halves; what ends a job, or keeps it going, begins with one that is not.
+
+local P, V = ARGV[1], VERSION
+
+local function now()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- As a first write it lets all others through on a full Redis; it removes nothing.
+local function let_through()
+  redis.call('ZREM', P .. 'leases', '')
+end
+
+local function read(id)
+  local key = P .. 'job:' .. id
+  local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v')
+  if not v[1] then return nil end
+  return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
+    lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
+    owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or '', incarnation = v[17] or '',
+    v = v[18]}
+end
+
+-- Whether a job is live and its record of a known form: a newer version may have other states.
+local function legible(job)
+  return (job.state == 'queued' or job.state == 'running') and (tonumber(job.v or 1) or math.huge) <= V
+    and job.queue and tonumber(job.attempt) and tonumber(job.lost) and tonumber(job.work_ms)
+    and (job.state == 'running' or job.level and tonumber(job.sequence) and tonumber(job.sent))
+    and (not job.deadline or tonumber(job.deadline)) and true
+end
+
+-- The job, if it is the one of this incarnation; '' is any.
+local function read_same(id, incarnation)
+  local job = read(id)
+  if job and incarnation ~= '' and job.incarnation ~= incarnation then return nil end
+  return job
+end
+
+-- Whether a fencing token is that of the present attempt: its number, and behind an @ the incarnation, where given.
+local function holds(job, fence)
+  local attempt, incarnation = string.match(fence, '^([^@]*)@?(.*)$')
+  return job.attempt == attempt and (incarnation == '' or incarnation == job.incarnation)
+end
+
+-- How long what has ended is kept. What a batch asked for stays until that has read it, even if no API runs for a day;
+-- what a receiver is to be told of, for as long as that is tried.
+local function kept_ms(job, retention_ms)
+  if job.webhook then return math.max(retention_ms, 43200000) end
+  if string.sub(job.digest, 1, 6) == 'batch_' then return math.max(retention_ms, 172800000) end
+  return retention_ms
+end
+
+local function count(job, state, n)
+  local key = P .. 'backlog:' .. job.queue
+  redis.call('HINCRBY', key, state, n)
+  redis.call('HINCRBY', key, state .. '_ms', n * job.work_ms + 0)  -- + 0: Redis takes no -0
+end
+
+-- One notice for all who follow anything: they read the streams that it names, and no others.
+local function notify(ids)
+  redis.call('XADD', P .. 'happened', 'MAXLEN', '~', 1000, '*', 'jobs', ids)
+end
+
+local function emit(job, type, data, at)
+  redis.call('XADD', P .. 'events:' .. job.id, at or '*', 'type', type, 'data', data, 'of', job.incarnation, 'v', V)
+  notify(job.id)
+end
+
+-- Takes a live job out of where it stands. Its first write frees memory.
+local function leave(job)
+  if job.state == 'queued' then
+    redis.call('ZREM', P .. 'sent:' .. job.queue .. ':' .. job.level, job.id)
+    if job.owner ~= '' then redis.call('SREM', P .. 'waiting:' .. job.queue .. ':' .. job.owner, job.id) end
+  else
+    redis.call('ZREM', P .. 'leases', job.id)
+  end
+  count(job, job.state, -1)
+end
+
+-- Notes that a job's message is being sent now.
+local function post(job, level, at)
+  local sequence = redis.call('INCR', P .. 'sequence')
+  redis.call('HSET', job.key, 'level', level, 'sequence', sequence, 'sent', at)
+  redis.call('ZADD', P .. 'sent:' .. job.queue .. ':' .. level, sequence, job.id)
+  if job.owner ~= '' then redis.call('SADD', P .. 'waiting:' .. job.queue .. ':' .. job.owner, job.id) end
+  return sequence
+end
+
+local function requeue(job, by, at, reason)
+  leave(job)
+  redis.call('HSET', job.key, 'state', 'queued', 'worker', '', 'by', by)
+  redis.call('HDEL', job.key, 'started', 'progress', 'claim')
+  count(job, 'queued', 1)
+  post(job, 0, at)
+  emit(job, 'queued', '{"reason":"' .. reason .. '"}')
+end
+
+-- The one end of every job.
+local function finish(job, state, by, at, retention_ms, field, value)
+  retention_ms = kept_ms(job, retention_ms)
+  leave(job)
+  redis.call('ZREM', P .. 'deadlines', job.id)
+  redis.call('DEL', P .. 'preview:' .. job.id)
+  redis.call('HSET', job.key, 'state', state, 'ended', at, 'by', by)
+  if field then redis.call('HSET', job.key, field, value) end
+  emit(job, state, field == 'error' and value or '{}')
+  redis.call('PEXPIRE', job.key, retention_ms)
+  redis.call('ZADD', P .. 'ended', at + retention_ms, job.owner .. '|' .. job.id)
+  if job.webhook then redis.call('ZADD', P .. 'webhooks', at, job.id) end
+  for artifact in string.gmatch(job.inputs, '%S+') do  -- kept from now on as what was made is
+    if redis.call('HINCRBY', P .. 'needed', artifact, -1) <= 0 then redis.call('HDEL', P .. 'needed', artifact) end
+    redis.call('ZADD', P .. 'kept', 'GT', at + retention_ms + 3600000, artifact)
+  end
+  -- Who follows a job that has ended is told from its record: its events, half of what it takes, can go sooner.
+  redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, 3600000))
+end
+
+local function expire(job, by, at, retention_ms)
+  finish(job, 'expired', by, at, retention_ms, 'error',
+    '{"code":"expired","message":"the deadline passed before the job was done"}')
+end
+
+local function tell_to_cancel(job)
+  local key = P .. 'control:' .. job.worker
+  redis.call('XADD', key, 'MAXLEN', '~', 1000, '*', 'cancel', job.id, 'attempt', job.attempt, 'of', job.incarnation)
+  redis.call('PEXPIRE', key, 3600000)  -- of a worker that died
+end

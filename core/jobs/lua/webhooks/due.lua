@@ -1,0 +1,52 @@
+-- Takes jobs whose end is to be told now: they come again after a time unless they are settled.
+-- include: shared/lanes
+-- KEYS: none
+-- ARGV: 2 ms after which they come again, 3 limit, 4 of one owner, 5 of one lane, 6 {owners: {…}, lanes: {…}} that get
+--   nothing now, as JSON
+-- Answer: {job, tries, owner, receiver, incarnation, …}
+
+local intake = 1000  -- jobs that go to their lanes in one call
+let_through()
+local at = now()
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'webhooks', '-inf', at, 'LIMIT', 0, intake)) do
+  redis.call('ZREM', P .. 'webhooks', id)
+  local v = redis.call('HMGET', P .. 'job:' .. id, 'owner', 'webhook')
+  local host = host_of(v[2])
+  if host then
+    enter(v[1] or '', host, id, at)
+  else
+    redis.call('HDEL', P .. 'webhook_tries', id)  -- erased meanwhile
+  end
+end
+
+local found, left, skipped = {}, tonumber(ARGV[3]), cjson.decode(ARGV[6])
+local some = left + 100  -- of those that are skipped there are fewer
+for _, owner in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', at, 'LIMIT', 0, some)) do
+  if left <= 0 then break end
+  if not skipped.owners[owner] then
+    local mine = math.min(left, tonumber(ARGV[4]))
+    for _, host in ipairs(redis.call('ZRANGEBYSCORE', lanes_of(owner), '-inf', at, 'LIMIT', 0, some)) do
+      if mine <= 0 then break end
+      if not skipped.lanes[owner .. '|' .. host] then
+        local lane = lane_of(owner, host)
+        local most = math.min(mine, tonumber(ARGV[5]))
+        for _, id in ipairs(redis.call('ZRANGEBYSCORE', lane, '-inf', at, 'LIMIT', 0, most)) do
+          local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'owner', 'webhook', 'incarnation')
+          if not v[1] or v[1] == 'queued' or v[1] == 'running' or (v[2] or '') ~= owner or host_of(v[3]) ~= host
+              or redis.call('ZSCORE', P .. 'webhooks', id) then
+            redis.call('ZREM', lane, id)  -- of a job that is gone: who has its id now is told of at a place of its own
+            if not v[1] then redis.call('HDEL', P .. 'webhook_tries', id) end
+          else
+            redis.call('ZADD', lane, at + ARGV[2], id)
+            local tries = redis.call('HGET', P .. 'webhook_tries', id) or '0'
+            for _, value in ipairs({id, tries, owner, host, v[4] or ''}) do found[#found + 1] = value end
+            mine, left = mine - 1, left - 1
+          end
+        end
+        turn(lanes_of(owner), host, lane, at)
+      end
+    end
+    turn(owners, owner, lanes_of(owner), at)
+  end
+end
+return found

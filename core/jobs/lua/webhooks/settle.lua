@@ -1,0 +1,26 @@
+-- Takes a job from its lane, or has it tried again.
+--
+-- Its record was kept until it is settled, and goes as others from then on.
+-- include: shared/lanes
+-- KEYS: none
+-- ARGV: 2 job, 3 owner, 4 receiver, 5 ms until it is tried again or '': it is settled, 6 whether that was a try (1 or
+--   0), 7 retention_ms, 8 incarnation: of another job that has the id by now nothing is touched
+-- Answer: nothing
+
+local id, owner, host, at = ARGV[2], ARGV[3], ARGV[4], now()
+local lane = lane_of(owner, host)
+local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'incarnation', 'ended', 'owner')
+if v[1] and (v[2] or '') ~= ARGV[8] then return end
+if ARGV[5] == '' or not v[1] then
+  redis.call('ZREM', lane, id)
+  redis.call('HDEL', P .. 'webhook_tries', id)
+  turn(lanes_of(owner), host, lane, at)
+  turn(owners, owner, lanes_of(owner), at)
+  if v[3] then
+    redis.call('PEXPIREAT', P .. 'job:' .. id, v[3] + ARGV[7])
+    redis.call('ZADD', P .. 'ended', 'XX', v[3] + ARGV[7], (v[4] or '') .. '|' .. id)
+  end
+elseif redis.call('ZSCORE', lane, id) then
+  if ARGV[6] == '1' then redis.call('HINCRBY', P .. 'webhook_tries', id, 1) end
+  enter(owner, host, id, at + ARGV[5])
+end
