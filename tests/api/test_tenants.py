@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
