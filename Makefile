@@ -7,7 +7,9 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
+TOOLS := build/tools
+
+.PHONY: pins sbom audit results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -73,6 +75,20 @@ test-compose: .venv/.installed  ## builds the images and breaks what runs in the
 train: .venv/.installed  ## the embedded models anew: DATA=folder with emoji/ and coco/, MORE="--minutes 24"; resumes
 	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
 	    --work $(or $(WORK),build/training) --models $(or $(MODELS),models) $(MORE)
+
+pins: $(TOOLS)/.installed  ## constraints.txt with hashes, and base images by digest; ARGS="--upgrade", ARGS="packages"
+	$(TOOLS)/bin/python -m deployment.pins --uv $(TOOLS)/bin/uv $(ARGS)
+
+sbom: .venv/.installed $(TOOLS)/.installed  ## build/sbom.cdx.json: what is installed in .venv, as CycloneDX lists it
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-format JSON \
+	    --output-file build/sbom.cdx.json $(BIN)/python
+
+audit: $(TOOLS)/.installed  ## known vulnerabilities of what constraints.txt pins; ends with 2 where nobody answers
+	$(TOOLS)/bin/python -m deployment.audit $(ARGS)
+
+$(TOOLS)/.installed: constraints.txt install.py
+	$(PYTHON) install.py $(TOOLS) --set tools
+	touch $@
 
 .venv/.installed: pyproject.toml constraints.txt install.py
 	$(PYTHON) install.py .venv
