@@ -101,7 +101,9 @@ def registry(tmp_path: Path) -> Iterator[str]:
             f"storage: {{filesystem: {{rootdirectory: {tmp_path / 'registry'}}}}}\n"
             f"http: {{addr: '127.0.0.1:{port}'}}\nauth: {{silly: {{realm: '{realm}', service: here}}}}\n"
         )
-        process = subprocess.Popen([program, "serve", tmp_path / "registry.yml"], stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [program, "serve", tmp_path / "registry.yml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             wait_until(lambda: listens(port), "the registry", 60)
             yield f"127.0.0.1:{port}"
