@@ -2,7 +2,7 @@
 # to what changes daily. Nothing here needs BuildKit; a builder without it stops at the stage that is asked for, so
 # `api` comes first.
 
-# -- what both lean on: an interpreter of our own, a user who owns nothing but two folders ----------------------------
+# -- what both lean on: an interpreter of our own, a user who owns nothing but three folders --------------------------
 FROM python:3.11-slim-bookworm AS base
 ENV PATH=/opt/diptych/bin:$PATH \
     HOME=/home/diptych \
@@ -14,14 +14,15 @@ ENV PATH=/opt/diptych/bin:$PATH \
 RUN python3 -m venv /opt/diptych \
  && groupadd --system --gid 10001 diptych \
  && useradd --system --uid 10001 --gid 10001 --home-dir "$HOME" --create-home diptych \
- && mkdir -p "$DIPTYCH_DATA_DIR/artifacts" "$DIPTYCH_CACHE_DIR" \
- && chown -R diptych:diptych "$DIPTYCH_DATA_DIR" "$DIPTYCH_CACHE_DIR"
+ && mkdir -p "$DIPTYCH_DATA_DIR/artifacts" "$DIPTYCH_CACHE_DIR" /var/spool/diptych \
+ && chown -R diptych:diptych "$DIPTYCH_DATA_DIR" "$DIPTYCH_CACHE_DIR" /var/spool/diptych
 WORKDIR /app
-COPY constraints.txt ./
+COPY constraints.txt install.py ./
 # What `api` imports, and what DIPTYCH_TRACES needs; tests/deployment/test_image.py holds this line to the source.
-RUN pip install -c constraints.txt setuptools \
-    celery fastapi h11 limits obstore pillow prometheus-client pydantic-settings python-multipart redis uvicorn \
-    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+# By hash, as `make` installs.
+RUN python install.py /opt/diptych --only setuptools \
+    celery fastapi fastapi-swagger h11 limits obstore pillow prometheus-client pydantic-settings python-multipart redis \
+    uvicorn opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 
 # -- the source, and the models apart from it; readable by everybody, whatever the umask of who cloned it --------------
 FROM base AS source
@@ -41,7 +42,6 @@ CMD ["diptych", "api", "--host", "0.0.0.0"]
 # -- what a worker needs beside it: a compiler for our kernels, and torch ---------------------------------------------
 FROM base AS engine
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-COPY install.py ./
 # GPU=1: the build of torch with CUDA. The index is where CPU builds are looked for, as by `make`.
 ARG GPU=
 ARG DIPTYCH_TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -49,9 +49,7 @@ RUN DIPTYCH_TORCH_INDEX=$DIPTYCH_TORCH_INDEX python -c "import install, pathlib,
     install.install_torch(pathlib.Path(sys.executable), install.pinned('torch'), gpu=bool('$GPU'))"
 # The base dependencies and the extra `text` (answers that fit a JSON schema).
 COPY pyproject.toml ./
-RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*project['dependencies'], *project['optional-dependencies']['text'], sep='\n')" \
-    > /tmp/requirements.txt && pip install -c constraints.txt -r /tmp/requirements.txt
+RUN python install.py /opt/diptych --set base --set text
 
 # -- worker -----------------------------------------------------------------------------------------------------------
 FROM engine AS worker

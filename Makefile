@@ -10,7 +10,9 @@ SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
-.PHONY: costs coverage docs rooms results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
+TOOLS := build/tools
+
+.PHONY: costs coverage docs rooms pins sbom audit results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
@@ -74,7 +76,7 @@ docs: .venv/.docs  ## the pages and the reference as a site in build/site; a war
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 .venv/.docs: .venv/.installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(PYTHON) install.py .venv --set docs
 	touch $@
 
 # With a password for their Redis, made once.
@@ -92,6 +94,20 @@ test-compose: .venv/.installed  ## builds the images and breaks what runs in the
 train: .venv/.installed  ## the embedded models anew: DATA=folder with emoji/ and coco/, MORE="--minutes 24"; resumes
 	$(BIN)/python -m training.all --data $(or $(DATA),$(error DATA= is needed: a folder with emoji/ and coco/)) \
 	    --work $(or $(WORK),build/training) --models $(or $(MODELS),models) $(MORE)
+
+pins: $(TOOLS)/.installed  ## constraints.txt with hashes, and base images by digest; ARGS="--upgrade", ARGS="packages"
+	$(TOOLS)/bin/python -m deployment.pins --uv $(TOOLS)/bin/uv $(ARGS)
+
+sbom: .venv/.installed $(TOOLS)/.installed  ## build/sbom.cdx.json: what is installed in .venv, as CycloneDX lists it
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-format JSON \
+	    --output-file build/sbom.cdx.json $(BIN)/python
+
+audit: $(TOOLS)/.installed  ## known vulnerabilities of what constraints.txt pins; ends with 2 where nobody answers
+	$(TOOLS)/bin/python -m deployment.audit $(ARGS)
+
+$(TOOLS)/.installed: constraints.txt install.py
+	$(PYTHON) install.py $(TOOLS) --set tools
+	touch $@
 
 .venv/.installed: pyproject.toml constraints.txt install.py
 	$(PYTHON) install.py .venv

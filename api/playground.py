@@ -1,11 +1,12 @@
-"""The playground at /: a static page with its scripts and styles, and nothing from elsewhere.
+"""The playground at / and the API's reference at /docs: static pages, scripts and styles, and nothing from elsewhere.
 
-Knows the files beside it and their headers; what the page does is theirs.
+Knows the files beside it, Swagger UI's, and their headers; what the pages do is theirs.
 """
 
 from __future__ import annotations
 
 import hashlib
+from importlib.util import find_spec
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -21,8 +22,12 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+_SWAGGER = find_spec("fastapi_swagger")  # looked for and not imported: it is its files that are wanted
+if _SWAGGER is None or _SWAGGER.origin is None:
+    raise ImportError("No module named 'fastapi_swagger'", name="fastapi_swagger")
+_UI = [Path(_SWAGGER.origin).parent / "resources" / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")]
 # Read once: no path of a request ever reaches the disk.
-_FILES = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+_FILES = {path.name: path.read_bytes() for path in (*sorted(_FOLDER.iterdir()), *_UI) if path.suffix in _TYPES}
 _TAGS = {name: f'"{hashlib.sha256(data).hexdigest()[:32]}"' for name, data in _FILES.items()}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
@@ -33,6 +38,13 @@ _POLICY = (
 @router.get("/")
 async def page(request: Request) -> Response:
     return _file("index.html", request)
+
+
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    answer = _file("docs.html", request)
+    answer.headers["Content-Security-Policy"] = _POLICY.replace("blob:", "data:")  # Swagger UI's icons
+    return answer
 
 
 @router.get("/web/{name}")

@@ -13,13 +13,16 @@ import sys
 import threading
 import time
 import tomllib
+import zipfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import install
+from tests.test_wheel import closure
 
 PYTHON = Path(sys.executable)
 
@@ -196,7 +199,9 @@ def test_a_machine_without_redis_is_told_and_installed_all_the_same(redis, tmp_p
     monkeypatch.setattr(install, "pip", pip)
     monkeypatch.setattr(install, "has_redis", lambda python: redis)
     assert install.main() == 0
-    assert [arguments[-1] for arguments in pip] == [f"{install.ROOT}[serve,text,dev]"]
+    needed, project = pip
+    assert needed[:3] == ("install", "--require-hashes", "-r") and project[-1] == str(install.ROOT)
+    assert {"--no-deps", "--no-build-isolation"} <= set(project), "all it needs was installed by hash"
     assert (tmp_path / ".installed").exists()
     told = "`make serve` needs it: apt install redis-server" in capsys.readouterr().err
     assert told is not redis
@@ -211,3 +216,91 @@ def test_no_wheel_has_to_be_compiled():
     assert wanted.marker.evaluate(machine)
     for other in ({"python_version": "3.13"}, {"platform_system": "Darwin"}, {"platform_machine": "aarch64"}):
         assert not wanted.marker.evaluate(machine | other)
+
+
+# --- hashes ---------------------------------------------------------------------------------------------------------
+
+KNOWN = install.pins(install.CONSTRAINTS.read_text("utf-8"))
+
+
+def test_every_pin_has_hashes_and_none_is_of_a_mirror():
+    for name, pin in KNOWN.items():
+        first, *rest = pin.requirement.rstrip().split(" \\\n")
+        assert install.normal(first) == name and "==" in first, name
+        assert rest and all(len(line.strip()) == len("--hash=sha256:") + 64 for line in rest), name
+    assert "://" not in install.CONSTRAINTS.read_text("utf-8")
+
+
+def test_pins_are_what_the_project_asks_for():
+    project = tomllib.loads((install.ROOT / "pyproject.toml").read_text("utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    groups = [project["project"]["dependencies"], project["build-system"]["requires"], *extras.values()]
+    for wanted in [Requirement(line) for group in (*groups, project["dependency-groups"]["tools"]) for line in group]:
+        pinned = Requirement(KNOWN[install.normal(wanted.name)].requirement.partition(" \\\n")[0])
+        (version,) = pinned.specifier
+        assert wanted.specifier.contains(version.version, prereleases=True), wanted
+
+
+def test_a_set_is_all_that_it_needs(tmp_path):
+    """Held against what the distributions installed here say of themselves."""
+    project = tomllib.loads((install.ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for name in ("serve", "dev"):
+        lines = project["optional-dependencies"][name]
+        found = set(install.closure(install.roots([name]), KNOWN, cpu=True))
+        assert closure(lines).keys() <= found, name
+    assert "torch" not in install.closure(install.roots(["serve", "otel"]), KNOWN, cpu=True)
+
+
+def test_a_cpu_build_needs_no_cuda():
+    with_cuda, without = (install.closure(["torch"], KNOWN, cpu=cpu) for cpu in (False, True))
+    left = set(with_cuda) - set(without)
+    assert {"triton", "nvidia-cublas", "cuda-bindings"} <= left and all(
+        name.startswith(("cuda-", "nvidia-", "triton")) for name in left
+    )
+    assert "triton" in install.closure(install.roots(["dev"]), KNOWN, cpu=True), "the tests' interpreter"
+
+
+def test_what_is_not_pinned_is_named():
+    with pytest.raises(SystemExit, match=r"does not pin nothing-like-it; `make pins` does"):
+        install.closure(["nothing-like-it"], KNOWN, cpu=True)
+    with pytest.raises(ValueError, match="idna is pinned twice"):
+        install.pins("idna==1 \\\n    --hash=sha256:00\nidna==2 \\\n    --hash=sha256:00\n")
+
+
+def wheel(folder: Path, name: str, version: str, needs: str = "") -> Path:
+    """A wheel of one module, written by hand."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", "")
+        requires = f"Requires-Dist: {needs}\n" if needs else ""
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.mark.usefixtures("bare_pip")
+@pytest.mark.parametrize("tampered", [False, True])
+def test_pip_refuses_a_file_of_another_hash(tampered, tmp_path, monkeypatch, capfd):
+    """A package that is needed by the one that is asked for; the real pip, and a folder instead of an index."""
+    files = [wheel(tmp_path, "hinge", "1.0"), wheel(tmp_path, "panel", "2.0", needs="hinge>=1")]
+    hashes = [sha256(file.read_bytes()).hexdigest() for file in files]
+    if tampered:
+        hashes[0] = "0" * 64
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text(
+        f"# head\nhinge==1.0 \\\n    --hash=sha256:{hashes[0]}\n    # via panel\n"
+        f"panel==2.0 \\\n    --hash=sha256:{hashes[1]}\n    # via diptych (pyproject.toml)\n"
+    )
+    monkeypatch.setattr(install, "CONSTRAINTS", constraints)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_TARGET", str(tmp_path / "there"))
+    code = install.install_pinned(PYTHON, ["panel"])
+    said = capfd.readouterr()
+    if tampered:
+        assert code != 0 and "hinge==1.0" in said.err and "THESE PACKAGES DO NOT MATCH THE HASHES" in said.err
+        assert not (tmp_path / "there").exists()
+    else:
+        assert code == 0 and (tmp_path / "there" / "hinge.py").exists() and (tmp_path / "there" / "panel.py").exists()

@@ -207,8 +207,8 @@ def test_everything_can_be_named(page: Page) -> None:
 
 def test_nothing_comes_from_elsewhere(shared: Api) -> None:
     for name, data in _FILES.items():
-        text = data.decode()
-        assert not re.search(r"(?<!xmlns=\")https?://", text), name
+        if "swagger-ui" not in name:  # whose texts name many; what it asks for is looked at in a browser, below
+            assert not re.search(r"(?<!xmlns=\")https?://", data.decode()), name
         answer = shared.client.get("/" if name == "index.html" else f"/web/{name}")
         assert answer.status_code == 200 and answer.content == data
         assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -216,3 +216,33 @@ def test_nothing_comes_from_elsewhere(shared: Api) -> None:
         assert again.status_code == 304 and again.content == b""
     for path in ("/web/", "/web/app.py", "/web/..%2fapp.py", "/web/%2e%2e%2fapp.py"):
         assert shared.client.get(path).status_code == 404
+
+
+def test_the_reference_asks_no_other_host_and_calls_the_api(browser: Browser, shared: Api) -> None:
+    """Swagger UI from the package, in a browser that reaches this server alone, under a policy that names no other."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE_MS)
+    asked: list[str] = []
+    context.on("request", lambda request: asked.append(request.url))
+    context.route(lambda url: not url.startswith((shared.url, "data:")), lambda route: route.abort())
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    answer = page.goto(f"{shared.url}/docs")
+    assert answer is not None
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self';" in policy and "unsafe" not in policy
+    expect(page.locator(".opblock")).to_have_count(
+        sum(len(path) for path in shared.client.get("/openapi.json").json()["paths"].values())
+    )
+    block = page.locator(".opblock-get", has=page.locator('[data-path="/v1/models"]'))
+    block.locator(".opblock-summary").click()
+    block.get_by_role("button", name="Try it out").click()
+    block.get_by_role("button", name="Execute").click()
+    expect(block.locator(".live-responses-table .response-col_status")).to_contain_text(["200"])
+    assert page.locator(".opblock-summary-method").first.evaluate("n => getComputedStyle(n).fontWeight") == "700"
+    assert {url for url in asked if not url.startswith(("data:", "blob:"))} >= {f"{shared.url}/openapi.json"}
+    assert [url for url in asked if not url.startswith((shared.url, "data:"))] == [] and wrong == []
+    assert shared.client.get("/redoc").status_code == 404
+    context.close()

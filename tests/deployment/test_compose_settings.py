@@ -117,6 +117,18 @@ def test_all_that_is_kept_between_starts_lies_on_the_volume() -> None:
             assert Path(inside[variable]).is_relative_to(cache), (name, variable)
 
 
+def test_uploads_wait_on_a_volume_and_not_in_memory() -> None:
+    """`TMPDIR` of the API is a volume's folder, which the image gives to its user: a new volume takes its owner."""
+    service = COMPOSE["services"]["api"]
+    spool = environment("api", {})["TMPDIR"]
+    (volume,) = [v.split(":")[0] for v in service["volumes"] if v.split(":")[1] == spool]
+    assert volume in COMPOSE["volumes"] and COMPOSE["volumes"][volume] is None
+    assert not any(Path(spool).is_relative_to(folder) for folder in service["tmpfs"])
+    made = DOCKERFILE.partition("AS source")[0]
+    for command in ("mkdir -p", "chown -R diptych:diptych"):
+        assert re.search(rf"{command} [^&]* {spool}\s", made), command
+
+
 def test_redis_asks_for_the_password_that_the_others_are_given(tmp_path: Path) -> None:
     """The container's own command, run here on another port."""
     assert settings_url("api") == settings_url("worker") == "redis://:secret@redis:6379/0"

@@ -1,0 +1,51 @@
+"""Asks for known vulnerabilities of what constraints.txt pins; `make audit` calls it.
+
+    python -m deployment.audit [OPTION OF pip-audit …]
+
+Ends with 0 where every package was looked up and none is known to be vulnerable, 1 where one is, and 2 where the
+service did not answer for all: pip-audit itself ends with 0 where it found out nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
+
+
+def main() -> int:
+    command = [
+        sys.executable, "-m", "pip_audit", "--disable-pip", "--require-hashes", "--requirement", str(CONSTRAINTS),
+        "--format", "json", "--progress-spinner", "off", *sys.argv[1:],
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        told: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
+    except (ValueError, KeyError):
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        print(f"audit: nothing was looked up: the vulnerability service did not answer ({reason})", file=sys.stderr)
+        return 2
+    lines, skipped = report(told)
+    print(*lines, sep="\n")
+    if skipped:
+        print(f"audit: {len(skipped)} of {len(told)} were not looked up, {skipped[0]}", file=sys.stderr)
+    return 1 if len(lines) > 1 else 2 if skipped or not told else 0
+
+
+def report(told: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """What to print, a line for each vulnerability and one with their number; and what was not looked up."""
+    lines = [
+        f"{one['name']} {one['version']}: {flaw['id']}, mended in {', '.join(flaw['fix_versions']) or 'no release'}"
+        for one in told
+        for flaw in one.get("vulns", ())
+    ]
+    skipped = [f"{one['name']}: {one['skip_reason']}" for one in told if "skip_reason" in one]
+    return [*lines, f"{len(lines)} vulnerabilities in {len(told) - len(skipped)} packages"], skipped
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What `make audit` says and ends with, and that `make sbom` writes CycloneDX: the real tools, offline.
+
+Skipped where `make build/tools/.installed` was not called.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deployment.audit import report
+from tests.deployment.served import ROOT
+
+TOOLS = ROOT / "build" / "tools" / "bin"
+pytestmark = pytest.mark.skipif(not (TOOLS / "pip-audit").exists(), reason="no tools here: make build/tools/.installed")
+
+FLAW = {
+    "id": "PYSEC-2026-1",
+    "summary": "It leaks.",
+    "published": "2026-01-01T00:00:00Z",
+    "modified": "2026-01-01T00:00:00Z",
+    "affected": [{
+        "package": {"ecosystem": "PyPI", "name": "idna"},
+        "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "99.0"}]}],
+    }],
+}  # fmt: skip
+
+
+@pytest.fixture
+def service(request: pytest.FixtureRequest) -> Iterator[str]:
+    """OSV's interface, which knows flaws of the packages named by the test."""
+
+    class Osv(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            found = {"vulns": [FLAW]} if asked["package"]["name"] in request.param else {}
+            body = json.dumps(found).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Osv) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/query"
+        server.shutdown()
+
+
+def audit(url: str) -> subprocess.CompletedProcess[str]:
+    command = [TOOLS / "python", "-m", "deployment.audit", "-s", "osv", "--osv-url", url]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("service", [["idna"]], indirect=True)
+def test_a_vulnerable_package_is_named(service: str) -> None:
+    done = audit(service)
+    assert done.returncode == 1, done.stderr
+    assert "PYSEC-2026-1, mended in 99.0\n1 vulnerabilities in" in done.stdout and done.stdout.startswith("idna ")
+
+
+@pytest.mark.parametrize("service", [[]], indirect=True)
+def test_nothing_known_is_well(service: str) -> None:
+    done = audit(service)
+    assert (done.returncode, done.stdout[:21]) == (0, "0 vulnerabilities in "), done.stderr
+
+
+def test_a_service_that_does_not_answer_is_told_apart() -> None:
+    done = audit("http://127.0.0.1:9/v1/query")
+    assert done.returncode == 2 and "the vulnerability service did not answer" in done.stderr
+
+
+def test_a_package_that_nobody_looked_up_is_told_apart() -> None:
+    """As a mirror of the index that has no such data answers: pip-audit ends with 0 then."""
+    told = [{"name": "idna", "skip_reason": "not found"}, {"name": "six", "version": "1", "vulns": []}]
+    assert report(told) == (["0 vulnerabilities in 1 packages"], ["idna: not found"])
+
+
+def test_the_bill_of_materials_is_cyclonedx(tmp_path: Path) -> None:
+    """Of the tools' own environment, which is small; the schema's own validator reads it."""
+    made = tmp_path / "sbom.cdx.json"
+    command = ["environment", "--pyproject", ROOT / "pyproject.toml", "--output-format", "JSON", "--output-file", made]
+    subprocess.run([TOOLS / "cyclonedx-py", *command, TOOLS / "python"], check=True, capture_output=True)
+    validate = (
+        "import sys; from cyclonedx.schema import SchemaVersion\n"
+        "from cyclonedx.validation.json import JsonStrictValidator\n"
+        "text = open(sys.argv[1]).read(); print(JsonStrictValidator(SchemaVersion.V1_6).validate_str(text))"
+    )
+    done = subprocess.run([TOOLS / "python", "-c", validate, made], capture_output=True, text=True)
+    assert done.stdout == "None\n", done.stdout + done.stderr
+    told = json.loads(made.read_text("utf-8"))
+    names = {part["name"]: part["purl"] for part in told["components"]}
+    assert told["bomFormat"] == "CycloneDX" and told["metadata"]["component"]["name"] == "diptych"
+    assert names["uv"].startswith("pkg:pypi/uv@")
