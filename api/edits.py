@@ -51,7 +51,7 @@ async def edit(request: Request, service: Given, caller: By) -> Response:
 async def _read(request: Request, service: Service, caller: Caller) -> tuple[schemas.EditFields, Upload]:
     """What is asked for, as a form or as JSON, and what is edited. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
-        named = schemas.read(schemas.EditBody, await body.read(request))
+        named = schemas.read(schemas.EditBody, await body.read(request, caller.id))
         return named, await references.read(service, caller, named)
     max_bytes = len(_FILES) * MAX_BYTES + _ENVELOPE
     async with form(request, max_bytes=max_bytes, max_files=8, max_fields=100) as parts:

@@ -86,7 +86,7 @@ class Service:
         self._threads = anyio.CapacityLimiter(_THREADS)
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
-        self._decoders = anyio.CapacityLimiter(_DECODERS)
+        self.decoding = FairLimiter(_DECODERS)
         self._storers = Pool("storage", _STORERS)
 
     async def start(self) -> None:
@@ -122,10 +122,6 @@ class Service:
             return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
         except TimeoutError:
             raise StorageDown("the store of artifacts does not answer in time") from None
-
-    async def decode(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `call`, for what takes much memory: a few at once."""
-        return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._decoders)
 
     def share(self, owner: str) -> int | None:
         """How many of an owner's jobs may wait in one queue. None: as many as of all, as where there are no keys."""
