@@ -49,7 +49,7 @@ class BatchFields(BaseModel):
 @router.post("/v1/batches", summary="Make a batch", openapi_extra=schemas.document(BatchFields))
 async def create(request: Request, service: Given, caller: By) -> Response:
     """A file of no use makes a batch that has failed, and says which lines are wrong."""
-    fields = schemas.read(BatchFields, await body.read(request))
+    fields = schemas.read(BatchFields, await body.read(request, caller.id))
     caller.check("files")
     caller.check(_SCOPES[queue_of(fields.endpoint)])
     await count_request(request, service, caller)

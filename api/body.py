@@ -11,18 +11,17 @@ import re
 from itertools import islice
 from typing import Any
 
-import anyio
-import anyio.to_thread
 from anyio.lowlevel import RunVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from api.errors import ApiError, refused
+from api.fair_limiter import FairLimiter
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 _LARGE = 32 * 1024  # bytes
-_PARSERS = 2  # large bodies at once
+_PARSERS = 2  # large bodies at once, and of one tenant one
 MAX_TOKENS = 50_000  # of a body: texts, brackets and commas; to look through more would hold up everybody
 _MAX_DIGITS = 20  # of a whole number, its sign included; 2**63 - 1 has 19
 
@@ -47,24 +46,24 @@ class _Repeated:
 _HUGE = _Huge()
 
 
-_limiter: RunVar[anyio.CapacityLimiter] = RunVar("parsers")
+_limiter: RunVar[FairLimiter] = RunVar("parsers")
 
 
-def _parsers() -> anyio.CapacityLimiter:
+def _parsers() -> FairLimiter:
     """Those of this event loop."""
     try:
         return _limiter.get()
     except LookupError:
-        limiter = anyio.CapacityLimiter(_PARSERS)
+        limiter = FairLimiter(_PARSERS)
         _limiter.set(limiter)
         return limiter
 
 
-async def read(request: Request) -> dict[str, Any]:
+async def read(request: Request, tenant: str) -> dict[str, Any]:
     """The body's top-level object. Raises `ApiError`: 415 for what is no JSON by its headers, 413, 400."""
     raw = await collect(request)
     # A small one is done sooner than a thread has begun; a large one may take long, and others are answered meanwhile.
-    return parse(raw) if len(raw) <= _LARGE else await anyio.to_thread.run_sync(parse, raw, limiter=_parsers())
+    return parse(raw) if len(raw) <= _LARGE else await _parsers().run(tenant, parse, raw)
 
 
 async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:

@@ -51,7 +51,7 @@ async def edit(request: Request, service: Given, caller: By) -> Response:
 async def _read(request: Request, service: Service, caller: Caller) -> tuple[schemas.EditFields, Upload]:
     """What is asked for, as a form or as JSON, and what is edited. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
-        named = schemas.read(schemas.EditBody, await body.read(request))
+        named = schemas.read(schemas.EditBody, await body.read(request, caller.id))
         return named, await references.read(service, caller, named)
     max_bytes = len(_FILES) * MAX_BYTES + _ENVELOPE
     async with form(request, max_bytes=max_bytes, max_files=8, max_fields=100) as parts:
@@ -59,7 +59,7 @@ async def _read(request: Request, service: Service, caller: Caller) -> tuple[sch
     fields = schemas.read(schemas.EditFields, _typed(texts))
     if "image" not in files:
         raise refused("image", "must be given, as a file", "missing_required_parameter")
-    return fields, await service.decode(Upload.of, files["image"], files.get("mask"))
+    return fields, await service.decoding.run(caller.id, Upload.of, files["image"], files.get("mask"))
 
 
 async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:

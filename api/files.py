@@ -67,7 +67,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     async with _upload(request) as (purpose, name, upload):
         kind = _LINES
         if purpose == "vision":
-            kind = await service.decode(_media_type, upload)
+            kind = await service.decoding.run(caller.id, _media_type, upload)
         file = await service.writing.run(
             caller.id, _keep_upload, service, caller.id, name, purpose, upload, kind, quota
         )

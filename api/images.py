@@ -40,7 +40,7 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     A client that leaves before the end cancels the job, unless it brought an `Idempotency-Key`: then it may come again.
     """
     caller.check("images")
-    fields = schemas.read(schemas.ImageFields, await body.read(request))
+    fields = schemas.read(schemas.ImageFields, await body.read(request, caller.id))
     id = intake.idempotent(request, caller)
     job = await intake.accept(service, request, caller, fields, id)
     return await answer(service, request, job, fields, stays=id is not None)

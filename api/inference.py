@@ -92,9 +92,9 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
     try:
         caller = await identify(request)
         caller.check("images")
-        given, image = _split(await _body(request, service))
+        given, image = _split(await _body(request, service, caller.id))
         if image is not None:
-            upload = await service.decode(_uploaded, image)
+            upload = await service.decoding.run(caller.id, _uploaded, image)
         kind = schemas.ImageFields if upload is None else schemas.EditFields
         fields = schemas.read(kind, {**given, "model": model})
         id = intake.idempotent(request, caller)
@@ -107,13 +107,13 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
     return Response(data, media_type=picture["media_type"], headers={"X-Content-Type-Options": "nosniff"})
 
 
-async def _body(request: Request, service: Service) -> InferenceBody:
+async def _body(request: Request, service: Service, tenant: str) -> InferenceBody:
     """What is posted, with the format of the `Accept` header where no other is asked for. Raises `ApiError`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind in ("", "application/octet-stream"):  # image_to_image without parameters
         raise _no_prompt()
     raw = await body.collect(request, _MOST_BYTES)
-    read = schemas.read(InferenceBody, await service.decode(body.parse, raw))
+    read = schemas.read(InferenceBody, await service.decoding.run(tenant, body.parse, raw))
     accepted = _FORMATS.get(request.headers.get("accept", "").strip().lower())
     parameters = {name: value for name, value in (read.parameters or {}).items() if value is not None}
     if accepted is not None:

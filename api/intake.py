@@ -103,7 +103,7 @@ async def submit(
     charges = for_pictures(caller, draft.parameters["n"])
     if upload is not None:
         size = draft.parameters["width"], draft.parameters["height"]
-        fitted = await service.decode(upload.fitted, size)
+        fitted = await service.decoding.run(caller.id, upload.fitted, size)
         await count_pictures(request, service, caller, draft.parameters["n"])  # before anything is kept
         charges, draft = [], await service.stored(handed_in, service, draft, *fitted)
     job, standing = await _create(service, draft, request, charges)

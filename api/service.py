@@ -91,7 +91,7 @@ class Service:
         self._threads = anyio.CapacityLimiter(_THREADS)
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
-        self._decoders = anyio.CapacityLimiter(_DECODERS)
+        self.decoding = FairLimiter(_DECODERS)
         self._storers = Pool("storage", _STORERS)
 
     async def start(self) -> None:
@@ -137,10 +137,6 @@ class Service:
             return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
         except TimeoutError:
             raise StorageDown("the store of artifacts does not answer in time") from None
-
-    async def decode(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `call`, for what takes much memory: a few at once."""
-        return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._decoders)
 
     async def lacking(self) -> str:
         """What Redis does not let its user do, in a sentence; empty where nobody can tell."""

@@ -54,7 +54,7 @@ async def complete(request: Request, service: Given, caller: By) -> Response:
 
 async def _answer(request: Request, service: Service, caller: Caller, endpoint: str) -> Response:
     caller.check("text")
-    ask = text_drafts.READ[endpoint](await body.read(request))
+    ask = text_drafts.READ[endpoint](await body.read(request, caller.id))
     await count_request(request, service, caller)
     card = await service.cards.find(ask.fields.model, "text")
     if card is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -9,12 +10,13 @@ import time
 from typing import Any
 
 import pytest
+from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from api import body
 from api.errors import ApiError
-from tests.api.world import Api
+from tests.api.world import PATIENCE_S, Api
 
 
 def refusal(raw: bytes | str) -> ApiError:
@@ -204,3 +206,37 @@ def test_large_bodies_are_parsed_beside_the_event_loop(shared: Api, monkeypatch:
         assert answer.status_code == 400
     loop, beside = threads
     assert loop != beside
+
+
+def test_one_tenants_large_bodies_are_parsed_one_at_a_time_and_anothers_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let, under_way = threading.Event(), []
+    parse = body.parse
+
+    def held(raw: bytes) -> dict[str, Any]:
+        if b"greedy" in raw:
+            under_way.append(raw)
+            assert let.wait(PATIENCE_S)
+        return parse(raw)
+
+    monkeypatch.setattr(body, "parse", held)
+
+    def posted(name: str) -> Request:
+        content = json.dumps({"who": name, "prompt": "a" * 100_000}).encode()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": content, "more_body": False}
+
+        return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+
+    async def play() -> None:
+        greedy = [asyncio.create_task(body.read(posted("greedy"), "a")) for _ in range(5)]
+        while not under_way:
+            await asyncio.sleep(0.01)
+        assert (await asyncio.wait_for(body.read(posted("other"), "b"), PATIENCE_S))["who"] == "other"
+        assert len(under_way) == 1
+        let.set()
+        assert len(await asyncio.gather(*greedy)) == 5
+
+    asyncio.run(play())

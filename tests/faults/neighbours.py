@@ -1,17 +1,23 @@
 """What one tenant feels of another that does its worst: `python -m tests.faults.neighbours --rounds 60`.
 
 A service with the embedded models, two keys. One tenant draws a picture and reads a text, round after round; by turns
-alone and beside `tests.faults.worst`. The result is benchmarks/results/neighbours.json: medians, 99th percentiles and
-their ratios. The exit code is 1 if one of its requests failed.
+alone, beside a process that computes and asks for nothing (`burner`), beside a second tenant that does the same as the
+first (`peer`), and beside `tests.faults.worst`. What the burner costs is the machine's own sharing, what the peer costs
+is the device's. The result is benchmarks/results/neighbours.json: medians, 99th percentiles and their ratios. The exit
+code is 1 if one of its requests failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +28,10 @@ from benchmarks import record
 from core.jobs.keyring import Keyring
 from deployment.redis import address_in
 from tests.deployment.served import ROOT, Served
+from tests.faults import worst
 
 _ANSWER_S = 120.0
+_BEGUN_S = 5.0  # until what runs beside is in full swing, and until nothing of it is left
 KINDS = ("picture", "text")
 
 
@@ -69,32 +77,59 @@ def live(client: httpx2.Client, rounds: int, felt: Felt) -> None:
             felt.seconds[kind].append(time.perf_counter() - begun)
 
 
-def measure(folder: Path, rounds: int, turns: int) -> tuple[Felt, Felt]:
-    """(alone, beside), by turns in one run."""
+def go_on(url: str, key: str) -> None:
+    """A second tenant that does what the first one does, until it is killed; of the lowest CPU priority."""
+    os.nice(19)
+    with _client(url, key) as client:
+        while True:
+            live(client, 1, Felt())
+
+
+def _client(url: str, key: str) -> httpx2.Client:
+    return httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_ANSWER_S, trust_env=False)
+
+
+@contextlib.contextmanager
+def running(words: list[str]) -> Iterator[None]:
+    """Python with these words, beside what is measured."""
+    if not words:
+        yield
+        return
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(_BEGUN_S)
+        yield
+        assert process.poll() is None, f"{words} ended"
+    finally:
+        process.kill()
+        process.wait()
+        time.sleep(_BEGUN_S)
+
+
+def measure(folder: Path, rounds: int, turns: int, only: list[str]) -> dict[str, Felt]:
+    """What was felt in each of `BESIDE`, by turns in one run. `only` are attacks; none: all."""
     service = Served(folder, model=None, unset=("DIPTYCH_KERNELS", "DIPTYCH_COMPILE"))
     try:
         service.ready()
         keyring = Keyring(address_in(folder / "data" / "redis"))
-        keys = [keyring.add(name, ["images", "text"], "", "")[1] for name in ("well-behaved", "worst")]
+        keys = [keyring.add(name, ["images", "text"], "", "")[1] for name in ("well-behaved", "other")]
         keyring.close()
-        headers = {"Authorization": f"Bearer {keys[0]}"}
-        alone, beside = Felt(), Felt()
-        with httpx2.Client(base_url=service.url, headers=headers, timeout=_ANSWER_S, trust_env=False) as client:
+        words = {
+            "alone": [],
+            "burner": ["-c", "import os; os.nice(19)\nwhile True: pass"],
+            "peer": ["-c", "import sys; from tests.faults.neighbours import go_on; go_on(*sys.argv[1:])",
+                     service.url, keys[1]],
+            "beside": ["-m", "tests.faults.worst", service.url, keys[1], *only],
+        }  # fmt: skip
+        felt = {name: Felt() for name in words}
+        with _client(service.url, keys[0]) as client:
             time.sleep(3)  # until keys are known everywhere
             live(client, 3, Felt())
             for _ in range(turns):
-                live(client, rounds // turns, alone)
-                words = [sys.executable, "-m", "tests.faults.worst", service.url, keys[1]]
-                attacker = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
-                try:
-                    time.sleep(5)
-                    live(client, rounds // turns, beside)
-                    assert attacker.poll() is None, "the attacker ended"
-                finally:
-                    attacker.kill()
-                    attacker.wait()
-                time.sleep(5)
-        return alone, beside
+                for name, beside in words.items():
+                    with running(beside):
+                        live(client, rounds // turns, felt[name])
+        return felt
     finally:
         service.close()
 
@@ -103,18 +138,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.neighbours", description=__doc__)
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[], choices=worst.NAMES, help="attacks; nothing is stored then")
     options = parser.parse_args()
     with record.alone(), tempfile.TemporaryDirectory() as folder:
-        alone, beside = measure(Path(folder), options.rounds, options.turns)
-    result: dict[str, Any] = {"alone": alone.as_json(), "beside": beside.as_json()}
+        felt = measure(Path(folder), options.rounds, options.turns, options.only)
+    result: dict[str, Any] = {name: one.as_json() for name, one in felt.items()}
     for kind in KINDS:
-        result[f"{kind}_p99_ratio"] = round(result["beside"][kind]["p99_s"] / result["alone"][kind]["p99_s"], 2)
-    record.publish(
-        "neighbours", result, rooms=("api", "core/jobs", "core/batching", "workers", "tests/faults/worst.py")
-    )
-    for failure in (*alone.failed, *beside.failed):
+        p99_s = {name: result[name][kind]["p99_s"] for name in felt}
+        result[f"{kind}_p99_ratio"] = round(p99_s["beside"] / p99_s["alone"], 2)
+        result[f"{kind}_p99_ratio_to_peer"] = round(p99_s["beside"] / p99_s["peer"], 2)
+        result[f"{kind}_p99_ratio_of_burner"] = round(p99_s["burner"] / p99_s["alone"], 2)
+    if options.only:
+        print(json.dumps(result))
+    else:
+        record.publish(
+            "neighbours", result, rooms=("api", "core/jobs", "core/batching", "workers", "tests/faults/worst.py")
+        )
+    failed = [failure for name in ("alone", "burner", "peer", "beside") for failure in felt[name].failed]
+    for failure in failed:
         print(failure, file=sys.stderr)
-    return int(bool(alone.failed or beside.failed))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The worst that one tenant has been seen to do to the others, each as an endless loop against a running service.
 
-`python -m tests.faults.worst URL KEY` runs all of them, in threads of a process of the lowest CPU priority, until it is
-killed. Numbers are those of the findings in docs/operations.md, "One tenant beside another".
+`python -m tests.faults.worst URL KEY [NAME…]` runs all of them, or those named, in threads of a process of the lowest
+CPU priority, until it is killed. Numbers are those of the findings in docs/operations.md, "One tenant beside another".
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ import httpx2
 
 from tests.faults.bodies import png
 
+NAMES = (
+    "batches_with_ids_taken", "silent_webhooks", "many_logprobs", "large_batches", "empty_arrays", "ids_used_again",
+    "idle_sockets", "long_thin_pictures", "files",
+)  # fmt: skip
 _IDLE_SOCKETS = 300
 _MIB = 2**20
 
@@ -119,10 +123,7 @@ class Attacker:
 
     @property
     def rounds(self) -> list[Callable[[], None]]:
-        return [
-            self.batches_with_ids_taken, self.silent_webhooks, self.many_logprobs, self.large_batches,
-            self.empty_arrays, self.ids_used_again, self.idle_sockets, self.long_thin_pictures, self.files,
-        ]  # fmt: skip
+        return [getattr(self, name) for name in NAMES]
 
 
 class _SilentReceiver:
@@ -155,10 +156,11 @@ def forever(round_: Callable[[], None], pause_s: float) -> None:
 
 
 def main() -> None:
-    url, key = sys.argv[1:3]
+    url, key, *only = sys.argv[1:]
     os.nice(19)
     attacker = Attacker(url, key)
-    threads = [threading.Thread(target=forever, args=(one, 0.2)) for one in attacker.rounds]
+    rounds = [one for one in attacker.rounds if one.__name__ in (only or NAMES)]
+    threads = [threading.Thread(target=forever, args=(one, 0.2)) for one in rounds]
     for thread in threads:
         thread.start()
     for thread in threads:
