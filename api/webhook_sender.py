@@ -35,9 +35,7 @@ class WebhookSender:
 
     def __init__(self, service: Service, pauses_s: tuple[float, ...] = _PAUSES_S) -> None:
         self._service = service
-        self._webhooks = Webhooks.of(
-            service.settings
-        )  # with connections of its own: as many calls as it has under way may end at once
+        self._webhooks = Webhooks.of(service.settings)  # on connections of its own: many calls may end at once
         self._pauses_s = pauses_s
         self._private = service.settings.webhook_private
         self._pool = TenantPool("webhooks", _AT_ONCE, of_tenant=_OF_OWNER, of_lane=_OF_RECEIVER, item_s=ANSWER_S)
