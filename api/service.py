@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_THREADS = 24  # that wait for Redis; its client has connections enough for those of batches and webhooks too
+_THREADS = 24  # that wait for Redis; its client has a few more connections, for the reaper and the cards
 _PARSERS = 2  # of batches' files, line by line
 _WRITERS = 4  # of files that were handed in: each holds a few MiB
 _STORERS = 16  # threads that wait for the store of artifacts: none of those that wait for Redis

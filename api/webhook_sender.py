@@ -34,7 +34,7 @@ class WebhookSender:
 
     def __init__(self, service: Service, pauses_s: tuple[float, ...] = _PAUSES_S) -> None:
         self._service = service
-        self._webhooks = Webhooks.of(service.settings, service.redis)
+        self._webhooks = Webhooks.of(service.settings)  # on connections of its own: many calls may end at once
         self._pauses_s = pauses_s
         self._private = service.settings.webhook_private
         self._pool = TenantPool("webhooks", _AT_ONCE, of_tenant=_OF_OWNER, of_lane=_OF_RECEIVER, item_s=ANSWER_S)
@@ -47,6 +47,7 @@ class WebhookSender:
         """Calls that are under way are cut, and made again by whoever comes next."""
         self._poller.stop()
         self._pool.stop()
+        self._webhooks.close()
 
     def _look(self) -> None:
         room = self._pool.room

@@ -111,7 +111,7 @@ def _share(rates: Sequence[float]) -> float:
 
 
 def _print(
-    title: str, images_s: Sequence[float], tokens_s: Sequence[float], took: Sequence[float], gaps: Sequence[float],
+    title: str, images_s: Sequence[float], tokens_s: Sequence[float], took: list[float], gaps: list[float],
     objectives: Mapping[str, Any],
 ) -> None:  # fmt: skip
     record.table(

@@ -19,7 +19,7 @@ from core.config import Settings
 from core.jobs.keys import PREFIX
 from core.jobs.scripts import load
 
-CONNECTIONS = 128  # of one client, made as they are needed: more than an API has threads that ask at the same time
+CONNECTIONS = 32  # of one client; further threads wait for one to come back
 TIMEOUT_S = 5.0  # to connect, to wait for an answer, and to wait for a free connection
 _CHECK_S = 15  # a connection idle for so long is tried with a PING before it is used
 
