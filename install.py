@@ -76,9 +76,13 @@ def pins(text: str) -> dict[str, Pin]:
     for entry in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]:
         requirement, _, via = entry.partition("    # via")
         name = normal(requirement)
-        if name in found:
-            raise ValueError(f"{name} is pinned twice")
-        found[name] = Pin(requirement, frozenset(re.findall(r"^[ #]*([a-z0-9][a-z0-9-]*)", via, re.MULTILINE)))
+        parents = frozenset(re.findall(r"^[ #]*([a-z0-9][a-z0-9-]*)", via, re.MULTILINE))
+        if name in found:  # a version for some Pythons, another for others: each has its marker
+            before = found[name]
+            if " ; " not in requirement or " ; " not in before.requirement:
+                raise ValueError(f"{name} is pinned twice")
+            requirement, parents = before.requirement + requirement, parents | before.parents
+        found[name] = Pin(requirement, parents)
     return found
 
 

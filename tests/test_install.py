@@ -267,6 +267,16 @@ def test_what_is_not_pinned_is_named():
         install.pins("idna==1 \\\n    --hash=sha256:00\nidna==2 \\\n    --hash=sha256:00\n")
 
 
+def test_a_version_for_some_pythons_and_another_for_others_are_handed_on_together():
+    lines = [
+        f"idna=={k} ; python_full_version {sign} '3.12' \\\n    --hash=sha256:0{k}\n    # via v{k}\n"
+        for k, sign in ((1, "<"), (2, ">="))
+    ]
+    (found,) = install.pins("".join(lines)).values()
+    assert found.requirement.count("idna==") == found.requirement.count("--hash") == 2
+    assert found.parents == {"v1", "v2"}
+
+
 def wheel(folder: Path, name: str, version: str, needs: str = "") -> Path:
     """A wheel of one module, written by hand."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
