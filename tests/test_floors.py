@@ -42,6 +42,7 @@ FLOORS = {
     "core.loras": 0,
     "core.markup": 0,
     "core.text": 0,
+    "core.threads": 0,
     "core.traces": 0,
     "core.schedule": -1,  # this and the next: what settings are read with
     "core.urls": -1,

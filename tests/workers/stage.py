@@ -15,7 +15,7 @@ second, and then its card in the registry is "ready".
     --log FILE  append a line of JSON for each event: {"at": time.monotonic(), "pid", "event", "request", "modality"};
                 events: admit (begins to run), step, done, release; a request is named {job}/{attempt}/{picture}
     --name NAME the stand-in's model is called so, and its pictures differ from those of other names
-    --compiling a thread named "compile" never ends, as the compiler's may not
+    --compiling an uninterruptible thread never ends, as the compiler's may not
 
 The stand-in's model is called "stage" and draws 32x32 (64x32, 32x64) PNGs of one colour, which prompt and seed decide:
 see `picture`. Words in a prompt, for both modalities, make things happen at its second iteration (its first step):
@@ -54,6 +54,7 @@ from core.batching.runner import Lane, LaneTicket, OutOfMemory, Refused
 from core.batching.slots import Slots
 from core.config import Settings
 from core.jobs.cards import ModelCard
+from core.threads import UninterruptibleThread
 from pipeline.parameters import check
 from workers import boot
 from workers.equipment import Equipment, panels_of
@@ -339,7 +340,7 @@ def main() -> int:
     parser.add_argument("--compiling", action="store_true")
     options = parser.parse_args()
     if options.compiling:
-        threading.Thread(target=threading.Event().wait, name="compile").start()
+        UninterruptibleThread(target=threading.Event().wait).start()
     note = _writer(options.log)
 
     def made(settings: Settings, say: Callable[[str], None]) -> Equipment:
