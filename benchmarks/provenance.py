@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 # Files and folders whose contents decide figures; each benchmark adds its own file.
-SCHEDULING = ("core/batching", "core/schedule.py")
+SCHEDULING = ("core/batching", "contract/plan.py")
 QUANTIZATION = ("core/quant",)
 IMAGES = (*SCHEDULING, *QUANTIZATION, "unet_opt", "pipeline", "workers/build.py", "models/emoji-xl")
 TEXTS = (*SCHEDULING, *QUANTIZATION, "llm", "workers/build.py", "models/emoji-lm", "models/emoji-lm-draft")

@@ -12,13 +12,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from core.text import complaint
+from contract.card import MAX_PROMPT_CHARACTERS
+from contract.characters import complaint
 from evaluation.asking import Asker, Question
 from evaluation.authors import Answer, Author
 from evaluation.caption_file import CaptionFile, Row
 from evaluation.generate import Pulse
 from evaluation.screen import BROKEN, DUPLICATE, EMPTY, UNFINISHED, Screen, squeeze
-from pipeline.parameters import MAX_PROMPT_CHARACTERS
 
 if TYPE_CHECKING:
     from rich.progress import Progress

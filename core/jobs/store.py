@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from contract.errors import Invalid
 from core.config import Settings
 from core.jobs import creation, keys, ledger, progress, scripts
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
@@ -313,6 +314,10 @@ class JobStore:
     def fail(self, id: str, attempt: int | str, code: str, message: str) -> bool:
         """End a running job with an error that may be shown. False: refused, as above."""
         return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message}))
+
+    def refuse(self, id: str, attempt: int | str, error: Invalid) -> bool:
+        """End a running job whose request cannot be served. False: refused, as above."""
+        return self._end(id, attempt, JobState.FAILED, "error", to_json(error.told()))
 
     def expire(self, id: str, attempt: int | str) -> bool:
         """End a running job whose deadline has passed. False: refused, as above."""
