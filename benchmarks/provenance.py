@@ -27,7 +27,7 @@ IMAGES = (*SCHEDULING, *QUANTIZATION, "unet_opt", "pipeline", "workers/build.py"
 TEXTS = (*SCHEDULING, *QUANTIZATION, "llm", "workers/build.py", "models/emoji-lm", "models/emoji-lm-draft")
 GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "unet_opt", "pipeline")
 GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "llm")
-SERVICE = (*IMAGES, "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
+SERVICE = (*IMAGES, "contract", "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
 
 COMMIT_VARIABLE = "DIPTYCH_COMMIT"
 DIRTY = "-dirty"
