@@ -29,6 +29,9 @@ GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "unet_opt", "pi
 GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "llm")
 SERVICE = (*IMAGES, "contract", "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
 
+# Rooms that files of figures name as they were called when these were measured, and what they are called now.
+MOVED = {"core/schedule.py": "contract/plan.py", "pipeline/parameters.py": "contract/image.py"}
+
 COMMIT_VARIABLE = "DIPTYCH_COMMIT"
 DIRTY = "-dirty"
 _SOURCE = {
