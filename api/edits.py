@@ -17,6 +17,7 @@ from api.errors import ApiError, refused
 from api.forms import form
 from api.service import Given, Service
 from api.uploads import MAX_BYTES, Upload
+from contract.image import EditFields
 
 router = APIRouter(tags=["images"])
 
@@ -32,7 +33,7 @@ _FILE = {"type": "string", "format": "binary"}
     response_model=schemas.Generated,
     responses={200: {"content": {"text/event-stream": {}}}},
     openapi_extra=schemas.document(
-        schemas.EditFields, schemas.EditBody,
+        EditFields, schemas.EditBody,
         form={
             "image": {**_FILE, "description": "PNG, JPEG or WebP"},
             "mask": {**_FILE, "description": "of the same size: what is transparent in it is drawn anew"},
@@ -48,7 +49,7 @@ async def edit(request: Request, service: Given, caller: By) -> Response:
     return await images.answer(service, request, job, fields, stays=id is not None)
 
 
-async def _read(request: Request, service: Service, caller: Caller) -> tuple[schemas.EditFields, Upload]:
+async def _read(request: Request, service: Service, caller: Caller) -> tuple[EditFields, Upload]:
     """What is asked for, as a form or as JSON, and what is edited. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
         named = schemas.read(schemas.EditBody, await body.read(request, caller.id))
@@ -56,7 +57,7 @@ async def _read(request: Request, service: Service, caller: Caller) -> tuple[sch
     max_bytes = len(_FILES) * MAX_BYTES + _ENVELOPE
     async with form(request, max_bytes=max_bytes, max_files=8, max_fields=100) as parts:
         texts, files = await _parts(parts)
-    fields = schemas.read(schemas.EditFields, _typed(texts))
+    fields = schemas.read(EditFields, _typed(texts))
     if "image" not in files:
         raise refused("image", "must be given, as a file", "missing_required_parameter")
     return fields, await service.decoding.run(caller.id, Upload.of, files["image"], files.get("mask"))
@@ -91,7 +92,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
     """A form knows only text: what is meant as a number or as true is made one. All else is left to be refused."""
     fields: dict[str, Any] = dict(texts)
     for name, text in texts.items():
-        known = schemas.EditFields.model_fields.get(name)
+        known = EditFields.model_fields.get(name)
         kinds = get_args(known.annotation) if known is not None else ()
         if int in kinds and _WHOLE.fullmatch(text):
             fields[name] = int(text)

@@ -5,9 +5,9 @@ Knows statuses and headers. No answer repeats what was sent, except names of fie
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.methods import allowed
+from contract.errors import INVALID_REQUEST, INVALID_VALUE, Invalid
 from core.artifacts import ArtifactError, StorageDown
 from core.jobs import rights
 from core.jobs.connection import StoreDenied, StoreDown, StoreError, StoreFull
@@ -36,13 +37,15 @@ _NOT_OFFERED = {
 # The unmodified OpenAI client tries 408, 409, 429 and 5xx again by itself, unless it is told not to.
 NO_RETRY = {"x-should-retry": "false"}
 
-_FIELD = re.compile(r"([a-z_]{1,40}): (.+)", re.DOTALL)  # as workers name what they refuse
 _DOWN_S, _FULL_S = 2, 30  # when to come back: a Redis that starts again, one that is full
 _UNSTORED_S = 5  # a store of artifacts that does not answer
 
 
 class ApiError(Exception):
-    """An answer that is no success. `param` names the field of the request that is wrong, `code` is for programs."""
+    """An answer that is no success. `param` names the field of the request that is wrong, `code` is for programs.
+
+    `detail` is the message without the field's name, where it begins with that.
+    """
 
     def __init__(
         self,
@@ -52,12 +55,14 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        detail: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.headers = headers
+        self.detail = detail
 
     @property
     def content(self) -> dict[str, Any]:
@@ -68,9 +73,18 @@ class ApiError(Exception):
         return JSONResponse(self.content, self.status, dict(self.headers or {}))
 
 
-def refused(field: str | None, message: str, code: str = "invalid_value") -> ApiError:
+def refused(field: str | None, message: str, code: str = INVALID_VALUE) -> ApiError:
     """A 400 about one field of the request."""
-    return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code)
+    return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code, detail=message)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Has what the contract refuses answered with a 400."""
+    try:
+        yield
+    except Invalid as error:
+        raise refused(error.field, error.message, error.code) from error
 
 
 def unsuccessful(job: Job) -> ApiError:
@@ -80,11 +94,10 @@ def unsuccessful(job: Job) -> ApiError:
         return ApiError(409, "The job was cancelled.", code="cancelled", headers=NO_RETRY)
     if job.state is JobState.EXPIRED:
         return ApiError(504, "The deadline passed before the job was done.", code="expired", headers=NO_RETRY)
-    if error.get("code") == "invalid_request":  # what only a worker can tell, and the client can mend
-        told = _FIELD.fullmatch(str(error.get("message", "")))
-        if told is None:
-            return refused(None, "The request cannot be served.")
-        return refused(told[1], told[2], "context_length_exceeded" if "context of" in told[2] else "invalid_value")
+    if error.get("code") == INVALID_REQUEST:  # what only a worker can tell, and the client can mend
+        if "detail" not in error:  # a worker of an older version
+            return refused(None, str(error.get("message") or "The request cannot be served."))
+        return refused(error["field"], error["detail"], error["reason"])
     if error.get("code") == "content_filter":  # asked for again it would be refused again
         return ApiError(400, "A picture was refused by this service's checker.", code="content_filter")
     message = str(error.get("message") or "The job failed.")

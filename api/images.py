@@ -20,6 +20,7 @@ from api.events import EventStream
 from api.links import Links
 from api.presentation import results
 from api.service import Given, Service
+from contract.image import ImageFields, ImageJob
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["images"])
@@ -32,7 +33,7 @@ _CLOSED = 499  # nobody reads it
     summary="Draw pictures and wait for them",
     response_model=schemas.Generated,
     responses={200: {"content": {"text/event-stream": {}}}},
-    openapi_extra={**schemas.document(schemas.ImageFields), "parameters": [schemas.IDEMPOTENCY_KEY]},
+    openapi_extra={**schemas.document(ImageFields), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def generate(request: Request, service: Given, caller: By) -> Response:
     """Answers when all pictures are drawn, or with `stream` tells of them as they come.
@@ -40,13 +41,13 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     A client that leaves before the end cancels the job, unless it brought an `Idempotency-Key`: then it may come again.
     """
     caller.check("images")
-    fields = schemas.read(schemas.ImageFields, await body.read(request, caller.id))
+    fields = schemas.read(ImageFields, await body.read(request, caller.id))
     id = intake.idempotent(request, caller)
     job = await intake.accept(service, request, caller, fields, id)
     return await answer(service, request, job, fields, stays=id is not None)
 
 
-async def answer(service: Service, request: Request, job: Job, fields: schemas.ImageFields, *, stays: bool) -> Response:
+async def answer(service: Service, request: Request, job: Job, fields: ImageFields, *, stays: bool) -> Response:
     """The job's pictures when they are drawn, or with `stream` all that comes. Raises `ApiError`."""
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:
@@ -112,14 +113,15 @@ def generated(service: Service, job: Job, links: Links | None) -> bytes:
 
     Raises `core.artifacts.ArtifactError`.
     """
+    asked = ImageJob.read(job.parameters)
     answer = {
         "created": int(job.created),
         "data": [
             {**streaming.content(service, job, k, links), "seed": image["seed"], "warnings": image.get("warnings", [])}
             for k, image in enumerate(results(job))
         ],
-        "size": f"{job.parameters['width']}x{job.parameters['height']}",
-        "output_format": job.parameters.get("output_format", "png"),
+        "size": "{}x{}".format(*asked.size),
+        "output_format": asked.output_format,
         "background": "opaque",
         "model": job.model,
         "job_id": job.id,

@@ -21,6 +21,7 @@ from api.errors import ApiError, refused, unserved
 from api.presentation import results
 from api.service import Given, Service
 from api.uploads import Upload
+from contract.image import EditFields, ImageFields
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
 
@@ -31,11 +32,11 @@ _PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # how PNG, JPEG and WebP (RIFF)
 _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
 # The client's names → ours; the others are called as in /v1/images/generations and /v1/images/edits.
 _NAMES = {"num_inference_steps": "steps"}
-_SHARED = (
-    "prompt", "negative_prompt", "guidance_scale", "scheduler", "seed", "strength", "output_format",
-    "output_compression", "deepcache", "deterministic", "lora", "expand_prompt", "prompt_weighting", "priority",
-    "deadline_s",
-)  # fmt: skip
+_OTHERWISE = {  # what this address says in another way, or has no place for
+    "model", "n", "size", "steps", "response_format", "stream", "partial_images", "preview_every", "user", "quality",
+    "style", "background", "moderation", "input_fidelity",
+}  # fmt: skip
+_SHARED = tuple(name for name in EditFields.model_fields if name not in _OTHERWISE)
 
 
 class InferenceBody(BaseModel):
@@ -95,7 +96,7 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         given, image = _split(await _body(request, service, caller.id))
         if image is not None:
             upload = await service.decoding.run(caller.id, _uploaded, image)
-        kind = schemas.ImageFields if upload is None else schemas.EditFields
+        kind = ImageFields if upload is None else EditFields
         fields = schemas.read(kind, {**given, "model": model})
         id = intake.idempotent(request, caller)
         job = await intake.accept(service, request, caller, fields, id, upload)
@@ -173,5 +174,6 @@ def _told(error: ApiError, prompt: str) -> JSONResponse:
     names |= {"prompt": prompt, "size": "parameters.width"}
     message, param = str(error), error.param
     if param in names:
-        message, param = message.replace(f"{param}: ", f"{names[param]}: ", 1), names[param]
+        param = names[param]
+        message = message if error.detail is None else f"{param}: {error.detail}"
     return JSONResponse({"error": message, "param": param, "code": error.code}, error.status, dict(error.headers or {}))

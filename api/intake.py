@@ -16,9 +16,9 @@ from fastapi import Request
 from api import admission, webhooks
 from api.access import Caller, count_pictures, count_request, for_pictures, for_request, tell, unknown_key
 from api.errors import ApiError, refused
-from api.schemas import ImageFields
 from api.service import Service
 from api.uploads import Upload
+from contract.image import ImageFields, ImageJob, Source
 from core import logs, traces
 from core.jobs.cards import ModelCard
 from core.jobs.connection import StoreDown
@@ -81,7 +81,7 @@ async def submit(
             refusal = error
     if draft is not None and upload is None and draft.deadline_s is None:
         # Most come this way: all that Redis is needed for is one step.
-        requests, pictures = for_request(caller), for_pictures(caller, draft.parameters["n"])
+        requests, pictures = for_request(caller), for_pictures(caller, ImageJob.read(draft.parameters).n)
         job, standing = await _create(service, draft, request, requests + pictures, len(requests))
         return _same(job, caller, digest), standing
     await count_request(request, service, caller)
@@ -100,11 +100,11 @@ async def submit(
         # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
         backlog = await service.call(service.store.backlog, draft.modality)
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
-    charges = for_pictures(caller, draft.parameters["n"])
+    asked = ImageJob.read(draft.parameters)
+    charges = for_pictures(caller, asked.n)
     if upload is not None:
-        size = draft.parameters["width"], draft.parameters["height"]
-        fitted = await service.decoding.run(caller.id, upload.fitted, size)
-        await count_pictures(request, service, caller, draft.parameters["n"])  # before anything is kept
+        fitted = await service.decoding.run(caller.id, upload.fitted, asked.size)
+        await count_pictures(request, service, caller, asked.n)  # before anything is kept
         charges, draft = [], await service.stored(handed_in, service, draft, *fitted)
     job, standing = await _create(service, draft, request, charges)
     return _same(job, caller, digest), standing
@@ -113,7 +113,7 @@ async def submit(
 async def repeat(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """A new job that asks for what an ended one did. Raises as `submit`."""
     requests = for_request(caller)
-    pictures = for_pictures(caller, job.parameters["n"]) if job.modality == "image" else []
+    pictures = for_pictures(caller, ImageJob.read(job.parameters).n) if job.modality == "image" else []
     draft = Draft(
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
@@ -167,9 +167,11 @@ def handed_in(service: Service, draft: Draft, image: bytes, mask: bytes | None) 
     def put(data: bytes) -> str:
         return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S, hold=True))
 
-    keys = {name: put(data) for name, data in (("image", image), ("mask", mask)) if data is not None}
-    edit = {**draft.parameters["edit"], **keys}
-    return replace(draft, parameters={**draft.parameters, "edit": edit}, inputs=tuple(keys.values()))
+    keys = put(image), None if mask is None else put(mask)
+    asked = ImageJob.read(draft.parameters)
+    assert asked.source is not None
+    edit = replace(asked, source=Source(asked.source.strength, *keys))
+    return replace(draft, parameters=edit.told(), inputs=tuple(filter(None, keys)))
 
 
 def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:

@@ -20,6 +20,7 @@ from api.errors import ApiError, refused, unsuccessful
 from api.images import generated
 from api.presentation import results
 from api.service import Service
+from contract.image import ImageFields, ImageJob
 from core.artifacts import ArtifactError
 from core.jobs.batches import Batch
 from core.jobs.cards import ModelCard
@@ -58,7 +59,7 @@ class Lines:
         return draft if ask.fields.priority is not None else replace(draft, priority=_PRIORITY)
 
     def _picture(self, batch: Batch, line: Line, id: str) -> Draft:
-        kind = schemas.EditBody if batch.endpoint == EDITS else schemas.ImageFields
+        kind = schemas.EditBody if batch.endpoint == EDITS else ImageFields
         fields = schemas.read(kind, {name: value for name, value in line["body"].items() if name != "stream"})
         card = self._card(fields.model, "image")
         admission.check_expansion(fields, self._service.cards.now.expands(card.name))
@@ -72,7 +73,7 @@ class Lines:
             return draft
         with self._fitting:
             if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is looked at again
-                self._fitted = id, upload.fitted((draft.parameters["width"], draft.parameters["height"]))
+                self._fitted = id, upload.fitted(ImageJob.read(draft.parameters).size)
             fitted = self._fitted[1]
         return intake.handed_in(self._service, draft, *fitted)
 

@@ -13,9 +13,10 @@ from typing import Any
 from api import files, schemas
 from api.access import Caller
 from api.errors import refused
-from api.schemas import EditBody, ImageFields, ImageReference
+from api.schemas import EditBody, ImageReference
 from api.service import Service
 from api.uploads import Upload
+from contract.image import ImageFields
 
 _DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 

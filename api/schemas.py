@@ -6,94 +6,15 @@ Knows types and the limits that hold for every model; what a model offers is che
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.body import plain
 from api.errors import ApiError, refused
-
-_WORD, _OBJECT, _LIST = "word", "object", "list"  # kinds of value that a field may have; no part of its name
-
-MAX_SEED = 2**63 - 1
-MAX_DEADLINE_S = 86_400
-
-
-class CacheFields(BaseModel):
-    """Which steps run the whole UNet (deep) and which only its last block (shallow). The first step is always deep."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="DeepCache")
-
-    interval: int | None = Field(default=None, ge=1, le=1000, description="every so many steps one is deep; default: 2")
-    depth: Literal["block", "resnet"] | None = Field(
-        default=None, description="what shallow steps recompute of the last block: all, the default, or its last part"
-    )
-    first: int | None = Field(default=None, ge=0, le=1000, description="so many first steps are deep")
-    last: int | None = Field(default=None, ge=0, le=1000, description="so many last steps are deep")
-    deep_steps: list[int] | None = Field(
-        default=None, max_length=1000, description="exactly these are deep, counted from 0; without the fields above"
-    )
-
-
-class ImageFields(BaseModel):
-    """What a picture is asked for with: OpenAI's fields, and below them our own. null means not given."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageRequest")
-
-    prompt: str = Field(description="what to draw")
-    model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
-    n: int | None = Field(default=None, ge=1, le=10, description="how many pictures, 1 by default")
-    size: str | None = Field(default=None, description='one of the model\'s sizes such as "1024x1024"; "auto": its own')
-    response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
-    output_format: Literal["png", "webp", "jpeg"] | None = Field(default=None, description="png by default")
-    stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")
-    user: str | None = Field(default=None, description="accepted and ignored")
-    quality: str | None = Field(default=None, description="accepted and ignored; see steps")
-    style: str | None = Field(default=None, description="accepted and ignored")
-    background: str | None = Field(default=None, description="accepted and ignored: pictures are opaque")
-    moderation: str | None = Field(default=None, description="accepted and ignored")
-    output_compression: int | None = Field(
-        default=None, ge=0, le=100, description="quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
-    )
-    partial_images: int | None = Field(default=None, ge=0, le=3, description="previews of each picture, with stream")
-    input_fidelity: str | None = Field(default=None, description="accepted and ignored")
-
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="of the first picture; default: random")
-    steps: int | None = Field(default=None, ge=1, description="of denoising, 20 by default")
-    guidance_scale: float | None = Field(
-        default=None, ge=0, allow_inf_nan=False, description="5.0 by default; up to 1: no guidance, half the work"
-    )
-    negative_prompt: str | None = Field(default=None, description="what the picture should not show")
-    scheduler: str | None = Field(default=None, description="one of the model's; default: its own")
-    deadline_s: float | None = Field(
-        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
-    )
-    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
-    deepcache: (
-        Annotated[
-            Annotated[Literal["off", "auto"], Tag(_WORD)] | Annotated[CacheFields, Tag(_OBJECT)],
-            Discriminator(lambda value: _WORD if isinstance(value, str) else _OBJECT),
-        ]
-        | None
-    ) = Field(
-        default=None,
-        description="off: all steps whole; auto: every other and the last; or an object; default: ours",
-    )
-    deterministic: bool | None = Field(default=None, description="equal seed and fingerprint give equal bytes; slower")
-    preview_every: int | None = Field(
-        default=None, ge=0, description="steps from one preview to the next; 0, the default: none"
-    )
-    prompt_weighting: bool | None = Field(
-        default=None, description="prompts are read with weights: (words)1.3, (words)+, word++, word--"
-    )
-    lora: str | None = Field(
-        default=None,
-        description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
-    )
-    expand_prompt: bool | None = Field(
-        default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"
-    )
+from contract.bounds import LIST, OBJECT, WORD
+from contract.image import EditFields, ImageFields
 
 
 class _OfJob(BaseModel):
@@ -115,17 +36,6 @@ class JobFields(_OfJob, ImageFields):
     model_config = ConfigDict(title="JobRequest")
 
     type: Literal["image"] = Field(description="what kind of job")
-
-
-class EditFields(ImageFields):
-    """What a picture is edited with. In a form all of them are text."""
-
-    model_config = ConfigDict(title="EditRequest")
-
-    strength: float | None = Field(
-        default=None, ge=0, le=1, allow_inf_nan=False,
-        description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
-    )  # fmt: skip
 
 
 class ImageReference(BaseModel):
@@ -194,7 +104,7 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    parts = [plain(part) for part in first["loc"] if part not in (_WORD, _OBJECT, _LIST) and not isinstance(part, int)]
+    parts = [plain(part) for part in first["loc"] if part not in (WORD, OBJECT, LIST) and not isinstance(part, int)]
     field = None if None in parts else ".".join(part for part in parts if part is not None)
     if rules and first["type"] in rules:
         named, words = rules[first["type"]]

@@ -20,6 +20,7 @@ from api.errors import ApiError, unserved, unsuccessful
 from api.links import Links
 from api.presentation import results, revised
 from api.service import Service
+from contract.image import ImageJob
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
 from core.jobs.record import Job, JobState
@@ -94,15 +95,16 @@ async def _look(service: Service, job: Job, image: int) -> str | None:
 
 
 def _event(what: str, job: Job, data: dict[str, Any]) -> bytes:
+    asked = ImageJob.read(job.parameters)
     kind = f"{'image_edit' if job.inputs else 'image_generation'}.{what}"
     told = {
         "type": kind,
         **data,
         "created_at": int(job.created if what == "completed" else time.time()),
-        "size": f"{job.parameters['width']}x{job.parameters['height']}",
+        "size": "{}x{}".format(*asked.size),
         "quality": "auto",
         "background": "opaque",
-        "output_format": "png" if what == "partial_image" else job.parameters.get("output_format", "png"),
+        "output_format": "png" if what == "partial_image" else asked.output_format,
     }
     return format_sse_event(event=kind, data_str=json.dumps(told, separators=(",", ":"), allow_nan=False))
 

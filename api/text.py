@@ -18,8 +18,8 @@ from api.events import EventStream
 from api.images import finished, left, wait
 from api.intake import make, not_served
 from api.service import Given, Service, job_lost
-from api.text_schemas import ChatFields, CompletionFields
 from api.text_stream import tell
+from contract.text import ChatFields, CompletionFields
 from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from contract.text import TextJob
 from core.jobs.record import Job
 
 
@@ -23,7 +24,7 @@ class Answers:
             "model": job.model,
             "system_fingerprint": None,
         }
-        self._n = int(job.parameters.get("n", 1))
+        self._n = TextJob.read(job.parameters).n
 
     def whole(self, result: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request without `stream`."""
@@ -99,7 +100,8 @@ class CompletionAnswers(Answers):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._prompts: list[str] = job.parameters["prompts"] if job.parameters.get("echo") else []
+        asked = TextJob.read(job.parameters)
+        self._prompts = list(map(str, asked.prompts or [])) if asked.echo else []
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         told = self.piece(index, self._echoed(index) + choice["text"], choice["logprobs"] or None)

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from api.errors import refused
 from api.tenant_pool import Bound, TimeUp
-from core import urls
+from contract import urls
 
 ANSWER_S = 10.0  # a call takes no longer, with all that it does
 _LONGEST = 2048

@@ -30,7 +30,7 @@ from benchmarks.traces import (
     poisson,
     summary,
 )
-from core import schedule
+from contract import plan
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.config import Settings
@@ -55,7 +55,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         raise record.BenchError("--pictures: must be at least 1")
     with record.alone(), build(settings, measure_s=15.0) as works:
         runner = works.images
-        order = Order(runner.model.native, steps, schedule.parse(settings.deepcache))
+        order = Order(runner.model.native, steps, plan.parse(settings.deepcache))
         if settings.compile:
             runner.execution.wait()
             runner.prepare(measure_s=15.0)

@@ -155,7 +155,7 @@ def _measure(loops: dict[str, Loop], seconds: float) -> None:
 
 
 def _pictures(works: Any, steps: int) -> Callable[[int], Request]:
-    from pipeline.parameters import ImageParameters
+    from contract.image import ImageParameters
 
     native, ids = works.images.model.native, itertools.count()
 

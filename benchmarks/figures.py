@@ -162,7 +162,8 @@ def _chip(found: dict[str, Any]) -> str:
 def _since(rooms: dict[str, str]) -> str:
     if not rooms:
         return "What has changed since is not known."
-    changed = [room for room, was in sorted(rooms.items()) if _now(room) != was]
+    moved = {room: provenance.MOVED.get(room, room) for room in rooms}
+    changed = sorted({moved[room] for room, was in rooms.items() if _now(moved[room]) != was})
     if not changed:
         return "Nothing that was measured has changed since."
     return f"Changed since: {', '.join(f'`{room}`' for room in changed)}."

@@ -16,12 +16,12 @@ from threading import Semaphore
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import compiling, provenance, record
-from core import schedule
+from contract import plan
+from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
 from pipeline.folder import ModelError
-from pipeline.parameters import ImageParameters
 
 if TYPE_CHECKING:
     from workers.build import Works
@@ -242,7 +242,7 @@ def _compile(settings: Settings) -> None:
 def _closed_loop(works: Works, rung: str, steps: int) -> Draw:
     """A closed loop of `IN_FLIGHT` requests."""
     native = works.images.model.native
-    cached = schedule.parse(works.settings.deepcache)
+    cached = plan.parse(works.settings.deepcache)
 
     def draw(jobs: Sequence[tuple[str, int]]) -> None:
         room = Semaphore(IN_FLIGHT)

@@ -21,13 +21,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 # Files and folders whose contents decide figures; each benchmark adds its own file.
-SCHEDULING = ("core/batching", "core/schedule.py")
+SCHEDULING = ("core/batching", "contract/plan.py")
 QUANTIZATION = ("core/quant",)
 IMAGES = (*SCHEDULING, *QUANTIZATION, "unet_opt", "pipeline", "workers/build.py", "models/emoji-xl")
 TEXTS = (*SCHEDULING, *QUANTIZATION, "llm", "workers/build.py", "models/emoji-lm", "models/emoji-lm-draft")
 GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "unet_opt", "pipeline")
 GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "llm")
-SERVICE = (*IMAGES, "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
+SERVICE = (*IMAGES, "contract", "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
+
+# Rooms that files of figures name as they were called when these were measured, and what they are called now.
+MOVED = {"core/schedule.py": "contract/plan.py", "pipeline/parameters.py": "contract/image.py"}
 
 COMMIT_VARIABLE = "DIPTYCH_COMMIT"
 DIRTY = "-dirty"

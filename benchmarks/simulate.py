@@ -23,10 +23,10 @@ from benchmarks.simulation.plot import Line, draw
 from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
 from benchmarks.simulation.static import RequestLevel
 from benchmarks.simulation.traffic import Bursts, Job, Mix
-from core.schedule import AUTO, AUTOMATIC, BLOCK, DeepCache
-from pipeline.parameters import ImageParameters
+from contract.image import ImageParameters
+from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache
 
-ROOMS = (*provenance.SCHEDULING, "pipeline/parameters.py", "benchmarks/simulate.py", "benchmarks/simulation")
+ROOMS = (*provenance.SCHEDULING, "contract/image.py", "benchmarks/simulate.py", "benchmarks/simulation")
 MOST_GPUS, MOST_PICTURES = 10_000, 10_000_000
 _WARM = 0.1  # of the arrivals come to a fleet that is still filling, and do not count for latencies
 _AXES = {"gpus": ("GPUs", "GPUs"), "load": ("load", "load, as a share of what the table allows")}
@@ -209,7 +209,7 @@ def check(costs: Costs, plan: Plan) -> None:
         raise refuse("--gpus, --load: only one of them may have several values")
     for wanted, _ in plan.mix.kinds():
         if wanted.deepcache is not None and (wrong := wanted.deepcache.complaint(wanted.steps)):
-            raise refuse(f"--deepcache: {wrong}")
+            raise refuse(f"--deepcache: {wrong.message}") from wrong
         for group, rows in phases_of(wanted):
             widest = costs.widest(*group)
             where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from benchmarks import record
+from contract.image import ImageParameters
+from contract.plan import DeepCache
 from core.batching.request import Request
-from core.schedule import DeepCache
-from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
 
 BATCH = 8  # pictures of a static batch

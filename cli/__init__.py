@@ -12,11 +12,11 @@ import io
 import logging
 import os
 import sys
-import threading
 from collections.abc import Sequence
 
 from cli import bench, captions, chat, doctor, evaluate, generate, keys, mlperf, quantize, serve, show
 from cli.arguments import Failure, UsageError
+from core.threads import uninterruptible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,12 +75,9 @@ class _Version(argparse.Action):
 
 
 def entry() -> None:
-    """The console script: run `main`, and end at once where code is still being compiled on a thread of its own.
-
-    The compiler cannot be interrupted, and an interpreter that ends around it aborts.
-    """
+    """The console script: run `main`, and end at once where a thread runs that cannot be interrupted."""
     code = main()
-    if any(thread.name == "compile" for thread in threading.enumerate()):
+    if uninterruptible():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+from contract.precision import CHOICES
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from contract.errors import Invalid
     from core.config import Settings
     from workers.build import Works
 
@@ -40,7 +43,7 @@ def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> Non
     parser.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
     parser.add_argument(
         "--precision",
-        choices=("auto", "fp32", "bf16", "fp16", "int8", "fp8"),
+        choices=CHOICES,
         help="of the computation; default: int8 where the model has such a variant and it pays, else fp32 or bf16",
     )
     parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for --precision int8 or fp8; see `quantize`")
@@ -57,7 +60,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def check_steps(steps: int) -> None:
-    from pipeline.parameters import MAX_STEPS
+    from contract.card import MAX_STEPS
 
     if not 1 <= steps <= MAX_STEPS:
         raise UsageError(f"--steps: must be between 1 and {MAX_STEPS}, not {steps}")
@@ -74,6 +77,12 @@ def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
     return found.model_copy(update={k: v for k, v in defaults.items() if k not in found.model_fields_set})
 
 
+def wrong_option(error: Invalid, flags: Mapping[str, str] = {}) -> UsageError:
+    """What is wrong with a field, said of the option that gives it: in `flags`, or else called as the field is."""
+    field = error.field or "request"
+    return UsageError(f"{flags.get(field, '--' + field.replace('_', '-'))}: {error.message}")
+
+
 def make_cache(settings: Settings) -> None:
     """Make the folder of compiled code, where code is to be compiled. Raises `UsageError`."""
     if settings.compile:
@@ -86,14 +95,14 @@ def make_cache(settings: Settings) -> None:
 @contextlib.contextmanager
 def model_errors() -> Iterator[None]:
     """What the rooms below refuse is said in the command line's words."""
+    from contract.errors import Invalid
     from core.batching.engine import Closed
-    from core.batching.runner import Refused
     from pipeline.folder import ModelError
     from workers.draw import OutError
 
     try:
         yield
-    except (Refused, OutError) as error:
+    except (Invalid, OutError) as error:
         raise UsageError(str(error)) from error
     except ModelError as error:
         raise UsageError(f"model: {error}") from error

@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import Commands, Failure, UsageError, model_errors, read_settings
+from cli.arguments import Commands, Failure, UsageError, model_errors, read_settings, wrong_option
+from contract.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +68,7 @@ def add(commands: Commands) -> None:
         "--attempts", type=int, default=64, metavar="N", help="at a row, until it is left out; default: %(default)s"
     )
     captions.add_argument("--text-model", metavar="NAME", help="that writes; default: the embedded one, emoji-lm")
-    captions.add_argument("--text-precision", choices=("fp32", "bf16", "fp16", "int8", "fp8"), help="of computation")
+    captions.add_argument("--text-precision", choices=tuple(PRECISIONS), help="of computation")
     captions.add_argument("--model", metavar="NAME", help="that is to read them; default: the embedded one")
     captions.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     captions.add_argument("--server", metavar="URL", help="of a running service that writes, instead of this process")
@@ -78,7 +79,7 @@ def add(commands: Commands) -> None:
 def _captions(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from core.batching.runner import Refused
+    from contract.errors import Invalid
     from evaluation.service import SourceError
     from training.captioning.caption_file import CaptionFile, CaptionFileError
     from training.captioning.compose import HopelessError
@@ -102,14 +103,15 @@ def _captions(options: argparse.Namespace) -> int:
     except HopelessError as error:
         said = ", ".join(f"{count} {REASONS[reason]}" for reason, count in error.again.most_common())
         raise Failure(f"no caption comes of it: of {error.again.total()} answers {said}") from error
-    except Refused as error:
+    except Invalid as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"--out: {error.filename or options.out} cannot be written ({error.strerror})") from error
 
 
 def _check(options: argparse.Namespace) -> None:
-    from llm.parameters import MAX_SEED, MAX_TEMPERATURE
+    from contract.bounds import MAX_SEED
+    from contract.text import MAX_TEMPERATURE
 
     for name, low, high in (
         ("count", 1, _MOST), ("attempts", 1, _MOST_ATTEMPTS), ("max_tokens", 1, MAX_SEED), ("seed", 0, MAX_SEED),
@@ -151,8 +153,8 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
 
 
 def _template(options: argparse.Namespace) -> str | None:
-    from core.text import complaint
-    from pipeline.parameters import MAX_PROMPT_CHARACTERS
+    from contract.card import MAX_PROMPT_CHARACTERS
+    from contract.characters import complaint
     from training.captioning.asking import SUBJECT
 
     path: Path | None = options.template
@@ -265,18 +267,17 @@ def _author(options: argparse.Namespace, settings: Settings, stack: contextlib.E
 
 def _try(author: Author, asker: Asker, options: argparse.Namespace, rows: Sequence[int]) -> None:
     """Refuse what the model does not take before anything is written: of all rows of --subjects, or of the first."""
-    from core.batching.runner import Refused
+    from contract.errors import Invalid
     from training.captioning.authors import Local
 
     assert isinstance(author, Local)
     for index in range(max(1, len(rows))):
         try:
             author.check(asker.first(index, 0))
-        except Refused as error:
-            field, _, wrong = str(error).partition(": ")
-            if field == "max_tokens" or not rows:
-                raise UsageError(f"--{'max-tokens' if field == 'max_tokens' else 'template'}: {wrong}") from error
-            raise UsageError(f"--subjects: {options.subjects}: row {rows[index]}: {wrong}") from error
+        except Invalid as error:
+            question = f"--subjects: {options.subjects}: row {rows[index]}" if rows else "--template"
+            flags = {error.field or "": question, "max_tokens": "--max-tokens"}
+            raise wrong_option(error, flags) from error
 
 
 def _tell(file: CaptionFile, console: Console) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from cli.arguments import Commands, Failure, UsageError, read_settings
+from contract.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -36,7 +37,7 @@ def add(commands: Commands) -> None:
     )
     chat.add_argument("text", nargs="?", help="what to say; default: what is typed, or comes through a pipe")
     chat.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded model")
-    chat.add_argument("--text-precision", choices=("fp32", "bf16", "fp16", "int8", "fp8"), help="of the computation")
+    chat.add_argument("--text-precision", choices=tuple(PRECISIONS), help="of the computation")
     chat.add_argument("--text-draft", metavar="NAME", help="a smaller model that makes guesses, or lookup")
     chat.add_argument("--url", metavar="URL", help="of a service to talk through, instead of loading a model here")
     chat.add_argument("--key", metavar="KEY", help="for a service that asks for one")
@@ -128,8 +129,9 @@ class _Here:
     def _reply(self, messages: Messages) -> Iterator[str]:
         import queue
 
+        from contract.errors import Invalid
+        from contract.text import TextJob
         from core.batching.request import Outcome, Request
-        from core.batching.runner import Refused
 
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -139,17 +141,13 @@ class _Here:
 
         options = self._options
         try:
-            (wanted,) = self._panel.requests(
-                {
-                    "messages": messages,
-                    "temperature": options.temperature,
-                    "max_tokens": options.max_tokens,
-                    "seed": options.seed,
-                }
+            asked = TextJob(
+                messages=messages, temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed
             )
+            (wanted,) = self._panel.requests(asked)
             self._count += 1
             future = self._engine.submit(Request(f"chat-{self._count}", "text", wanted, listener=hear))
-        except Refused as error:
+        except Invalid as error:
             raise UsageError(str(error)) from error
         # The engine resolves a future after its listener was told everything.
         future.add_done_callback(lambda _: pieces.put(None))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import Commands, read_settings
+from contract.precision import is_quantized
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -108,7 +109,7 @@ def kernels(what: str, device: Device, precisions: Iterable[str]) -> Iterator[Fi
 
     for precision in precisions:
         why = lacks(device, precision)
-        if why is not None and precision in ("int8", "fp8"):  # which torch would emulate, slower than what it replaces
+        if why is not None and is_quantized(precision):  # which torch would emulate, slower than what it replaces
             yield Finding("note", f"{what} {precision}", f"does not run: {why}; take {instead(device, precision)}")
             continue
         alike: dict[tuple[str, str], list[str]] = {}

@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import UsageError, make_cache, model_errors, open_works
+from cli.arguments import UsageError, make_cache, model_errors, open_works, wrong_option
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
+    from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
     from evaluation.sources import Source
-    from pipeline.parameters import ImageParameters
     from workers.build import Works
 
 _FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "seed": "--seed-offset"}  # else --field
@@ -29,8 +29,8 @@ _FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "seed
 
 def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) -> ImageParameters:
     """What all pictures share, checked with the first caption; a width of 0 stands for the model's own size."""
-    from core import schedule
-    from pipeline.parameters import ImageParameters
+    from contract import plan
+    from contract.image import ImageParameters
 
     size = _size(options.size)
     draft = ImageParameters(
@@ -38,7 +38,7 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
         negative_prompt=options.negative, steps=options.steps,
         guidance_scale=5.0 if options.guidance is None else options.guidance,
         scheduler=options.scheduler, deterministic=options.deterministic,
-        deepcache=schedule.parse(settings.deepcache),
+        deepcache=plan.parse(settings.deepcache),
     )  # fmt: skip
     _check(draft, caption, {(draft.width, draft.height)})
     return draft
@@ -151,12 +151,12 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 def _check(draft: ImageParameters, caption: Caption, sizes: Any) -> None:
     """Refuse what all pictures share before anything is drawn. The captions were checked when they were read."""
-    from core.batching.runner import Refused
+    from contract.card import ImageOffer
+    from contract.errors import Invalid
+    from contract.image import check
     from pipeline import sigmas
-    from pipeline.parameters import check
 
     try:
-        check(replace(draft, prompt=caption.text), sizes, sigmas.SCHEDULERS)
-    except Refused as error:
-        field, _, wrong = str(error).partition(": ")
-        raise UsageError(f"{_FLAGS.get(field, f'--{field}')}: {wrong}") from error
+        check(replace(draft, prompt=caption.text), ImageOffer(sizes, sigmas.SCHEDULERS))
+    except Invalid as error:
+        raise wrong_option(error, _FLAGS) from error

@@ -22,15 +22,16 @@ from cli.arguments import (
     read_settings,
 )
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
+from contract.precision import CHOICES
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
+    from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.lens import Lens
     from evaluation.run import Run
-    from pipeline.parameters import ImageParameters
 
 _EXAMPLES = """examples:
   diptych evaluate --prompts captions.tsv --out runs/fp32 --against real
@@ -137,7 +138,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
 def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
     """The options of one way to draw: PRECISION, +DEEPCACHE and @SEED_OFFSET where given."""
-    match = re.fullmatch(r"(auto|fp32|bf16|fp16|int8|fp8)(?:\+([^@]+))?(?:@(\d{1,19}))?", name)
+    match = re.fullmatch(rf"({'|'.join(CHOICES)})(?:\+([^@]+))?(?:@([0-9]{{1,19}}))?", name)
     if match is None:
         raise UsageError(f"--variants: must look like int8, int8+2 or fp32@1000000, not {name!r}")
     if options.out is None:

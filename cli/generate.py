@@ -23,10 +23,11 @@ from cli.arguments import (
     model_errors,
     open_works,
     read_settings,
+    wrong_option,
 )
 
 if TYPE_CHECKING:
-    from pipeline.parameters import ImageParameters
+    from contract.image import ImageParameters
     from pipeline.prompts import Prompt
 
 _FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "prompt": "PROMPT"}  # else --field
@@ -89,9 +90,10 @@ def add(commands: Commands) -> None:
 def _generate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from core import schedule
+    from contract import plan
+    from contract.bounds import next_seed
+    from contract.image import ImageParameters
     from core.batching.request import Request
-    from pipeline import parameters
     from workers.draw import draw, folder
 
     console = Console(stderr=True)
@@ -101,7 +103,7 @@ def _generate(options: argparse.Namespace) -> int:
     if not 1 <= options.count <= 10_000:
         raise UsageError(f"--count: must be between 1 and 10000, not {options.count}")
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
-    draft = parameters.ImageParameters(
+    draft = ImageParameters(
         prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, steps=options.steps, guidance_scale=options.guidance,
         scheduler=options.scheduler, deterministic=options.deterministic, prompt_weighting=options.weighting,
@@ -110,9 +112,10 @@ def _generate(options: argparse.Namespace) -> int:
     settings = read_settings(
         options, compile=False
     )  # compiling takes longer than most commands: who asks for it gets it
-    draft = replace(draft, deepcache=schedule.parse(settings.deepcache))
+    draft = replace(draft, deepcache=plan.parse(settings.deepcache))
     if options.loras and settings.precision == "auto":  # which may mean int8, and that takes none
-        from workers.build import device_of, unquantized
+        from contract.precision import unquantized
+        from workers.build import device_of
 
         settings = settings.model_copy(update={"precision": unquantized(device_of(settings))})
     if options.scheduler is None:
@@ -131,7 +134,7 @@ def _generate(options: argparse.Namespace) -> int:
         _check(first, prompts[0], options, works.images.sizes, works.images.schedulers)
         works.images.check(Request("check", "image", first))
         jobs = (
-            (replace(draft, prompt=prompt.text, seed=(seed + k) % (parameters.MAX_SEED + 1)), prompt)
+            (replace(draft, prompt=prompt.text, seed=next_seed(seed, k)), prompt)
             for prompt in prompts
             for k in range(options.count)
         )
@@ -169,16 +172,16 @@ def _check(
     whole: ImageParameters, prompt: Prompt, options: argparse.Namespace, sizes: Any, schedulers: Sequence[str]
 ) -> None:
     """Refuse a picture before anything is drawn: say which option is wrong, or where the prompt stands."""
-    from core.batching.runner import Refused
-    from pipeline.parameters import check
+    from contract.card import ImageOffer
+    from contract.errors import Invalid
+    from contract.image import check
 
     try:
-        check(whole, sizes, schedulers)
-    except Refused as error:
-        field, _, wrong = str(error).partition(": ")
-        flag = _FLAGS.get(field, f"--{field}")
-        if field == "prompt" and prompt.name:
-            flag = f"--prompts: {options.file}: row {prompt.row}"
-        elif field == "prompt" and len(options.prompts) > 1:
-            flag = f"PROMPT {prompt.row}"
-        raise UsageError(f"{flag}: {wrong}") from error
+        check(whole, ImageOffer(sizes, schedulers))
+    except Invalid as error:
+        flags = dict(_FLAGS)
+        if prompt.name:
+            flags["prompt"] = f"--prompts: {options.file}: row {prompt.row}"
+        elif len(options.prompts) > 1:
+            flags["prompt"] = f"PROMPT {prompt.row}"
+        raise wrong_option(error, flags) from error

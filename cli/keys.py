@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from cli.arguments import Commands, Failure, UsageError, read_settings
+from cli.arguments import Commands, Failure, UsageError, read_settings, wrong_option
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -67,14 +67,14 @@ def add(commands: Commands) -> None:
 
 
 def _add(options: argparse.Namespace) -> int:
+    from contract.errors import Invalid
     from core.jobs.keyring import check
 
     scopes = [word.strip() for word in options.scopes.split(",") if word.strip()]
     try:
         check(options.name, scopes, options.rate, options.quota, options.queued, options.file_bytes)
-    except ValueError as error:
-        field, _, words = str(error).partition(": ")
-        raise UsageError(f"{'NAME' if field == 'name' else '--' + field.replace('_', '-')}: {words}") from error
+    except Invalid as error:
+        raise wrong_option(error, {"name": "NAME"}) from error
 
     def make(keyring: Keyring) -> None:
         key, token = keyring.add(options.name, scopes, options.rate, options.quota, options.queued, options.file_bytes)

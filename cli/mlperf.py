@@ -21,11 +21,11 @@ from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_refer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
     from evaluation.lens import Lens
     from evaluation.loadgen import Result, Test
-    from pipeline.parameters import ImageParameters
 
 _ABOUT = """examples:
   diptych mlperf --scenario Offline --prompts captions_source.tsv --target-qps 2.4 --out offline

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from cli.arguments import Commands, Starting, UsageError, model_errors, read_settings
+from contract.precision import SCHEMES
 
 _ABOUT = """The variant goes into DIR as unet-int8 and vae-int8 (unet-fp8). `--precision int8` finds it where DIR is the
 model's own folder, and else with `--unet DIR/unet-int8`. Without -o it goes into the cache, where `--precision int8`
@@ -35,7 +36,7 @@ def add(commands: Commands) -> None:
         "--text-model", metavar="NAME", help="a language model instead: DIR then gets its model-int8 (model-fp8)"
     )
     quantize.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
-    quantize.add_argument("--scheme", choices=("int8", "fp8"), default="int8", help="default: %(default)s")
+    quantize.add_argument("--scheme", choices=SCHEMES, default="int8", help="default: %(default)s")
     quantize.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="to calibrate on: one a line, or a .tsv/.csv; default: 64 captions that come with the code",
@@ -89,8 +90,9 @@ def _into_cache(options: argparse.Namespace) -> int:
         raise UsageError(f"--out: is needed with --{given[0].replace('_', '-')}: in the cache all is as by default")
     settings = read_settings(options)
     with model_errors(), Starting(Console(stderr=True)) as starting:
+        from contract.precision import unquantized
         from workers import variants
-        from workers.build import device_of, plain_model, precision, unquantized
+        from workers.build import device_of, plain_model, precision
 
         device = device_of(settings)
         precision(settings.model_copy(update={"precision": options.scheme}), device)  # refuses what does not run here
@@ -115,8 +117,9 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
     doing = f"quantizing to {options.scheme}"
     try:
         with model_errors(), Starting(Console(stderr=True)) as starting:
+            from contract.precision import unquantized
             from pipeline.quantized import make
-            from workers.build import device_of, load_model, unquantized
+            from workers.build import device_of, load_model
             from workers.devices import kernels
 
             # As it is in the folder, whatever the environment says of how it is served.

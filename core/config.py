@@ -16,7 +16,8 @@ from urllib.parse import parse_qsl
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from core import schedule, urls
+from contract import plan, urls
+from contract.precision import Choice
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
@@ -40,7 +41,7 @@ class Settings(BaseSettings):
 
     model: str = Field(default="", description="a folder in diffusers' format or a hub id; empty: the embedded model")
     variant: str | None = Field(default=None, description="of the weight files, such as fp16")
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = Field(
+    precision: Choice = Field(
         default="auto",
         description="auto: int8 where the model, or the cache, has such a variant and the kernels run, else fp32 or "
         "bf16; int8 and fp8 of a model without a variant make one, once",
@@ -84,7 +85,7 @@ class Settings(BaseSettings):
     text_model: str = Field(
         default="", description="a folder in transformers' format or a hub id; empty: the embedded one; off: no text"
     )
-    text_precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = Field(
+    text_precision: Choice = Field(
         default="auto",
         description="auto: int8 or fp8 where the model has such a variant and the kernels run, else fp32 or bf16",
     )
@@ -190,7 +191,7 @@ class Settings(BaseSettings):
     @field_validator("deepcache")
     @classmethod
     def _is_a_schedule(cls, value: str) -> str:
-        schedule.parse(value)
+        plan.parse(value)
         return value
 
     @field_validator("public_url")

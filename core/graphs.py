@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from core.threads import UninterruptibleThread
+
 log = logging.getLogger(__name__)
 
 
@@ -97,7 +99,7 @@ class Executables:
             self._pending += 1
             self._jobs.append((key, example))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
+                self._thread = UninterruptibleThread(target=self._run, name="compile", daemon=True)
                 self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.text import complaint
+from contract.card import MAX_PROMPT_CHARACTERS
+from contract.characters import complaint
 from pipeline import prompts
-from pipeline.parameters import MAX_PROMPT_CHARACTERS
 from pipeline.prompts import PromptsError as PromptsError
 
 COLUMNS = ("caption", "prompt", "name")  # `name` is what the embedded data calls its captions

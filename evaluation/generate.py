@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from pipeline.parameters import ImageParameters
+    from contract.image import ImageParameters
 
 _SHOWN = 300  # characters of a note
 _EVERY_S = 60.0
@@ -37,9 +37,9 @@ class Outcome(NamedTuple):
 
 def seed_of(caption: Caption, offset: int) -> int:
     """A caption's seed: the offset plus its index. Runs with equal offsets share their noise, caption by caption."""
-    from pipeline.parameters import MAX_SEED
+    from contract.bounds import next_seed
 
-    return (offset + caption.index) % (MAX_SEED + 1)
+    return next_seed(offset, caption.index)
 
 
 def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, progress: Progress) -> Outcome:

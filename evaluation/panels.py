@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from contract.text import TextJob
 from evaluation import mlperf
 from evaluation.sources import Source, SourceError
 
@@ -77,12 +78,10 @@ class Texts:
     model, samples = TEXT_MODEL, TEXT_SAMPLES
 
     def __init__(self, engine: Engine, panel: TextPanel, prompts: Sequence[str], *, max_tokens: int) -> None:
-        """Raises `Refused` for a prompt that the model does not take."""
+        """Raises `Invalid` for a prompt that the model does not take."""
         self._engine = engine
         self._wanted = [
-            panel.requests(
-                {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0.0}
-            )[0]
+            panel.requests(TextJob([{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0.0))[0]
             for prompt in prompts
         ]
 

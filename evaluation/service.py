@@ -21,7 +21,14 @@ _ANSWER_S = 3600.0  # a request's place may be behind a long queue
 
 
 class SourceError(RuntimeError):
-    """A source that cannot be used, or that refuses what it is asked for. The message is the source's own."""
+    """A source that cannot be used, or that refuses what it is asked for. The message is the source's own.
+
+    `field` is what the source says is wrong of the request, where it says so.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Service:
@@ -61,9 +68,9 @@ class Service:
             try:
                 return self._post(path, body)
             except urllib.error.HTTPError as error:
-                said = _message(error)
+                said, field = _said(error)
                 if error.code not in (429, 500, 503) or not left:
-                    raise SourceError(f"the service answered {error.code}: {said}") from None
+                    raise SourceError(f"the service answered {error.code}: {said}", field) from None
                 after = error.headers.get("Retry-After", "")
                 pause_s = float(after) if after.isdigit() else pause_s
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -86,7 +93,7 @@ class Service:
                 return list(found)
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
-                raise SourceError(f"{self.url}: the service answered {error.code}: {_message(error)}") from None
+                raise SourceError(f"{self.url}: the service answered {error.code}: {_said(error)[0]}") from None
             raise SourceError(f"{self.url}: no service answers ({error.reason})") from None
         except OSError as error:
             raise SourceError(f"{self.url}: no service answers ({getattr(error, 'reason', error)})") from None
@@ -105,9 +112,11 @@ class Service:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _said(error: urllib.error.HTTPError) -> tuple[str, str | None]:
+    """The message, and the field that it is about."""
     try:
         with error:
-            return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
-        return "no reason was given"
+            told = json.loads(error.read())["error"]
+        return str(told["message"]), told.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, http.client.HTTPException):
+        return "no reason was given", None

@@ -21,7 +21,7 @@ from evaluation.service import Service
 from evaluation.service import SourceError as SourceError
 
 if TYPE_CHECKING:
-    from pipeline.parameters import ImageParameters
+    from contract.image import ImageParameters
     from workers.build import Works
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.schedule import AUTO, BLOCK, RESNET, DeepCache
+from contract.plan import AUTO, BLOCK, RESNET, DeepCache
 from unet_opt.recipe import ALPHA
 
 STEPS = 20

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.batching.runner import Refused
+from contract.errors import Invalid
 from llm import sample
 from llm.parameters import Logprob
 from llm.speculate import Guess, accepted, agreed
@@ -63,10 +63,10 @@ def look(logits: Tensor, asked: Sequence[Asked], known: Tensor | None = None) ->
 
 def choose(
     logits: Tensor, asked: Sequence[Asked], best: Sequence[int] | None = None
-) -> list[Chosen | Refused]:  # fmt: skip
+) -> list[Chosen | Invalid]:  # fmt: skip
     """What follows for each request, all of whose logits must be finite. logits [L, V] may be overwritten.
 
-    `best` is what `look` found in them, if somebody looked. `Refused`: what was asked for leaves no token to follow.
+    `best` is what `look` found in them, if somebody looked. `Invalid`: what was asked for leaves no token to follow.
     """
     if not asked:
         return []
@@ -106,7 +106,7 @@ def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
     return accepted(p, firsts, [ask.guess for ask in asked], settings, index)
 
 
-def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> tuple[set[int], dict[int, Refused]]:
+def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> tuple[set[int], dict[int, Invalid]]:
     """Penalties, biases and grammars, which only requests without guesses have; returns their rows, and by request why
     none of its tokens is left (its logits are then still finite).
     """
@@ -120,25 +120,25 @@ def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> tuple[set[int], dict[int
         logits[rows] = sample.penalize(
             logits[rows], sample.Penalties(numbers[:, 0], numbers[:, 1], numbers[:, 2], seen, said)
         )
-    refused: dict[int, Refused] = {}
+    refused: dict[int, Invalid] = {}
     for i, ask in enumerate(asked):
         if ask.work.bias is not None or ask.work.matcher is not None:
             try:
                 logits[ask.first] = _constrained(logits[ask.first], ask.work)
-            except Refused as error:
+            except Invalid as error:
                 refused[i] = error
     return {ask.first for ask in asked if ask.work.adjusted}, refused
 
 
 def _constrained(row: Tensor, work: Work) -> Tensor:
-    """Logits [V] with the request's bias, and of the tokens alone that its grammar allows. Raises `Refused`."""
+    """Logits [V] with the request's bias, and of the tokens alone that its grammar allows. Raises `Invalid`."""
     row = row.clone()
     if work.bias is not None:
         sample.bias_(row, work.bias)
     if work.matcher is not None:
         row.masked_fill_(~work.matcher.allowed().to(row.device), -torch.inf)
     if work.bias is not None and bool((row == -torch.inf).all()):
-        raise Refused("logit_bias: leaves no token with which the answer could go on")
+        raise Invalid("logit_bias", "leaves no token with which the answer could go on")
     return row
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.batching.runner import Refused
+from contract.errors import Invalid
 from llm.instances import has_finite_instance
 
 _SPACE = r"[ \n]{0,2}"  # between two marks; without a bound a model may go on with it for ever
@@ -28,27 +28,27 @@ class Constraints:
         self._known: Any = None
 
     def check(self, schema: str) -> None:
-        """Raise `Refused` for what is no JSON schema, one that llguidance does not know, or one that nothing fits."""
+        """Raise `Invalid` for what is no JSON schema, one that llguidance does not know, or one that nothing fits."""
         try:
             parsed = json.loads(schema)
         except ValueError:
-            raise Refused("json_schema: is not JSON") from None
+            raise Invalid("json_schema", "is not JSON") from None
         except RecursionError:
-            raise Refused("json_schema: is nested too deeply") from None
+            raise Invalid("json_schema", "is nested too deeply") from None
         if not isinstance(parsed, dict):
-            raise Refused("json_schema: must be an object")
+            raise Invalid("json_schema", "must be an object")
         matcher = self.matcher(schema)
         if not has_finite_instance(parsed):
-            raise Refused("json_schema: nothing finite fits it: a $ref leads back to itself through what is required")
+            raise Invalid("json_schema", "nothing finite fits it: a $ref leads back to itself through what is required")
         matcher.allowed()
 
     def matcher(self, schema: str) -> Matcher:
-        """Raises `Refused` for a schema that cannot be held to."""
+        """Raises `Invalid` for a schema that cannot be held to."""
         try:
             import llguidance
             import llguidance.hf
         except ImportError:
-            raise Refused("json_schema: llguidance is not installed here (pip install diptych[text])") from None
+            raise Invalid("json_schema", "llguidance is not installed here (pip install diptych[text])") from None
         if self._known is None:
             self._known = llguidance.hf.from_tokenizer(
                 self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None
@@ -57,9 +57,9 @@ class Constraints:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _SPACE})
             found = llguidance.LLMatcher(self._known, grammar)
         except ValueError as error:
-            raise Refused(f"json_schema: {_first_line(str(error))}") from None
+            raise Invalid("json_schema", _first_line(str(error))) from None
         if found.is_error():
-            raise Refused(f"json_schema: {_first_line(found.get_error())}")
+            raise Invalid("json_schema", _first_line(found.get_error()))
         return Matcher(found, self._vocabulary)
 
 
@@ -71,7 +71,7 @@ class Matcher:
         self._vocabulary = vocabulary
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V]. Raises `Refused` where there are none and the answer is not whole."""
+        """Which tokens may come next, bool [V]. Raises `Invalid` where there are none and the answer is not whole."""
         mask = self._inner.compute_bitmask()
         self._check()
         words = torch.frombuffer(bytearray(mask), dtype=torch.int32)
@@ -85,7 +85,7 @@ class Matcher:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is whole and nothing can follow. Raises `Refused` where it is cut off instead."""
+        """Whether the answer is whole and nothing can follow. Raises `Invalid` where it is cut off instead."""
         self._check()
         return bool(self._inner.is_stopped())
 
@@ -93,7 +93,7 @@ class Matcher:
         """llguidance stops in an error, and then offers the end token, where the grammar has no way on."""
         if self._inner.is_error():
             reason = self._inner.stop_reason()
-            raise Refused(f"json_schema: no token goes on with the answer so that it could fit ({reason})")
+            raise Invalid("json_schema", f"no token goes on with the answer so that it could fit ({reason})")
 
 
 def _first_line(text: str) -> str:

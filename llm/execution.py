@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contract.precision import is_quantized, runs
 from core.quant.kernels.cpu.library import identity
 from core.quant.kernels.cuda import driver
 from core.quant.kernels.device import HOPPER, TRITON
@@ -71,7 +72,7 @@ class Execution:
             return identity(self._library).instructions
         if self._fused is None:
             return TORCH
-        in_8_bits = self.model.precision in ("int8", "fp8")  # whose products alone may be Hopper's
+        in_8_bits = is_quantized(self.model.precision)  # whose products alone may be Hopper's
         return HOPPER if in_8_bits and driver.lacks(self.model.device) is None else TRITON
 
     @property
@@ -112,8 +113,8 @@ class Execution:
 
     def _on_kernels(self, kernels: ctypes.CDLL | None) -> LlamaPrograms | None:
         model = self.model
-        if model.device.type == "cpu" and model.precision == "fp8":
-            raise TextModelError("fp8 does not run on a CPU; take int8 or fp32")
+        if not runs(model.precision, model.device.type):
+            raise TextModelError(f"{model.precision} does not run on a CPU; take int8 or fp32")
         if model.device.type == "cpu" and model.precision in ("fp32", "bf16", "int8") and kernels is not None:
             try:
                 return LlamaPrograms(kernels, model.network, self.cache, half=model.precision != "fp32")

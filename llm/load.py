@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contract.precision import PRECISIONS, SCHEMES, is_quantized
+from contract.precision import dtype as dtype_of
 from llm import tiny
 
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_SCHEMES = ("int8", "fp8")
-PRECISIONS = (*_DTYPES, *_SCHEMES)
 _SAMPLE_BYTES, _WHOLE_BYTES, _BLOCK_BYTES = 4096, 256 << 20, 1 << 20
 
 
@@ -92,7 +91,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
     if precision not in PRECISIONS:
         raise TextModelError(f"precision: must be one of {', '.join(PRECISIONS)}, not {precision!r}")
     where = _device(device)
-    dtype = getattr(torch, _DTYPES.get(precision, "float32" if where.type == "cpu" else "bfloat16"))
+    dtype = getattr(torch, dtype_of(precision, where.type))
     register()
     with _quiet():
         if name in tiny.SHAPES:
@@ -103,10 +102,10 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
             folder, short, digest = None, name, f"{name}-seed0-torch{torch.__version__}{drawn}"
         else:
             folder = _find(name)
-            network, tokenizer = _read(folder, torch.float32 if precision in _SCHEMES else dtype)
+            network, tokenizer = _read(folder, torch.float32 if is_quantized(precision) else dtype)
             short, digest = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name, _digest(folder)
         _check(name, network, tokenizer)
-        if precision in _SCHEMES:
+        if is_quantized(precision):
             digest = _quantized(name, folder, network, digest, precision)
         network = _moved(network, where, dtype).eval().requires_grad_(False)
     return TextModel(short, digest, precision, where, dtype, network, tokenizer, _ends(network, tokenizer))
@@ -211,7 +210,7 @@ def variants(name: str) -> set[str]:
     if name in tiny.SHAPES:
         return set()
     folder = _find(name)
-    return {scheme for scheme in _SCHEMES if (folder / variant(scheme) / store.MANIFEST).is_file()}
+    return {scheme for scheme in SCHEMES if (folder / variant(scheme) / store.MANIFEST).is_file()}
 
 
 def _quantized(name: str, folder: Path | None, network: Any, digest: str, scheme: str) -> str:

@@ -5,23 +5,23 @@ Knows the limits of values; knows nothing of weights, devices or HTTP, and impor
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from core.batching.runner import Refused
-from core.text import complaint
+from contract.bounds import MAX_SEED, check_number, check_text, check_whole, short
+from contract.errors import CONTEXT_LENGTH, Invalid
+from contract.text import (
+    MAX_BIAS,
+    MAX_BIASED,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+)
 
-MAX_STOPS = 4  # as in OpenAI's API
-MAX_STOP_CHARACTERS = 256
-MAX_LOGPROBS = 20
 MAX_TOP_K = 1 << 20
-MAX_TEMPERATURE = 2.0
-MAX_PENALTY = 2.0
-MAX_REPETITION = 10.0
-MAX_BIAS = 100.0
-MAX_BIASED = 1024  # tokens of one request
-MAX_SEED = 2**63 - 1
 MAX_SCHEMA_CHARACTERS = 65_536
 
 Finish = Literal["stop", "length"]
@@ -97,76 +97,54 @@ class Text:
 
 
 def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
-    """Raise `Refused` naming the first field that is wrong. Text is not echoed."""
+    """Raise `Invalid` naming the first field that is wrong. Text is not echoed."""
     if not isinstance(wanted.prompt, tuple) or not all(type(token) is int for token in wanted.prompt):
-        raise Refused("prompt: must be a tuple of token ids")
+        raise Invalid("prompt", "must be a tuple of token ids")
     if not wanted.prompt:
-        raise Refused("prompt: must not be empty")
+        raise Invalid("prompt", "must not be empty")
     if not all(0 <= token < vocabulary for token in wanted.prompt):
-        raise Refused(f"prompt: token ids must be between 0 and {vocabulary - 1}")
-    _whole("max_tokens", wanted.max_tokens, 1, MAX_SEED)
+        raise Invalid("prompt", f"token ids must be between 0 and {vocabulary - 1}")
+    check_whole("max_tokens", wanted.max_tokens, 1, MAX_SEED)
     if len(wanted.prompt) + wanted.max_tokens > context:
-        raise Refused(
-            f"max_tokens: {len(wanted.prompt)} tokens of prompt and {_short(wanted.max_tokens)} to come are more than "
-            f"the model's context of {context}"
+        raise Invalid(
+            "max_tokens",
+            f"{len(wanted.prompt)} tokens of prompt and {short(wanted.max_tokens)} to come are more than the model's "
+            f"context of {context}",
+            CONTEXT_LENGTH,
         )
-    _number("temperature", wanted.temperature, 0, MAX_TEMPERATURE)
-    _number("top_p", wanted.top_p, 0, 1)
+    check_number("temperature", wanted.temperature, 0, MAX_TEMPERATURE)
+    check_number("top_p", wanted.top_p, 0, 1)
     if wanted.top_p == 0:
-        raise Refused("top_p: must be more than 0")
-    _number("min_p", wanted.min_p, 0, 1)
-    _whole("top_k", wanted.top_k, 0, MAX_TOP_K)
-    _number("repetition_penalty", wanted.repetition_penalty, 0, MAX_REPETITION)
+        raise Invalid("top_p", "must be more than 0")
+    check_number("min_p", wanted.min_p, 0, 1)
+    check_whole("top_k", wanted.top_k, 0, MAX_TOP_K)
+    check_number("repetition_penalty", wanted.repetition_penalty, 0, MAX_REPETITION)
     if wanted.repetition_penalty == 0:
-        raise Refused("repetition_penalty: must be more than 0")
-    _number("presence_penalty", wanted.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _number("frequency_penalty", wanted.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        raise Invalid("repetition_penalty", "must be more than 0")
+    check_number("presence_penalty", wanted.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    check_number("frequency_penalty", wanted.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     if wanted.seed is not None:
-        _whole("seed", wanted.seed, 0, MAX_SEED)
+        check_whole("seed", wanted.seed, 0, MAX_SEED)
     if wanted.logprobs is not None:
-        _whole("logprobs", wanted.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
+        check_whole("logprobs", wanted.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
     _check_bias(wanted.logit_bias, vocabulary)
     if not isinstance(wanted.stop, tuple) or len(wanted.stop) > MAX_STOPS:
-        raise Refused(f"stop: must be at most {MAX_STOPS} texts")
+        raise Invalid("stop", f"must be at most {MAX_STOPS} texts")
     for text in wanted.stop:
-        wrong = "must be text that is not empty"
-        if isinstance(text, str) and text:
-            wrong = complaint(text, MAX_STOP_CHARACTERS) or ""
-        if wrong:
-            raise Refused(f"stop: {wrong}")
+        if not isinstance(text, str) or not check_text("stop", text, MAX_STOP_CHARACTERS):
+            raise Invalid("stop", "must be text that is not empty")
     if wanted.json_schema is not None and not isinstance(wanted.json_schema, str):
-        raise Refused("json_schema: must be text")
+        raise Invalid("json_schema", "must be text")
     if wanted.json_schema is not None and len(wanted.json_schema) > MAX_SCHEMA_CHARACTERS:
-        raise Refused(f"json_schema: must have at most {MAX_SCHEMA_CHARACTERS} characters")
+        raise Invalid("json_schema", f"must have at most {MAX_SCHEMA_CHARACTERS} characters")
 
 
 def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
     if not isinstance(bias, tuple) or len(bias) > MAX_BIASED:
-        raise Refused(f"logit_bias: must be of at most {MAX_BIASED} tokens")
+        raise Invalid("logit_bias", f"must be of at most {MAX_BIASED} tokens")
     for token, value in bias:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-            raise Refused(f"logit_bias: token ids must be between 0 and {vocabulary - 1}")
-        _number("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+            raise Invalid("logit_bias", f"token ids must be between 0 and {vocabulary - 1}")
+        check_number("logit_bias", value, -MAX_BIAS, MAX_BIAS)
     if len({token for token, _ in bias}) < len(bias):
-        raise Refused("logit_bias: names a token twice")
-
-
-def _whole(field: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise Refused(f"{field}: must be a whole number")
-    if not low <= value <= high:
-        raise Refused(f"{field}: must be between {low} and {high}, not {_short(value)}")
-
-
-def _number(field: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise Refused(f"{field}: must be a number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise Refused(f"{field}: must be a finite number")
-    if not low <= value <= high:
-        raise Refused(f"{field}: must be between {low:g} and {high:g}, not {_short(value)}")
-
-
-def _short(value: float) -> str:
-    """An integer may have a million digits."""
-    return f"{value:g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "that"
+        raise Invalid("logit_bias", "names a token twice")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from contract.precision import SCHEMES, is_quantized
+
 if TYPE_CHECKING:
     from llm.load import TextModel
 
@@ -19,7 +21,7 @@ def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lac
         capability: the GPU's compute capability; None for a CPU.
         lacks: why our kernels do not run on the device; None where they do.
     """
-    runs = [scheme for scheme in ("int8", "fp8") if scheme in variants]
+    runs = [scheme for scheme in SCHEMES if scheme in variants]
     if capability is None or capability < _E4M3:
         runs = [scheme for scheme in runs if scheme != "fp8"]
     if runs and lacks is None:
@@ -52,7 +54,7 @@ def load(name: str, asked: str, *, device: str, lacks: str | None) -> tuple[Text
     capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
     chosen, reason = choose(variants(name), capability=capability, lacks=lacks)
     model = load(name, precision=chosen, device=device)
-    if chosen in ("int8", "fp8"):
+    if is_quantized(chosen):
         try:
             family.check(model.network)
         except ValueError as error:

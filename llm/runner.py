@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import torch
 
+from contract.errors import Invalid
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
-from core.batching.runner import Lane, LaneTicket, Refused
+from core.batching.runner import Lane, LaneTicket
 from core.batching.slots import Slots
 from core.failures import translated
 from llm import parameters
@@ -115,7 +116,7 @@ class TextRunner:
     def check(self, request: Request) -> None:
         wanted = request.parameters
         if not isinstance(wanted, parameters.TextParameters):
-            raise Refused(f"parameters: must be TextParameters, not {type(wanted).__name__}")
+            raise Invalid("parameters", f"must be TextParameters, not {type(wanted).__name__}")
         most = min(self.context, self.pages.capacity * PAGE)
         parameters.check(wanted, vocabulary=self.model.vocabulary, context=most)
         if wanted.json_schema is not None:

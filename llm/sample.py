@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from llm.parameters import MAX_BIAS
+from contract.text import MAX_BIAS
 
 TOKEN, DRAFT, ACCEPT = range(3)  # what a number is drawn for
 _SHORT = 1024  # of the likeliest, among which are nearly always all that may be drawn

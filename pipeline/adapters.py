@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from core import loras as names
-from core.batching.runner import Refused
+from contract import loras as names
+from contract.errors import Invalid
+from contract.precision import PRECISIONS, is_quantized
 from pipeline import lora, lora_file
 from pipeline.folder import ModelError
 from pipeline.lora_file import Factors
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from pipeline.load import Model
 
 T = TypeVar("T")
-
-_PLAIN = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +60,10 @@ class Taken:
 
 def refused(model: Model) -> str | None:
     """Why requests cannot bring LoRAs to this model; None where they can."""
-    if model.precision in _PLAIN:
+    if not is_quantized(model.precision):
         return None
-    return f"weights in {model.precision} take none; fp32, bf16 and fp16 do"
+    *most, last = (name for name in PRECISIONS if not is_quantized(name))
+    return f"weights in {model.precision} take none; {', '.join(most)} and {last} do"
 
 
 class Adapters:
@@ -202,9 +202,16 @@ def same(uses: Sequence[Use]) -> tuple[tuple[str, float], ...]:
     return tuple((use.digest, use.scale) for use in uses)
 
 
+def check_loras(adapters: Adapters | None, model: Model, text: str) -> None:
+    """Raise `Invalid` for LoRAs that requests cannot bring to this model; None: no folder of theirs is named."""
+    if adapters is None:
+        raise Invalid("lora", refused(model) or "no folder with LoRAs is named (DIPTYCH_LORA_DIR)")
+    named(lambda: adapters.check(text))
+
+
 def named(ask: Callable[[], T]) -> T:
     """Ask for LoRAs; what is wrong with one is wrong with the request's field."""
     try:
         return ask()
     except ModelError as error:
-        raise Refused(f"lora: {str(error).removeprefix('lora ')}") from error
+        raise Invalid("lora", str(error).removeprefix("lora ")) from error

@@ -10,13 +10,13 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from core import markup
+from contract import markup
+from contract.image import ImageParameters
 from pipeline import denoise
 from pipeline.adapted import Adapted
 from pipeline.adapters import Adapters, same
 from pipeline.encode import Embedding, Encoder, Prompt
 from pipeline.load import Model
-from pipeline.parameters import ImageParameters
 from pipeline.work import Work
 
 Told = tuple[denoise.Conditioning, list[str]]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from contract.image import ImageParameters
 from pipeline import vae
 from pipeline.denoise import Kept
 from pipeline.load import Model
-from pipeline.parameters import ImageParameters
 from pipeline.sigmas import Table
 
 

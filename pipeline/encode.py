@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core.markup import Weighted
+from contract.markup import Weighted
 from pipeline import weighting
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from contract.plan import AUTO
 from core.batching.cost import CostCurve, CostTable
 from core.cuda_graphs import CudaRecorder, Graphs, Recorder
 from core.graphs import Executables, Key
-from core.schedule import AUTO
 from pipeline import denoise, encode
 from pipeline.load import Model
 from pipeline.phases import (
@@ -293,8 +293,9 @@ class Execution:
         return {"unet weights": weights, "vae weights": decoder.size_bytes, **held}
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
-        """What was measured: seconds by rows, for each (phase, size, compiled)."""
-        return self._costs.measured()
+        """What was measured without LoRAs of requests: seconds by rows, for each (phase, size, compiled)."""
+        measured: dict[Any, Mapping[int, float]] = {**self._costs.measured()}
+        return {key[:3]: curve for key, curve in measured.items() if not key[3]}
 
     def close(self) -> None:
         self._executables.close()
@@ -359,7 +360,7 @@ class Execution:
         return without_text(key.phase, self._recordings.function(key))
 
     def _curve(self, group: Group, compiled: bool) -> CostCurve:
-        return self._costs[f"{group.phase}, adapted" if group.adapted else group.phase, group.size, compiled]
+        return self._costs[group.phase, group.size, compiled, group.adapted]
 
     def _example(self, phase: str, rows: int, size: tuple[int, int], seed: int = 0) -> Callable[[Any], Any]:
         """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""

@@ -27,8 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # The sources that a picture's bits come from: every module of ours that drawing imports and that computes or decides
 # something about it, and what writes WebP and JPEG. Paths below ROOT.
 CODE = (
-    "core/cuda_graphs.py", "core/graphs.py", "core/loras.py", "core/markup.py", "core/quant", "core/schedule.py",
-    "core/text.py", "pipeline", "unet_opt", "workers/formats.py",
+    "contract/bounds.py", "contract/card.py", "contract/characters.py", "contract/image.py", "contract/loras.py",
+    "contract/markup.py", "contract/plan.py", "contract/precision.py", "core/cuda_graphs.py", "core/graphs.py",
+    "core/quant", "pipeline", "unet_opt", "workers/formats.py",
 )  # fmt: skip
 _CUDA = ("core/quant/kernels/cuda", "unet_opt/fused")
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "numpy")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contract.precision import PRECISIONS, is_quantized
+from contract.precision import dtype as dtype_of
 from pipeline import folder as folders
 from pipeline import lora, sdxl, tiny
 from pipeline.folder import PARTS, WEIGHTS
@@ -22,8 +24,6 @@ from pipeline.lora import Lora
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_QUANTIZED = ("int8", "fp8")  # of UNet and VAE; the rest is in fp32 on a CPU and in bf16 on a GPU
 _TRANSFORMERS = ("text_encoder", "text_encoder_2")
 _ANY_STEPS = 4  # few enough for every sampler, to try a scheduler's config
 _SAMPLE_SIZE = 128  # what diffusers takes for a UNet that does not say its own
@@ -87,11 +87,10 @@ def load(
     """
     import torch
 
-    if precision not in (*_DTYPES, *_QUANTIZED):
-        raise ModelError(f"precision: must be one of {', '.join((*_DTYPES, *_QUANTIZED))}, not {precision!r}")
+    if precision not in PRECISIONS:
+        raise ModelError(f"precision: must be one of {', '.join(PRECISIONS)}, not {precision!r}")
     where, folder = _device(device), None
-    plain = precision if precision in _DTYPES else "fp32" if where.type == "cpu" else "bf16"
-    dtype = getattr(torch, _DTYPES[plain])
+    dtype = getattr(torch, dtype_of(precision, where.type))
     if seeded(name):
         with _quiet():
             pipeline = sdxl.make(where) if name == sdxl.NAME else tiny.make(tiny.SHAPES[name])
@@ -104,7 +103,7 @@ def load(
         index, files = folders.check(folder, variant)
         # The VAE in fp32 until its config is read: rounded to fp16 it could not be brought back. And what is quantized
         # until it was: rounded first it would be quantized to another model.
-        late = {"vae"} if dtype is torch.float16 else {"unet", "vae"} if precision in _QUANTIZED else set()
+        late = {"vae"} if dtype is torch.float16 else {"unet", "vae"} if is_quantized(precision) else set()
         dtypes = {part: torch.float32 if part in late else dtype for part in PARTS}
         loaded = {part: _load_part(folder, part, dtypes[part], variant) for part in PARTS}
         force_zeros = bool(index.get("force_zeros_for_empty_prompt", True))
@@ -115,7 +114,7 @@ def load(
     if loras:
         with _quiet():
             lora.fuse_(loaded, loras)
-    if precision in _QUANTIZED:
+    if is_quantized(precision):
         from pipeline import quantized_parts
 
         variants = quantized_parts.variant(folder, precision, unet)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core import loras as names
+from contract import loras as names
 from pipeline.folder import ModelError
 
 SUFFIX = ".safetensors"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from contract.plan import AUTO, BLOCK, DEPTHS, RESNET
 from core.graphs import Key
-from core.schedule import AUTO, BLOCK, DEPTHS, RESNET
 from pipeline import encode, vae
 from pipeline.folder import ModelError
 from pipeline.load import Model

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.parameters import ImageParameters
+from contract.image import ImageParameters
 
 if TYPE_CHECKING:
     from PIL.Image import Image

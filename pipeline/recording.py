@@ -14,6 +14,7 @@ from core.batching.runner import Lane
 from core.cuda_graphs import Graphs
 from core.failures import translated
 from core.graphs import Key
+from core.threads import UninterruptibleThread
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class BackgroundRecorder:
         with self._lock:
             self._again = True
             if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+                self._thread = UninterruptibleThread(target=self._run, name="record", daemon=True)
                 self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -1,7 +1,6 @@
 """Pictures for the engine: the Runner of the image modality.
 
-Knows the phases of a picture (image for an edit, encode, deep or shallow × steps, vae), what each costs and what a
-request holds; leaves order and width to the scheduler.
+Knows a picture's phases, what each costs and what a request holds; leaves order and width to the scheduler.
 """
 
 from __future__ import annotations
@@ -12,19 +11,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from contract.card import ImageOffer
+from contract.errors import Invalid
+from contract.image import ImageParameters, check
 from core.batching.request import Outcome, Request
-from core.batching.runner import Lane, LaneTicket, Refused
+from core.batching.runner import Lane, LaneTicket
 from core.cuda_graphs import Recorder
 from core.failures import translated
-from pipeline import denoise, edit, parameters, sigmas, vae
+from pipeline import denoise, edit, sigmas, vae
 from pipeline.adapted import Adapted
-from pipeline.adapters import Adapters, named, refused
+from pipeline.adapters import Adapters, check_loras, named, refused
 from pipeline.conditioning import AdaptedConditioner, Conditioner, Told
 from pipeline.encode import Encoder
 from pipeline.execution import Execution, Group
@@ -33,6 +34,7 @@ from pipeline.load import Model
 from pipeline.phases import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS
 from pipeline.picture import Picture
 from pipeline.recording import BackgroundRecorder
+from pipeline.sizes import sizes
 from pipeline.work import Holdings, Work, gather, keep
 
 _ENCODE_ROWS = 32
@@ -74,7 +76,7 @@ class ImageRunner:
             raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
         self.model = model
         self.patience_s = patience_s
-        self.sizes = parameters.sizes(model.native, model.multiple)
+        self.sizes = sizes(model.native, model.multiple)
         self.schedulers = sigmas.SCHEDULERS
         self.default_scheduler = sigmas.default_name(model.scheduler_config)
         self._lane = lane or Lane("image")
@@ -112,18 +114,16 @@ class ImageRunner:
 
     def check(self, request: Request) -> None:
         wanted = request.parameters
-        if not isinstance(wanted, parameters.ImageParameters):
-            raise Refused(f"parameters: must be ImageParameters, not {type(wanted).__name__}")
-        parameters.check(wanted, self.sizes, self.schedulers)
+        if not isinstance(wanted, ImageParameters):
+            raise Invalid("parameters", f"must be ImageParameters, not {type(wanted).__name__}")
+        check(wanted, ImageOffer(self.sizes, self.schedulers))
         try:
             name = wanted.scheduler or self.default_scheduler
             sigmas.table(self.model.scheduler_config, name, wanted.steps, wanted.skipped)
         except ValueError as error:
-            raise Refused(f"scheduler: {error}") from error
+            raise Invalid("scheduler", str(error)) from error
         if wanted.lora:
-            if self.adapters is None:
-                raise Refused(f"lora: {refused(self.model) or 'no folder with LoRAs is named (DIPTYCH_LORA_DIR)'}")
-            named(partial(self.adapters.check, wanted.lora))
+            check_loras(self.adapters, self.model, wanted.lora)
         self.holdings.check(wanted)
 
     def admit(self, request: Request) -> bool:
@@ -318,7 +318,7 @@ class ImageRunner:
                 work: Work = request.work
                 if not finite[index]:
                     nan = f"the {self.model.precision} UNet of {self.model.name} returned NaN"
-                    error = Refused(f"lora: with it {nan}") if work.uses else FloatingPointError(nan)
+                    error = Invalid("lora", f"with it {nan}") if work.uses else FloatingPointError(nan)
                     outcomes[request.id] = Outcome(error=error)
                     continue
                 bucket = None if work.mode in ("", KERNELS) else self.execution.deterministic_rows
@@ -345,7 +345,7 @@ class ImageRunner:
         assert self._adapted is not None
         return self._adapted.rows([work.uses for work in works for _ in range(work.rows)], apart=bool(group.mode))
 
-    def _start(self, wanted: parameters.ImageParameters, work: Work) -> tuple[torch.Tensor, denoise.Kept | None]:
+    def _start(self, wanted: ImageParameters, work: Work) -> tuple[torch.Tensor, denoise.Kept | None]:
         """Starting noise, for an edit on its image, and what is kept of that.
 
         Drawn on the CPU in fp32: a seed means the same noise on every device and precision.
@@ -374,7 +374,7 @@ class ImageRunner:
             work.noise = (rider.step, torch.randn(rider.x.shape, generator=work.generator).to(rider.x.device))
         return work.noise[1]
 
-    def _look(self, wanted: parameters.ImageParameters, moved: denoise.Trajectory) -> Any:
+    def _look(self, wanted: ImageParameters, moved: denoise.Trajectory) -> Any:
         if not wanted.preview_every or moved.step % wanted.preview_every or not moved.left:
             return None
         if self._preview is None:

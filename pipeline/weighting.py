@@ -1,7 +1,7 @@
 """Weights of a prompt's parts, put on what the text encoders made of it.
 
 Follows compel (damian0815/compel, `EmbeddingsProvider`, with its default way of weighting down). Knows tokenizers and
-arithmetic; leaves reading the marks to `core.markup` and running the encoders to `pipeline.encode`.
+arithmetic; leaves reading the marks to `contract.markup` and running the encoders to `pipeline.encode`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from core.markup import Weighted
+from contract.markup import Weighted
 
 _LEAST = 1e-5  # in place of a weight of 0, whose share would be infinite
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from core.batching.runner import Refused
+from contract.errors import Invalid
+from contract.image import ImageParameters
 from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import Adapters, Taken, Use
 from pipeline.execution import Execution
 from pipeline.load import Model
-from pipeline.parameters import ImageParameters
 from pipeline.phases import DEEP, SHALLOW, VAE
 from unet_opt.deepcache import Features, kept
 
@@ -77,10 +77,10 @@ class Holdings:
         self._adapters = adapters
 
     def check(self, wanted: ImageParameters) -> None:
-        """Raise `Refused` for what could never be held."""
+        """Raise `Invalid` for what could never be held."""
         needed = self.size_bytes(wanted)
         if needed > self.memory.capacity:
-            raise Refused(f"size: it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
+            raise Invalid("size", f"it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
 
     def take(self, wanted: ImageParameters, scheduler: str) -> Work | None:
         """All that the request will hold; None means not yet, and then nothing is held."""

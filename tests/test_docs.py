@@ -31,7 +31,9 @@ UNITS = (
 )
 AMOUNT = re.compile(rf"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?:[ \u00a0-]?(?:{UNITS})(?![\w/])|×(?! ?\d))")
 CELL = re.compile(r"(?<=\|) *\**(\d{1,3}(?:,\d{3})+|\d[\d,]*\.\d+)\** *(?=\|)")
-ROOMS = "api|benchmarks|cli|core|deployment|docs|evaluation|llm|models|pipeline|tests|training|unet_opt|workers"
+ROOMS = (
+    "api|benchmarks|cli|contract|core|deployment|docs|evaluation|llm|models|pipeline|tests|training|unet_opt|workers"
+)
 
 
 def source_files() -> set[str]:
@@ -75,7 +77,7 @@ def test_what_a_page_names_is_there(name: str, files: set[str]) -> None:
 
 def test_what_is_not_there_is_found(files: set[str]) -> None:
     page = (
-        "`core/urls.py`, `urls.py` and `core/cupboard.py`; `attic.sh`. `api/web/`, `llm/attic*`; python -m cli.attic."
+        "`core/logs.py`, `logs.py` and `core/cupboard.py`; `attic.sh`. `api/web/`, `llm/attic*`; python -m cli.attic."
     )
     assert missing_files(page, files) == ["attic.sh", "core/cupboard.py"]
     assert missing_paths(page) == ["core/cupboard.py", "llm/attic*"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.schedule import BLOCK
+from contract.plan import BLOCK
 
 Features = tuple[Tensor, ...]
 """Maps with a row for each of the forward's: what shallow steps of every depth read (see `kept`)."""

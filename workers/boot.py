@@ -22,6 +22,7 @@ from celery.worker import state
 
 from core import traces
 from core.config import Settings
+from core.threads import uninterruptible
 from workers.app import Build, create
 from workers.station import Station
 
@@ -124,7 +125,7 @@ class Ending:
         """Celery has ended: close everything. Returns unless the interpreter could not end in peace."""
         self._station.close()
         traces.end()
-        if any(thread.name in ("compile", "record") for thread in threading.enumerate()):
+        if uninterruptible():
             self._exit()
 
     def _run(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from contract.precision import runs, unquantized
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
@@ -135,8 +136,8 @@ def precision(settings: Settings, device: str) -> str:
     from core.quant.kernels.cpu.library import Unavailable, library
 
     on_cpu, asked = device == "cpu", settings.precision
-    if asked == "fp8" and on_cpu:
-        raise ModelError("fp8 does not run on a CPU; take int8 or fp32")
+    if asked != "auto" and not runs(asked, device):
+        raise ModelError(f"{asked} does not run on a CPU; take int8 or fp32")
     if not on_cpu:
         check_gpu(settings, device, asked)
     if asked != "auto":
@@ -159,11 +160,6 @@ def precision(settings: Settings, device: str) -> str:
         return plain
     log.info("int8: the model has such a variant%s, and our kernels run", "" if own else " in the cache")
     return "int8"
-
-
-def unquantized(device: str) -> str:
-    """The precision of models that are not quantized on this device."""
-    return "fp32" if device == "cpu" else "bf16"
 
 
 def memory_bytes(settings: Settings, model: Model) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from contract.bounds import MAX_SEED
+from contract.card import MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS
+from contract.plan import OFF, DeepCache
 from core.jobs.cards import ModelCard
 from core.quant.kernels.device import Decision, summary
-from core.schedule import OFF, DeepCache
-from pipeline import parameters
 from pipeline.execution import Group
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
@@ -51,11 +52,11 @@ def image_card(
         schedulers=list(runner.schedulers),
         default_scheduler=runner.default_scheduler,
         limits={
-            "max_prompt_characters": parameters.MAX_PROMPT_CHARACTERS,
-            "max_steps": parameters.MAX_STEPS,
-            "max_guidance": parameters.MAX_GUIDANCE,
-            "max_seed": parameters.MAX_SEED,
-            "max_images": parameters.MAX_IMAGES,
+            "max_prompt_characters": MAX_PROMPT_CHARACTERS,
+            "max_steps": MAX_STEPS,
+            "max_guidance": MAX_GUIDANCE,
+            "max_seed": MAX_SEED,
+            "max_images": MAX_IMAGES,
         },
         costs={
             "encode_s": encode_s,

@@ -7,6 +7,7 @@ import logging
 
 import torch
 
+from contract.precision import is_quantized
 from core.config import Settings
 from core.quant.kernels import describe as description
 from core.quant.kernels.cuda import driver, language
@@ -24,7 +25,7 @@ def describe(settings: Settings, device: str) -> Device:
 
 def check_gpu(settings: Settings, device: str, precision: str) -> None:
     """Raises `ModelError` for 8 bits on a GPU that does not multiply them: emulated they would be slower than bf16."""
-    if precision not in ("int8", "fp8"):
+    if not is_quantized(precision):
         return
     found = describe(settings, device)
     if (why := lacks(found, precision)) is not None:
@@ -64,7 +65,7 @@ def fused(settings: Settings, model: Model) -> tuple[bool, str]:
 
     if model.device.type != "cuda":
         return False, ""
-    in_8_bits = model.precision in ("int8", "fp8")
+    in_8_bits = is_quantized(model.precision)
     try:
         if not (settings.kernels or in_8_bits):
             raise ValueError("our own kernels are switched off")

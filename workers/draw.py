@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pipeline.parameters import ImageParameters
+    from contract.image import ImageParameters
     from pipeline.prompts import Prompt
     from workers.build import Works
 

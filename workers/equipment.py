@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from core import schedule
+from contract import plan
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from workers.panels import ImagePanel, Panel
@@ -58,7 +58,7 @@ def panels_of(works: Works) -> dict[str, Panel]:
             key
         )  # opened when it is needed: most engines see no edit
 
-    deepcache = schedule.parse(settings.deepcache)
+    deepcache = plan.parse(settings.deepcache)
     images = ImagePanel(works.images, deepcache, fetch, works.checker, works.decisions)
     panels: dict[str, Panel] = {works.images.modality: images}
     if works.texts is not None:

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from core.batching.runner import Refused
-from core.text import complaint
-from pipeline.parameters import MAX_PROMPT_CHARACTERS, ImageParameters
+from contract.card import MAX_PROMPT_CHARACTERS
+from contract.characters import complaint
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from contract.text import TextJob
 
 if TYPE_CHECKING:
     from workers.panels import Panel
 
+FIELD = "expand_prompt"
 MOST_TOKENS = 96  # what SDXL reads of a prompt, and some to spare
 TEMPERATURE = 0.7  # so that another seed brings another picture
 INSTRUCTION = (
@@ -30,25 +33,20 @@ _TRAINED = {"emoji-lm": "You expand a short prompt into a caption for an emoji."
 
 
 def ask(pictures: Sequence[ImageParameters], panel: Panel | None) -> list[Any]:
-    """Requests of the text modality, one for each picture. Raises `Refused`, naming expand_prompt."""
+    """Requests of the text modality, one for each picture. Raises `Invalid`, naming expand_prompt."""
     if panel is None:
-        raise Refused("expand_prompt: this worker serves no text model")
+        raise Invalid(FIELD, "this worker serves no text model")
     instruction = _TRAINED.get(panel.name, INSTRUCTION)
     return [wanted for picture in pictures for wanted in _requests(picture, panel, instruction)]
 
 
 def _requests(picture: ImageParameters, panel: Panel, instruction: str) -> list[Any]:
     messages = [{"role": "system", "content": instruction}, {"role": "user", "content": picture.prompt}]
-    given = {"messages": messages, "max_tokens": MOST_TOKENS, "temperature": TEMPERATURE, "seed": picture.seed}
+    asked = TextJob(messages=messages, max_tokens=MOST_TOKENS, seed=picture.seed, temperature=TEMPERATURE)
     try:
-        return panel.requests(given)
-    except Refused as error:
-        raise renamed(error) from error
-
-
-def renamed(error: Refused) -> Refused:
-    """What is wrong with the request that we made, as the client's own field."""
-    return Refused(f"expand_prompt: {str(error).partition(': ')[2] or error}")
+        return panel.requests(asked)
+    except Invalid as error:
+        raise error.of(FIELD) from error  # the request is ours, the client's is what it was made for
 
 
 def expanded(pictures: Sequence[ImageParameters], texts: Sequence[str]) -> list[ImageParameters]:

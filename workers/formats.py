@@ -9,11 +9,10 @@ import base64
 import dataclasses
 import io
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-from core.batching.runner import Refused
+from contract.image import MEDIA_TYPES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,29 +20,20 @@ if TYPE_CHECKING:
 
     from pipeline.picture import Picture
 
-MEDIA_TYPES: Final = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 _BEST = 100
 _USER_COMMENT, _EXIF = 0x9286, 0x8769
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a picture is written. `quality` 0 to 100 is for those that lose something; WebP at 100 loses nothing."""
+    """How a picture is written. `compression` 0 to 100 is for those that lose something; WebP at 100 loses nothing."""
 
     name: str = "png"
-    quality: int = _BEST
+    compression: int | None = None
 
-    @classmethod
-    def of(cls, parameters: Mapping[str, Any]) -> Format:
-        """What a job's parameters ask for. Raises `Refused`, naming the field."""
-        name, quality = parameters.get("output_format") or "png", parameters.get("output_compression")
-        if name not in MEDIA_TYPES:
-            raise Refused(f"output_format: must be one of {', '.join(MEDIA_TYPES)}")
-        if quality is None:
-            quality = _BEST
-        if isinstance(quality, bool) or not isinstance(quality, int) or not 0 <= quality <= 100:
-            raise Refused("output_compression: must be a whole number between 0 and 100")
-        return cls(name, quality)
+    @property
+    def quality(self) -> int:
+        return _BEST if self.compression is None else self.compression
 
     @property
     def media_type(self) -> str:

@@ -7,17 +7,18 @@ import: it is there before torch is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core import schedule
+from contract.errors import Invalid
+from contract.image import ImageJob, ImageParameters
+from contract.plan import DeepCache
+from contract.text import TextJob
 from core.batching.request import Outcome
-from core.batching.runner import Refused
 from core.jobs.cards import ModelCard
-from core.schedule import DeepCache
-from pipeline.parameters import MAX_IMAGES, MAX_SEED, ImageParameters
 from workers import sources
 from workers.checker import Checker, check
-from workers.formats import encode
+from workers.formats import Format, encode
 from workers.shelf import Shelf
 
 if TYPE_CHECKING:
@@ -53,13 +54,17 @@ class Panel(Protocol):
         """
         ...
 
-    def requests(self, parameters: Mapping[str, Any]) -> list[Any]:
-        """The parameters of the requests that a job's mean. Raises `Refused`, naming the field."""
+    def read(self, parameters: Mapping[str, Any]) -> ImageJob | TextJob:
+        """A job's parameters as its record has them. Raises `Invalid`."""
+        ...
+
+    def requests(self, job: Any) -> list[Any]:
+        """The parameters of the requests that a job means. Raises `Invalid`."""
         ...
 
     def tally(self, requests: Sequence[Any]) -> Tally: ...
 
-    def result(self, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+    def result(self, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         """The job's result, from what its requests came to; artifacts are on the shelf before it returns.
 
         Raises `ArtifactError`, and `Filtered` where it may not be shown.
@@ -94,80 +99,45 @@ class ImagePanel:
 
         return image_card(self._runner, self._deepcache, self._decisions)
 
-    def requests(self, parameters: Mapping[str, Any]) -> list[ImageParameters]:
+    def read(self, parameters: Mapping[str, Any]) -> ImageJob:
+        return ImageJob.read(parameters)
+
+    def requests(self, job: ImageJob) -> list[ImageParameters]:
         if self._checker is not None:
-            parameters = {**parameters, "preview_every": 0}
-        return pictures(parameters, self._deepcache, self._fetch)
+            job = replace(job, picture=replace(job.picture, preview_every=0))
+        return pictures(job, self._deepcache, self._fetch)
 
     def tally(self, requests: Sequence[ImageParameters]) -> PictureTally:
         return PictureTally([request.made for request in requests])
 
-    def result(self, made: Sequence[Picture], shelf: Shelf) -> dict[str, Any]:
+    def result(self, job: ImageJob, made: Sequence[Picture], shelf: Shelf) -> dict[str, Any]:
         check(self._checker, made)
-        return {"images": [_kept(picture, shelf) for picture in made]}
+        form = Format(job.output_format, job.output_compression)
+        return {"images": [_kept(picture, form, shelf) for picture in made]}
 
 
 def pictures(
-    parameters: Mapping[str, Any],
-    deepcache: DeepCache | None = None,
-    fetch: Callable[[str], bytes] | None = None,
+    job: ImageJob, deepcache: DeepCache | None = None, fetch: Callable[[str], bytes] | None = None
 ) -> list[ImageParameters]:
-    """A job's parameters as those of its pictures. Raises `Refused`; what a picture may be, its runner checks.
+    """What a job's pictures are drawn from. Raises `Invalid`; what a picture may be, its runner checks.
 
     `deepcache` and `fetch` are as for the panel. Raises `ArtifactError` where `fetch` does.
     """
-    n, seed = _whole(parameters, "n", 1, MAX_IMAGES), _whole(parameters, "seed", 0, MAX_SEED)
-    if parameters.get("deepcache") is not None:
-        try:
-            deepcache = schedule.read(parameters["deepcache"])
-        except ValueError as error:
-            raise Refused(f"deepcache: {error}") from error
-    if parameters.get("edit") is not None and fetch is None:
-        raise Refused("image: cannot be fetched here")
-    edit = None if fetch is None else sources.read(parameters, fetch)
-    return [
-        ImageParameters(
-            prompt=_given(parameters, "prompt"),
-            seed=(seed + k) % (MAX_SEED + 1),
-            width=_given(parameters, "width"),
-            height=_given(parameters, "height"),
-            negative_prompt=parameters.get("negative_prompt"),
-            steps=_given(parameters, "steps"),
-            guidance_scale=_given(parameters, "guidance_scale"),
-            scheduler=parameters.get("scheduler"),
-            deterministic=parameters.get("deterministic", False),
-            preview_every=parameters.get("preview_every", 0),
-            deepcache=deepcache,
-            edit=edit,
-            prompt_weighting=parameters.get("prompt_weighting", False),
-            lora=parameters.get("lora", ""),
-        )
-        for k in range(n)
-    ]
+    if job.source is None:
+        return job.pictures(deepcache)
+    if fetch is None:
+        raise Invalid("image", "cannot be fetched here")
+    return job.pictures(deepcache, sources.read(job.source, fetch))
 
 
-def _given(parameters: Mapping[str, Any], field: str) -> Any:
-    try:
-        return parameters[field]
-    except KeyError:
-        raise Refused(f"{field}: is missing") from None
-
-
-def _whole(parameters: Mapping[str, Any], field: str, low: int, high: int) -> int:
-    value = _given(parameters, field)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise Refused(f"{field}: must be a whole number between {low} and {high}")
-    return value
-
-
-def _kept(picture: Picture, shelf: Shelf) -> dict[str, Any]:
-    data = encode(picture, shelf.form)
+def _kept(picture: Picture, form: Format, shelf: Shelf) -> dict[str, Any]:
+    data = encode(picture, form)
     return {
-        "key": shelf.put(data, shelf.form.media_type),
+        "key": shelf.put(data, form.media_type),
         "seed": picture.parameters.seed,
         "width": picture.image.width,
         "height": picture.image.height,
-        "media_type": shelf.form.media_type,
+        "media_type": form.media_type,
         "size_bytes": len(data),
         "warnings": list(picture.warnings),
     }

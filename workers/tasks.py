@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from contract.errors import Invalid
 from core import traces
 from core.artifacts import ArtifactError, Artifacts
 from core.batching.engine import Aborted, Closed, Engine, Expired
 from core.batching.request import Outcome, Request
-from core.batching.runner import OutOfMemory, Refused
+from core.batching.runner import OutOfMemory
 from core.jobs.broker import Envelope
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
@@ -175,21 +176,21 @@ class Tasks:
             panel = self._panels[claim.modality]
             if claim.model != panel.name:
                 raise Aborted("it was handed back by another, and is of another's model")
-            wanted = panel.requests(claim.parameters)
+            job = panel.read(claim.parameters)
+            wanted = panel.requests(job)
             keep = lambda key: self._patiently(lambda: self._store.keep(key))  # noqa: E731
-            shelf = Shelf(self._artifacts, keep, claim.parameters)
+            shelf = Shelf(self._artifacts, keep)
             deadline = self._deadline(claim)
-            expands = bool(claim.parameters.get("expand_prompt"))
             started = time.monotonic()
-            if expands:
+            if job.expand_prompt:
                 wanted = self._expanded(work, wanted, deadline)
             with traces.span("engine", requests=len(wanted)):
                 made = work.make(self._requests(claim, wanted, panel.tally(wanted), deadline))
             engine_s = time.monotonic() - started
             if work.dropped:
                 raise Aborted("nobody waits for it any more")
-            result = panel.result(made, shelf)
-            if expands:
+            result = panel.result(job, made, shelf)
+            if job.expand_prompt:
                 result = expand.tell(result, wanted)
             work.artifacts = shelf.keys
             return {**result, "engine_s": round(engine_s, 6)}
@@ -213,8 +214,8 @@ class Tasks:
         ]  # fmt: skip
         try:
             texts = work.make(requests)
-        except Refused as error:
-            raise expand.renamed(error) from error
+        except Invalid as error:
+            raise error.of(expand.FIELD) from error
         return expand.expanded(pictures, [made.text for made in texts])
 
     def _requests(self, claim: Claim, wanted: list[Any], tally: Tally, deadline: float) -> list[Request]:
@@ -268,6 +269,10 @@ class Tasks:
             case _ if not self._engine.alive:
                 # Nothing this engine says is to be trusted: the process ends, and the lease says the rest.
                 return "lost"
+            case Invalid():
+                log.warning("%s is refused: %s", id, made)
+                self._patiently(lambda: store.refuse(id, attempt, made))
+                return "failed"
             case _:
                 code, message = _told(made)
                 log.warning("%s failed: %s (%s: %s)", id, code, type(made).__name__, made)
@@ -294,8 +299,6 @@ class Tasks:
 def _told(error: Exception) -> tuple[str, str]:
     """The code and the message of a failure, for whoever asked. Nothing of what was asked for is repeated."""
     match error:
-        case Refused():
-            return "invalid_request", str(error)
         case Filtered():
             return "content_filter", "a picture was refused by this service's checker"
         case OutOfMemory():

@@ -7,13 +7,17 @@ import: it is there before torch is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from contract.bounds import MAX_SEED, check_whole, next_seed
+from contract.card import MAX_CHOICES
+from contract.errors import CONTEXT_LENGTH, Invalid
+from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_STOPS, TextJob
 from core.batching.request import Outcome
-from core.batching.runner import Refused
 from core.jobs.cards import ModelCard
 from llm.pages import PAGE
-from llm.parameters import MAX_BIASED, MAX_LOGPROBS, MAX_SEED, MAX_STOPS, Logprob, TextParameters
+from llm.parameters import Logprob, TextParameters
 from workers.written import Written
 
 if TYPE_CHECKING:
@@ -21,14 +25,10 @@ if TYPE_CHECKING:
     from llm.runner import TextRunner
     from workers.shelf import Shelf
 
-MAX_CHOICES = 16  # of one job, over all its prompts
-MAX_CHARACTERS = 1_000_000  # of all that a job brings; what the model has room for is counted in tokens
 _USUAL = 64  # tokens of an answer whose capacity is told
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_PASSED = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
-    "json_schema",
-)  # fmt: skip
+_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # which are made of a job's fields
+_PASSED = [one.name for one in fields(TextParameters) if hasattr(TextJob, one.name) and one.name not in _OTHERWISE]
 
 
 class TextPanel:
@@ -70,33 +70,35 @@ class TextPanel:
             capacity_per_s=1 / token_s / _USUAL,
         )
 
-    def requests(self, parameters: Mapping[str, Any]) -> list[TextParameters]:
-        """The answers that a job asks for: those to its first prompt first. Raises `Refused`."""
-        prompts = self._prompts(parameters)
-        n, seed, most = parameters.get("n", 1), parameters.get("seed"), parameters.get("max_tokens")
-        if type(n) is not int or not 1 <= n * len(prompts) <= MAX_CHOICES:
-            raise Refused(f"n: must be a whole number, and with all prompts at most {MAX_CHOICES} answers")
-        if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
-            raise Refused(f"seed: must be a whole number between 0 and {MAX_SEED}")
-        given = {name: parameters[name] for name in _PASSED if parameters.get(name) is not None}
-        bias = _bias(parameters.get("logit_bias") or {})
+    def read(self, parameters: Mapping[str, Any]) -> TextJob:
+        return TextJob.read(parameters)
+
+    def requests(self, job: TextJob) -> list[TextParameters]:
+        """The answers that a job asks for: those to its first prompt first. Raises `Invalid`."""
+        prompts = self._prompts(job)
+        if type(job.n) is not int or not 1 <= job.n * len(prompts) <= MAX_CHOICES:
+            raise Invalid("n", f"must be a whole number, and with all prompts at most {MAX_CHOICES} answers")
+        if job.seed is not None:
+            check_whole("seed", job.seed, 0, MAX_SEED)
+        given = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}
+        bias = _bias(job.logit_bias or {})
         return [
             TextParameters(
                 prompt=prompt,
-                max_tokens=self._room(prompt, parameters) if most is None else most,
-                seed=None if seed is None else (seed + k) % (MAX_SEED + 1),
-                stop=tuple(parameters.get("stop") or ()),
+                max_tokens=self._room(prompt, job) if job.max_tokens is None else job.max_tokens,
+                seed=None if job.seed is None else next_seed(job.seed, k),
+                stop=tuple(job.stop or ()),
                 logit_bias=bias,
                 **given,
             )
             for prompt in prompts
-            for k in range(n)
+            for k in range(job.n)
         ]
 
     def tally(self, requests: Sequence[TextParameters]) -> TextTally:
         return TextTally(self, [request.max_tokens for request in requests])
 
-    def result(self, made: Sequence[Text], shelf: Shelf) -> dict[str, Any]:
+    def result(self, job: TextJob, made: Sequence[Text], shelf: Shelf) -> dict[str, Any]:
         prompts = {text.prompt_tokens: text for text in made}  # one prompt's answers read it together
         choices = [
             {
@@ -129,32 +131,32 @@ class TextPanel:
         text: str = self._runner.model.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
         return text
 
-    def _room(self, prompt: tuple[int, ...], parameters: Mapping[str, Any]) -> int:
+    def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
         room = min(self._runner.context, self._runner.pages.capacity * PAGE) - len(prompt)
         if room < 1:
-            field = "messages" if "messages" in parameters else "prompt"
-            raise Refused(f"{field}: {len(prompt)} tokens are more than the model's context of {self._runner.context}")
+            field = "prompt" if job.messages is None else "messages"
+            words = f"{len(prompt)} tokens are more than the model's context of {self._runner.context}"
+            raise Invalid(field, words, CONTEXT_LENGTH)
         return room
 
-    def _prompts(self, parameters: Mapping[str, Any]) -> list[tuple[int, ...]]:
-        if "messages" in parameters:
-            return [self._chat(parameters["messages"])]
-        prompts = parameters.get("prompts")
-        if not isinstance(prompts, list) or not prompts:
-            raise Refused("prompt: is missing")
-        return [self._plain(prompt) for prompt in prompts]
+    def _prompts(self, job: TextJob) -> list[tuple[int, ...]]:
+        if job.messages is not None:
+            return [self._chat(job.messages)]
+        if not isinstance(job.prompts, list) or not job.prompts:
+            raise Invalid("prompt", "is missing")
+        return [self._plain(prompt) for prompt in job.prompts]
 
     def _chat(self, messages: Any) -> tuple[int, ...]:
         tokenizer = self._runner.model.tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            raise Refused("messages: the model has no chat template; ask for a completion")
+            raise Invalid("messages", "the model has no chat template; ask for a completion")
         for message in messages:
             if any(token in message["content"] for token in self._controls):
-                raise Refused("messages: a content holds one of the model's control tokens")
+                raise Invalid("messages", "a content holds one of the model's control tokens")
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # of a model's own template: roles in an order that it does not know
-            raise Refused(f"messages: the model's chat template refuses them ({type(error).__name__})") from error
+            raise Invalid("messages", f"the model's chat template refuses them ({type(error).__name__})") from error
         return self._ids(text)
 
     def _ids(self, text: str) -> tuple[int, ...]:
@@ -169,9 +171,9 @@ class TextPanel:
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...]:
-    """JSON's names are texts. Raises `Refused`."""
+    """JSON's names are texts. Raises `Invalid`."""
     if not isinstance(given, dict) or not all(token.isdecimal() and len(token) < 20 for token in given):
-        raise Refused("logit_bias: must be an object of token ids and numbers")
+        raise Invalid("logit_bias", "must be an object of token ids and numbers")
     return tuple((int(token), value) for token, value in given.items())
 
 

@@ -23,9 +23,9 @@ from benchmarks.h200 import sources
 from benchmarks.h200.timing import Clocks, table
 from benchmarks.loop import Loop
 from benchmarks.traces import Order
+from contract.plan import AUTO, DeepCache
 from core.batching.engine import Engine
 from core.batching.request import Request
-from core.schedule import AUTO, DeepCache
 from llm.lane import StreamLane
 from llm.load import load
 from llm.parameters import TextParameters

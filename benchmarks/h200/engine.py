@@ -27,9 +27,9 @@ from benchmarks import provenance, record
 from benchmarks.h200 import sources
 from benchmarks.h200.timing import Clocks, table
 from benchmarks.traces import BATCH, Order, RequestLevel, StepLevel, draw_batch, play, poisson, summary
+from contract.plan import AUTO, DeepCache
 from core.batching.engine import Engine, Tick
 from core.quant.convert import Scheme
-from core.schedule import AUTO, DeepCache
 from pipeline import sdxl
 from pipeline.execution import Group
 from pipeline.load import Model

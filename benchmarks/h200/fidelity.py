@@ -36,9 +36,9 @@ def prompts(count: int) -> list[str]:
 
 def draw(device: str, precision: str, count: int) -> tuple[NDArray[np.uint8], dict[str, Any]]:
     """Pictures [N, H, W, 3] of the shipped model through the engine that serves, and what drew them."""
+    from contract.image import ImageParameters
     from core.batching.request import Request
     from core.config import read
-    from pipeline.parameters import ImageParameters
     from workers.build import build
 
     settings = read(device=device, precision=precision, compile=False)

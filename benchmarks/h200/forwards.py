@@ -23,9 +23,9 @@ from benchmarks.h200 import sources
 from benchmarks.h200.engine import GMAC_A_ROW
 from benchmarks.h200.numerics import KINDS
 from benchmarks.h200.timing import Clocks, milliseconds, sustained, table
+from contract.plan import DEPTHS
 from core.cuda_graphs import Captured, CudaRecorder
 from core.quant.kernels.cuda import conv, group_norm, layer_norm, linear
-from core.schedule import DEPTHS
 from unet_opt.deepcache import kept
 from unet_opt.fused import layers
 from unet_opt.fused.decoder import FusedDecoder

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from benchmarks import provenance, record
 from benchmarks.h200 import sources
 from benchmarks.h200.timing import table
+from contract.image import ImageParameters
+from contract.plan import AUTO, DEPTHS, DeepCache
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.quant.convert import Scheme
 from core.quant.linear import Scaled
-from core.schedule import AUTO, DEPTHS, DeepCache
 from pipeline import sdxl
 from pipeline.denoise import PackedKeys
 from pipeline.drawing import Drawing
 from pipeline.load import Model
-from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
 from unet_opt.deepcache import kept
 from unet_opt.fused.decoder import FusedDecoder

@@ -138,8 +138,8 @@ def _engine(plan: Plan, unet: Path) -> None:
     """What `--engine` runs: by the service's own settings, the closed loop of the engine's benchmark."""
     from benchmarks.h200.engine import closed_loop as engine_loop
     from benchmarks.traces import Order
+    from contract.plan import parse
     from core.config import Settings
-    from core.schedule import parse
     from workers.build import build
 
     given = {"precision": "int8", "unet": str(unet)} if plan.model == H200.model else {}

@@ -16,10 +16,10 @@ from benchmarks import provenance, record
 from benchmarks.simulation.costs import SHALLOW, CostError, Costs, Seconds, Size
 from benchmarks.simulation.traffic import picture
 from benchmarks.traces import draw_batch
+from contract.errors import Invalid
+from contract.plan import DeepCache
 from core.batching.request import Request
-from core.batching.runner import Refused
 from core.config import Settings
-from core.schedule import DeepCache
 from pipeline.runner import ImageRunner
 from workers.build import build
 
@@ -88,7 +88,7 @@ def _draw(runner: ImageRunner, size: Size, together: int, depth: str) -> None:
         requests.append(Request(prompt, runner.modality, wanted))
     try:
         runner.check(requests[0])
-    except Refused as error:
+    except Invalid as error:
         raise CostError(f"nothing can be measured at {size[0]}x{size[1]}: {error}") from error
     draw_batch(runner, requests)
 

@@ -17,9 +17,9 @@ from benchmarks.simulation import traffic
 from benchmarks.simulation.costs import ANY, Costs, Size
 from benchmarks.simulation.runner import Device
 from benchmarks.simulation.traffic import Bursts, Choice, Mix
-from core import schedule
+from contract.card import MAX_STEPS
+from contract.plan import parse
 from core.config import Settings
-from pipeline.parameters import MAX_STEPS
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def plan(options: argparse.Namespace, settings: Settings, costs: Costs | None = 
         size=_mix("--sizes", options.sizes, _size) if options.sizes else traffic.always(_largest(costs)),
         steps=_mix("--steps", options.steps, _steps),
         guided=_mix("--guidance", options.guidance, _on),
-        deepcache=_mix("--deepcache", options.schedules, schedule.parse),
+        deepcache=_mix("--deepcache", options.schedules, parse),
         deadline_s=_mix("--deadlines", options.deadlines, _deadline),
         priority=_mix("--priorities", options.priorities, _priority),
     )

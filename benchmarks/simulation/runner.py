@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from benchmarks.simulation.costs import ANY, DEEP, ENCODE, SHALLOW, STEPS, VAE, Costs, Size
+from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
 from core.batching.slots import Budget, Slots
-from pipeline.parameters import ImageParameters
 
 _MOST_ROWS = {ENCODE: 32, VAE: 4}  # as ImageRunner bounds them; denoising steps have the settings' `max_rows`
 LANE = "device"

@@ -17,8 +17,8 @@ from benchmarks.simulation.costs import STEPS, Costs
 from benchmarks.simulation.fleet import Served
 from benchmarks.simulation.runner import Device, limit, phases_of
 from benchmarks.simulation.traffic import Job
+from contract.image import ImageParameters
 from core.jobs.broker import level
-from pipeline.parameters import ImageParameters
 
 Forwards = list[tuple[str, int, float]]
 """Phase, rows and seconds of each forward."""

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from core.schedule import DeepCache
-from pipeline.parameters import ImageParameters
+from contract.image import ImageParameters
+from contract.plan import DeepCache
 
 T = TypeVar("T")
 Floats = np.ndarray[Any, np.dtype[np.float64]]

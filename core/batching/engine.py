@@ -97,7 +97,7 @@ class Engine:
     def submit(self, request: Request) -> Future[Any]:
         """Take a request in. Its future gets its result, or `Aborted`, `Expired`, `Closed` or its error.
 
-        Raises `Refused` (the runner's check), ValueError for a live id or an unknown modality, and `Closed`.
+        Raises `Invalid` (the runner's check), ValueError for a live id or an unknown modality, and `Closed`.
         """
         runner = self._runners.get(request.modality)
         if runner is None:

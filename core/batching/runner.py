@@ -23,10 +23,6 @@ class DeviceLost(RuntimeError):
     """An error that sticks to the device: no later result from this process could be trusted."""
 
 
-class Refused(ValueError):
-    """A request that this engine can never serve. The message names the field."""
-
-
 class Ticket(Protocol):
     """One iteration under way. A transaction: nothing about a request changes before `outcome` is called."""
 
@@ -58,7 +54,7 @@ class Runner(Protocol):
         ...
 
     def check(self, request: Request) -> None:
-        """Raise `Refused`, naming the field, for what can never be served. On the submitting thread."""
+        """Raise `Invalid`, naming the field, for what can never be served. On the submitting thread."""
         ...
 
     def admit(self, request: Request) -> bool:

@@ -20,7 +20,7 @@ class ModelCard:
     solo_step_s and row_step_s, each step_s a dict "WxH" → seconds: of a forward of two rows; of one row at the best
     width. Those are of deep steps; shallow_solo_step_s and shallow_row_step_s hold such a dict for each depth of
     DeepCache that was measured. `capacity_per_s`: pictures a second at 20 deep steps with guidance at native size.
-    `deepcache` is the schedule of jobs that do not say, as they would (core.schedule). `loras` are the names of those
+    `deepcache` is the schedule of jobs that do not say, as they would (contract.plan). `loras` are the names of those
     that a job may bring. `graphs`: how many of the GPU's graphs are "recorded", of how many "wanted"; empty where
     none are. `kernels` names the kernels that run it (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason`
     says why no faster ones do; both are "" in cards of older workers. `live`: whether a worker that is ready offers it

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from contract.errors import Invalid
 from core.config import RATE, SHARE
 from core.jobs import keys
 from core.jobs.connection import RedisClient, RedisStore, StoreFull
@@ -144,18 +145,18 @@ class Keyring(RedisStore):
 
 
 def check(name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0) -> None:
-    """Raises ValueError, naming the field, where no key can be made of these."""
+    """Raises `Invalid` where no key can be made of these."""
     if not _NAME.fullmatch(name):
-        raise ValueError("name: must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
+        raise Invalid("name", "must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
     if not scopes or not set(scopes) <= set(SCOPES):
-        raise ValueError(f"scopes: must be some of {', '.join(SCOPES)}")
+        raise Invalid("scopes", f"must be some of {', '.join(SCOPES)}")
     for field, value in (("rate", rate), ("quota", quota)):
         if not _RATE.fullmatch(value):
-            raise ValueError(f"{field}: must look like 60/minute (second, minute, hour or day)")
+            raise Invalid(field, "must look like 60/minute (second, minute, hour or day)")
     if not _SHARE.fullmatch(queued):
-        raise ValueError("queued: must be a number of jobs, such as 200, or a share of the queue, such as 25%")
+        raise Invalid("queued", "must be a number of jobs, such as 200, or a share of the queue, such as 25%")
     if not 0 <= file_bytes <= _MOST_BYTES:
-        raise ValueError(f"file_bytes: must be between 0 and {_MOST_BYTES}")
+        raise Invalid("file_bytes", f"must be between 0 and {_MOST_BYTES}")
 
 
 def most_queued(share: str, max_queued: int) -> int:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from contract.errors import Invalid
 from core.jobs import keys
 from core.jobs.broker import Envelope
 from core.jobs.connection import RedisClient, RedisStore
@@ -121,6 +122,10 @@ class JobLeases(RedisStore):
     def fail(self, id: str, attempt: int | str, code: str, message: str) -> bool:
         """End a running job with an error that may be shown. False: refused, as above."""
         return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message}))
+
+    def refuse(self, id: str, attempt: int | str, error: Invalid) -> bool:
+        """End a running job whose request cannot be served. False: refused, as above."""
+        return self._end(id, attempt, JobState.FAILED, "error", to_json(error.told()))
 
     def expire(self, id: str, attempt: int | str) -> bool:
         """End a running job whose deadline has passed. False: refused, as above."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from api import admission
 from api.errors import ApiError
-from api.schemas import ImageFields
+from contract.image import ImageFields
 from core.jobs.record import Backlog
 from tests.api.world import CARD
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from api import admission
 from api.errors import ApiError
-from api.schemas import ImageFields, read
-from core import schedule
+from api.schemas import read
+from contract import plan
+from contract.image import ImageFields, ImageJob
+from contract.plan import AUTO, DEPTHS, DeepCache
 from core.jobs.record import Backlog, Draft
-from core.schedule import AUTO, DEPTHS, DeepCache
 from tests.api.world import CARD, Api, Worker, check_error, eventually
 from workers.panels import pictures
 
@@ -37,7 +38,7 @@ def _passed_on(value: Any, steps: int = 20) -> Any:
     ],
 )
 def test_a_worker_reads_what_was_asked_for(value: Any, meant: DeepCache | None) -> None:
-    assert schedule.read(_passed_on(value)) == meant
+    assert plan.read(_passed_on(value)) == meant
 
 
 def test_who_does_not_say_leaves_it_to_the_worker() -> None:
@@ -107,7 +108,7 @@ def test_the_estimate_counts_every_step_as_its_worker_makes_it(
     """`usual` is the worker's own, for who does not say."""
     card = dataclasses.replace(CACHED, deepcache=usual)
     draft = _draft(card, steps=steps, deepcache=asked, guidance_scale=guidance, n=n)
-    made = pictures(draft.parameters, schedule.read(usual))
+    made = pictures(ImageJob.read(draft.parameters), plan.read(usual))
     each_s = {"block": 0.015, "resnet": 0.006}
     step_s = [
         0.03 if deep or picture.deepcache is None else each_s[picture.deepcache.depth]
@@ -125,8 +126,12 @@ def test_an_edit_is_counted_by_the_steps_it_makes(asked: Any, steps: int, streng
     made = int(steps * strength)
     whole = {**parameters, "steps": made}
     edited = {**parameters, "edit": {"strength": strength}}
-    assert admission.work_s(CACHED, edited) == pytest.approx(admission.work_s(CACHED, whole))
-    assert admission.solo_s(CACHED, edited) == pytest.approx(admission.solo_s(CACHED, whole))
+    assert admission.work_s(CACHED, ImageJob.read(edited)) == pytest.approx(
+        admission.work_s(CACHED, ImageJob.read(whole))
+    )
+    assert admission.solo_s(CACHED, ImageJob.read(edited)) == pytest.approx(
+        admission.solo_s(CACHED, ImageJob.read(whole))
+    )
 
 
 def test_a_size_that_was_not_measured_is_told_from_another() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 
+from contract.errors import Invalid
 from core.jobs.cards import ModelCard, WorkerCard
 from core.jobs.record import Job
 from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, parsed, settings_of
@@ -151,8 +152,8 @@ def test_what_only_the_worker_can_tell_is_a_400(world: tuple[Api, Worker]) -> No
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(api.draw, expand_prompt=True)
         (id,) = eventually(worker.ids)
-        said = "expand_prompt: 300 tokens of prompt and 96 to come are more than the model's context of 256"
-        assert worker.store.fail(id, worker.take(id).attempt, "invalid_request", said)
+        said = Invalid("expand_prompt", "the prompt is too long", "context_length_exceeded")
+        assert worker.store.refuse(id, worker.take(id).attempt, said)
         check_error(asked.result(PATIENCE_S), 400, "expand_prompt", "context_length_exceeded")
     check_error(api.post(URL, prompt="a cat", expand_prompt="yes"), 400, "expand_prompt", "invalid_type")
 

@@ -20,6 +20,7 @@ from api import batch_feeder, text_drafts
 from api.batch_feeder import BatchFeeder
 from api.service import Service
 from api.text_drafts import CHAT
+from contract.errors import Invalid
 from core.artifacts import NoArtifact
 from core.config import Settings
 from core.jobs.batches import Batch, BatchStore
@@ -357,8 +358,8 @@ def _end(scribe: Scribe, claim: Claim, way: str) -> None:
     elif way == "erased":
         assert scribe.store.erase(claim.id)
     elif way == "invalid":
-        said = "messages: 600 tokens are more than the model's context of 512"
-        assert scribe.store.fail(claim.id, claim.attempt, "invalid_request", said)
+        said = Invalid("messages", "they are too long", "context_length_exceeded")
+        assert scribe.store.refuse(claim.id, claim.attempt, said)
     else:
         assert scribe.store.fail(claim.id, claim.attempt, "engine_error", "no")
 

@@ -134,6 +134,14 @@ def test_what_has_changed_since_is_said_room_by_room(tree: Path) -> None:
     found["provenance"]["rooms"] |= {"core/batching": "0", "core/gone": "0"}
     path.write_text(json.dumps(found))
     assert "Changed since: `core/batching`, `core/gone`." in figures.fill(PAGE, figures.Results(tree))
+    found["provenance"]["rooms"] = {"core/schedule.py": "0", "contract/plan.py": "0"}
+    path.write_text(json.dumps(found))
+    assert "Changed since: `contract/plan.py`." in figures.fill(PAGE, figures.Results(tree)), "where it lies now"
+
+
+def test_moved_rooms_are_where_they_are_said_to_be() -> None:
+    for was, now in provenance.MOVED.items():
+        assert not (ROOT / was).exists() and (ROOT / now).exists()
 
 
 def test_what_was_not_measured_is_said(tree: Path) -> None:

@@ -17,8 +17,8 @@ from benchmarks import record, simulate
 from benchmarks.simulation import costs, measure
 from benchmarks.simulation.runner import Device
 from benchmarks.simulation.traffic import Bursts, Mix, always
+from contract.plan import DeepCache
 from core.config import Settings
-from core.schedule import DeepCache
 from tests.benchmarks.simulation.tables import SIZE, WIDTHS, affine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_equal_seeds_give_equal_figures_on_every_machine() -> None:
     """In processes that order their sets differently."""
     code = (
         "import json, sys; from benchmarks import simulate; from benchmarks.simulation.traffic import Choice, Mix;"
-        "from tests.benchmarks.simulation.tables import OTHER, SIZE, affine; from core.schedule import AUTO;"
+        "from tests.benchmarks.simulation.tables import OTHER, SIZE, affine; from contract.plan import AUTO;"
         "mix = Mix(Choice((SIZE, OTHER), (1, 1)), deepcache=Choice((None, AUTO), (1, 1)));"
         "plan = simulate.Plan(mix, gpus=(3,), loads=(0.9,), pictures=300, seed=int(sys.argv[1]));"
         "print(json.dumps([point for point, _ in simulate.points(affine(), plan) if point]));"

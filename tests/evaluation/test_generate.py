@@ -14,11 +14,11 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from rich.console import Console
 
+from contract.image import ImageParameters
 from evaluation import generate
 from evaluation.captions import Caption
 from evaluation.run import Run
 from evaluation.sources import Drawn
-from pipeline.parameters import ImageParameters
 
 DRAFT = ImageParameters("", 0, 8, 8, steps=4)
 CAPTIONS = [Caption(k, str(k), f"picture {k}") for k in range(30)]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from contract.image import ImageParameters
 from evaluation import service
 from evaluation.run import Run
 from evaluation.sources import Remote, SourceError
-from pipeline.parameters import ImageParameters
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
 from tests.evaluation.conftest import CLIP, QUICK, table

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from contract.image import ImageParameters
+from contract.plan import AUTO, DeepCache
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.graphs import Key
-from core.schedule import AUTO, DeepCache
 from pipeline import quantized, tiny
 from pipeline.load import Model, load
-from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
 
 SHAPE = tiny.Shape(native=64, channels=(64, 128), heads=(1, 2), resnets=2, groups=16)

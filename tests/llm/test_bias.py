@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.batching.runner import Refused
+from contract.errors import Invalid
 from llm import sample
 from llm.choose import Asked, choose
 from llm.parameters import TextParameters
@@ -91,9 +91,9 @@ def test_whatever_the_logits_are(temperature: float) -> None:
             _asked(temperature, {sure: -100}, 0), _asked(temperature, {11: 100, 12: 100}, 1), _asked(temperature, {}, 2)
         ]  # fmt: skip
         banned, wished, free = choose(logits.clone(), asked)
-        assert not isinstance(banned, Refused) and banned.tokens[0] != sure
-        assert not isinstance(wished, Refused) and wished.tokens[0] in (11, 12)
-        assert not isinstance(free, Refused) and free.tokens == [sure]
+        assert not isinstance(banned, Invalid) and banned.tokens[0] != sure
+        assert not isinstance(wished, Invalid) and wished.tokens[0] in (11, 12)
+        assert not isinstance(free, Invalid) and free.tokens == [sure]
 
 
 def test_one_that_leaves_nothing_costs_nobody_else() -> None:
@@ -103,8 +103,8 @@ def test_one_that_leaves_nothing_costs_nobody_else() -> None:
             logits.clone(),
             [_asked(temperature, dict.fromkeys(range(64), -100), 0), _asked(0.0, {}, 1)],
         )
-        assert isinstance(nothing, Refused) and str(nothing).startswith("logit_bias: ")
-        assert not isinstance(free, Refused) and free.tokens == [int(logits[1].argmax())]
+        assert isinstance(nothing, Invalid) and str(nothing).startswith("logit_bias: ")
+        assert not isinstance(free, Invalid) and free.tokens == [int(logits[1].argmax())]
 
 
 def test_between_it_is_a_sum() -> None:
@@ -129,6 +129,6 @@ def test_what_is_refused(bias: dict[int, float], words: str) -> None:
     model = stage.small()
     with (
         stage.serving(model, kernels=stage.kernels()) as (engine, _),
-        pytest.raises(Refused, match=f"logit_bias: .*{words}"),
+        pytest.raises(Invalid, match=f"logit_bias: .*{words}"),
     ):
         stage.answers(engine, [stage.greedy((5, 6), 4, logit_bias=tuple(bias.items()))])

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from contract.errors import Invalid
 from core.batching.engine import Aborted
 from core.batching.request import Outcome, Request, State
-from core.batching.runner import Lane, Refused
+from core.batching.runner import Lane
 from core.batching.scheduler import Scheduler
 from llm.load import TextModelError
 from llm.pages import PAGE
@@ -161,7 +162,7 @@ def test_answers_that_must_be_json() -> None:
 def test_schemas_that_are_none_are_refused_at_once(schema: str) -> None:
     pytest.importorskip("llguidance")
     model = stage.small()
-    with stage.serving(model) as (engine, _), pytest.raises(Refused, match="json_schema: "):
+    with stage.serving(model) as (engine, _), pytest.raises(Invalid, match="json_schema: "):
         engine.submit(Request("a", "text", TextParameters((1, 7), 5, json_schema=schema)))
 
 
@@ -261,7 +262,7 @@ def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
 )  # fmt: skip
 def test_what_is_refused(change: dict[str, Any], said: str) -> None:
     wanted = replace(TextParameters((1, 9), 20), **change)
-    with stage.serving(stage.small()) as (engine, _), pytest.raises(Refused) as caught:
+    with stage.serving(stage.small()) as (engine, _), pytest.raises(Invalid) as caught:
         engine.submit(Request("a", "text", wanted))
     assert str(caught.value).startswith(said)
 

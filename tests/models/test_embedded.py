@@ -13,7 +13,7 @@ import torch
 
 from core.batching.runner import Lane
 from pipeline.load import load
-from pipeline.parameters import ImageParameters
+from contract.image import ImageParameters
 from tests.pipeline.worlds import Crank, Watching, levels
 
 MODELS = Path(__file__).resolve().parents[2] / "models"

@@ -15,13 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
+from contract.errors import Invalid
+from contract.image import Edit, ImageParameters
+from contract.plan import AUTO, DeepCache
 from core.batching.request import State
-from core.batching.runner import Refused
-from core.schedule import AUTO, DeepCache
 from pipeline import lora, quantized, tiny
 from pipeline.adapters import Adapters
 from pipeline.load import load
-from pipeline.parameters import Edit, ImageParameters
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels, solo
 from unet_opt.deepcache import Split
@@ -227,7 +227,7 @@ def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_name(runner: Watching, text: str, wrong: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(Invalid) as caught:
         Crank(runner).submit("x", with_lora(text))
     assert str(caught.value).startswith(wrong)
 
@@ -235,14 +235,14 @@ def test_what_cannot_be_is_refused_by_name(runner: Watching, text: str, wrong: s
 def test_without_a_folder_and_over_eight_bits_there_are_none(
     folder: Path, kernels: ctypes.CDLL, tmp_path: Path
 ) -> None:
-    with pytest.raises(Refused, match=r"^lora: no folder"):
+    with pytest.raises(Invalid, match=r"^lora: no folder"):
         Crank(runner_of(None)).submit("x", with_lora("a"))
     saved = tiny.save(tmp_path / "tiny", tiny.SHAPES[tiny.TINY])
     quantized.make(load(str(saved)), ["a hat"], saved)
     model = load(str(saved), precision="int8")
     runner = Watching(model, kernels=kernels, frugal=True, adapters=Adapters(folder, model, ROOM))
     assert runner.adapters is None
-    with pytest.raises(Refused, match=r"^lora: weights in int8 take none"):
+    with pytest.raises(Invalid, match=r"^lora: weights in int8 take none"):
         Crank(runner).submit("x", with_lora("a"))
 
 
@@ -269,7 +269,7 @@ def test_a_file_that_goes_bad_fails_its_own_request_alone(folder: Path, tmp_path
         "good": State.DONE, "nan": State.FAILED, "bad": State.FAILED, "gone": State.FAILED,
     }  # fmt: skip
     for name in ("nan", "bad", "gone"):
-        assert isinstance(ended[name].error, Refused) and str(ended[name].error).startswith(f"lora: {name}: "), name
+        assert isinstance(ended[name].error, Invalid) and str(ended[name].error).startswith(f"lora: {name}: "), name
     assert apart(ended["good"].result, solo(runner, with_lora("good"))) <= 1
 
 
@@ -295,4 +295,4 @@ def test_a_lora_that_breaks_the_model_fails_its_own_request_and_says_so(folder: 
     ended = crank.run()
     assert ended["whole"].state is State.DONE
     error = ended["broken"].error
-    assert isinstance(error, Refused) and str(error).startswith("lora: with it the fp16 UNet")
+    assert isinstance(error, Invalid) and str(error).startswith("lora: with it the fp16 UNet")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.image import ImageParameters
 from pipeline import tiny
 from pipeline.adapters import Adapters, Taken
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
-from pipeline.parameters import ImageParameters
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels
 

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from contract.plan import BLOCK, DEPTHS, RESNET, DeepCache
 from core.batching.request import Request, State
-from core.batching.runner import Lane, OutOfMemory, Refused
-from core.schedule import BLOCK, DEPTHS, RESNET, DeepCache
+from core.batching.runner import Lane, OutOfMemory
 from pipeline import quantized, tiny
 from pipeline.load import load
-from pipeline.parameters import ImageParameters
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, stock_picture
 from unet_opt.deepcache import Split, kept
@@ -272,7 +273,7 @@ def test_admission_waits_for_memory_and_says_what_never_fits(depth: str) -> None
     crank.turn()
     assert runner.held() == 2 and crank.scheduler.counts()["image"] == (3, 2)
     assert len(crank.pictures()) == 5 and runner.holdings.memory.taken == 0
-    with pytest.raises(Refused, match="size: it needs"):
+    with pytest.raises(Invalid, match="size: it needs"):
         runner_of(memory_bytes=size_bytes - 1).check(Request("big", "image", one))
 
 
@@ -322,7 +323,7 @@ def _out_of_memory() -> Any:
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_by_name(field: str, schedule: Any) -> None:
-    with pytest.raises(Refused, match=f"^{field}: "):
+    with pytest.raises(Invalid, match=f"^{field}: "):
         runner_of().check(Request("bad", "image", wanted(deepcache=schedule)))
 
 

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from core.batching.runner import Lane, Refused
-from core.schedule import DeepCache
+from contract.errors import Invalid
+from contract.image import Edit, ImageParameters
+from contract.plan import DeepCache
+from core.batching.runner import Lane
 from pipeline import sigmas
-from pipeline.parameters import Edit, ImageParameters
 from pipeline.phases import IMAGE
 from pipeline.vae import encode, scale, unscale
 from tests.pipeline import worlds
@@ -211,7 +212,7 @@ def test_deepcache_counts_the_steps_that_are_made() -> None:
         "deep",
         "vae",
     ]
-    with pytest.raises(Refused, match=r"deepcache"):
+    with pytest.raises(Invalid, match=r"deepcache"):
         crank.submit("no", replace(one, deepcache=DeepCache(deep_steps=(0, 7))))
 
 
@@ -289,7 +290,7 @@ def test_an_edit_that_makes_no_sense_is_refused_by_field(change: dict[str, Any],
     runner = Watching(model("plain"), lane=LANE)
     one = wanted(masked=True)
     assert one.edit is not None
-    with pytest.raises(Refused, match=f"^{field}: "):
+    with pytest.raises(Invalid, match=f"^{field}: "):
         Crank(runner).submit("it", replace(one, edit=replace(one.edit, **change)))
 
 

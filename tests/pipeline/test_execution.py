@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from contract.image import ImageParameters
 from core.graphs import Key, compiler
 from pipeline.execution import Group
-from pipeline.parameters import ImageParameters
 from pipeline.phases import DEEP, VAE
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 

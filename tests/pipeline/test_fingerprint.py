@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from contract.image import ImageParameters
 from core.quant.kernels.cpu import library as module
 from core.quant.kernels.cpu.library import Unavailable, identity
 from core.quant.kernels.describe import digest
@@ -22,7 +23,6 @@ from pipeline import fingerprint as prints
 from pipeline import tiny
 from pipeline.fingerprint import CODE, ROOT, Kernels, fingerprint
 from pipeline.load import load
-from pipeline.parameters import ImageParameters
 from pipeline.picture import Picture
 from tests.core.quant import stage
 from tests.pipeline import worlds
@@ -112,7 +112,7 @@ def test_equal_installations_print_the_same(tmp_path: Path) -> None:
 def copied(folder: Path) -> Path:
     """A copy of our sources in a folder of its own."""
     kept = shutil.ignore_patterns("__pycache__")
-    for name in ("core", "pipeline", "unet_opt", "workers", "llm"):
+    for name in ("contract", "core", "pipeline", "unet_opt", "workers", "llm"):
         shutil.copytree(ROOT / name, folder / name, ignore=kept)
     return folder
 
@@ -210,7 +210,7 @@ def test_sources_are_digested_as_they_were_when_drawing_began(elsewhere: Path) -
 
 
 # What drawing imports of ours and what no bit depends on: who rides with whom, words for errors, log lines.
-HARMLESS = re.compile(r"core|core\.(batching|failures|logs|urls)(\..*)?")
+HARMLESS = re.compile(r"core|contract|core\.(batching|failures|logs|threads)(\..*)?|contract\.(errors|urls)")
 
 
 def test_all_that_drawing_imports_is_digested() -> None:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from core.schedule import DeepCache
+from contract.image import ImageParameters
+from contract.plan import DeepCache
 from pipeline import encode
 from pipeline.execution import Group, Way
 from pipeline.folder import ModelError
 from pipeline.load import Model, load
-from pipeline.parameters import ImageParameters
 from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.test_kernels import SHAPES, mixture, together

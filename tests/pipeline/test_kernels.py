@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from contract.image import ImageParameters
 from pipeline import tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
-from pipeline.parameters import ImageParameters
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from contract.image import ImageParameters
 from core.batching.runner import Lane
 from pipeline import lora, tiny
 from pipeline.load import ModelError, load
-from pipeline.parameters import ImageParameters
 from tests.pipeline.worlds import Watching, levels, solo
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from contract.image import ImageParameters
 from pipeline import quantized, tiny
 from pipeline.load import Model, load
-from pipeline.parameters import ImageParameters
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Watching, levels, solo
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline.parameters import ImageParameters
+from contract.image import ImageParameters
 from pipeline.picture import Picture, file_name
 
 PRINT = {"model": "m", "weights": "abc", "bucket": None, "executable": "eager"}

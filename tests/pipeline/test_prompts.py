@@ -98,7 +98,7 @@ def test_a_pipe_is_read(tmp_path: Path) -> None:
 
 def test_a_long_caption_in_tsv_is_read_whole(tmp_path: Path) -> None:
     path = save(tmp_path, "p.tsv", f"caption\n{'x' * 200_000}\n")
-    assert len(read(path)[0].text) == 200_000  # what is too long for a prompt, `parameters.check` says
+    assert len(read(path)[0].text) == 200_000  # what is too long for a prompt, `contract.image.check` says
 
 
 @pytest.mark.parametrize("name", ["p.txt", "p.tsv"])

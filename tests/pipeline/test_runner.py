@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.errors import Invalid
+from contract.image import ImageParameters
 from core.batching.engine import Aborted, Engine
 from core.batching.request import Request, State
-from core.batching.runner import Lane, Refused
+from core.batching.runner import Lane
 from pipeline import sigmas
-from pipeline.parameters import ImageParameters
 from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock_picture
 
@@ -289,7 +290,7 @@ def test_memory_that_runs_out_halves_the_batch_and_every_picture_is_drawn() -> N
 )
 def test_the_engine_refuses_what_it_cannot_serve_and_names_the_field(field: str, options: dict[str, Any]) -> None:
     with Engine([Watching(model("plain"), lane=LANE)]) as engine:
-        with pytest.raises(Refused, match=f"^{field}:"):
+        with pytest.raises(Invalid, match=f"^{field}:"):
             engine.submit(Request("bad", "image", wanted(**options)))
         assert engine.submit(Request("bad", "image", wanted())).result(timeout=30).image.size == (32, 32)
 

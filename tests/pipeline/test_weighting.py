@@ -14,13 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from core import markup
+from contract import markup
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from contract.markup import Weighted
 from core.batching.request import Request
-from core.batching.runner import Refused
-from core.markup import Weighted
 from pipeline.encode import Embedding, Encoder, embed
 from pipeline.load import Model
-from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
 from tests.pipeline.worlds import Crank, levels, model, solo
 
@@ -239,6 +239,6 @@ def test_a_prompt_that_is_cut_is_said_in_words_without_marks(runner: ImageRunner
     ],
 )
 def test_what_is_wrong_is_refused_by_its_name(runner: ImageRunner, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(Invalid) as caught:
         runner.check(Request("r", "image", replace(FOX, **fields)))
     assert str(caught.value).startswith(said)

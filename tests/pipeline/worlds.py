@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from contract.image import ImageParameters
 from core.batching.request import Request, State
 from core.batching.runner import Ticket
 from core.batching.scheduler import Batch, Scheduler
 from pipeline import tiny
 from pipeline.load import Model, load
-from pipeline.parameters import ImageParameters
 from pipeline.runner import ImageRunner
 from pipeline.tiny import Shape
 

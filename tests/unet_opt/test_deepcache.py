@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.schedule import BLOCK, DEPTHS, RESNET
+from contract.plan import BLOCK, DEPTHS, RESNET
 from pipeline.denoise import PackedKeys
 from tests.core.quant.stage import kernels
 from tests.unet_opt.shapes import UNETS, Inputs, inputs, quantized, stock, unet

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from contract.image import ImageParameters
 from core.batching.runner import Lane
 from pipeline import sigmas, vae
 from pipeline.denoise import PackedKeys
 from pipeline.drawing import Drawing
-from pipeline.parameters import ImageParameters
 from tests.pipeline.worlds import SHAPES, Watching, levels, model, solo
 
 LANE = Lane("tests-drawing")

@@ -15,7 +15,7 @@ second, and then its card in the registry is "ready".
     --log FILE  append a line of JSON for each event: {"at": time.monotonic(), "pid", "event", "request", "modality"};
                 events: admit (begins to run), step, done, release; a request is named {job}/{attempt}/{picture}
     --name NAME the stand-in's model is called so, and its pictures differ from those of other names
-    --compiling a thread named "compile" never ends, as the compiler's may not
+    --compiling an uninterruptible thread never ends, as the compiler's may not
 
 The stand-in's model is called "stage" and draws 32x32 (64x32, 32x64) PNGs of one colour, which prompt and seed decide:
 see `picture`. Words in a prompt, for both modalities, make things happen at its second iteration (its first step):
@@ -47,14 +47,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from contract.card import ImageOffer
+from contract.errors import Invalid
+from contract.image import ImageJob, check
+from contract.text import TextJob
 from core import config
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
-from core.batching.runner import Lane, LaneTicket, OutOfMemory, Refused
+from core.batching.runner import Lane, LaneTicket, OutOfMemory
 from core.batching.slots import Slots
 from core.config import Settings
 from core.jobs.cards import ModelCard
-from pipeline.parameters import check
+from core.threads import UninterruptibleThread
 from workers import boot
 from workers.equipment import Equipment, panels_of
 from workers.panels import Panel, PictureTally, pictures
@@ -114,9 +118,9 @@ class StageRunner:
 
     def check(self, request: Request) -> None:
         if self.modality == "image":
-            check(request.parameters, SIZES, SCHEDULERS)
+            check(request.parameters, ImageOffer(SIZES, SCHEDULERS))
         elif not isinstance(request.parameters.steps, int) or request.parameters.steps < 1:
-            raise Refused("steps: must be a whole number, 1 or more")
+            raise Invalid("steps", "must be a whole number, 1 or more")
 
     def admit(self, request: Request) -> bool:
         slots = self._slots.take()
@@ -212,13 +216,16 @@ class StagePictures:
     def card(self) -> ModelCard:
         return _card("image", self.name, self._step_s)
 
-    def requests(self, parameters: Mapping[str, Any]) -> list[Any]:
-        return pictures(parameters)
+    def read(self, parameters: Mapping[str, Any]) -> ImageJob:
+        return ImageJob.read(parameters)
+
+    def requests(self, job: ImageJob) -> list[Any]:
+        return pictures(job)
 
     def tally(self, requests: Sequence[Any]) -> PictureTally:
         return PictureTally([request.steps for request in requests])
 
-    def result(self, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+    def result(self, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         images = []
         for wanted in made:
             prompt = wanted.prompt if self.name == MODEL else f"{self.name}: {wanted.prompt}"
@@ -228,6 +235,13 @@ class StagePictures:
                 "height": wanted.height, "media_type": "image/png", "size_bytes": len(data), "warnings": [],
             })  # fmt: skip
         return {"images": images}
+
+
+class StageTextJob(NamedTuple):
+    """What the stand-in is asked for."""
+
+    parameters: Mapping[str, Any]
+    expand_prompt: bool = False
 
 
 class StageText:
@@ -241,7 +255,11 @@ class StageText:
     def card(self) -> ModelCard:
         return _card("text", self.name, self._step_s)
 
-    def requests(self, parameters: Mapping[str, Any]) -> list[Any]:
+    def read(self, parameters: Mapping[str, Any]) -> StageTextJob:
+        return StageTextJob(parameters)
+
+    def requests(self, job: StageTextJob | TextJob) -> list[Any]:
+        parameters = job.told() if isinstance(job, TextJob) else job.parameters
         if "messages" in parameters:
             return [TextParameters(parameters["messages"][-1]["content"], 2)]
         return [TextParameters(parameters["prompt"], parameters["steps"])]
@@ -249,7 +267,7 @@ class StageText:
     def tally(self, requests: Sequence[Any]) -> PictureTally:
         return PictureTally([request.steps for request in requests])
 
-    def result(self, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+    def result(self, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         return {"text": made[0].prompt}
 
 
@@ -339,7 +357,7 @@ def main() -> int:
     parser.add_argument("--compiling", action="store_true")
     options = parser.parse_args()
     if options.compiling:
-        threading.Thread(target=threading.Event().wait, name="compile").start()
+        UninterruptibleThread(target=threading.Event().wait).start()
     note = _writer(options.log)
 
     def made(settings: Settings, say: Callable[[str], None]) -> Equipment:

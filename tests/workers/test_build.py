@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from contract.plan import AUTO, DeepCache
 from core.batching.runner import Lane
 from core.config import Settings
 from core.quant.kernels import describe as description
@@ -18,7 +19,6 @@ from core.quant.kernels.cpu import library as kernels
 from core.quant.kernels.cpu.library import Unavailable
 from core.quant.kernels.cuda import driver, language
 from core.quant.kernels.device import say
-from core.schedule import AUTO, DeepCache
 from llm import tiny as texts
 from llm.load import load as load_text
 from llm.quantized import make as quantize_text
@@ -214,8 +214,8 @@ def test_jobs_that_do_not_say_are_cached_as_the_settings_say(
     job = {"n": 1, "seed": 1, "prompt": "x", "width": 16, "height": 16, "steps": 4, "guidance_scale": 1.0}
     with build(settings(tiny.TINY, cache, deepcache=text, kernels=False, compile=False)) as works:
         panel = panels_of(works)["image"]
-        assert [one.deepcache for one in panel.requests(job)] == [schedule]
-        assert [one.deepcache for one in panel.requests({**job, "deepcache": "off"})] == [None]
+        assert [one.deepcache for one in panel.requests(panel.read(job))] == [schedule]
+        assert [one.deepcache for one in panel.requests(panel.read({**job, "deepcache": "off"}))] == [None]
 
 
 @pytest.mark.parametrize("text", ["on", "0", "-1", "2:deep", "", "1001"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from PIL.Image import Image
 
+from contract.image import ImageJob
 from core.artifacts import Artifacts
 from core.batching.request import Request
 from core.config import Settings
@@ -66,7 +67,7 @@ def works(doorman: Doorman, tmp_path: Path) -> Iterator[Works]:
 
 
 def made(works: Works) -> list[Any]:
-    wanted = panels_of(works)["image"].requests(JOB)
+    wanted = panels_of(works)["image"].requests(ImageJob.read(JOB))
     assert [one.preview_every for one in wanted] == [0, 0], "a preview would be seen before anyone checked it"
     return [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
 
@@ -75,14 +76,14 @@ def made(works: Works) -> list[Any]:
 def test_what_is_refused_is_not_kept_and_nor_is_the_rest(works: Works, doorman: Doorman, left: int) -> None:
     doorman.left, shelf = left, Shelf(Artifacts("memory://"))
     with pytest.raises(Filtered) as caught:
-        panels_of(works)["image"].result(made(works), shelf)
+        panels_of(works)["image"].result(ImageJob.read(JOB), made(works), shelf)
     assert shelf.keys == [] and _told(caught.value)[0] == "content_filter"
 
 
 def test_what_is_fine_is_kept_as_it_is(works: Works, doorman: Doorman) -> None:
     doorman.left, pictures, shelf = 2, made(works), Shelf(Artifacts("memory://"))
     whole = [picture.png() for picture in pictures]
-    assert len(panels_of(works)["image"].result(pictures, shelf)["images"]) == 2
+    assert len(panels_of(works)["image"].result(ImageJob.read(JOB), pictures, shelf)["images"]) == 2
     assert [image.mode for image in doorman.seen] == ["RGB", "RGB"]
     doorman.seen[0].paste((0, 0, 0), (0, 0, 32, 32))
     assert [picture.png() for picture in pictures] == whole, "a checker can change nothing"

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from contract.errors import Invalid
+from contract.image import ImageParameters
 from core.artifacts import Artifacts
-from core.batching.runner import Refused
 from core.config import EMBEDDED_TEXT_MODEL, Settings
 from core.jobs.record import Job, JobState
 from core.jobs.store import JobStore
-from pipeline.parameters import ImageParameters
 from pipeline.tiny import TINY
 from tests.workers.crew import Crew
 from tests.workers.stage import StageText, picture
@@ -157,7 +157,8 @@ def test_a_worker_of_pictures_alone_refuses_by_name(crew: Crew, works: Works) ->
     desk = Desk(crew, works, "image")
     error = desk.draw().error
     desk.close()
-    assert error == {"code": "invalid_request", "message": "expand_prompt: this worker serves no text model"}
+    assert error == Invalid("expand_prompt", "this worker serves no text model").told()
+    assert error["message"] == "expand_prompt: this worker serves no text model"
 
 
 def test_the_deadline_holds_for_both_parts(desk: Desk) -> None:
@@ -210,14 +211,14 @@ def test_a_model_is_told_what_it_was_trained_on() -> None:
 
     panel = Panel(0.0)
     expand.ask([CAT], panel)
-    assert panel.asked["messages"][0] == {"role": "system", "content": expand.INSTRUCTION}
+    assert panel.asked.messages[0] == {"role": "system", "content": expand.INSTRUCTION}
     panel.name = "emoji-lm"
     expand.ask([CAT], panel)
     from training.phrases import SYSTEM
 
-    assert panel.asked["messages"] == [
+    assert panel.asked.messages == [
         {"role": "system", "content": SYSTEM}, {"role": "user", "content": "a cat"}
     ]  # fmt: skip
-    assert panel.asked["seed"] == CAT.seed
-    with pytest.raises(Refused, match="expand_prompt: "):
+    assert panel.asked.seed == CAT.seed
+    with pytest.raises(Invalid, match="expand_prompt: "):
         expand.ask([CAT], None)

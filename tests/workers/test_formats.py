@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from contract.errors import Invalid
+from contract.image import MEDIA_TYPES, ImageJob, ImageParameters
 from core.artifacts import Artifacts, key_of
-from core.batching.runner import Refused
-from pipeline.parameters import ImageParameters
 from pipeline.picture import Picture
-from workers.formats import MEDIA_TYPES, Format, encode, preview
+from workers.formats import Format, encode, preview
 from workers.shelf import Shelf
 
 PIXELS = np.random.default_rng(7).integers(0, 256, (48, 64, 3), dtype=np.uint8)
@@ -61,9 +62,14 @@ def test_jpeg_is_near_and_smaller_as_asked() -> None:
     assert np.abs(np.asarray(image).astype(int) - SMOOTH.astype(int)).max() <= 2
 
 
+JOB = {"prompt": "a", "n": 1, "seed": 1, "steps": 4, "guidance_scale": 5.0, "width": 32, "height": 32}
+
+
 def test_what_jobs_ask_for() -> None:
-    assert Format.of({}) == Format.of({"output_format": None, "output_compression": None}) == Format("png", 100)
-    assert Format.of({"output_format": "jpeg", "output_compression": 7}) == Format("jpeg", 7)
+    given = {"output_format": "jpeg", "output_compression": 7}
+    assert ImageJob.read(JOB) == ImageJob.read({**JOB, **dict.fromkeys(given)})
+    assert ImageJob.read({**JOB, **given}) == replace(ImageJob.read(JOB), **given)
+    assert (Format().quality, Format("jpeg", 7).quality) == (100, 7)
     assert Format("jpeg").media_type == "image/jpeg"
 
 
@@ -73,8 +79,8 @@ def test_what_jobs_ask_for() -> None:
      ("output_compression", True), ("output_compression", 5.0)],
 )  # fmt: skip
 def test_what_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(Refused, match=f"^{field}: "):
-        Format.of({field: value})
+    with pytest.raises(Invalid, match=f"^{field}: "):
+        ImageJob.read({**JOB, field: value}).pictures()
 
 
 def test_a_preview_is_a_small_png() -> None:
@@ -89,7 +95,7 @@ def test_the_shelf_waits_until_a_deletion_is_over() -> None:
         asked.append(key)
         return len(asked) > 2
 
-    shelf = Shelf(artifacts, keep, {"output_format": "webp"})
+    shelf = Shelf(artifacts, keep)
     key = shelf.put(b"data", "image/webp")
     assert asked == [key] * 3 and shelf.keys == [key] == [key_of(b"data", "image/webp")]
     assert artifacts.get(key) == b"data" and key.endswith(".webp")

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from contract.errors import Invalid
+from contract.image import ImageParameters
 from core.batching.engine import Aborted, Closed, Engine, Expired
 from core.batching.request import Request
-from core.batching.runner import Lane, Refused
+from core.batching.runner import Lane
 from core.jobs.record import Claim
-from pipeline.parameters import ImageParameters
 from tests.workers.crew import eventually
 from tests.workers.stage import StageRunner
 from workers.hand import Hand, Work
@@ -68,7 +69,7 @@ def test_one_failure_stops_the_rest(engine: Engine, runner: StageRunner) -> None
 
 
 def test_a_refused_request_stops_the_rest(engine: Engine, runner: StageRunner) -> None:
-    with pytest.raises(Refused, match="steps"):
+    with pytest.raises(Invalid, match="steps"):
         Work(claim(), engine).make([ask(0, steps=1000), ask(1, steps=0)])
     eventually(lambda: runner.held() == 0)
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contract.errors import Invalid
+from contract.image import ImageJob
 from core.batching.request import Request
-from core.batching.runner import Refused
 from core.config import Settings
 from core.quant.kernels.cpu import library as kernels
 from core.quant.kernels.cpu.library import Unavailable
@@ -49,14 +50,14 @@ def works(folder: Path) -> Iterator[Works]:
 
 
 def drawn(works: Works, **asked: Any) -> list[Any]:
-    wanted = panels_of(works)["image"].requests({**JOB, **asked})
+    wanted = panels_of(works)["image"].requests(ImageJob.read({**JOB, **asked}))
     futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(wanted)]
     return [future.result(60) for future in futures]
 
 
 def test_a_job_may_name_them_and_all_its_pictures_get_them() -> None:
-    assert [one.lora for one in pictures({**JOB, "lora": "ink:0.5"})] == ["ink:0.5"] * 2
-    assert [one.lora for one in pictures(JOB)] == ["", ""]
+    assert [one.lora for one in pictures(ImageJob.read({**JOB, "lora": "ink:0.5"}))] == ["ink:0.5"] * 2
+    assert [one.lora for one in pictures(ImageJob.read(JOB))] == ["", ""]
 
 
 def test_the_card_offers_what_lies_in_the_folder_now(works: Works, folder: Path) -> None:
@@ -82,7 +83,7 @@ def test_jobs_with_and_without_are_drawn_side_by_side(works: Works) -> None:
 
 @pytest.mark.parametrize("name", ["damaged", "gone"])
 def test_a_job_that_names_a_bad_one_is_refused_with_its_name(works: Works, name: str) -> None:
-    with pytest.raises(Refused, match=f"^lora: {name}: "):
+    with pytest.raises(Invalid, match=f"^lora: {name}: "):
         drawn(works, lora=f"ink,{name}")
     assert len(drawn(works, lora="ink")) == 2
 
@@ -98,5 +99,5 @@ def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folde
     with build(bare) as other:
         assert other.images.model.unet.conv_in.weight.numel() == 0
         assert panels_of(other)["image"].card().loras == []
-        with pytest.raises(Refused, match=r"^lora: no folder"):
+        with pytest.raises(Invalid, match=r"^lora: no folder"):
             drawn(other, lora="ink")

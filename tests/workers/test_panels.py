@@ -13,17 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.admission import work_s
-from core import schedule
+from contract import plan
+from contract.bounds import MAX_SEED
+from contract.card import MAX_IMAGES
+from contract.errors import Invalid
+from contract.image import ImageJob, ImageParameters
+from contract.plan import AUTO, DEPTHS, DeepCache
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
-from core.batching.runner import Lane, Refused
+from core.batching.runner import Lane
 from core.config import Settings
 from core.jobs.record import to_json
-from core.schedule import AUTO, DEPTHS, DeepCache
 from pipeline.execution import Group
 from pipeline.load import load
-from pipeline.parameters import MAX_IMAGES, MAX_SEED, ImageParameters
 from pipeline.phases import SHALLOW
 from pipeline.tiny import TINY
 from tests.core.tape import Tape
@@ -42,7 +45,7 @@ JOB: dict[str, Any] = {
 
 @given(st.integers(1, MAX_IMAGES), st.integers(0, MAX_SEED))
 def test_seeds_count_up_and_around(n: int, seed: int) -> None:
-    made = pictures({**JOB, "n": n, "seed": seed})
+    made = pictures(ImageJob.read({**JOB, "n": n, "seed": seed}))
     assert [picture.seed for picture in made] == [(seed + k) % 2**63 for k in range(n)]
     assert {dataclasses.replace(picture, seed=0) for picture in made} == {
         ImageParameters("a pizza", 0, 32, 32, steps=4, deterministic=True)
@@ -63,14 +66,16 @@ def test_seeds_count_up_and_around(n: int, seed: int) -> None:
     ],
 )
 def test_what_cannot_be_counted_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(Refused, match=f"^{field}: ") as caught:
-        pictures({**JOB, field: value})
+    with pytest.raises(Invalid, match=f"^{field}: ") as caught:
+        pictures(ImageJob.read({**JOB, field: value}))
     assert "pizza" not in str(caught.value)
 
 
 def test_weights_are_read_where_the_job_says_so() -> None:
     asked = {**JOB, "n": 1, "prompt": "a (b)1.3"}
-    assert [pictures({**asked, **more})[0].prompt_weighting for more in ({}, {"prompt_weighting": True})] == [
+    assert [
+        pictures(ImageJob.read({**asked, **more}))[0].prompt_weighting for more in ({}, {"prompt_weighting": True})
+    ] == [
         False,
         True,
     ]
@@ -78,8 +83,8 @@ def test_weights_are_read_where_the_job_says_so() -> None:
 
 @pytest.mark.parametrize("field", ["prompt", "n", "seed", "steps", "guidance_scale", "width", "height"])
 def test_a_missing_field_is_named(field: str) -> None:
-    with pytest.raises(Refused, match=f"^{field}: is missing"):
-        pictures({name: value for name, value in JOB.items() if name != field})
+    with pytest.raises(Invalid, match=f"^{field}: is missing"):
+        pictures(ImageJob.read({name: value for name, value in JOB.items() if name != field}))
 
 
 @given(st.data())
@@ -112,9 +117,10 @@ def works() -> Iterator[Works]:
 def test_pictures_are_kept_and_told(works: Works) -> None:
     panel, artifacts = panels_of(works)["image"], Artifacts("memory://")
     shelf = Shelf(artifacts)
-    wanted = panel.requests({**JOB, "prompt": "pizza " * 100})
+    job = panel.read({**JOB, "prompt": "pizza " * 100})
+    wanted = panel.requests(job)
     made = [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
-    images = panel.result(made, shelf)["images"]
+    images = panel.result(job, made, shelf)["images"]
     json.loads(to_json(images))
     for image, picture in zip(images, made, strict=True):
         assert artifacts.get(image["key"]) == picture.png()
@@ -186,8 +192,12 @@ def test_the_card_says_what_jobs_get_that_do_not_say(works: Works) -> None:
     for usual in (None, AUTO, DeepCache(3, "resnet")):
         card = ImagePanel(works.images, usual).card()
         told = json.loads(to_json(dataclasses.asdict(card)))["deepcache"]
-        assert schedule.read(told) == usual
-        assert pictures(JOB, usual)[0].deepcache == pictures({**JOB, "deepcache": told})[0].deepcache == usual
+        assert plan.read(told) == usual
+        assert (
+            pictures(ImageJob.read(JOB), usual)[0].deepcache
+            == pictures(ImageJob.read({**JOB, "deepcache": told}))[0].deepcache
+            == usual
+        )
 
 
 @pytest.mark.parametrize("more", [{}, {"deepcache": {"interval": 3}}, {"deepcache": "auto", "steps": 7}])
@@ -197,7 +207,7 @@ def test_the_api_counts_the_steps_that_are_run(more: dict[str, Any]) -> None:
     parameters = {**JOB, "n": 1, **more}
     made = ImagePanel(runner, AUTO)
     crank = Crank(runner)
-    crank.submit("one", made.requests(parameters)[0])
+    crank.submit("one", made.requests(ImageJob.read(parameters))[0])
     crank.pictures()
     counts = Counter(phase for phase, _ in runner.rides)
     shallow = sum(counts[phase] for phase in SHALLOW.values())
@@ -205,4 +215,4 @@ def test_the_api_counts_the_steps_that_are_run(more: dict[str, Any]) -> None:
     each = {depth: {"32x32": 0.001} for depth in DEPTHS}
     costs = {"row_step_s": {"32x32": 1.0}, "shallow_row_step_s": each}
     card = dataclasses.replace(made.card(), costs=costs)
-    assert work_s(card, parameters) == pytest.approx(2 * (counts["deep"] + shallow / 1000))
+    assert work_s(card, ImageJob.read(parameters)) == pytest.approx(2 * (counts["deep"] + shallow / 1000))

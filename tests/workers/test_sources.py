@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from contract.errors import Invalid
+from contract.image import Edit, ImageJob, Source
 from core.artifacts import ArtifactError, Artifacts
 from core.batching.request import Request
-from core.batching.runner import Refused
 from core.config import Settings
-from pipeline.parameters import Edit
 from pipeline.tiny import TINY
 from workers.build import Works, build
 from workers.equipment import panels_of
@@ -51,18 +51,24 @@ def asked(artifacts: Artifacts, **more: Any) -> dict[str, Any]:
     return {**JOB, "edit": {**keys, "strength": 0.75, **more}}
 
 
+def source(artifacts: Artifacts, **more: Any) -> Source:
+    found = ImageJob.read(asked(artifacts, **more)).source
+    assert found is not None
+    return found
+
+
 def test_a_job_without_an_edit_begins_with_noise(artifacts: Artifacts) -> None:
-    assert read(JOB, artifacts.get) is None and [one.edit for one in pictures(JOB)] == [None, None]
+    assert [one.edit for one in pictures(ImageJob.read(JOB))] == [None, None]
 
 
 def test_pixels_come_as_they_were_put(artifacts: Artifacts) -> None:
-    assert read(asked(artifacts), artifacts.get) == Edit(PIXELS.tobytes(), MASK.tobytes(), 0.75)
-    assert read(asked(artifacts, mask=None), artifacts.get) == Edit(PIXELS.tobytes(), None, 0.75)
+    assert read(source(artifacts), artifacts.get) == Edit(PIXELS.tobytes(), MASK.tobytes(), 0.75)
+    assert read(source(artifacts, mask=None), artifacts.get) == Edit(PIXELS.tobytes(), None, 0.75)
 
 
 def test_the_worker_draws_from_what_was_put(works: Works, artifacts: Artifacts) -> None:
     panel = panels_of(works)["image"]
-    wanted = panel.requests(asked(artifacts))
+    wanted = panel.requests(ImageJob.read(asked(artifacts)))
     assert [(one.seed, one.made) for one in wanted] == [(5, 3), (6, 3)]
     tally = panel.tally(wanted)
     told: list[Any] = []
@@ -94,8 +100,8 @@ def test_what_is_not_there_or_no_picture_is_named(artifacts: Artifacts, change: 
         "NO PICTURE": artifacts.put(b"none", "image/png"),
     }
     change = {name: keys.get(key, key) for name, key in change.items()}
-    with pytest.raises(Refused, match=f"^{field}: "):
-        read(asked(artifacts, **change), artifacts.get)
+    with pytest.raises(Invalid, match=f"^{field}: "):
+        read(source(artifacts, **change), artifacts.get)
 
 
 def test_a_store_that_fails_is_no_fault_of_the_job(artifacts: Artifacts) -> None:
@@ -103,6 +109,6 @@ def test_a_store_that_fails_is_no_fault_of_the_job(artifacts: Artifacts) -> None
         raise ArtifactError("the disk is gone")
 
     with pytest.raises(ArtifactError):
-        read(asked(artifacts), broken)
-    with pytest.raises(Refused, match=r"^image: "):
-        pictures(asked(artifacts))
+        read(source(artifacts), broken)
+    with pytest.raises(Invalid, match=r"^image: "):
+        pictures(ImageJob.read(asked(artifacts)))

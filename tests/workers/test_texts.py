@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 
+from contract.card import MAX_CHOICES
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from contract.text import TextJob
 from core.artifacts import Artifacts
 from core.batching.request import Outcome, Request
-from core.batching.runner import Refused
 from core.config import Settings
 from core.jobs.record import to_json
 from llm import tiny
 from llm.parameters import Delta, TextParameters
 from llm.runner import TextRunner
-from pipeline.parameters import ImageParameters
 from pipeline.tiny import TINY
 from tests.llm import stage
 from workers.build import build
 from workers.equipment import panels_of
 from workers.shelf import Shelf
-from workers.texts import MAX_CHOICES, TextPanel
+from workers.texts import TextPanel
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a cat"}], "n": 2, "seed": 2**63 - 1}
 
@@ -42,7 +44,7 @@ def shelf() -> Shelf:
 
 def test_a_chat_is_read_by_the_models_template(panel: TextPanel) -> None:
     given = {"temperature": 0.5, "top_k": 4, "stop": ["x"], "max_tokens": 7, "json_schema": "{}", "logprobs": 0}
-    made = panel.requests({**CHAT, **given})
+    made = panel.requests(TextJob.read({**CHAT, **given}))
     wanted = TextParameters(
         stage.chat(stage.small(), "a cat"), 7, temperature=0.5, top_k=4, stop=("x",), json_schema="{}", logprobs=0,
         seed=2**63 - 1,
@@ -52,13 +54,13 @@ def test_a_chat_is_read_by_the_models_template(panel: TextPanel) -> None:
 
 
 def test_prompts_are_texts_or_tokens(panel: TextPanel) -> None:
-    made = panel.requests({"prompts": ["ab", [7, 8]], "n": 2, "max_tokens": 3})
+    made = panel.requests(TextJob.read({"prompts": ["ab", [7, 8]], "n": 2, "max_tokens": 3}))
     assert [one.prompt for one in made] == [stage.plain(stage.small(), "ab")] * 2 + [(7, 8)] * 2
     assert {one.seed for one in made} == {None}
 
 
 def test_without_a_limit_an_answer_may_fill_the_context(panel: TextPanel) -> None:
-    (one,) = panel.requests({**CHAT, "n": 1})
+    (one,) = panel.requests(TextJob.read({**CHAT, "n": 1}))
     assert len(one.prompt) + one.max_tokens == 512
 
 
@@ -73,8 +75,8 @@ def test_without_a_limit_an_answer_may_fill_the_context(panel: TextPanel) -> Non
     ],
 )
 def test_what_cannot_be_read_is_refused(panel: TextPanel, change: dict[str, Any], said: str | None) -> None:
-    with pytest.raises((Refused, KeyError), match=said):
-        panel.requests({**CHAT, **change})
+    with pytest.raises((Invalid, KeyError), match=said):
+        panel.requests(TextJob.read({**CHAT, **change}))
 
 
 def test_every_control_token_is_refused_whatever_its_role(panel: TextPanel) -> None:
@@ -85,10 +87,10 @@ def test_every_control_token_is_refused_whatever_its_role(panel: TextPanel) -> N
     model.tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<|header|>", special=True)])
     assert "<|header|>" not in model.tokenizer.all_special_tokens
     runner = TextRunner(model, max_requests=1)
-    with pytest.raises(Refused, match="control tokens"):
-        TextPanel(runner).requests({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]})
+    with pytest.raises(Invalid, match="control tokens"):
+        TextPanel(runner).requests(TextJob.read({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]}))
     runner.close()
-    panel.requests({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]})
+    panel.requests(TextJob.read({**CHAT, "messages": [{"role": "user", "content": "a <|header|> b"}]}))
 
 
 def test_a_template_that_refuses_is_refused_by_name(panel: TextPanel) -> None:
@@ -96,17 +98,17 @@ def test_a_template_that_refuses_is_refused_by_name(panel: TextPanel) -> None:
     template = tokenizer.chat_template
     try:
         tokenizer.chat_template = "{{ raise_exception('no') }}"
-        with pytest.raises(Refused, match="messages: the model's chat template refuses them"):
-            panel.requests(CHAT)
+        with pytest.raises(Invalid, match="messages: the model's chat template refuses them"):
+            panel.requests(TextJob.read(CHAT))
         tokenizer.chat_template = None
-        with pytest.raises(Refused, match="messages: the model has no chat template"):
-            panel.requests(CHAT)
+        with pytest.raises(Invalid, match="messages: the model has no chat template"):
+            panel.requests(TextJob.read(CHAT))
     finally:
         tokenizer.chat_template = template
 
 
 def test_tokens_are_counted_and_texts_are_told_in_pieces(panel: TextPanel) -> None:
-    tally = panel.tally(panel.requests({**CHAT, "max_tokens": 5}))
+    tally = panel.tally(panel.requests(TextJob.read({**CHAT, "max_tokens": 5})))
     assert tally.take(0, Outcome(progress=(0, 5))) is None
     assert tally.take(0, Outcome(token=Delta("a", (70,)))) == {"steps_done": 1, "steps": 10}
     first = tally.written.news()
@@ -120,13 +122,13 @@ def test_tokens_are_counted_and_texts_are_told_in_pieces(panel: TextPanel) -> No
 def test_a_job_from_end_to_end() -> None:
     with stage.serving(stage.emoji(), kernels=stage.kernels()) as (engine, runner):
         panel = TextPanel(runner)
-        wanted = panel.requests({**CHAT, "temperature": 0, "logprobs": 1, "max_tokens": 20})
+        wanted = panel.requests(TextJob.read({**CHAT, "temperature": 0, "logprobs": 1, "max_tokens": 20}))
         tally, told = panel.tally(wanted), []
         futures = [
             engine.submit(Request(f"{k}", "text", one, listener=lambda _, o, k=k: told.append(tally.take(k, o))))  # type: ignore[misc]
             for k, one in enumerate(wanted)
         ]
-        result = panel.result([future.result() for future in futures], shelf())
+        result = panel.result(TextJob(), [future.result() for future in futures], shelf())
         card = panel.card()
     json.loads(to_json(result))
     assert [choice["text"] for choice in result["choices"]] == tally.written.texts

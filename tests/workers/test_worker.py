@@ -90,7 +90,7 @@ def test_whatever_fails_fails_alone(crew: Crew) -> None:
     for name, code, message in [
         ("width", "invalid_request", "size: 33x32 is not offered"),
         ("steps", "invalid_request", "steps: must be between 1 and 1000"),
-        ("n", "invalid_request", "n: must be a whole number between 1 and 10"),
+        ("n", "invalid_request", "n: must be between 1 and 10, not "),
         ("scheduler", "invalid_request", "scheduler: must be one of euler"),
         ("engine", "engine_error", "the engine failed at this job (RuntimeError)"),
         ("memory", "out_of_memory", "the device has too little memory"),

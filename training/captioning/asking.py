@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llm.parameters import MAX_SEED
+from contract.bounds import MAX_SEED
 
 SUBJECT = "{subject}"
 MAX_TOKENS = 96  # as an expanded prompt has

@@ -9,6 +9,7 @@ import secrets
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from contract.text import TextJob
 from evaluation.service import Service, SourceError
 from training.captioning.asking import Question
 
@@ -60,13 +61,13 @@ class Local:
         return {"model": model.name, "weights": model.digest, "precision": model.precision, "device": model.device.type}
 
     def check(self, question: Question) -> None:
-        """Raises `Refused` for a question that the model does not take."""
+        """Raises `Invalid` for a question that the model does not take."""
         from core.batching.request import Request
 
         self._runner.check(Request("check", "text", self._wanted(question)))
 
     def submit(self, question: Question) -> Future[Any]:
-        """Raises `Refused`, as `check` does."""
+        """Raises `Invalid`, as `check` does."""
         from core.batching.request import Request
 
         return self._engine.submit(Request(secrets.token_hex(8), "text", self._wanted(question)))
@@ -76,7 +77,7 @@ class Local:
 
     def _wanted(self, question: Question) -> Any:
         given = {} if question.chat else {"prompts": [question.prompt]}
-        return self._panel.requests(question.fields() | given)[0]
+        return self._panel.requests(TextJob.read(question.fields() | given))[0]
 
 
 class Remote:
@@ -110,7 +111,7 @@ class Remote:
         try:
             self._service.post("/v1/chat/completions", hello)
         except SourceError as error:
-            if "no chat template" in str(error):
+            if error.field == "messages":  # nothing else can be wrong with these
                 return False
             raise
         return True

@@ -12,9 +12,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from core.text import complaint
+from contract.card import MAX_PROMPT_CHARACTERS
+from contract.characters import complaint
 from evaluation.generate import Pulse
-from pipeline.parameters import MAX_PROMPT_CHARACTERS
 from training.captioning.asking import Asker, Question
 from training.captioning.authors import Answer, Author
 from training.captioning.caption_file import CaptionFile, Row

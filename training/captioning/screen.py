@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core.text import complaint
-from pipeline.parameters import MAX_PROMPT_CHARACTERS
+from contract.card import MAX_PROMPT_CHARACTERS
+from contract.characters import complaint
 
 UNFINISHED, EMPTY, BROKEN, LONG, DUPLICATE = "unfinished", "empty", "broken", "too long", "duplicate"
 REASONS = {

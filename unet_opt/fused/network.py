@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.schedule import BLOCK
+from contract.plan import BLOCK
 from unet_opt.deepcache import Features
 from unet_opt.fused.layers import Conv, Gated, Linear, Norm, UpConv, attend, for_layer
 from unet_opt.program import check

@@ -18,8 +18,8 @@ from benchmarks.simulation.fleet import StepLevel
 from benchmarks.simulation.runner import Device, Span, phases_of
 from benchmarks.simulation.static import RequestLevel, draw
 from benchmarks.simulation.traffic import Bursts, Choice, Job, Mix, always, jobs, picture
+from contract.plan import DeepCache
 from core.jobs.broker import level
-from core.schedule import DeepCache
 from tests.benchmarks.simulation.tables import OTHER, SIZE, affine
 
 SOME = Mix(

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.simulation.runner import Device, SimulatedRunner, Span
 from benchmarks.simulation.traffic import picture
+from contract.plan import DeepCache
 from core.batching.request import Request
 from core.batching.runner import Runner
-from core.schedule import DeepCache
 from pipeline.load import load
 from pipeline.runner import ImageRunner
 from tests.benchmarks.simulation.tables import SIZE, affine

@@ -16,8 +16,8 @@ from benchmarks.simulation.fleet import Clock
 from benchmarks.simulation.runner import Device, SimulatedRunner, SimulatedTicket
 from benchmarks.simulation.static import RequestLevel, draw
 from benchmarks.simulation.traffic import Choice, Job, Mix, always, jobs, picture
+from contract.plan import DeepCache
 from core.batching.request import Request
-from core.schedule import DeepCache
 from tests.benchmarks.simulation.tables import OTHER, SIZE, affine
 
 WANTED = picture(SIZE, 4, True, None)

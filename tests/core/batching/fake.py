@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
+from contract.errors import Invalid
 from core.batching.request import Outcome, Request, State
-from core.batching.runner import DeviceLost, Lane, OutOfMemory, Refused, Ticket
+from core.batching.runner import DeviceLost, Lane, OutOfMemory, Ticket
 from core.batching.scheduler import Batch, Scheduler
 from core.batching.slots import Slots
 
@@ -247,7 +248,7 @@ class FakeRunner:
 
     def check(self, request: Request) -> None:
         if request.parameters.steps < 1:
-            raise Refused("steps must be at least 1")
+            raise Invalid("steps", "must be at least 1")
 
     def admit(self, request: Request) -> bool:
         self.calls += 1

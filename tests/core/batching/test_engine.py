@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
+from contract.errors import Invalid
 from core.batching import engine as engine_module
 from core.batching.engine import Aborted, Closed, Engine, Expired, Tick, end_process
 from core.batching.request import Outcome, Request, State
-from core.batching.runner import DeviceLost, Lane, OutOfMemory, Refused
+from core.batching.runner import DeviceLost, Lane, OutOfMemory
 from tests.core.batching.fake import (
     Ask,
     FakeRunner,
@@ -138,7 +139,7 @@ def test_submit_says_what_it_cannot_take(house: House) -> None:
     engine, _ = house.one()
     with pytest.raises(ValueError, match=r"'sound' is not served here; served: image"):
         engine.submit(ask("r", modality="sound"))
-    with pytest.raises(Refused, match="steps"):
+    with pytest.raises(Invalid, match="steps"):
         engine.submit(ask("r", steps=0))
     request = ask("r")
     assert results([engine.submit(request)])

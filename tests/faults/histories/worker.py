@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from contract.image import ImageJob
 from core import config
 from core.artifacts import Artifacts
 from tests.workers import stage
@@ -26,14 +27,14 @@ def edited(prompt: str, pixels: bytes) -> str:
 def main() -> int:
     artifacts = Artifacts(config.read().artifacts)
 
-    def requests(panel: stage.StagePictures, parameters: Mapping[str, Any]) -> list[Any]:
-        found = pictures(parameters, fetch=artifacts.get)
+    def requests(panel: stage.StagePictures, job: ImageJob) -> list[Any]:
+        found = pictures(job, fetch=artifacts.get)
         return [
             one if one.edit is None else replace(one, prompt=edited(one.prompt, one.edit.image), edit=None)
             for one in found
         ]
 
-    def answers(panel: stage.StageText, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+    def answers(panel: stage.StageText, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         choices = [{"text": one.text, "finish_reason": "stop", "tokens": 1, "logprobs": []} for one in made]
         return {"choices": choices, "prompt_tokens": [1] * len(made)}
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.characters import complaint
 from core.config import EMBEDDED_MODEL
-from core.text import complaint
 from evaluation import captions
 from pipeline import tiny
 from pipeline.folder import ModelError

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from contract.plan import DEPTHS
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
-from core.schedule import DEPTHS
 from pipeline.denoise import PackedKeys
 from tests.core.quant.stage import check_close
 from tests.unet_opt.shapes import KNOWN, Inputs, inputs, stock, unet

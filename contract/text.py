@@ -1,35 +1,45 @@
-"""The fields of chat and completion requests: OpenAI's, and below them our own. null means not given.
+"""A request for text: OpenAI's fields of chats and completions and our own below them, and the job that it means.
 
-Knows types and the limits that hold for every model; what a model has room for its worker knows.
+What a model has room for only its worker can tell, which counts tokens. null means not given.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas import MAX_DEADLINE_S, MAX_SEED
+from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, WORD, check_text
+from contract.card import MAX_CHOICES, TextOffer
+from contract.errors import Invalid
 
-MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
-MAX_BIASED = 1024
+MAX_BIASED = 1024  # tokens of one request
+MAX_STOPS = 4  # as in OpenAI's API
+MAX_STOP_CHARACTERS = 256
+MAX_TEMPERATURE = 2.0
+MAX_PENALTY = 2.0
+MAX_REPETITION = 10.0
+MAX_CHARACTERS = 1_000_000  # of all that a job brings; what the model has room for is counted in tokens
+_COMPLETION_TOKENS = 16  # OpenAI's default, of completions alone
+_TOKEN_CHARACTERS = 4  # of a token, at a guess
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
-_WORD, _LIST, _OBJECT = "word", "list", "object"  # kinds of value that a field may have; no part of its name
 _IGNORED = "accepted and ignored"
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 def _kind(value: Any) -> str:
-    return _WORD if isinstance(value, str) else _LIST
+    return WORD if isinstance(value, str) else LIST
 
 
 Stop = Annotated[
-    Annotated[str, Tag(_WORD)] | Annotated[list[str], Field(max_length=4), Tag(_LIST)], Discriminator(_kind)
+    Annotated[str, Tag(WORD)] | Annotated[list[str], Field(max_length=MAX_STOPS), Tag(LIST)], Discriminator(_kind)
 ]
 
 
@@ -49,11 +59,19 @@ class TextFields(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1, description="of the answer, at most")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="how many answers, 1 by default")
     temperature: float | None = Field(
-        default=None, ge=0, le=2, allow_inf_nan=False, description="1 by default; 0: always the likeliest token"
+        default=None,
+        ge=0,
+        le=MAX_TEMPERATURE,
+        allow_inf_nan=False,
+        description="1 by default; 0: always the likeliest token",
     )
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False, description="1 by default")
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False, description="0 by default")
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False, description="0 by default")
+    presence_penalty: float | None = Field(
+        default=None, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False, description="0 by default"
+    )
+    frequency_penalty: float | None = Field(
+        default=None, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False, description="0 by default"
+    )
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="equal seeds give equal answers")
     stop: Stop | None = Field(default=None, description="up to four texts that end the answer and are left out")
     stream: bool | None = Field(default=None, description="true: server-sent events")
@@ -66,7 +84,9 @@ class TextFields(BaseModel):
 
     top_k: int | None = Field(default=None, ge=0, le=1_000_000, description="0, the default: all tokens")
     min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False, description="0 by default")
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False, description="1 by default")
+    repetition_penalty: float | None = Field(
+        default=None, gt=0, le=MAX_REPETITION, allow_inf_nan=False, description="1 by default"
+    )
     deadline_s: float | None = Field(
         default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
     )
@@ -82,6 +102,16 @@ class TextFields(BaseModel):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    def _job(self, **own: Any) -> TextJob:
+        """The fields that all kinds share, as a job's, beside those of this kind. Raises `Invalid`."""
+        for stop in self.stops:
+            if not stop:
+                raise Invalid("stop", "must not be empty")
+            check_text("stop", stop, MAX_STOP_CHARACTERS)
+        shared = {name: getattr(self, name) for name in TextJob.__slots__ if name in TextFields.model_fields}
+        shared |= {"n": self.n or 1, "stop": self.stops or None, "logit_bias": self.logit_bias or None}
+        return TextJob(**{**shared, **own})
 
     @property
     def usage_wanted(self) -> bool:
@@ -111,7 +141,7 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is taken for system")
     content: Annotated[
-        Annotated[str, Tag(_WORD)] | Annotated[list[TextPart], Field(min_length=1), Tag(_LIST)], Discriminator(_kind)
+        Annotated[str, Tag(WORD)] | Annotated[list[TextPart], Field(min_length=1), Tag(LIST)], Discriminator(_kind)
     ]
     name: str | None = Field(default=None, description=_IGNORED)
     refusal: str | None = Field(default=None, description=_IGNORED)
@@ -166,9 +196,20 @@ class ChatFields(TextFields):
             raise PydanticCustomError("response_format", "a schema with json_schema, and only there")
         return self
 
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def job(self) -> TextJob:
+        """The job that it means. Raises `Invalid`."""
+        messages = [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+            for message in self.messages
+        ]
+        for message in messages:
+            check_text("messages", message["content"], MAX_CHARACTERS)
+        return self._job(
+            messages=messages,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            json_schema=self.schema_text,
+        )
 
     @property
     def schema_text(self) -> str | None:
@@ -187,7 +228,7 @@ class CompletionFields(TextFields):
     model_config = ConfigDict(title="CompletionRequest")
 
     prompt: Annotated[
-        Annotated[str, Tag(_WORD)] | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(_LIST)],
+        Annotated[str, Tag(WORD)] | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(LIST)],
         Discriminator(_kind),
     ] = Field(description="a text, texts, a list of token ids, or several of them")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")
@@ -219,6 +260,75 @@ class CompletionFields(TextFields):
     def prompts(self) -> list[str | list[int]]:
         return [self.prompt] if isinstance(self.prompt, str) or _tokens(self.prompt) else self.prompt
 
+    def job(self) -> TextJob:
+        """The job that it means. Raises `Invalid`."""
+        for prompt in self.prompts:
+            if isinstance(prompt, str):
+                check_text("prompt", prompt, MAX_CHARACTERS)
+        limit = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._job(prompts=self.prompts, max_tokens=limit, logprobs=self.logprobs, echo=self.echo or None)
+
 
 def _tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+@dataclass(frozen=True, slots=True)
+class TextJob:
+    """What a job's record asks for: `n` answers to its `messages`, or to each of its `prompts`, as texts or token ids.
+
+    The seeds of answers count up from `seed`. `logprobs` n asks for the log probabilities of the tokens and the n
+    likeliest, `json_schema` is a schema as text. What is None is left to the worker.
+    """
+
+    expand_prompt: ClassVar[bool] = False  # which is a picture's
+
+    messages: list[dict[str, str]] | None = None
+    prompts: list[str | list[int]] | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: int | None = None
+    json_schema: str | None = None
+    echo: bool | None = None
+
+    def told(self) -> dict[str, Any]:
+        """As JSON, without what is None."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> TextJob:
+        """What `told` made; what values may be is checked where tokens are counted."""
+        return cls(**{name: told[name] for name in cls.__slots__ if told.get(name) is not None})
+
+    @property
+    def count(self) -> int:
+        """How many answers there are, over all prompts."""
+        return self.n * len(self.prompts or [None])
+
+    @property
+    def tokens(self) -> float:
+        """How many tokens the prompts have, at a guess."""
+        if self.messages is not None:
+            return sum(len(message["content"]) for message in self.messages) / _TOKEN_CHARACTERS
+        texts = self.prompts or []
+        return sum(len(text) / (_TOKEN_CHARACTERS if isinstance(text, str) else 1) for text in texts)
+
+
+def check(job: TextJob, offer: TextOffer) -> None:
+    """Raise `Invalid` for the first field that the offer does not have."""
+    if job.count > offer.max_choices:
+        raise Invalid("n", f"with all prompts at most {offer.max_choices} answers are given")
+    if job.max_tokens is not None and offer.context and job.max_tokens >= offer.context:
+        raise Invalid("max_tokens", f"must be less than the model's context of {offer.context} tokens")
+    if len(job.logit_bias or ()) > offer.max_logit_bias:
+        raise Invalid("logit_bias", "is not known to the worker of this model, which is of an older version")

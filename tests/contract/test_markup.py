@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.markup import MAX_DEPTH, MAX_LOWERED, MAX_WEIGHT, MarkupError, Weighted, read
+from contract.markup import MAX_DEPTH, MAX_LOWERED, MAX_WEIGHT, MarkupError, Weighted, read
 
 
 def parts(text: str) -> list[tuple[str, float]]:

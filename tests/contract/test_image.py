@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import unicodedata
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.batching.runner import Refused
-from pipeline import parameters
-from pipeline.parameters import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS, ImageParameters, check, sizes
+from contract.bounds import MAX_SEED
+from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer
+from contract.errors import Invalid
+from contract.image import ImageFields, ImageJob, ImageParameters, Source, asked, check
+from pipeline.sizes import sizes
 
 SIZES = sizes(64, 16)
-SCHEDULERS = ("euler", "lcm")
+OFFER = ImageOffer(SIZES, ("euler", "lcm"))
 GOOD = ImageParameters("a fox", 7, 64, 64)
 SECRET = "xyzzy"
 
@@ -25,8 +28,8 @@ def short(value: object) -> str:
 
 
 def refusal(**fields: Any) -> str:
-    with pytest.raises(Refused) as caught:
-        check(dataclasses.replace(GOOD, **fields), SIZES, SCHEDULERS)
+    with pytest.raises(Invalid) as caught:
+        check(dataclasses.replace(GOOD, **fields), OFFER)
     return str(caught.value)
 
 
@@ -52,7 +55,7 @@ def refusal(**fields: Any) -> str:
     ids=str,
 )
 def test_what_is_offered_is_taken(fields: dict[str, Any]) -> None:
-    check(dataclasses.replace(GOOD, **fields), SIZES, SCHEDULERS)
+    check(dataclasses.replace(GOOD, **fields), OFFER)
 
 
 NOT_NUMBERS = [None, "7", "", True, False, float("nan"), float("inf"), 1j, [], {}]
@@ -98,7 +101,7 @@ def test_a_prompt_is_taken_exactly_if_it_can_be_read_and_printed(text: str) -> N
     if bad or not text.strip():
         assert refusal(prompt=text).startswith("prompt: ")
     else:
-        check(dataclasses.replace(GOOD, prompt=text), SIZES, SCHEDULERS)
+        check(dataclasses.replace(GOOD, prompt=text), OFFER)
         text.encode()
     if bad:
         assert refusal(negative_prompt=text).startswith("negative_prompt: ")
@@ -142,4 +145,56 @@ def test_sdxl_offers_the_sizes_that_people_ask_for() -> None:
 
 
 def test_the_limits_are_those_that_are_documented() -> None:
-    assert (parameters.MAX_STEPS, parameters.MAX_SEED) == (1000, 2**63 - 1)
+    assert (MAX_STEPS, MAX_SEED) == (1000, 2**63 - 1)
+
+
+# -- the job as its record has it --------------------------------------------------------------------------------------
+
+CHANGED: dict[str, Any] = {
+    "prompt": "a hare", "seed": 9, "width": 32, "height": 96, "negative_prompt": "", "steps": 3, "guidance_scale": 1.5,
+    "scheduler": "lcm", "deterministic": True, "preview_every": 2, "prompt_weighting": True, "lora": "ink:0.5",
+}  # fmt: skip
+BESIDE: dict[str, Any] = {
+    "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask"), "expand_prompt": True,
+    "output_format": "jpeg", "output_compression": 7,
+}  # fmt: skip
+
+
+def test_a_record_carries_every_field() -> None:
+    """A field that is added is carried without a word about it; this test then asks for its value here."""
+    named = {one.name for one in dataclasses.fields(ImageParameters)} - {"deepcache", "edit"}
+    assert named == CHANGED.keys() and {one.name for one in dataclasses.fields(ImageJob)} - {"picture"} == BESIDE.keys()
+    picture = dataclasses.replace(GOOD, **CHANGED)
+    for job in (ImageJob(GOOD), ImageJob(picture), ImageJob(GOOD, **BESIDE), ImageJob(picture, **BESIDE)):
+        assert ImageJob.read(json.loads(json.dumps(job.told()))) == job
+
+
+def test_a_record_tells_what_the_version_before_reads() -> None:
+    assert ImageJob(GOOD).told() == {
+        "prompt": "a fox", "negative_prompt": None, "n": 1, "seed": 7, "steps": 20, "guidance_scale": 5.0, "width": 64,
+        "height": 64, "scheduler": None, "deterministic": False,
+    }  # fmt: skip
+    whole = ImageJob(dataclasses.replace(GOOD, **CHANGED), **BESIDE).told()
+    assert whole["edit"] == {"strength": 0.5, "image": "image", "mask": "mask"}
+    assert {name: whole[name] for name in BESIDE if name != "source"} == {
+        name: value for name, value in BESIDE.items() if name != "source"
+    }
+
+
+def test_a_newer_versions_fields_are_passed_over() -> None:
+    assert ImageJob.read({**ImageJob(GOOD).told(), "aspect": "wide"}) == ImageJob(GOOD)
+
+
+@given(st.integers(1, 40), st.sampled_from([None, (100, 50)]), st.booleans())
+def test_what_is_asked_for_is_what_is_drawn(steps: int, edited: tuple[int, int] | None, masked: bool) -> None:
+    """What one check has taken at the door no other refuses at the model."""
+    offer = dataclasses.replace(OFFER, native=(64, 64))
+    try:
+        job = asked(ImageFields(prompt="a fox", steps=steps), offer, edited, masked=masked)
+    except Invalid as error:
+        assert error.field == "strength" and int(steps * 0.8) == 0
+        return
+    for picture in job.pictures():
+        check(picture, offer)
+    assert (job.source is not None) == (edited is not None)
+    assert job.made == (steps if edited is None or masked else int(steps * 0.8))

@@ -9,10 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.errors import Invalid
 
 BLOCK, RESNET = "block", "resnet"
 DEPTHS = (BLOCK, RESNET)
 MAX_INTERVAL = 1_000
+FIELD = "deepcache"  # of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +36,24 @@ class DeepCache:
     last: int = 0
     deep_steps: tuple[int, ...] | None = None
 
-    def complaint(self, steps: int) -> str | None:
-        """What is wrong with it for a picture of so many steps, beginning with the field; None if nothing is."""
+    def complaint(self, steps: int) -> Invalid | None:
+        """What is wrong with it for a picture of so many steps; None if nothing is."""
         if self.depth not in DEPTHS:
-            return f"depth: must be one of {', '.join(DEPTHS)}"
+            return _wrong("depth", f"must be one of {', '.join(DEPTHS)}")
         for field, value, low, high in (
             ("interval", self.interval, 1, MAX_INTERVAL),
             ("first", self.first, 0, MAX_INTERVAL),
             ("last", self.last, 0, MAX_INTERVAL),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                return f"{field}: must be a whole number between {low} and {high}"
+                return _wrong(field, f"must be a whole number between {low} and {high}")
         if self.deep_steps is None:
             return None
         if (self.interval, self.first, self.last) != (2, 0, 0):
-            return "deep_steps: says which steps are deep, so interval, first and last must not be given beside it"
-        return _complaint(self.deep_steps, steps)
+            words = "says which steps are deep, so interval, first and last must not be given beside it"
+            return _wrong("deep_steps", words)
+        wrong = _complaint(self.deep_steps, steps)
+        return None if wrong is None else _wrong("deep_steps", wrong)
 
     def plan(self, steps: int) -> tuple[bool, ...]:
         """For each of the steps, whether it is deep."""
@@ -60,6 +68,31 @@ class DeepCache:
 AUTO = DeepCache(interval=2, depth=RESNET, last=1)
 """What "auto" means. The submission's own schedule ends on a shallow step; one more deep step at the end keeps what
 captions lose by that, and then the shorter depth costs nothing more (docs/results.md)."""
+
+
+class CacheFields(BaseModel):
+    """Which steps run the whole UNet (deep) and which only its last block (shallow). The first step is always deep."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="DeepCache")
+
+    interval: int | None = Field(default=None, ge=1, le=1000, description="every so many steps one is deep; default: 2")
+    depth: Literal["block", "resnet"] | None = Field(
+        default=None, description="what shallow steps recompute of the last block: all, the default, or its last part"
+    )
+    first: int | None = Field(default=None, ge=0, le=1000, description="so many first steps are deep")
+    last: int | None = Field(default=None, ge=0, le=1000, description="so many last steps are deep")
+    deep_steps: list[int] | None = Field(
+        default=None, max_length=1000, description="exactly these are deep, counted from 0; without the fields above"
+    )
+
+    def check(self, steps: int) -> None:
+        """Raise `Invalid` for deep steps that a picture of so many steps cannot have."""
+        if self.deep_steps is None:
+            return
+        if any(part is not None for part in (self.interval, self.first, self.last)):
+            raise _wrong("deep_steps", "cannot be given together with interval, first and last")
+        if _complaint(self.deep_steps, steps) is not None:
+            raise _wrong("deep_steps", f"must be different numbers between 0 and {steps - 1}")
 
 
 OFF, AUTOMATIC = "off", "auto"
@@ -86,29 +119,32 @@ def parse(text: str) -> DeepCache | None:
 def read(value: object) -> DeepCache | None:
     """A schedule as jobs carry it: "off", "auto" or an object with a schedule's fields, null where not given.
 
-    Raises ValueError, beginning with the field within it where there is one. What depends on the number of steps is
-    left to `complaint`.
+    Raises `Invalid`. What depends on the number of steps is left to `complaint`.
     """
     if value in (OFF, AUTOMATIC):
         return AUTO if value == AUTOMATIC else None
     if not isinstance(value, Mapping):
-        raise ValueError('must be "off", "auto" or an object')
+        raise Invalid(FIELD, 'must be "off", "auto" or an object')
     given = {field: item for field, item in value.items() if item is not None}
     for field in given.keys() - {"interval", "depth", "first", "last", "deep_steps"}:
-        raise ValueError(f"{field}: is not known")
+        raise _wrong(field, "is not known")
     if "deep_steps" in given:
         if not isinstance(given["deep_steps"], (list, tuple)):
-            raise ValueError("deep_steps: must be a list")
+            raise _wrong("deep_steps", "must be a list")
         given["deep_steps"] = tuple(given["deep_steps"])
     return DeepCache(**given)
+
+
+def _wrong(part: str, message: str) -> Invalid:
+    return Invalid(f"{FIELD}.{part}", message)
 
 
 def _complaint(deep_steps: Sequence[object], steps: int) -> str | None:
     for step in deep_steps:
         if isinstance(step, bool) or not isinstance(step, int):
-            return "deep_steps: must be whole numbers"
+            return "must be whole numbers"
         if not 0 <= step < steps:
-            return f"deep_steps: must be between 0 and {steps - 1}, the last of {steps} steps"
+            return f"must be between 0 and {steps - 1}, the last of {steps} steps"
     if len(set(deep_steps)) < len(deep_steps):
-        return "deep_steps: names a step twice"
+        return "names a step twice"
     return None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.schedule import AUTO, DEPTHS, DeepCache
+from contract.plan import AUTO, DEPTHS, DeepCache
 
 SCHEDULES = st.builds(
     DeepCache,
@@ -77,4 +77,4 @@ def test_every_plan_keeps_its_word(schedule: DeepCache, steps: int) -> None:
 )
 def test_what_is_wrong_is_named(schedule: DeepCache, field: str) -> None:
     complaint = schedule.complaint(20)
-    assert complaint is not None and complaint.startswith(f"{field}: ")
+    assert complaint is not None and complaint.field == f"deepcache.{field}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.loras import MAX_LORAS, MAX_SCALE, Named, is_name, read
+from contract.loras import MAX_LORAS, MAX_SCALE, Named, is_name, read
 
 NAME = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}", fullmatch=True)
 SCALE = st.floats(-MAX_SCALE, MAX_SCALE).map(lambda scale: float(f"{scale:.6g}"))

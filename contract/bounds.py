@@ -1,0 +1,57 @@
+"""Bounds that requests of both panels share, and how a value is held to its bounds."""
+
+from __future__ import annotations
+
+import math
+
+from contract.characters import complaint
+from contract.errors import Invalid
+
+MAX_SEED = 2**63 - 1
+MAX_DEADLINE_S = 86_400
+WORD, OBJECT, LIST = "word", "object", "list"  # kinds of value that a field may have; no part of its name
+PRIORITY = 5  # of requests that do not say; 0 is the most urgent, 9 the least
+
+
+def next_seed(seed: int, k: int) -> int:
+    """The seed of the k-th of several, counted from 0; the largest is followed by 0."""
+    return (seed + k) % (MAX_SEED + 1)
+
+
+def check_whole(field: str, value: object, low: int, high: int) -> None:
+    """Raise `Invalid` for what is no whole number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Invalid(field, "must be a whole number")
+    if not low <= value <= high:
+        raise Invalid(field, f"must be between {low} and {high}, not {short(value)}")
+
+
+def check_number(field: str, value: object, low: float, high: float) -> None:
+    """Raise `Invalid` for what is no finite number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise Invalid(field, "must be a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Invalid(field, "must be a finite number")
+    if not low <= value <= high:
+        raise Invalid(field, f"must be between {low:g} and {high:g}, not {short(value)}")
+
+
+def check_flag(field: str, value: object) -> None:
+    """Raise `Invalid` for what is neither true nor false."""
+    if not isinstance(value, bool):
+        raise Invalid(field, "must be true or false")
+
+
+def check_text(field: str, value: object, max_characters: int) -> str:
+    """The text. Raises `Invalid` for what is none, is too long, or holds control characters."""
+    if not isinstance(value, str):
+        raise Invalid(field, "must be text")
+    wrong = complaint(value, max_characters)
+    if wrong is not None:
+        raise Invalid(field, wrong)
+    return value
+
+
+def short(value: float) -> str:
+    """An integer may have a million digits."""
+    return f"{value:g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "that"

@@ -1,0 +1,355 @@
+"""A request for pictures: its fields as clients give them, what each picture is drawn from, and the one check of it.
+
+Imports no torch. A field that only changes how a picture is drawn is a line of `ImageFields`, one of `ImageParameters`
+and, where types and bounds do not say it all, one of `check`; records, batches and workers carry it by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from contract import markup, plan
+from contract.bounds import (
+    MAX_DEADLINE_S,
+    MAX_SEED,
+    OBJECT,
+    WORD,
+    check_flag,
+    check_number,
+    check_text,
+    check_whole,
+    next_seed,
+)
+from contract.card import MAX_IMAGES, MAX_STEPS, ImageOffer, Size
+from contract.errors import Invalid
+from contract.plan import CacheFields, DeepCache
+
+MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
+STEPS, GUIDANCE = 20, 5.0  # SDXL's own, at 20 steps
+STRENGTH = 0.8  # of an edit without a mask; with one it is 1
+
+
+class ImageFields(BaseModel):
+    """What a picture is asked for with: OpenAI's fields, and below them our own. null means not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageRequest")
+
+    prompt: str = Field(description="what to draw")
+    model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
+    n: int | None = Field(default=None, ge=1, le=MAX_IMAGES, description="how many pictures, 1 by default")
+    size: str | None = Field(default=None, description='one of the model\'s sizes such as "1024x1024"; "auto": its own')
+    response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
+    output_format: Literal["png", "webp", "jpeg"] | None = Field(default=None, description="png by default")
+    stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")
+    user: str | None = Field(default=None, description="accepted and ignored")
+    quality: str | None = Field(default=None, description="accepted and ignored; see steps")
+    style: str | None = Field(default=None, description="accepted and ignored")
+    background: str | None = Field(default=None, description="accepted and ignored: pictures are opaque")
+    moderation: str | None = Field(default=None, description="accepted and ignored")
+    output_compression: int | None = Field(
+        default=None, ge=0, le=100, description="quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
+    )
+    partial_images: int | None = Field(default=None, ge=0, le=3, description="previews of each picture, with stream")
+    input_fidelity: str | None = Field(default=None, description="accepted and ignored")
+
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="of the first picture; default: random")
+    steps: int | None = Field(default=None, ge=1, description="of denoising, 20 by default")
+    guidance_scale: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="5.0 by default; up to 1: no guidance, half the work"
+    )
+    negative_prompt: str | None = Field(default=None, description="what the picture should not show")
+    scheduler: str | None = Field(default=None, description="one of the model's; default: its own")
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
+    )
+    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
+    deepcache: (
+        Annotated[
+            Annotated[Literal["off", "auto"], Tag(WORD)] | Annotated[CacheFields, Tag(OBJECT)],
+            Discriminator(lambda value: WORD if isinstance(value, str) else OBJECT),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="off: all steps whole; auto: every other and the last; or an object; default: ours",
+    )
+    deterministic: bool | None = Field(default=None, description="equal seed and fingerprint give equal bytes; slower")
+    preview_every: int | None = Field(
+        default=None, ge=0, description="steps from one preview to the next; 0, the default: none"
+    )
+    prompt_weighting: bool | None = Field(
+        default=None, description="prompts are read with weights: (words)1.3, (words)+, word++, word--"
+    )
+    lora: str | None = Field(
+        default=None,
+        description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
+    )
+    expand_prompt: bool | None = Field(
+        default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"
+    )
+
+
+class EditFields(ImageFields):
+    """What a picture is edited with. In a form all of them are text."""
+
+    model_config = ConfigDict(title="EditRequest")
+
+    strength: float | None = Field(
+        default=None, ge=0, le=1, allow_inf_nan=False,
+        description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A picture to begin with instead of noise: image to image, and with a mask inpainting.
+
+    Of so many steps only the last `strength` of them (0 to 1, rounded down to whole steps) are made, as in diffusers.
+    Where there is a `mask`, what it leaves out is kept, pixel by pixel.
+    """
+
+    image: bytes = field(repr=False)  # [height, width, 3]: red, green and blue, at the size of the request
+    mask: bytes | None = field(default=None, repr=False)  # [height, width]: 255 where it is drawn anew, else 0
+    strength: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class ImageParameters:
+    """One picture. The defaults are SDXL's own, at 20 steps.
+
+    `negative_prompt` None means what the model says of an absent one (SDXL: zero embeddings), "" an empty prompt.
+    Guidance works where `guidance_scale` > 1; below that a request brings one row instead of two. `scheduler` None
+    means the model's own. `preview_every` n > 0 asks for a preview after every n-th step. `deepcache` None runs every
+    step deep. With `prompt_weighting` both prompts are read with their weights (contract.markup). `lora` names what is
+    added to the model's weights for this picture alone (contract.loras).
+    """
+
+    prompt: str
+    seed: int
+    width: int
+    height: int
+    negative_prompt: str | None = None
+    steps: int = 20
+    guidance_scale: float = 5.0
+    scheduler: str | None = None
+    deterministic: bool = False
+    preview_every: int = 0
+    deepcache: DeepCache | None = None
+    edit: Edit | None = None
+    prompt_weighting: bool = False
+    lora: str = ""
+
+    @property
+    def skipped(self) -> int:
+        """How many of `steps` are left out, from the first on."""
+        return 0 if self.edit is None else max(0, self.steps - int(self.steps * self.edit.strength))
+
+    @property
+    def made(self) -> int:
+        """How many steps are made."""
+        return self.steps - self.skipped
+
+    def told(self) -> dict[str, Any]:
+        """As JSON: what a picture's file says of them. Of the picture that was edited, the SHA-256 of its pixels."""
+        told = asdict(self)
+        if not self.prompt_weighting:
+            del told["prompt_weighting"]
+        if not self.lora:
+            del told["lora"]
+        if self.edit is None:
+            del told["edit"]
+        else:
+            hashes = {
+                name: None if pixels is None else hashlib.sha256(pixels).hexdigest()
+                for name, pixels in (("image", self.edit.image), ("mask", self.edit.mask))
+            }
+            told["edit"] = {**hashes, "strength": self.edit.strength}
+        return told
+
+
+def check(parameters: ImageParameters, offer: ImageOffer) -> None:
+    """Raise `Invalid` for the first field that the offer does not have. Values are not echoed where they are text."""
+    check_flag("prompt_weighting", parameters.prompt_weighting)
+    texts = {"prompt": parameters.prompt, "negative_prompt": parameters.negative_prompt}
+    for name, text in texts.items():
+        if name == "prompt" or text is not None:
+            texts[name] = _words(name, text, offer, weights=parameters.prompt_weighting)
+    if not (texts["prompt"] or "").strip():
+        raise Invalid("prompt", "must not be empty")
+    check_whole("seed", parameters.seed, 0, offer.max_seed)
+    check_whole("steps", parameters.steps, 1, offer.max_steps)
+    check_whole("preview_every", parameters.preview_every, 0, MAX_STEPS)
+    check_number("guidance_scale", parameters.guidance_scale, 0, offer.max_guidance)
+    offer.check_scheduler(parameters.scheduler)
+    check_flag("deterministic", parameters.deterministic)
+    offer.check_loras(parameters.lora)
+    if parameters.edit is not None:
+        check_strength(parameters.edit.strength, parameters.steps)
+    if parameters.deepcache is not None:
+        if not isinstance(parameters.deepcache, DeepCache):
+            raise Invalid(plan.FIELD, "must be a schedule or nothing")
+        wrong = parameters.deepcache.complaint(parameters.made)
+        if wrong is not None:
+            raise wrong
+    offer.check_size(parameters.width, parameters.height)
+    if parameters.edit is not None:
+        _check_pixels("image", parameters.edit.image, 3 * parameters.width * parameters.height)
+        if parameters.edit.mask is not None:
+            _check_pixels("mask", parameters.edit.mask, parameters.width * parameters.height)
+
+
+def check_strength(strength: object, steps: int) -> None:
+    """Raise `Invalid` for one that is no share, or that leaves no step."""
+    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength <= 1:
+        raise Invalid("strength", "must be between 0 and 1")
+    if int(steps * strength) < 1:
+        raise Invalid("strength", f"{strength:g} of {steps} steps is less than one step")
+
+
+def _check_pixels(field: str, pixels: bytes, count: int) -> None:
+    if not isinstance(pixels, bytes) or len(pixels) != count:
+        raise Invalid(field, "must be of the picture's size")
+
+
+def _words(field: str, text: object, offer: ImageOffer, *, weights: bool) -> str:
+    """The text without the marks of its weights, where it has any."""
+    found = check_text(field, text, offer.max_prompt_characters)
+    if not weights:
+        return found
+    try:
+        read = markup.read(found)
+    except markup.MarkupError as error:
+        raise Invalid(field, str(error)) from error
+    return read if isinstance(read, str) else read.text
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an edit begins with, by its keys in the store of artifacts; without keys it is not handed in yet."""
+
+    strength: float
+    image: str | None = None
+    mask: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageJob:
+    """What a job's record asks for: `n` pictures whose seeds count up from the first's.
+
+    `deepcache` is as `plan.read` takes it; None leaves it to the worker. `source` is what an edit begins with.
+    """
+
+    picture: ImageParameters
+    n: int = 1
+    deepcache: Any = None
+    source: Source | None = None
+    expand_prompt: bool = False
+    output_format: str = "png"
+    output_compression: int | None = None
+
+    @property
+    def made(self) -> int:
+        """How many steps of each picture are made, as diffusers counts them."""
+        return int(self.picture.steps * (1 if self.source is None else self.source.strength))
+
+    @property
+    def size(self) -> Size:
+        return self.picture.width, self.picture.height
+
+    def told(self) -> dict[str, Any]:
+        """As JSON. What is as it is by default is left out, but for what the first version told."""
+        one = {name: getattr(self.picture, name) for name in _PICTURE}
+        told = {name: value for name, value in one.items() if name in _ALWAYS or value != _PICTURE[name].default}
+        told["n"] = self.n
+        if self.source is not None:
+            told["edit"] = {name: value for name, value in asdict(self.source).items() if value is not None}
+        beside = {name: getattr(self, name) for name in _BESIDE}
+        return told | {name: value for name, value in beside.items() if value != _BESIDE[name].default}
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> ImageJob:
+        """What `told` made. Raises `Invalid` for what is missing; what values may be, `pictures` and `check` say."""
+        for name in _NEEDED:
+            if name not in told:
+                raise Invalid(name, "is missing")
+        picture = ImageParameters(**{name: told[name] for name in _PICTURE if name in told})
+        beside = {name: told[name] for name in _BESIDE if told.get(name) is not None}
+        edit, source = told.get("edit"), None
+        if edit is not None:
+            if not isinstance(edit, Mapping) or "strength" not in edit:
+                raise Invalid("image", "is missing")
+            source = Source(edit["strength"], edit.get("image"), edit.get("mask"))
+        return cls(picture, told["n"], source=source, **beside)
+
+    def pictures(self, usual: DeepCache | None = None, edit: Edit | None = None) -> list[ImageParameters]:
+        """Of each what it is drawn from, yet to be held against the model's offer. Raises `Invalid`.
+
+        `usual` is the schedule of jobs that do not say, `edit` what the source came to.
+        """
+        check_whole("n", self.n, 1, MAX_IMAGES)
+        check_whole("seed", self.picture.seed, 0, MAX_SEED)
+        if self.output_format not in MEDIA_TYPES:
+            raise Invalid("output_format", f"must be one of {', '.join(MEDIA_TYPES)}")
+        if self.output_compression is not None:
+            check_whole("output_compression", self.output_compression, 0, 100)
+        cached = usual if self.deepcache is None else plan.read(self.deepcache)
+        first = replace(self.picture, deepcache=cached, edit=edit)
+        return [replace(first, seed=next_seed(first.seed, k)) for k in range(self.n)]
+
+
+_PICTURE = {one.name: one for one in fields(ImageParameters) if one.name not in ("deepcache", "edit")}
+_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n", "source")}
+_NEEDED = ("prompt", "n", "seed", "steps", "guidance_scale", "width", "height")
+_ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
+
+
+def asked(fields: ImageFields, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False) -> ImageJob:
+    """The job that these fields ask of this model. What is not given is filled in, within the model's limits.
+
+    `edited` is the size of the picture that it begins with, `masked` whether there is a mask. Raises `Invalid`.
+    """
+    given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
+    limits = {"n": offer.max_images, "steps": offer.max_steps, "guidance_scale": offer.max_guidance}
+    for name, limit in {**limits, "seed": offer.max_seed}.items():
+        value = getattr(fields, name)
+        if value is not None and value > limit:
+            raise Invalid(name, f"must be at most {limit if isinstance(limit, int) else format(limit, 'g')}")
+    given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
+    given.setdefault("steps", min(STEPS, offer.max_steps))
+    given["guidance_scale"] = float(given.get("guidance_scale", min(GUIDANCE, offer.max_guidance)))
+    given["width"], given["height"] = offer.size(fields.size, edited)
+    source, cached = None, fields.deepcache
+    if edited is not None:
+        strength = getattr(fields, "strength", None)
+        source = Source(float(strength if strength is not None else 1.0 if masked else STRENGTH))
+        check_strength(source.strength, given["steps"])
+    if fields.expand_prompt and fields.prompt_weighting:
+        raise Invalid("prompt_weighting", "cannot be given together with expand_prompt")
+    job = ImageJob(
+        ImageParameters(**given),
+        fields.n or 1,
+        cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached,
+        source,
+        bool(fields.expand_prompt),
+        fields.output_format or "png",
+        None if fields.output_format in (None, "png") else fields.output_compression,
+    )
+    if isinstance(cached, CacheFields):
+        cached.check(job.made)
+    job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
+    check(job.picture, offer)
+    return job
+
+
+def _previews(fields: ImageFields, steps: int) -> int:
+    """How many steps lie from one preview to the next; 0: there are none."""
+    every = fields.preview_every
+    if every is None and fields.stream and fields.partial_images:
+        every = max(1, steps // (fields.partial_images + 1))
+    return min(every or 0, steps)

@@ -1,0 +1,20 @@
+"""The sizes that a model is asked for."""
+
+from __future__ import annotations
+
+
+def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
+    """The (width, height) that a model of this native size is asked for, in pixels.
+
+    Squares at and at half the native size, and the rectangles of about the native area with sides up to 1:2, every
+    side a multiple of `multiple`: SDXL's own training buckets lie on such a grid (Podell et al., 2023, appendix I).
+    """
+    step = multiple * max(1, native // (16 * multiple))  # SDXL: 64
+    offered = {(native, native)}
+    if native // 2 % multiple == 0:
+        offered.add((native // 2, native // 2))
+    for width in range(native + step, 2 * native, step):
+        height = round(native * native / width / step) * step
+        if width <= 2 * height:
+            offered |= {(width, height), (height, width)}
+    return tuple(sorted(offered))

@@ -1,0 +1,60 @@
+"""A request for text becomes a job that its record carries whole, and a version before reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from contract.card import TextOffer
+from contract.errors import Invalid
+from contract.text import ChatFields, CompletionFields, TextJob, check
+from llm.parameters import TextParameters
+
+CHAT: dict[str, Any] = {"messages": [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]}
+OFFER = TextOffer(context=256, max_logit_bias=1024)
+
+
+def test_a_chat_says_what_the_version_before_reads() -> None:
+    asked = {"temperature": 0.0, "n": 2, "stop": "x", "logit_bias": {"7": -1.0}, "max_completion_tokens": 9}
+    assert ChatFields(**CHAT, **asked, logprobs=True).job().told() == {
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], "n": 2,
+        "temperature": 0.0, "stop": ["x"], "logit_bias": {"7": -1.0}, "max_tokens": 9, "logprobs": 0,
+    }  # fmt: skip
+    assert ChatFields(**CHAT).job().told().keys() == {"messages", "n"}
+
+
+def test_a_completion_says_what_the_version_before_reads() -> None:
+    whole = CompletionFields(prompt=["a", "b"], echo=True, seed=3).job()
+    assert whole.told() == {"prompts": ["a", "b"], "n": 1, "max_tokens": 16, "seed": 3, "echo": True}
+    assert whole.count == 2 and CompletionFields(prompt=[1, 2], n=3).job().tokens == 2
+
+
+def test_a_record_carries_every_field() -> None:
+    job = TextJob(*range(1, 1 + len(dataclasses.fields(TextJob))))  # type: ignore[arg-type]
+    assert TextJob.read({**json.loads(json.dumps(job.told())), "newer": 1}) == job
+    assert {one.name for one in dataclasses.fields(TextParameters)} - set(TextJob.__slots__) == {"prompt", "ignore_end"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"n": 3, "prompt": ["a"] * 6}, "n"),
+        ({"prompt": "a", "max_tokens": 256}, "max_tokens"),
+        ({"prompt": "a", "stop": ["b", ""]}, "stop"),
+        ({"prompt": "a\0"}, "prompt"),
+    ],
+)
+def test_what_is_not_offered_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        check(CompletionFields(**fields).job(), OFFER)
+    assert caught.value.field == field
+
+
+def test_a_model_that_knows_no_bias_takes_none() -> None:
+    job = CompletionFields(prompt="a", logit_bias={"7": 1.0}).job()
+    check(job, OFFER)
+    with pytest.raises(Invalid, match=r"^logit_bias: "):
+        check(job, TextOffer(256))
