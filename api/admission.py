@@ -8,28 +8,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from api.cards import Snapshot
+from api.cards import C, Snapshot
 from api.errors import ApiError, refusals, refused
 from api.uploads import Upload
 from contract import plan
-from contract.bounds import MAX_SEED, PRIORITY
-from contract.card import ImageOffer
+from contract.bounds import PRIORITY
+from contract.card import BySize, ImageCard, ModelCard, TextCard
 from contract.image import ImageFields, ImageJob, asked
 from core.jobs.broker import level
-from core.jobs.cards import ModelCard
 from core.jobs.record import Backlog, Draft, new_id
 
-_ENDPOINTS = {"image": ("an image", "/v1/images/generations"), "text": ("a text", "/v1/chat/completions")}
+_ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
+    ImageCard: ("an image", "/v1/images/generations"),
+    TextCard: ("a text", "/v1/chat/completions"),
+}
 
 
-def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = None) -> Draft:
+def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = None) -> Draft:
     """The job that these fields ask of this model, still nobody's. What is edited (`upload`) is not in it yet.
 
     Raises `ApiError` (400) naming the field that it does not offer.
     """
     size, masked = (None, False) if upload is None else (upload.size, upload.mask is not None)
     with refusals():
-        job = asked(fields, image_offer(card), size, masked=masked)
+        job = asked(fields, card.offer, size, masked=masked)
     return Draft(
         id=new_id(),
         modality="image",
@@ -41,30 +43,20 @@ def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = No
     )
 
 
-def image_offer(card: ModelCard) -> ImageOffer:
-    """What requests are checked against; a limit that the card does not have is the contract's."""
-    known = {name: limit for name, limit in card.limits.items() if name in ImageOffer.__dataclass_fields__}
-    known["max_seed"] = int(min(MAX_SEED, known.get("max_seed", MAX_SEED)))
-    return ImageOffer(
-        tuple((width, height) for width, height in card.sizes), tuple(card.schedulers), (card.native, card.native),
-        card.precision, tuple(card.loras), **known,
-    )  # fmt: skip
-
-
-def work_s(card: ModelCard, job: ImageJob) -> float:
+def work_s(card: ImageCard, job: ImageJob) -> float:
     """How long one worker is busy with the job when its batches are full."""
-    steps_s = _rows(job) * _steps_s(card, "row_step_s", job)
-    return float(job.n) * (_cost_s(card, "encode_s") + steps_s + _cost_s(card, "vae_s"))
+    steps_s = _rows(job) * _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
+    return job.n * (card.costs.encode_s + steps_s + card.costs.vae_s)
 
 
-def solo_s(card: ModelCard, job: ImageJob) -> float:
+def solo_s(card: ImageCard, job: ImageJob) -> float:
     """How long it takes at best, on a worker that does nothing else: its n pictures side by side."""
     # Measured with two rows; one row takes at least half of that.
-    steps_s = _rows(job) / 2 * _steps_s(card, "solo_step_s", job)
-    return max(_cost_s(card, "encode_s") + steps_s + _cost_s(card, "vae_s"), work_s(card, job))
+    steps_s = _rows(job) / 2 * _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s)
+    return max(card.costs.encode_s + steps_s + card.costs.vae_s, work_s(card, job))
 
 
-def check_deadline(draft: Draft, card: ModelCard, backlog: Backlog, ready: int) -> None:
+def check_deadline(draft: Draft, card: ImageCard, backlog: Backlog, ready: int) -> None:
     """Refuse a deadline that cannot be met even if all goes well. Raises `ApiError` (400) with the estimate.
 
     With no worker ready nothing can be estimated: the job is taken, and expires by itself if none comes.
@@ -94,14 +86,14 @@ def unknown_model() -> ApiError:
     return ApiError(404, "model: is not known; see GET /v1/models", param="model", code="model_not_found")
 
 
-def no_such_model(now: Snapshot, name: str | None, modality: str) -> ApiError | None:
-    """Why no model of this modality has this name: it is one of another, or not known. None: there is no model yet."""
+def no_such_model(now: Snapshot, name: str | None, kind: type[C]) -> ApiError | None:
+    """Why no model of this kind has this name: it is one of another, or not known. None: there is no model yet."""
     for other, (article, endpoint) in _ENDPOINTS.items():
-        card = now.model(name, other) if name is not None and other != modality else None
+        card = now.model(name, other) if name is not None and other is not kind else None
         if card is not None:
             words = f"{card.name} is {article} model; use POST {endpoint}"
             return refused("model", words, "wrong_modality")
-    return None if now.model(None, modality) is None else unknown_model()
+    return None if now.model(None, kind) is None else unknown_model()
 
 
 def no_model() -> ApiError:
@@ -113,23 +105,19 @@ def _rows(job: ImageJob) -> int:
     return 2 if job.picture.guidance_scale > 1 else 1
 
 
-def _cost_s(card: ModelCard, name: str) -> float:
-    return float(card.costs.get(name, 0.0))
-
-
-def _steps_s(card: ModelCard, name: str, job: ImageJob) -> float:
+def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:
     """Seconds of all steps that are made. Shallow ones whose cost nobody announced count as deep."""
     made, (width, height) = job.made, job.size
-    deep_s = _step_s(card.costs.get(name), width, height)
+    deep_s = _step_s(deep_step_s, width, height)
     cached = _schedule(card, job, made)
-    table = None if cached is None else card.costs.get(f"shallow_{name}", {}).get(cached.depth)
+    table = None if cached is None else shallow_step_s.get(cached.depth)
     if cached is None or not table:
         return made * deep_s
     deep = sum(cached.plan(made))
     return deep * deep_s + (made - deep) * _step_s(table, width, height)
 
 
-def _schedule(card: ModelCard, job: ImageJob, made: int) -> plan.DeepCache | None:
+def _schedule(card: ImageCard, job: ImageJob, made: int) -> plan.DeepCache | None:
     """What the job asks for, or else the worker's own. None: all deep, or something that only its worker can read."""
     try:
         found = plan.read(card.deepcache if job.deepcache is None else job.deepcache)
@@ -138,7 +126,7 @@ def _schedule(card: ModelCard, job: ImageJob, made: int) -> plan.DeepCache | Non
     return found if found is not None and found.complaint(made) is None else None
 
 
-def _step_s(table: Mapping[str, float] | None, width: int, height: int) -> float:
+def _step_s(table: BySize, width: int, height: int) -> float:
     """Seconds of one step at this size; a size that was not measured is scaled by area from the nearest that was."""
     if not table:
         return 0.0

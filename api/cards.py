@@ -13,11 +13,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import anyio.to_thread
 
+from contract.card import ModelCard, TextCard
 from core.jobs.broker import QUEUES
-from core.jobs.cards import ModelCard, WorkerCard
+from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreError
 from core.jobs.keyring import Key, Keyring
 from core.jobs.record import Backlog
@@ -31,6 +33,8 @@ _STALE_S = 5.0  # a Redis that has not answered for so long is taken for gone
 _START_S = 2.0  # how long a start waits for the first look
 _PROBE_BYTES = 2**20  # as deployment/redis.py asks for before it starts one
 _AGAIN_S = 0.25  # the least between two looks that strangers ask for
+
+C = TypeVar("C", bound=ModelCard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +64,17 @@ class Snapshot:
             for worker in self.workers
         )
 
-    def model(self, name: str | None, modality: str) -> ModelCard | None:
-        """The model of this name; without a name, the first live one, or else the first that is known."""
-        known = [model for model in self.models if model.modality == modality and name in (None, model.name)]
+    def model(self, name: str | None, kind: type[C]) -> C | None:
+        """The model of this name and kind; without a name, the first live one, or else the first that is known."""
+        known = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
         return min(known, key=lambda model: not model.live, default=None)
 
     def expands(self, name: str) -> bool:
         """Whether every worker that draws with this model writes text too; with none there, whether any ever did."""
         drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
         if not drawing:
-            return self.model(None, "text") is not None
-        return all(any(model.modality == "text" for model in worker.models) for worker in drawing)
+            return self.model(None, TextCard) is not None
+        return all(any(isinstance(model, TextCard) for model in worker.models) for worker in drawing)
 
     def wait_s(self, queue: str) -> float:
         """How long the ready workers have to do with what is queued; with none ready, how long one would."""
@@ -117,12 +121,12 @@ class Cards:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def find(self, name: str | None, modality: str) -> ModelCard | None:
+    async def find(self, name: str | None, kind: type[C]) -> C | None:
         """The model's card. One that is missing is looked for again: a worker may have come this very moment."""
-        found = self.now.model(name, modality)
+        found = self.now.model(name, kind)
         if found is None and self.redis_answers:
             await self.renew()
-            found = self.now.model(name, modality)
+            found = self.now.model(name, kind)
         return found
 
     async def renew(self) -> None:

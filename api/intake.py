@@ -15,12 +15,13 @@ from fastapi import Request
 
 from api import admission, webhooks
 from api.access import Caller, count_pictures, count_request, for_pictures, for_request, tell, unknown_key
+from api.cards import C
 from api.errors import ApiError, refused
 from api.service import Service
 from api.uploads import Upload
+from contract.card import ImageCard
 from contract.image import ImageFields, ImageJob, Source
 from core import logs, traces
-from core.jobs.cards import ModelCard
 from core.jobs.connection import StoreDown
 from core.jobs.rates import Charge
 from core.jobs.record import Draft, Job, Standing, new_id
@@ -66,14 +67,14 @@ async def submit(
     """
     digest = "" if id is None else _digest(fields, upload)
 
-    def draft_for(card: ModelCard) -> Draft:
+    def draft_for(card: ImageCard) -> Draft:
         admission.check_expansion(fields, service.cards.now.expands(card.name))
         return replace(
             admission.image_draft(fields, card, upload), id=id or new_id(), owner=caller.id, digest=digest,
             webhook=_webhook(service, request, fields),
         )  # fmt: skip
 
-    card, draft, refusal = service.cards.now.model(fields.model, "image"), None, None
+    card, draft, refusal = service.cards.now.model(fields.model, ImageCard), None, None
     if card is not None:
         try:
             draft = draft_for(card)
@@ -92,9 +93,9 @@ async def submit(
     if refusal is not None:
         raise refusal
     if card is None or draft is None:
-        card = await service.cards.find(fields.model, "image")
+        card = await service.cards.find(fields.model, ImageCard)
         if card is None:
-            raise not_served(service, fields.model, "image")
+            raise not_served(service, fields.model, ImageCard)
         draft = draft_for(card)
     if draft.deadline_s is not None:
         # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
@@ -121,9 +122,9 @@ async def repeat(service: Service, request: Request, caller: Caller, job: Job) -
     return (await _create(service, draft, request, requests + pictures, len(requests)))[0]
 
 
-def not_served(service: Service, name: str | None, modality: str) -> Exception:
+def not_served(service: Service, name: str | None, kind: type[C]) -> Exception:
     """Why a request that names this model, or none, cannot be served."""
-    refusal = admission.no_such_model(service.cards.now, name, modality)
+    refusal = admission.no_such_model(service.cards.now, name, kind)
     if refusal is not None:
         return refusal
     return admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")

@@ -18,6 +18,7 @@ from api.errors import ApiError, refused
 from api.paging import Paging, missing, page, query
 from api.presentation import job_object
 from api.service import Given, Service
+from contract.card import KINDS
 from core.jobs.record import Job, JobState
 from core.jobs.unreadable import Unreadable
 
@@ -133,7 +134,7 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
     caller.check("images" if job.modality == "image" else "text")
     if not job.state.final or job.state is JobState.SUCCEEDED:
         raise ApiError(409, "Only a job that ended without success is tried again.", code="job_not_failed")
-    if await service.cards.find(job.model, job.modality) is None and service.cards.redis_answers:
+    if await service.cards.find(job.model, KINDS[job.modality]) is None and service.cards.redis_answers:
         raise admission.unknown_model()
     again = await intake.repeat(service, request, caller, job)
     content = job_object(again, service.links(request), await service.forecast(again))

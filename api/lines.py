@@ -16,14 +16,15 @@ from typing import Any
 from api import admission, body, intake, references, schemas, text_drafts
 from api.batch_lines import Line
 from api.batches import EDITS, WINDOW_S, queue_of
+from api.cards import C
 from api.errors import ApiError, refused, unsuccessful
 from api.images import generated
 from api.presentation import results
 from api.service import Service
+from contract.card import ImageCard, TextCard
 from contract.image import ImageFields, ImageJob
 from core.artifacts import ArtifactError
 from core.jobs.batches import Batch
-from core.jobs.cards import ModelCard
 from core.jobs.record import Draft, Job, JobState
 
 _PRIORITY = 9  # who waits goes first
@@ -55,13 +56,13 @@ class Lines:
         ask = text_drafts.READ[batch.endpoint](line["body"])
         if ask.fields.stream:
             raise refused("stream", "must not be true in a batch")
-        draft = text_drafts.draft(ask, self._card(ask.fields.model, "text"), batch.owner)
+        draft = text_drafts.draft(ask, self._card(ask.fields.model, TextCard), batch.owner)
         return draft if ask.fields.priority is not None else replace(draft, priority=_PRIORITY)
 
     def _picture(self, batch: Batch, line: Line, id: str) -> Draft:
         kind = schemas.EditBody if batch.endpoint == EDITS else ImageFields
         fields = schemas.read(kind, {name: value for name, value in line["body"].items() if name != "stream"})
-        card = self._card(fields.model, "image")
+        card = self._card(fields.model, ImageCard)
         admission.check_expansion(fields, self._service.cards.now.expands(card.name))
         upload = None
         if isinstance(fields, schemas.EditBody):
@@ -77,11 +78,11 @@ class Lines:
             fitted = self._fitted[1]
         return intake.handed_in(self._service, draft, *fitted)
 
-    def _card(self, name: str | None, modality: str) -> ModelCard:
+    def _card(self, name: str | None, kind: type[C]) -> C:
         now = self._service.cards.now
-        card = now.model(name, modality)
+        card = now.model(name, kind)
         if card is None:
-            raise admission.no_such_model(now, name, modality) or admission.no_model()
+            raise admission.no_such_model(now, name, kind) or admission.no_model()
         return card
 
     def answer(self, batch: Batch, job: Job) -> Result:

@@ -6,6 +6,7 @@ Knows cards, which are read in the background, and the jobs that wait for a mode
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -15,7 +16,7 @@ from api import admission, schemas
 from api.access import By
 from api.errors import ApiError
 from api.service import Given, Service
-from core.jobs.cards import ModelCard
+from contract.card import ImageCard, ModelCard
 from core.jobs.record import JobState
 
 router = APIRouter(tags=["models"])
@@ -92,18 +93,16 @@ def _object(card: ModelCard, service: Service) -> dict[str, Any]:
             "device": card.device,
             "kernels": card.kernels,
             "kernels_reason": card.kernels_reason,
-            **_drawing(card),
-            "limits": card.limits,
-            "costs": card.costs,
+            **(_drawing(card) if isinstance(card, ImageCard) else {}),
+            "limits": asdict(card.limits),
+            "costs": asdict(card.costs),
             "capacity_per_s": card.capacity_per_s,
         },
     }
 
 
-def _drawing(card: ModelCard) -> dict[str, Any]:
+def _drawing(card: ImageCard) -> dict[str, Any]:
     """What only a model that draws has."""
-    if card.modality != "image":
-        return {}
     return {
         "native_size": f"{card.native}x{card.native}",
         "sizes": [f"{width}x{height}" for width, height in card.sizes],

@@ -19,6 +19,7 @@ from api.images import finished, left, wait
 from api.intake import make, not_served
 from api.service import Given, Service, job_lost
 from api.text_stream import tell
+from contract.card import TextCard
 from contract.text import ChatFields, CompletionFields
 from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
@@ -56,9 +57,9 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
     caller.check("text")
     ask = text_drafts.READ[endpoint](await body.read(request, caller.id))
     await count_request(request, service, caller)
-    card = await service.cards.find(ask.fields.model, "text")
+    card = await service.cards.find(ask.fields.model, TextCard)
     if card is None:
-        raise not_served(service, ask.fields.model, "text")
+        raise not_served(service, ask.fields.model, TextCard)
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)
     if ask.fields.stream:

@@ -14,9 +14,8 @@ from api import schemas
 from api.errors import refusals
 from api.text_answers import Answers, ChatAnswers, CompletionAnswers
 from contract.bounds import PRIORITY
-from contract.card import TextOffer
+from contract.card import TextCard
 from contract.text import ChatFields, CompletionFields, TextFields, TextJob, check
-from core.jobs.cards import ModelCard
 from core.jobs.record import Draft, new_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -51,10 +50,9 @@ READ: dict[str, Callable[[dict[str, Any]], Ask]] = {CHAT: chat, COMPLETIONS: com
 ANSWERS: dict[str, type[Answers]] = {CHAT: ChatAnswers, COMPLETIONS: CompletionAnswers}
 
 
-def draft(ask: Ask, card: ModelCard, owner: str) -> Draft:
+def draft(ask: Ask, card: TextCard, owner: str) -> Draft:
     """The job of this model. Raises `ApiError` (400) naming the field that the model does not offer."""
-    known = {name: int(limit) for name, limit in card.limits.items() if name in TextOffer.__dataclass_fields__}
-    offer, job = TextOffer(**known), ask.job
+    offer, job = card.limits, ask.job
     with refusals():
         check(job, offer)
     tokens = job.tokens + job.count * min(job.max_tokens or _USUAL_TOKENS, offer.context or _USUAL_TOKENS)
@@ -65,7 +63,7 @@ def draft(ask: Ask, card: ModelCard, owner: str) -> Draft:
         parameters=job.told(),
         priority=PRIORITY if ask.fields.priority is None else ask.fields.priority,
         deadline_s=ask.fields.deadline_s,
-        work_ms=round(1000 * tokens * float(card.costs.get("token_s", 0.0))),
+        work_ms=round(1000 * tokens * card.costs.token_s),
         owner=owner,
         followed=bool(ask.fields.stream),
     )

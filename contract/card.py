@@ -1,11 +1,14 @@
-"""What a model offers, as far as requests are checked against it."""
+"""The cards of models: what a worker offers, its limits and its costs, and the checks of a request against them."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 
 from contract import loras
 from contract.bounds import MAX_SEED
@@ -21,8 +24,19 @@ MAX_CHOICES = 16  # of one job, over all its prompts
 Size = tuple[int, int]  # width and height in pixels
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """The bounds of a request's fields."""
+
+    max_prompt_characters: StrictInt = MAX_PROMPT_CHARACTERS
+    max_steps: StrictInt = MAX_STEPS
+    max_guidance: StrictFloat = MAX_GUIDANCE
+    max_seed: StrictInt = MAX_SEED
+    max_images: StrictInt = MAX_IMAGES
+
+
 @dataclass(frozen=True, slots=True)
-class ImageOffer:
+class ImageOffer(ImageLimits):
     """What an image model draws. `loras` are the names that a request may bring; None: only their form is checked."""
 
     sizes: Collection[Size]
@@ -30,11 +44,6 @@ class ImageOffer:
     native: Size = (0, 0)
     precision: str = ""
     loras: Collection[str] | None = None
-    max_prompt_characters: int = MAX_PROMPT_CHARACTERS
-    max_steps: int = MAX_STEPS
-    max_guidance: float = MAX_GUIDANCE
-    max_seed: int = MAX_SEED
-    max_images: int = MAX_IMAGES
 
     def check_scheduler(self, name: str | None) -> None:
         """Raise `Invalid` for one that is not offered."""
@@ -99,8 +108,128 @@ class ImageOffer:
 
 @dataclass(frozen=True, slots=True)
 class TextOffer:
-    """What a text model writes. `context` is its tokens of prompt and answer; 0: nobody has said."""
+    """What a text model writes. `context` is its tokens of prompt and answer; 0 where the worker does not say."""
 
-    context: int = 0
-    max_choices: int = MAX_CHOICES
-    max_logit_bias: int = 0
+    context: StrictInt = 0
+    max_prompt_characters: StrictInt = 0
+    max_choices: StrictInt = MAX_CHOICES
+    max_stops: StrictInt = 0
+    max_logprobs: StrictInt = 0
+    max_logit_bias: StrictInt = 0
+    max_seed: StrictInt = MAX_SEED
+    cache_tokens: StrictInt = 0
+
+
+BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCosts:
+    """Seconds of a picture's phases; 0 or no entry where nothing was measured.
+
+    `solo_step_s` is a deep forward of two rows, `row_step_s` one row of a deep forward at the cheapest width; the
+    shallow ones hold such a table for each measured depth of DeepCache.
+    """
+
+    encode_s: StrictFloat = 0.0
+    vae_s: StrictFloat = 0.0
+    solo_step_s: BySize = field(default_factory=dict)
+    row_step_s: BySize = field(default_factory=dict)
+    shallow_solo_step_s: dict[StrictStr, BySize] = field(default_factory=dict)
+    shallow_row_step_s: dict[StrictStr, BySize] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextCosts:
+    """Seconds of a token: in a batch of the cheapest width, and of one answer alone. 0: nothing was measured."""
+
+    token_s: StrictFloat = 0.0
+    solo_token_s: StrictFloat = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Card:
+    """What models of every modality have.
+
+    `kernels` names the kernels that run the model (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason` says
+    why no faster ones do; both are "" in cards of older workers. `live`: whether a ready worker offers it now; only
+    `Registry.models` sets it.
+    """
+
+    name: StrictStr
+    precision: StrictStr
+    device: StrictStr
+    capacity_per_s: StrictFloat
+    kernels: StrictStr = ""
+    kernels_reason: StrictStr = ""
+    live: StrictBool = False
+
+
+_Side = Annotated[int, Field(strict=True, gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCard(_Card):
+    """A model that draws.
+
+    `capacity_per_s`: pictures a second at 20 deep steps with guidance at native size. `deepcache` is the schedule of
+    jobs that name none, in the form of a request's field; a newer worker's may hold more than this version reads.
+    `loras` are the names that a job may bring. `graphs`: how many of the GPU's graphs are "recorded", of how many
+    "wanted"; empty where none are.
+    """
+
+    modality: Literal["image"] = "image"
+    native: StrictInt
+    sizes: tuple[tuple[_Side, _Side], ...]
+    schedulers: tuple[StrictStr, ...]
+    default_scheduler: StrictStr
+    limits: ImageLimits
+    costs: ImageCosts
+    deepcache: object = "off"
+    loras: tuple[StrictStr, ...] = ()
+    graphs: dict[StrictStr, StrictInt] = field(default_factory=dict)
+
+    @property
+    def offer(self) -> ImageOffer:
+        """What requests are checked against."""
+        limits = asdict(self.limits)
+        limits["max_seed"] = min(MAX_SEED, self.limits.max_seed)  # older workers announce more than records can hold
+        native = (self.native, self.native)
+        return ImageOffer(self.sizes, self.schedulers, native, self.precision, self.loras, **limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextCard(_Card):
+    """A model that writes. `capacity_per_s`: answers of 64 tokens a second."""
+
+    modality: Literal["text"] = "text"
+    limits: TextOffer
+    costs: TextCosts
+
+
+ModelCard = ImageCard | TextCard
+
+# Version 1 of the form requires these of every card.
+_REQUIRED_BY_VERSION_1 = {"native": 0, "sizes": [], "schedulers": [], "default_scheduler": ""}
+KINDS: dict[str, type[ModelCard]] = {"image": ImageCard, "text": TextCard}  # by modality
+_READ: TypeAdapter[ModelCard] = TypeAdapter(Annotated[ModelCard, Field(discriminator="modality")])
+
+
+def to_data(card: ModelCard) -> dict[str, Any]:
+    """A model's card as JSON data."""
+    return {**_REQUIRED_BY_VERSION_1, **asdict(card)}
+
+
+def read_card(data: object) -> ModelCard:
+    """A model's card from JSON data; fields that this version does not know are ignored. Raises `Invalid`."""
+    try:
+        return _READ.validate_python(data)
+    except ValidationError as error:
+        raise invalid_card(error) from None
+
+
+def invalid_card(error: ValidationError) -> Invalid:
+    """The first field that is wrong. Does not repeat the value."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"] if part not in ("image", "text")]
+    return Invalid(".".join(path) or "modality", "is missing" if first["type"] == "missing" else "has another form")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from core.config import Settings
 
 if TYPE_CHECKING:
-    from core.jobs.cards import ModelCard
+    from contract.card import ModelCard
     from core.jobs.registry import Registry
 
 _LOOK_S = 0.1

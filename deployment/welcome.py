@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from core.jobs.cards import ModelCard
+    from contract.card import ModelCard
 
 
 def welcome(url: str, models: Sequence[ModelCard]) -> str:

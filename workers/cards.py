@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from contract.bounds import MAX_SEED
-from contract.card import MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS
+from contract.card import ImageCard, ImageCosts, ImageLimits
 from contract.plan import OFF, DeepCache
-from core.jobs.cards import ModelCard
 from core.quant.kernels.device import Decision, summary
 from pipeline.execution import Group
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
@@ -23,7 +21,7 @@ _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 def image_card(
     runner: ImageRunner, deepcache: DeepCache | None = None, decisions: Sequence[Decision] = ()
-) -> ModelCard:
+) -> ImageCard:
     """The card of the runner's model, with its costs as known now. `deepcache` is for jobs that do not say.
 
     `decisions` are which kernels draw, and why no faster ones.
@@ -42,35 +40,28 @@ def image_card(
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
     encode_s = runner.cost(Group(ENCODE, (0, 0)), 2)  # two prompts, one picture
     vae_s = _best(runner, Group(VAE, native), range(1, VAE_ROWS + 1))
-    return ModelCard(
+    return ImageCard(
         name=model.name,
-        modality=runner.modality,
         precision=model.precision,
         device=str(model.device),
         native=model.native,
-        sizes=[list(size) for size in runner.sizes],
-        schedulers=list(runner.schedulers),
+        sizes=tuple(runner.sizes),
+        schedulers=tuple(runner.schedulers),
         default_scheduler=runner.default_scheduler,
-        limits={
-            "max_prompt_characters": MAX_PROMPT_CHARACTERS,
-            "max_steps": MAX_STEPS,
-            "max_guidance": MAX_GUIDANCE,
-            "max_seed": MAX_SEED,
-            "max_images": MAX_IMAGES,
-        },
-        costs={
-            "encode_s": encode_s,
-            "vae_s": vae_s,
-            "solo_step_s": solo_s,
-            "row_step_s": row_s,
-            "shallow_solo_step_s": {depth: solo for depth, (solo, _) in shallow.items()},
-            "shallow_row_step_s": {depth: row for depth, (_, row) in shallow.items()},
-        },
+        limits=ImageLimits(),
+        costs=ImageCosts(
+            encode_s=encode_s,
+            vae_s=vae_s,
+            solo_step_s=solo_s,
+            row_step_s=row_s,
+            shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
+            shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
+        ),
         capacity_per_s=1 / (encode_s + 2 * _STEPS * row_s[_named(native)] + vae_s),
         deepcache=OFF if deepcache is None else asdict(deepcache),
         kernels=runner.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
-        loras=[] if runner.adapters is None else runner.adapters.names(),
+        loras=() if runner.adapters is None else tuple(runner.adapters.names()),
         graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
     )
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from contract.card import ImageCard, ModelCard
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
 from contract.plan import DeepCache
 from contract.text import TextJob
 from core.batching.request import Outcome
-from core.jobs.cards import ModelCard
 from workers import sources
 from workers.checker import Checker, check
 from workers.formats import Format, encode
@@ -94,7 +94,7 @@ class ImagePanel:
         self._decisions = decisions
         self.name = runner.model.name
 
-    def card(self) -> ModelCard:
+    def card(self) -> ImageCard:
         from workers.cards import image_card
 
         return image_card(self._runner, self._deepcache, self._decisions)

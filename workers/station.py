@@ -16,10 +16,11 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from contract.card import ModelCard
 from core.artifacts import ArtifactError, Artifacts
 from core.config import Settings, SettingsError
 from core.jobs.broker import QUEUES, Envelope
-from core.jobs.cards import ModelCard, WorkerCard
+from core.jobs.cards import WorkerCard
 from core.jobs.connection import RedisClient, StoreError
 from core.jobs.reaper import Reaper
 from core.jobs.registry import Registry

@@ -11,11 +11,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from contract.bounds import MAX_SEED, check_whole, next_seed
-from contract.card import MAX_CHOICES
+from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_STOPS, TextJob
 from core.batching.request import Outcome
-from core.jobs.cards import ModelCard
 from llm.pages import PAGE
 from llm.parameters import Logprob, TextParameters
 from workers.written import Written
@@ -41,32 +40,25 @@ class TextPanel:
         added = runner.model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self._controls = [token.content for token in added if token.special]
 
-    def card(self) -> ModelCard:
+    def card(self) -> TextCard:
         runner = self._runner
         rows = [count for count in _WIDTHS if count <= runner.limit("text")]
         token_s = min(runner.cost("text", count) / count for count in rows)
-        return ModelCard(
+        return TextCard(
             name=self.name,
-            modality=runner.modality,
             precision=runner.model.precision,
             kernels=runner.execution.kernels,
             kernels_reason=runner.execution.kernels_reason,
             device=str(runner.model.device),
-            native=0,
-            sizes=[],
-            schedulers=[],
-            default_scheduler="",
-            limits={
-                "context": runner.context,
-                "max_prompt_characters": MAX_CHARACTERS,
-                "max_choices": MAX_CHOICES,
-                "max_stops": MAX_STOPS,
-                "max_logprobs": MAX_LOGPROBS,
-                "max_logit_bias": MAX_BIASED,
-                "max_seed": MAX_SEED,
-                "cache_tokens": runner.pages.capacity * PAGE,
-            },
-            costs={"token_s": token_s, "solo_token_s": runner.cost("text", 1)},
+            limits=TextOffer(
+                context=runner.context,
+                max_prompt_characters=MAX_CHARACTERS,
+                max_stops=MAX_STOPS,
+                max_logprobs=MAX_LOGPROBS,
+                max_logit_bias=MAX_BIASED,
+                cache_tokens=runner.pages.capacity * PAGE,
+            ),
+            costs=TextCosts(token_s=token_s, solo_token_s=runner.cost("text", 1)),
             capacity_per_s=1 / token_s / _USUAL,
         )
 

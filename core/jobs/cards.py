@@ -1,49 +1,18 @@
-"""The cards of models and workers: what a worker offers, what it costs and what the worker is doing, as plain data.
+"""Writes and reads the cards of models and workers as JSON with a version, and declares a worker's card.
 
 Imports no Redis, so that code which only makes a card needs none; `core.jobs.registry` keeps them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pydantic import StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+
+from contract.card import ModelCard, invalid_card, read_card, to_data
+from contract.errors import Invalid
 from core.jobs.unreadable import TALLY, VERSION, Unreadable, check_version
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """A model as a worker offers it.
-
-    `limits`: max_prompt_characters, max_steps, max_guidance, max_seed, max_images. `costs`: encode_s, vae_s,
-    solo_step_s and row_step_s, each step_s a dict "WxH" → seconds: of a forward of two rows; of one row at the best
-    width. Those are of deep steps; shallow_solo_step_s and shallow_row_step_s hold such a dict for each depth of
-    DeepCache that was measured. `capacity_per_s`: pictures a second at 20 deep steps with guidance at native size.
-    `deepcache` is the schedule of jobs that do not say, as they would (contract.plan). `loras` are the names of those
-    that a job may bring. `graphs`: how many of the GPU's graphs are "recorded", of how many "wanted"; empty where
-    none are. `kernels` names the kernels that run it (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason`
-    says why no faster ones do; both are "" in cards of older workers. `live`: whether a worker that is ready offers it
-    now; only `Registry.models` sets it.
-    """
-
-    name: str
-    modality: str
-    precision: str
-    device: str
-    native: int
-    sizes: list[list[int]]
-    schedulers: list[str]
-    default_scheduler: str
-    limits: dict[str, Any]
-    costs: dict[str, Any]
-    capacity_per_s: float
-    deepcache: Any = "off"
-    loras: list[str] = field(default_factory=list)
-    graphs: dict[str, int] = field(default_factory=dict)
-    kernels: str = ""
-    kernels_reason: str = ""
-    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,94 +23,60 @@ class WorkerCard:
     `in_flight` and `limits` count jobs by queue.
     """
 
-    id: str
-    host: str
-    pid: int
-    state: str
-    message: str
-    started: float
+    id: StrictStr
+    host: StrictStr
+    pid: StrictInt
+    state: StrictStr
+    message: StrictStr
+    started: StrictFloat
     models: list[ModelCard] = field(default_factory=list)
-    in_flight: dict[str, int] = field(default_factory=dict)
-    limits: dict[str, int] = field(default_factory=dict)
-    version: str = ""
+    in_flight: dict[StrictStr, StrictInt] = field(default_factory=dict)
+    limits: dict[StrictStr, StrictInt] = field(default_factory=dict)
+    version: StrictStr = ""
+
+
+_WORKER = TypeAdapter(WorkerCard)
 
 
 def written(card: ModelCard | WorkerCard) -> dict[str, Any]:
     """A card as it is kept, with the version of its form."""
-    return {"v": VERSION, **asdict(card)}
+    if not isinstance(card, WorkerCard):
+        return {"v": VERSION, **to_data(card)}
+    return {"v": VERSION, **asdict(replace(card, models=[])), "models": list(map(to_data, card.models))}
 
 
 def worker_card(id: str, raw: Any) -> WorkerCard:
     """A worker's card from its JSON; a model in it that cannot be read is left out. Raises `Unreadable`."""
-    known = _known("worker card", id, WorkerCard, raw, _WORKER)
+    _check("worker card", id, raw)
+    given = raw.get("models", [])
+    if not isinstance(given, list):
+        raise Unreadable("worker card", id, "its field models has another form")
     models: list[ModelCard] = []
-    for model in known.pop("models", []):
+    for model in given:
         try:
             models.append(model_card(f"{id}/{len(models)}", model))
         except Unreadable as error:
             TALLY.note(error)
-    return WorkerCard(**known, models=models)
+    try:
+        return replace(_WORKER.validate_python({**raw, "models": []}), models=models)
+    except ValidationError as error:
+        raise _unreadable("worker card", id, invalid_card(error)) from None
 
 
 def model_card(name: str, raw: Any) -> ModelCard:
     """A model's card from its JSON. Raises `Unreadable`."""
-    return ModelCard(**_known("model card", name, ModelCard, raw, _MODEL))
+    _check("model card", name, raw)
+    try:
+        return read_card(raw)
+    except Invalid as error:
+        raise _unreadable("model card", name, error) from None
 
 
-def _known(kind: str, id: str, card: type, raw: Any, forms: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
-    """Only the fields that this version knows, each of its form: a worker of the next one may say more."""
+def _check(kind: str, id: str, raw: Any) -> None:
     if not isinstance(raw, dict):
         raise Unreadable(kind, id, "it is no JSON object")
     check_version(kind, id, raw.get("v"))
-    known = {f.name: raw[f.name] for f in fields(card) if f.name in raw}
-    for name, fits in forms.items():
-        if name in known and not fits(known[name]):
-            raise Unreadable(kind, id, f"its field {name} is of another form")
-    try:
-        card(**known)
-    except TypeError:
-        raise Unreadable(kind, id, "a field is missing") from None
-    return known
 
 
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-
-
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
-_text, _number, _object = _is(str), _is(int, float), _is(dict)
-
-
-def _limits(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_number, value.values()))
-
-
-def _costs(value: Any) -> bool:
-    """Seconds, or tables of them, or tables of tables."""
-    return _number(value) or (isinstance(value, dict) and all(map(_costs, value.values())))
-
-
-_MODEL: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("name", "modality", "precision", "device", "default_scheduler"), _text),
-    **dict.fromkeys(("kernels", "kernels_reason"), _text),
-    "native": _is(int),
-    "sizes": _list_of(lambda size: _list_of(lambda side: _is(int)(side) and side > 0)(size) and len(size) == 2),
-    "schedulers": _list_of(_text),
-    "loras": _list_of(_text),
-    "limits": _limits,
-    "costs": lambda value: isinstance(value, dict) and _costs(value),
-    "capacity_per_s": _number,
-    "graphs": _object,
-    "live": _is(bool),
-}
-_WORKER: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("id", "host", "state", "message", "version"), _text),
-    "pid": _is(int),
-    "started": _number,
-    "models": _is(list),
-    "in_flight": _object,
-    "limits": _object,
-}
+def _unreadable(kind: str, id: str, error: Invalid) -> Unreadable:
+    return Unreadable(kind, id, f"its field {error.field} {error.message}")

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from contract.card import ModelCard
 from core.jobs import keys
-from core.jobs.cards import ModelCard, WorkerCard, model_card, worker_card, written
+from core.jobs.cards import WorkerCard, model_card, worker_card, written
 from core.jobs.connection import TIMEOUT_S, RedisClient, RedisStore
 from core.jobs.record import to_json
 from core.jobs.unreadable import TALLY, Unreadable

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from api import admission
 from api.errors import ApiError
+from contract.card import ImageCosts, ImageLimits
 from contract.image import ImageFields
 from core.jobs.record import Backlog
 from tests.api.world import CARD
@@ -80,7 +81,7 @@ def test_auto_is_the_models_own_size() -> None:
 
 def test_the_cards_limits_hold() -> None:
     tight = dataclasses.replace(
-        CARD, limits={"max_prompt_characters": 5, "max_steps": 4, "max_guidance": 1.5, "max_seed": 9, "max_images": 2}
+        CARD, limits=ImageLimits(max_prompt_characters=5, max_steps=4, max_guidance=1.5, max_seed=9, max_images=2)
     )
     draft = admission.image_draft(fields(prompt="12345"), tight)
     assert draft.parameters["steps"] == 4 and draft.parameters["guidance_scale"] == 1.5
@@ -111,7 +112,7 @@ def test_work_counts_pictures_steps_and_rows() -> None:
 
 
 def test_a_card_without_costs_is_no_obstacle() -> None:
-    for costs in ({}, {"encode_s": 0.5, "row_step_s": {}, "solo_step_s": {}}):
+    for costs in (ImageCosts(), ImageCosts(encode_s=0.5)):
         card = dataclasses.replace(CARD, costs=costs)
         draft = admission.image_draft(fields(deadline_s=1), card)
         admission.check_deadline(draft, card, Backlog(0, 0, 0, 0), 1)
@@ -149,7 +150,7 @@ def test_many_pictures_are_not_faster_than_full_batches() -> None:
     st.integers(1, 50),
 )  # fmt: skip
 def test_the_estimate_that_is_told_is_taken(
-    n: int, steps: int, guidance: float, size: list[int], queued_ms: int, ready: int
+    n: int, steps: int, guidance: float, size: tuple[int, int], queued_ms: int, ready: int
 ) -> None:
     asked = {"n": n, "steps": steps, "guidance_scale": guidance, "size": f"{size[0]}x{size[1]}"}
     said = hopeless(queued_ms, ready, deadline_s=1e-9, **asked)

@@ -80,11 +80,11 @@ def test_what_is_wrong_is_refused_by_name(value: Any, param: str) -> None:
 
 CACHED = dataclasses.replace(
     CARD,
-    costs={
-        **CARD.costs,
-        "shallow_solo_step_s": {"block": {"128x128": 0.04}, "resnet": {"128x128": 0.02}},
-        "shallow_row_step_s": {"block": {"128x128": 0.015, "64x64": 0.004}, "resnet": {"128x128": 0.006}},
-    },
+    costs=dataclasses.replace(
+        CARD.costs,
+        shallow_solo_step_s={"block": {"128x128": 0.04}, "resnet": {"128x128": 0.02}},
+        shallow_row_step_s={"block": {"128x128": 0.015, "64x64": 0.004}, "resnet": {"128x128": 0.006}},
+    ),
 )
 SCHEDULES = st.sampled_from(["off", "auto"]) | st.fixed_dictionaries(
     {},
@@ -145,7 +145,7 @@ def test_a_size_that_was_not_measured_is_told_from_another() -> None:
     "card",
     [
         CARD,
-        dataclasses.replace(CACHED, costs={**CACHED.costs, "shallow_row_step_s": {"block": {}}}),
+        dataclasses.replace(CACHED, costs=dataclasses.replace(CACHED.costs, shallow_row_step_s={"block": {}})),
         dataclasses.replace(CACHED, deepcache={"rhythm": 3}),
         dataclasses.replace(CACHED, deepcache={"interval": 0}),
         dataclasses.replace(CACHED, deepcache=7),
@@ -161,7 +161,8 @@ def test_a_deadline_is_held_against_the_steps_that_are_made(shared: Api, worker:
     """All deep it takes 1.9 s at best; by "auto" 11 of 20 steps are deep: 0.3 + 11 × 0.08 + 9 × 0.02 s."""
     worker.announce(card=CACHED)
     order = {"type": "image", "prompt": "a cat", "priority": 0, "deadline_s": 1.5}
-    eventually(lambda: shared.client.get(f"/v1/models/{CARD.name}").json()["diptych"]["costs"] == CACHED.costs)
+    told = dataclasses.asdict(CACHED.costs)
+    eventually(lambda: shared.client.get(f"/v1/models/{CARD.name}").json()["diptych"]["costs"] == told)
     check_error(shared.post("/v1/jobs", **order), 400, "deadline_s", "deadline_hopeless")
     answer = shared.post("/v1/jobs", **order, deepcache="auto")
     assert answer.status_code == 202, answer.text

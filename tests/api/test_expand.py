@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +13,12 @@ from typing import Any
 import openai
 import pytest
 
+from contract.card import ModelCard
 from contract.errors import Invalid
-from core.jobs.cards import ModelCard, WorkerCard
+from core.jobs.cards import WorkerCard
 from core.jobs.record import Job
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, parsed, settings_of
+from tests.api.world import CARD, PATIENCE_S, TEXT, Api, Worker, check_error, eventually, parsed, settings_of
 
-TEXT = dataclasses.replace(CARD, name="emoji-lm", modality="text", sizes=[], schedulers=[], limits={}, costs={})
 URL = "/v1/images/generations"
 
 

@@ -16,7 +16,7 @@ from tests.api.test_edits import PNG
 from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
-OFFER = dataclasses.replace(CARD, loras=["emoji-v1.2", "ink"])
+OFFER = dataclasses.replace(CARD, loras=("emoji-v1.2", "ink"))
 TEXT = "ink:0.8, emoji-v1.2"
 
 

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, expect
 from core.jobs.keyring import Keyring
 from tests.api.easel import Easel
 from tests.api.test_playground import PATIENCE_MS, ask
-from tests.api.world import CARD, Api, Worker, eventually, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, eventually, settings_of
 
 
 def test_a_key_is_asked_for_and_kept(browser: Browser, redis_url: str, folder: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
     settings = settings_of(redis_url, folder)
     with Worker(settings) as worker, Worker(settings, "worker-2") as other, Api(settings) as api:
         worker.announce()
-        other.announce(card=dataclasses.replace(CARD, name="emoji-lm", modality="text"))
+        other.announce(card=TEXT)
         eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
         context = browser.new_context(reduced_motion="reduce")
         context.set_default_timeout(PATIENCE_MS)
@@ -56,7 +56,7 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
 def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
-        worker.announce(card=dataclasses.replace(CARD, loras=["ink", "oil"]))
+        worker.announce(card=dataclasses.replace(CARD, loras=("ink", "oil")))
         context = browser.new_context(reduced_motion="reduce")
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from llm import tiny
-from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import TEXT, Api, Worker, check_error, eventually, settings_of
 from tests.api.writing import TextWorker
 from tests.llm import stage
 
@@ -150,7 +150,7 @@ def test_a_client_that_vanishes_frees_its_pages(writing: tuple[Api, TextWorker])
 def test_who_leaves_before_the_first_token_cancels(api: Api) -> None:
     """While the job waits, for a worker that does not take it."""
     with Worker(api.settings, "another") as books:
-        books.announce(card=dataclasses.replace(CARD, name="idle-lm", modality="text", limits={}, costs={}))
+        books.announce(card=dataclasses.replace(TEXT, name="idle-lm"))
         known = books.ids()
         body = json.dumps({**ASK, "model": "idle-lm", "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", api.port)) as connection:

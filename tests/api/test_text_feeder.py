@@ -20,22 +20,22 @@ from api import batch_feeder, text_drafts
 from api.batch_feeder import BatchFeeder
 from api.service import Service
 from api.text_drafts import CHAT
+from contract.card import ModelCard, TextCosts, TextOffer
 from contract.errors import Invalid
 from core.artifacts import NoArtifact
 from core.config import Settings
 from core.jobs.batches import Batch, BatchStore
 from core.jobs.broker import PRIORITY_STEPS, list_key
-from core.jobs.cards import ModelCard, WorkerCard
+from core.jobs.cards import WorkerCard
 from core.jobs.keyring import Keyring
 from core.jobs.record import Claim, Draft, Job, JobState
 from deployment.redis import RedisServer
 from tests.api import test_batches
 from tests.api.test_batches import ended, told
-from tests.api.test_expand import TEXT
 from tests.api.test_text_batches import begin, lines
-from tests.api.world import CARD, PATIENCE_S, SERVE, Api, Worker, eventually, kept, process, settings_of
+from tests.api.world import CARD, PATIENCE_S, SERVE, TEXT, Api, Worker, eventually, kept, process, settings_of
 
-CARDS = [CARD, dataclasses.replace(TEXT, limits={"context": 512, "max_choices": 16}, costs={"token_s": 0.01})]
+CARDS = [CARD, dataclasses.replace(TEXT, limits=TextOffer(context=512), costs=TextCosts(token_s=0.01))]
 
 
 class Scribe(Worker):

@@ -27,10 +27,11 @@ import redis
 from api import files
 from api.app import make_server
 from api.service import Service
+from contract.card import ImageCard, ImageCosts, ImageLimits, ModelCard, TextCard, TextCosts, TextOffer
 from core.artifacts import Artifacts, Spool
 from core.config import Settings
 from core.jobs.broker import PRIORITY_STEPS, list_key
-from core.jobs.cards import ModelCard, WorkerCard
+from core.jobs.cards import WorkerCard
 from core.jobs.files import File
 from core.jobs.record import Claim, Job, JobState, Report
 from core.jobs.registry import Registry
@@ -40,32 +41,28 @@ T = TypeVar("T")
 
 PATIENCE_S = 60.0  # for what surely comes, on a machine that may stall
 
-CARD = ModelCard(
+CARD = ImageCard(
     name="emoji-xl",
-    modality="image",
     precision="fp32",
     device="cpu",
     kernels="avx2",
     kernels_reason="the processor has no AVX-512 VNNI",
     native=128,
-    sizes=[[64, 64], [96, 168], [128, 128], [168, 96]],
-    schedulers=["euler", "dpm++2m"],
+    sizes=((64, 64), (96, 168), (128, 128), (168, 96)),
+    schedulers=("euler", "dpm++2m"),
     default_scheduler="euler",
-    limits={
-        "max_prompt_characters": 10_000,
-        "max_steps": 1000,
-        "max_guidance": 100,
-        "max_seed": 2**63 - 1,
-        "max_images": 10,
-    },
-    costs={
-        "encode_s": 0.1,
-        "vae_s": 0.2,
-        "solo_step_s": {"128x128": 0.08, "64x64": 0.02},
-        "row_step_s": {"128x128": 0.03, "64x64": 0.01},
-    },
+    limits=ImageLimits(),
+    costs=ImageCosts(
+        encode_s=0.1,
+        vae_s=0.2,
+        solo_step_s={"128x128": 0.08, "64x64": 0.02},
+        row_step_s={"128x128": 0.03, "64x64": 0.01},
+    ),
     capacity_per_s=0.67,
-)  # fmt: skip
+)
+TEXT = TextCard(
+    name="emoji-lm", precision="fp32", device="cpu", limits=TextOffer(), costs=TextCosts(), capacity_per_s=0.67
+)
 
 
 def settings_of(url: str, folder: Path, **more: Any) -> Settings:

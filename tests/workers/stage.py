@@ -47,7 +47,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contract.card import ImageOffer
+from contract.card import ImageCard, ImageCosts, ImageLimits, ImageOffer, TextCard, TextCosts, TextOffer
 from contract.errors import Invalid
 from contract.image import ImageJob, check
 from contract.text import TextJob
@@ -57,7 +57,6 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, OutOfMemory
 from core.batching.slots import Slots
 from core.config import Settings
-from core.jobs.cards import ModelCard
 from core.threads import UninterruptibleThread
 from workers import boot
 from workers.equipment import Equipment, panels_of
@@ -213,8 +212,13 @@ class StagePictures:
         self._step_s = step_s
         self.name = name
 
-    def card(self) -> ModelCard:
-        return _card("image", self.name, self._step_s)
+    def card(self) -> ImageCard:
+        sizes = {f"{w}x{h}": self._step_s for w, h in SIZES}
+        return ImageCard(
+            name=self.name, precision="none", device="cpu", native=32, sizes=tuple(SIZES), schedulers=tuple(SCHEDULERS),
+            default_scheduler=SCHEDULERS[0], limits=ImageLimits(), capacity_per_s=1 / max(1e-6, 20 * self._step_s),
+            costs=ImageCosts(encode_s=self._step_s, vae_s=self._step_s, solo_step_s=sizes, row_step_s=sizes),
+        )  # fmt: skip
 
     def read(self, parameters: Mapping[str, Any]) -> ImageJob:
         return ImageJob.read(parameters)
@@ -252,8 +256,11 @@ class StageText:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
 
-    def card(self) -> ModelCard:
-        return _card("text", self.name, self._step_s)
+    def card(self) -> TextCard:
+        return TextCard(
+            name=self.name, precision="none", device="cpu", limits=TextOffer(), costs=TextCosts(),
+            capacity_per_s=1 / max(1e-6, 20 * self._step_s),
+        )  # fmt: skip
 
     def read(self, parameters: Mapping[str, Any]) -> StageTextJob:
         return StageTextJob(parameters)
@@ -269,20 +276,6 @@ class StageText:
 
     def result(self, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
         return {"text": made[0].prompt}
-
-
-def _card(modality: str, name: str, step_s: float) -> ModelCard:
-    sizes = {f"{w}x{h}": step_s for w, h in SIZES}
-    return ModelCard(
-        name=name, modality=modality, precision="none", device="cpu", native=32, sizes=[list(s) for s in SIZES],
-        schedulers=list(SCHEDULERS), default_scheduler=SCHEDULERS[0],
-        limits={
-            "max_prompt_characters": 10_000, "max_steps": 1000, "max_guidance": 100.0, "max_seed": 2**63 - 1,
-            "max_images": 10,
-        },
-        costs={"encode_s": step_s, "vae_s": step_s, "solo_step_s": sizes, "row_step_s": sizes},
-        capacity_per_s=1 / max(1e-6, 20 * step_s),
-    )  # fmt: skip
 
 
 @dataclass

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from api.admission import work_s
 from contract import plan
 from contract.bounds import MAX_SEED
-from contract.card import MAX_IMAGES
+from contract.card import MAX_IMAGES, ImageCosts
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
 from contract.plan import AUTO, DEPTHS, DeepCache
@@ -134,31 +134,28 @@ def test_the_card_tells_what_the_runner_offers(works: Works) -> None:
     card, runner = panels_of(works)["image"].card(), works.images
     assert card.name == panels_of(works)["image"].name == TINY
     assert (card.modality, card.precision, card.device, card.native) == ("image", "fp32", "cpu", 32)
-    assert [32, 32] in card.sizes
-    assert {tuple(size) for size in card.sizes} == set(runner.sizes)
+    assert (32, 32) in card.sizes
+    assert set(card.sizes) == set(runner.sizes)
     assert card.default_scheduler in card.schedulers
-    assert card.limits["max_images"] == MAX_IMAGES
-    assert card.limits["max_seed"] == MAX_SEED
+    assert card.limits.max_images == MAX_IMAGES
+    assert card.limits.max_seed == MAX_SEED
     assert to_json(dataclasses.asdict(card))  # it goes to Redis
 
 
 def test_costs_follow_the_curves(works: Works) -> None:
     card = image_card(works.images)
     costs = card.costs
-    assert set(costs) == {
-        "encode_s", "vae_s", "solo_step_s", "row_step_s", "shallow_solo_step_s", "shallow_row_step_s",
-    }  # fmt: skip
-    assert "32x32" in costs["solo_step_s"]
-    assert 0 < costs["row_step_s"]["32x32"] <= costs["solo_step_s"]["32x32"]
-    picture_s = costs["encode_s"] + 40 * costs["row_step_s"]["32x32"] + costs["vae_s"]
+    assert "32x32" in costs.solo_step_s
+    assert 0 < costs.row_step_s["32x32"] <= costs.solo_step_s["32x32"]
+    picture_s = costs.encode_s + 40 * costs.row_step_s["32x32"] + costs.vae_s
     assert card.capacity_per_s == pytest.approx(1 / picture_s)
     other = next(size for size in works.images.sizes if size != (32, 32))
     name = f"{other[0]}x{other[1]}"
-    assert name not in costs["solo_step_s"]  # nothing is known of it yet
+    assert name not in costs.solo_step_s  # nothing is known of it yet
     wanted = ImageParameters("x", 1, *other, steps=2)
     with Engine([works.images]) as engine:
         engine.submit(Request("r", "image", wanted)).result(60)
-    assert image_card(works.images).costs["solo_step_s"][name] > 0
+    assert image_card(works.images).costs.solo_step_s[name] > 0
 
 
 def test_the_card_counts_the_graphs_that_are_recorded(works: Works) -> None:
@@ -178,14 +175,14 @@ def test_the_card_counts_the_graphs_that_are_recorded(works: Works) -> None:
 def test_shallow_steps_are_told_of_once_they_were_measured(works: Works, depth: str) -> None:
     other = works.images.sizes[0] if works.images.sizes[0] != (32, 32) else works.images.sizes[1]
     name = f"{other[0]}x{other[1]}"
-    before = image_card(works.images).costs["shallow_solo_step_s"]
+    before = image_card(works.images).costs.shallow_solo_step_s
     assert name not in before.get(depth, {})
     wanted = ImageParameters("x", 1, *other, steps=3, deepcache=DeepCache(3, depth))
     works.engine.submit(Request(f"shallow {depth}", "image", wanted)).result(60)
     costs = image_card(works.images).costs
     group = Group(SHALLOW[depth], other)
-    assert costs["shallow_solo_step_s"][depth][name] == pytest.approx(works.images.cost(group, 2), rel=0.5)
-    assert 0 < costs["shallow_row_step_s"][depth][name] <= costs["shallow_solo_step_s"][depth][name]
+    assert costs.shallow_solo_step_s[depth][name] == pytest.approx(works.images.cost(group, 2), rel=0.5)
+    assert 0 < costs.shallow_row_step_s[depth][name] <= costs.shallow_solo_step_s[depth][name]
 
 
 def test_the_card_says_what_jobs_get_that_do_not_say(works: Works) -> None:
@@ -213,6 +210,6 @@ def test_the_api_counts_the_steps_that_are_run(more: dict[str, Any]) -> None:
     shallow = sum(counts[phase] for phase in SHALLOW.values())
     assert shallow, "or there is nothing to see"
     each = {depth: {"32x32": 0.001} for depth in DEPTHS}
-    costs = {"row_step_s": {"32x32": 1.0}, "shallow_row_step_s": each}
+    costs = ImageCosts(row_step_s={"32x32": 1.0}, shallow_row_step_s=each)
     card = dataclasses.replace(made.card(), costs=costs)
     assert work_s(card, ImageJob.read(parameters)) == pytest.approx(2 * (counts["deep"] + shallow / 1000))

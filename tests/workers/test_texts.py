@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from contract.card import MAX_CHOICES
+from contract.card import MAX_CHOICES, to_data
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.text import TextJob
@@ -138,8 +138,8 @@ def test_a_job_from_end_to_end() -> None:
         assert len(choice["logprobs"]) == choice["tokens"] - ended
         assert "".join(one["token"] for one in choice["logprobs"]) == choice["text"]
     assert result["prompt_tokens"] == [len(wanted[0].prompt)] * 2
-    assert card.modality == "text" and card.capacity_per_s > 0 and card.limits["context"] == 256
-    to_json(card.costs)
+    assert card.modality == "text" and card.capacity_per_s > 0 and card.limits.context == 256
+    to_json(to_data(card))
 
 
 def test_both_panels_on_one_engine(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import redis
 
-from core.jobs.cards import ModelCard, WorkerCard
+from contract.card import ImageCard, ImageCosts, ImageLimits, TextCard, TextCosts, TextOffer
+from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreDown
 from core.jobs.record import Draft, new_id
 from core.jobs.registry import Registry
@@ -19,20 +20,23 @@ from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.core.jobs import books
 
-MODEL = ModelCard(
+MODEL = ImageCard(
     name="emoji-xl",
-    modality="image",
     precision="fp32",
     device="cpu",
     kernels="avx512-vnni",
     native=128,
-    sizes=[[128, 128], [128, 96]],
-    schedulers=["euler", "lcm"],
+    sizes=((128, 128), (128, 96)),
+    schedulers=("euler", "lcm"),
     default_scheduler="euler",
-    limits={"max_prompt_characters": 10_000, "max_steps": 1000, "max_guidance": 100.0, "max_seed": 2**63 - 1},
-    costs={"encode_s": 0.01, "vae_s": 0.02, "solo_step_s": {"128x128": 0.03}, "row_step_s": {"128x128": 0.01}},
+    limits=ImageLimits(max_steps=500),
+    costs=ImageCosts(encode_s=0.01, vae_s=0.02, solo_step_s={"128x128": 0.03}, row_step_s={"128x128": 0.01}),
     capacity_per_s=1.5,
 )
+TEXT = TextCard(
+    name="emoji-lm", precision="fp32", device="cpu", limits=TextOffer(context=256), costs=TextCosts(token_s=0.01),
+    capacity_per_s=2.5,
+)  # fmt: skip
 WORKER = WorkerCard(
     id="ada",
     host="here",
@@ -73,7 +77,7 @@ def test_card_survives_the_way(registry: Registry, client: redis.Redis) -> None:
 
 def test_silent_workers_are_not_listed(registry: Registry, client: redis.Redis) -> None:
     registry.announce(WORKER, 15.0)
-    registry.announce(replace(WORKER, id="bob", models=[replace(MODEL, name="other", modality="text")]), 15.0)
+    registry.announce(replace(WORKER, id="bob", models=[replace(TEXT, name="other")]), 15.0)
     assert [worker.id for worker in registry.workers()] == ["ada", "bob"]
     client.delete("diptych:worker:ada")  # as its time to live does
     assert [worker.id for worker in registry.workers()] == ["bob"]
@@ -118,7 +122,7 @@ def test_cards_of_an_older_version(registry: Registry, client: redis.Redis) -> N
         del card["models"][0][name]
     client.set("diptych:worker:ada", json.dumps(card))
     client.hset("diptych:models", "emoji-xl", json.dumps(card["models"][0]))
-    older = replace(MODEL, kernels="", kernels_reason="", loras=[])
+    older = replace(MODEL, kernels="", kernels_reason="", loras=())
     assert registry.workers() == [replace(WORKER, models=[older])]
     assert registry.models() == [replace(older, live=True)]
 
