@@ -15,7 +15,7 @@ from typing import Any
 
 from api import admission, body, intake, references, schemas, text_drafts
 from api.batch_lines import Line
-from api.batches import EDITS, WINDOW_S, queue_of
+from api.batches import EDITS, KEEP_S, queue_of
 from api.cards import C
 from api.errors import ApiError, refused, unsuccessful
 from api.images import generated
@@ -48,7 +48,7 @@ class Lines:
         """
         id = "job_" + hashlib.sha256(f"{batch.secret}{batch.id}/{number}".encode()).hexdigest()[:24]
         draft = (self._text if queue_of(batch.endpoint) == "text" else self._picture)(batch, line, id)
-        return replace(draft, id=id, owner=batch.owner, digest=batch.id)
+        return replace(draft, id=id, owner=batch.owner, digest=batch.id, keep_s=KEEP_S)
 
     def _text(self, batch: Batch, line: Line, id: str) -> Draft:
         if line["bytes"] > body.MAX_BYTES:
@@ -92,7 +92,7 @@ class Lines:
         told: Result = {"status_code": 200, "request_id": job.id}
         if queue_of(batch.endpoint) == "text":
             return {**told, "body": text_drafts.ANSWERS[batch.endpoint](job).whole(job.result or {})}
-        kept_s = max(self._service.settings.retention_s, 2 * WINDOW_S)  # as is its record
+        kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
         links = self._service.links_from(batch.base, kept_s)
         content = json.loads(generated(self._service, job, links))
         return {**told, "body": content, "keys": [made["key"] for made in results(job)]}

@@ -54,7 +54,7 @@ def argument(
         str(max_queued), draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
         " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id,
         "" if draft.followed is None else str(int(draft.followed)), list_key(draft.modality, urgency), message,
-        str(max_queued if most is None else most), str(always),
+        str(max_queued if most is None else most), str(always), str(milliseconds(draft.keep_s)),
         *(value for charge in charges for value in charge.arguments),
     ])  # fmt: skip
 

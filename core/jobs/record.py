@@ -68,6 +68,7 @@ class Draft:
     `priority` is Celery's: 0 the most urgent, 9 the least. `deadline_s` counts from its creation; None: no deadline.
     `work_ms` estimates how long one worker is busy with it. `owner` is whose it is: a key's id, or nobody's, which is
     empty. `digest` tells apart what is asked for where a client chose the id: another digest says another job.
+    `keep_s`: for how long at least its record is kept once it has ended, however short the retention is.
     `webhook` is who is told of its end: `url`, and the `base` of links. `inputs` are the keys of the artifacts that it
     begins with: they are kept while it lives, and then as long as its record. `trace` is the traceparent of who asks
     for it, or empty; `request_id` is that of the HTTP request, or empty. `followed` says whether somebody follows its
@@ -89,6 +90,7 @@ class Draft:
     trace: str = ""
     request_id: str = ""
     followed: bool | None = None
+    keep_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
@@ -101,6 +103,8 @@ class Draft:
             raise ValueError("priority: must be between 0 (most urgent) and 9")
         if self.deadline_s is not None and not 0 <= self.deadline_s <= _LONGEST_S:
             raise ValueError(f"deadline_s: must be between 0 and {_LONGEST_S}")
+        if not 0 <= self.keep_s <= _LONGEST_S:
+            raise ValueError(f"keep_s: must be between 0 and {_LONGEST_S}")
         if not 0 <= self.work_ms <= _LONGEST_S * 1000:
             raise ValueError(f"work_ms: must be between 0 and {_LONGEST_S * 1000}")
 

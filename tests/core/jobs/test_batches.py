@@ -63,7 +63,7 @@ def test_a_texts_record_waits_until_it_is_noted(
     jobs: JobStore, batches: BatchStore, client: redis.Redis, way: str
 ) -> None:
     batch = batch_of(batches)
-    id, other = drafted(jobs, batch.id), drafted(jobs, "of nothing")
+    id, other = drafted(jobs, batch.id, keep_s=DAYS_S), drafted(jobs, batch.id)
     assert batches.begin(batch.id, 0, id)
     for job in (id, other):
         end(jobs, job, way)
@@ -78,11 +78,23 @@ def test_a_texts_record_waits_until_it_is_noted(
     Books.of(client).check()
 
 
+def test_a_record_of_the_version_before_is_kept_for_its_batch(
+    jobs: JobStore, batches: BatchStore, client: redis.Redis
+) -> None:
+    """It does not say for how long; its digest is that of a batch."""
+    batch = batch_of(batches)
+    for digest, low, high in ((batch.id, DAYS_S - 60, DAYS_S), ("batch_of_nobody", 0, 60), ("", 0, 60)):
+        id = drafted(jobs, digest)
+        assert client.hdel(f"diptych:job:{id}", "keep_ms") == 1
+        end(jobs, id, "succeeded")
+        assert low < left_s(client, id) <= high
+
+
 def test_one_that_should_be_gone_goes_when_it_is_noted(
     jobs: JobStore, batches: BatchStore, client: redis.Redis
 ) -> None:
     batch = batch_of(batches)
-    id = drafted(jobs, batch.id)
+    id = drafted(jobs, batch.id, keep_s=DAYS_S)
     assert batches.begin(batch.id, 0, id)
     end(jobs, id, "succeeded")
     client.hincrby(f"diptych:job:{id}", "ended", -61_000)
@@ -97,7 +109,7 @@ def test_a_pictures_record_names_it_until_the_batch_is_written(
     jobs: JobStore, batches: BatchStore, client: redis.Redis
 ) -> None:
     batch = batch_of(batches)
-    id = drafted(jobs, batch.id, modality="image")
+    id = drafted(jobs, batch.id, modality="image", keep_s=DAYS_S)
     assert batches.begin(batch.id, 0, id) and jobs.keep("made")
     end(jobs, id, "succeeded", "made")
     assert batches.note(batch.id, 0, {}, "completed")
@@ -109,7 +121,7 @@ def test_a_pictures_record_names_it_until_the_batch_is_written(
 
 
 def test_what_is_erased_goes_as_soon_as_anything(jobs: JobStore, client: redis.Redis) -> None:
-    id = drafted(jobs, "batch_0", modality="image", inputs=("begun",))
+    id = drafted(jobs, "a line", modality="image", inputs=("begun",), keep_s=DAYS_S)
     assert jobs.keep("made") and jobs.keep("begun")
     end(jobs, id, "succeeded", "made")
     assert jobs.erase(id)

@@ -8,7 +8,8 @@
 --   takes: id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner,
 --   digest, webhook or '', keys of the artifacts that it begins with, with spaces between, trace, request id, whether
 --   its progress is followed ('1', '0', or '': not said), kombu's list, message or '', how many of the owner's jobs may
---   wait in it, how many of the charges that follow count where no job is made too, charges of five arguments each
+--   wait in it, how many of the charges that follow count where no job is made too, for how many ms at least its record
+--   is kept once it has ended, charges of five arguments each
 -- Answer: numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5),
 --   and
 --   1, made now: created, deadline or 0, sequence, jobs that are called before it, queued, their ms, running, their ms
@@ -38,7 +39,7 @@ if code == 1 and owner ~= '' then
   end
   if redis.call('EXISTS', P .. 'barred:' .. owner) == 1 then code = -4 end
 end
-for i = 21, #A, 5 do
+for i = 22, #A, 5 do
   if code < 1 and #told >= tonumber(A[20]) then break end
   local within, said = charge(A, i)
   told[#told + 1] = said
@@ -59,7 +60,7 @@ redis.call('HDEL', P .. 'webhook_tries', id)
 redis.call('ZREM', P .. 'ended', owner .. '|' .. id)
 redis.call('HSET', key, 'v', V, 'state', 'queued', 'modality', queue, 'model', A[3], 'parameters', A[4],
   'priority', A[5], 'created', at, 'attempt', 0, 'lost', 0, 'work_ms', A[8], 'by', 'create',
-  'owner', owner, 'digest', A[11], 'trace', A[14], 'request_id', A[15])
+  'owner', owner, 'digest', A[11], 'keep_ms', A[21], 'trace', A[14], 'request_id', A[15])
 if A[12] ~= '' then redis.call('HSET', key, 'webhook', A[12]) end
 if A[16] ~= '' then redis.call('HSET', key, 'followed', A[16]) end
 if A[13] ~= '' then

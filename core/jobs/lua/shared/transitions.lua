@@ -55,12 +55,12 @@ end
 local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
-    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v')
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v', 'keep_ms')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
     lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
     owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or '', incarnation = v[17] or '',
-    v = v[18]}
+    v = v[18], keep_ms = v[19]}
 end
 
 -- Whether a job is live and its record of a known form: a newer version may have other states.
@@ -84,11 +84,15 @@ local function holds(job, fence)
   return job.attempt == attempt and (incarnation == '' or incarnation == job.incarnation)
 end
 
--- How long what has ended is kept. What a batch asked for stays until that has read it, even if no API runs for a day;
--- what a receiver is to be told of, for as long as that is tried.
+-- How long what has ended is kept: at least as long as its draft asked for, and where a receiver is to be told of it,
+-- for as long as that is tried.
 local function kept_ms(job, retention_ms)
   if job.webhook then return math.max(retention_ms, 43200000) end
-  if string.sub(job.digest, 1, 6) == 'batch_' then return math.max(retention_ms, 172800000) end
+  if job.keep_ms then return math.max(retention_ms, job.keep_ms) end
+  -- Records of the version before have no such field: a batch's lines bear its id.
+  if job.digest ~= '' and redis.call('EXISTS', P .. 'batch:' .. job.digest) == 1 then
+    return math.max(retention_ms, 172800000)
+  end
   return retention_ms
 end
 
