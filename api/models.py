@@ -16,7 +16,7 @@ from api import admission, schemas
 from api.access import By
 from api.errors import ApiError
 from api.service import Given, Service
-from contract.card import ImageCard, ModelCard
+from contract.card import ImageCard, ModelCard, TextCard
 from core.jobs.record import JobState
 
 router = APIRouter(tags=["models"])
@@ -93,12 +93,17 @@ def _object(card: ModelCard, service: Service) -> dict[str, Any]:
             "device": card.device,
             "kernels": card.kernels,
             "kernels_reason": card.kernels_reason,
-            **(_drawing(card) if isinstance(card, ImageCard) else {}),
+            **(_drawing(card) if isinstance(card, ImageCard) else _writing(card)),
             "limits": asdict(card.limits),
             "costs": asdict(card.costs),
             "capacity_per_s": card.capacity_per_s,
         },
     }
+
+
+def _writing(card: TextCard) -> dict[str, Any]:
+    """What only a model that writes has."""
+    return {"expansion_instruction": card.expansion_instruction}
 
 
 def _drawing(card: ImageCard) -> dict[str, Any]:

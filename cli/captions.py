@@ -227,8 +227,8 @@ def _write(
             sieve = screen.Screen(screen.tokenizers(settings.model_name))
             author = _author(options, settings, stack, console)
             asker = Asker(
-                author.name, chat=author.chat, seed=options.seed, subjects=tuple(subjects.values()), template=template,
-                temperature=options.temperature, top_p=options.top_p, max_tokens=options.max_tokens,
+                author.expansion_instruction, chat=author.chat, seed=options.seed, subjects=tuple(subjects.values()),
+                template=template, temperature=options.temperature, top_p=options.top_p, max_tokens=options.max_tokens,
             )  # fmt: skip
             if not options.server:
                 _try(author, asker, options, tuple(subjects))

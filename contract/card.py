@@ -200,11 +200,15 @@ class ImageCard(_Card):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCard(_Card):
-    """A model that writes. `capacity_per_s`: answers of 64 tokens a second."""
+    """A model that writes. `capacity_per_s`: answers of 64 tokens a second.
+
+    `expansion_instruction` is the system message that it was trained to expand prompts by; "" where it was not.
+    """
 
     modality: Literal["text"] = "text"
     limits: TextOffer
     costs: TextCosts
+    expansion_instruction: StrictStr = ""
 
 
 ModelCard = ImageCard | TextCard

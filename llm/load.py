@@ -62,6 +62,12 @@ class TextModel:
         return int(self.config.max_position_embeddings)
 
     @property
+    def expansion_instruction(self) -> str:
+        """The system message that the model was trained to expand prompts by, as its config.json says; "" for none."""
+        found = getattr(self.config, "expansion_instruction", "")
+        return found if isinstance(found, str) else ""
+
+    @property
     def layers(self) -> int:
         return int(self.config.num_hidden_layers)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from training import cards, clip, latents, lm, tokens, unet
+from training import cards, clip, latents, lm, phrases, tokens, unet
 from training.run import Run, from_options, parser
 
 SHARD = "14MB"
@@ -73,6 +73,8 @@ def export_lm(run: Run, draft: bool = False) -> Path:
         do_sample=False,
         max_new_tokens=48,
     )
+    if not draft:
+        model.config.expansion_instruction = phrases.SYSTEM
     model.half().save_pretrained(folder, max_shard_size=SHARD)
     tokenizer.save_pretrained(folder)
     return folder

@@ -28,15 +28,13 @@ INSTRUCTION = (
     "it asks for, and add the subject's details, the setting, the light and the style. Answer with the prompt alone, "
     "in at most 60 words."
 )
-_TRAINED = {"emoji-lm": "You expand a short prompt into a caption for an emoji."}
-"""The instructions of models that were trained on one of their own (training/phrases.py)."""
 
 
 def ask(pictures: Sequence[ImageParameters], panel: Panel | None) -> list[Any]:
     """Requests of the text modality, one for each picture. Raises `Invalid`, naming expand_prompt."""
     if panel is None:
         raise Invalid(FIELD, "this worker serves no text model")
-    instruction = _TRAINED.get(panel.name, INSTRUCTION)
+    instruction = panel.expansion_instruction or INSTRUCTION
     return [wanted for picture in pictures for wanted in _requests(picture, panel, instruction)]
 
 

@@ -47,6 +47,11 @@ class Panel(Protocol):
         """The model's, as jobs name it."""
         ...
 
+    @property
+    def expansion_instruction(self) -> str:
+        """The system message that the model was trained to expand prompts by; "" where it was not."""
+        ...
+
     def card(self) -> ModelCard:
         """The model as it is offered, with its costs as known now.
 
@@ -93,6 +98,10 @@ class ImagePanel:
         self._checker = checker
         self._decisions = decisions
         self.name = runner.model.name
+
+    @property
+    def expansion_instruction(self) -> str:
+        return ""
 
     def card(self) -> ImageCard:
         from workers.cards import image_card

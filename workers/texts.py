@@ -36,6 +36,7 @@ class TextPanel:
     def __init__(self, runner: TextRunner) -> None:
         self._runner = runner
         self.name = runner.model.name
+        self.expansion_instruction = runner.model.expansion_instruction
         # Not those alone that transformers calls special: a Llama's headers of turns are control tokens too.
         added = runner.model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self._controls = [token.content for token in added if token.special]
@@ -60,6 +61,7 @@ class TextPanel:
             ),
             costs=TextCosts(token_s=token_s, solo_token_s=runner.cost("text", 1)),
             capacity_per_s=1 / token_s / _USUAL,
+            expansion_instruction=self.expansion_instruction,
         )
 
     def read(self, parameters: Mapping[str, Any]) -> TextJob:

@@ -15,6 +15,7 @@ from core.batching.runner import Lane
 from pipeline.load import load
 from contract.image import ImageParameters
 from tests.pipeline.worlds import Crank, Watching, levels
+from training import phrases
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 ASKED = (
@@ -91,7 +92,9 @@ def test_emoji_lm_expands_a_prompt_and_its_draft_assists_without_changing_a_toke
     folder = MODELS / "emoji-lm"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] < model.config.num_attention_heads
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_key_value_heads"] < model.config.num_attention_heads
+    assert config["expansion_instruction"] == phrases.SYSTEM, "what it was trained to be told"
     chat = [{"role": "user", "content": "an emoji of cry sad"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids

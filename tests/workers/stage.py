@@ -208,6 +208,8 @@ def _happen(request: Request) -> None:
 class StagePictures:
     """The image panel of the stand-in: parameters, progress and results in the shape of real ones."""
 
+    expansion_instruction = ""
+
     def __init__(self, step_s: float, name: str = MODEL) -> None:
         self._step_s = step_s
         self.name = name
@@ -252,6 +254,7 @@ class StageText:
     """A text panel before there is a real one: it repeats the prompt."""
 
     name = "stage-text"
+    expansion_instruction = ""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

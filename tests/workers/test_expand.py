@@ -212,10 +212,10 @@ def test_a_model_is_told_what_it_was_trained_on() -> None:
     panel = Panel(0.0)
     expand.ask([CAT], panel)
     assert panel.asked.messages[0] == {"role": "system", "content": expand.INSTRUCTION}
-    panel.name = "emoji-lm"
-    expand.ask([CAT], panel)
     from training.phrases import SYSTEM
 
+    panel.expansion_instruction = SYSTEM
+    expand.ask([CAT], panel)
     assert panel.asked.messages == [
         {"role": "system", "content": SYSTEM}, {"role": "user", "content": "a cat"}
     ]  # fmt: skip

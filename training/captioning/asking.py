@@ -20,8 +20,7 @@ from contract.bounds import MAX_SEED
 SUBJECT = "{subject}"
 MAX_TOKENS = 96  # as an expanded prompt has
 IDEA_TEMPERATURE, IDEA_TOKENS = 1.2, 32
-_SYSTEM = "You expand a short prompt into a caption for an emoji."  # as in training/phrases.py
-_OPEN = (("", ""), (_SYSTEM, "draw"), ("", "draw an emoji"), (_SYSTEM, "an emoji of a"), ("", "draw"))
+_OPEN = ((False, ""), (True, "draw"), (False, "draw an emoji"), (True, "an emoji of a"), (False, "draw"))
 _INSTRUCTION = (
     "Write the caption of a picture, as somebody would who describes what is in it: one sentence of 8 to 20 words that "
     "says what is to be seen, what it looks like, and where it is. Answer with the caption alone, without quotes.\n\n"
@@ -98,7 +97,7 @@ class Asker:
 
     def __init__(
         self,
-        model: str,
+        instruction: str,
         *,
         chat: bool,
         seed: int,
@@ -108,15 +107,15 @@ class Asker:
         top_p: float | None = None,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
-        """`model` is its name, `chat` whether it has a chat template.
+        """`instruction` is what it was trained to expand prompts by ("": it was not), `chat` whether it has a template.
 
         `template` is asked instead of our own words, with `{subject}` where the subject belongs. Temperature and top-p
         are those of captions; default: what suits the model.
         """
-        self.expands = model == "emoji-lm"
+        self.instruction = instruction
         self.chat = chat
-        self.temperature = (0.7 if self.expands else 1.0) if temperature is None else temperature
-        self.top_p = (1.0 if self.expands else 0.95) if top_p is None else top_p
+        self.temperature = (0.7 if instruction else 1.0) if temperature is None else temperature
+        self.top_p = (1.0 if instruction else 0.95) if top_p is None else top_p
         self.max_tokens = max_tokens
         self._seed = seed
         self._subjects = tuple(subjects)
@@ -127,10 +126,11 @@ class Asker:
         seed = seed_of(self._seed, row, attempt)
         if self._subjects:
             return self._about(self._subjects[row % len(self._subjects)], seed)
-        if not (self.expands and self.chat):
+        if not (self.instruction and self.chat):
             return self._about(theme_of(seed), seed)
-        system, text = _OPEN[(row + attempt) % len(_OPEN)]
-        return Question(seed, IDEA_TEMPERATURE, 1.0, IDEA_TOKENS, _messages(system, text), idea=True)
+        instructed, text = _OPEN[(row + attempt) % len(_OPEN)]
+        messages = _messages(self.instruction if instructed else "", text)
+        return Question(seed, IDEA_TEMPERATURE, 1.0, IDEA_TOKENS, messages, idea=True)
 
     def then(self, asked: Question, answer: str) -> Question | None:
         """What is asked after an answer; None where that is the caption."""
@@ -139,7 +139,9 @@ class Asker:
     def _about(self, subject: str, seed: int) -> Question:
         system, words = "", self._template
         if words is None:
-            system, words = (_SYSTEM, SUBJECT) if self.expands else ("", _INSTRUCTION if self.chat else _CONTINUED)
+            system, words = self.instruction, SUBJECT
+            if not system:
+                words = _INSTRUCTION if self.chat else _CONTINUED
         text = words.replace(SUBJECT, subject)
         given = (seed, self.temperature, self.top_p, self.max_tokens)
         if self.chat:

@@ -31,6 +31,7 @@ class Author(Protocol):
     width: int
     name: str
     chat: bool  # whether it has a chat template
+    expansion_instruction: str  # that the model was trained to expand prompts by; "" where it was not
 
     @property
     def about(self) -> dict[str, Any]:
@@ -52,6 +53,7 @@ class Local:
 
         self.width = width
         self.name = runner.model.name
+        self.expansion_instruction = runner.model.expansion_instruction
         self.chat = bool(getattr(runner.model.tokenizer, "chat_template", None))
         self._engine, self._runner, self._panel = engine, runner, TextPanel(runner)
 
@@ -88,6 +90,7 @@ class Remote:
         self._service = Service(url, key, width=width)
         self.width = width
         self.name, self._card = self._service.model("text", model)
+        self.expansion_instruction = str(self._card.get("expansion_instruction", ""))
         self.chat = self._chats()
 
     @property

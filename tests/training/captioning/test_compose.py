@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pipeline import tiny
+from training import phrases
 from training.captioning import screen
 from training.captioning.asking import Asker, Question, seed_of, theme_of
 from training.captioning.authors import Answer
@@ -40,7 +41,8 @@ class Stop(Exception):
 class Table:
     """Answers by seed, some of which are none; they come late and in any order. Gives up after `most`."""
 
-    name, chat, about = "emoji-lm", True, {"model": "table"}
+    name, chat, about = "table", True, {"model": "table"}
+    expansion_instruction = phrases.SYSTEM
 
     def __init__(self, width: int, words: int, most: int | None = None) -> None:
         self.width, self.words, self.left = width, words, most
@@ -74,7 +76,7 @@ class Table:
 
 @contextmanager
 def composing(out: Path, count: int, table: Table) -> Iterator[tuple[CaptionFile, Composer, Progress]]:
-    asker = Asker(table.name, chat=True, seed=3)
+    asker = Asker(table.expansion_instruction, chat=True, seed=3)
     with CaptionFile(out, {}, count) as file, Progress(console=Console(quiet=True)) as progress:
         try:
             file.begin(table.about)
