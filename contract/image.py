@@ -340,8 +340,9 @@ def asked(fields: ImageFields, offer: ImageOffer, edited: Size | None = None, *,
         fields.output_format or "png",
         None if fields.output_format in (None, "png") else fields.output_compression,
     )
-    if isinstance(cached, CacheFields):
-        cached.check(job.made)
+    schedule = None if cached is None else plan.read(cached)
+    if schedule is not None and (wrong := schedule.complaint(job.made)):
+        raise wrong
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
     check(job.picture, offer)
     return job

@@ -7,7 +7,7 @@ deep and odd steps shallow. Knows numbers of steps; knows nothing of UNets and i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ BLOCK, RESNET = "block", "resnet"
 DEPTHS = (BLOCK, RESNET)
 MAX_INTERVAL = 1_000
 FIELD = "deepcache"  # of a request
+_ALONE = "cannot be given together with interval, first and last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,11 @@ class DeepCache:
         if self.deep_steps is None:
             return None
         if (self.interval, self.first, self.last) != (2, 0, 0):
-            words = "says which steps are deep, so interval, first and last must not be given beside it"
-            return _wrong("deep_steps", words)
-        wrong = _complaint(self.deep_steps, steps)
-        return None if wrong is None else _wrong("deep_steps", wrong)
+            return _wrong("deep_steps", _ALONE)
+        whole = all(isinstance(step, int) and not isinstance(step, bool) for step in self.deep_steps)
+        if whole and len(set(self.deep_steps)) == len(self.deep_steps) and all(0 <= s < steps for s in self.deep_steps):
+            return None
+        return _wrong("deep_steps", f"must be different numbers between 0 and {steps - 1}")
 
     def plan(self, steps: int) -> tuple[bool, ...]:
         """For each of the steps, whether it is deep."""
@@ -85,15 +87,6 @@ class CacheFields(BaseModel):
         default=None, max_length=1000, description="exactly these are deep, counted from 0; without the fields above"
     )
 
-    def check(self, steps: int) -> None:
-        """Raise `Invalid` for deep steps that a picture of so many steps cannot have."""
-        if self.deep_steps is None:
-            return
-        if any(part is not None for part in (self.interval, self.first, self.last)):
-            raise _wrong("deep_steps", "cannot be given together with interval, first and last")
-        if _complaint(self.deep_steps, steps) is not None:
-            raise _wrong("deep_steps", f"must be different numbers between 0 and {steps - 1}")
-
 
 OFF, AUTOMATIC = "off", "auto"
 
@@ -117,17 +110,23 @@ def parse(text: str) -> DeepCache | None:
 
 
 def read(value: object) -> DeepCache | None:
-    """A schedule as jobs carry it: "off", "auto" or an object with a schedule's fields, null where not given.
+    """A schedule as settings, requests and jobs carry it: a text, or an object of its fields, null where not given.
 
     Raises `Invalid`. What depends on the number of steps is left to `complaint`.
     """
-    if value in (OFF, AUTOMATIC):
-        return AUTO if value == AUTOMATIC else None
-    if not isinstance(value, Mapping):
+    if isinstance(value, str):
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise Invalid(FIELD, str(error)) from None
+    fields = value.model_dump() if isinstance(value, CacheFields) else value
+    if not isinstance(fields, Mapping):
         raise Invalid(FIELD, 'must be "off", "auto" or an object')
-    given = {field: item for field, item in value.items() if item is not None}
-    for field in given.keys() - {"interval", "depth", "first", "last", "deep_steps"}:
+    given = {field: item for field, item in fields.items() if item is not None}
+    for field in given.keys() - CacheFields.model_fields.keys():
         raise _wrong(field, "is not known")
+    if isinstance(value, CacheFields) and "deep_steps" in given and given.keys() & {"interval", "first", "last"}:
+        raise _wrong("deep_steps", _ALONE)
     if "deep_steps" in given:
         if not isinstance(given["deep_steps"], (list, tuple)):
             raise _wrong("deep_steps", "must be a list")
@@ -137,14 +136,3 @@ def read(value: object) -> DeepCache | None:
 
 def _wrong(part: str, message: str) -> Invalid:
     return Invalid(f"{FIELD}.{part}", message)
-
-
-def _complaint(deep_steps: Sequence[object], steps: int) -> str | None:
-    for step in deep_steps:
-        if isinstance(step, bool) or not isinstance(step, int):
-            return "must be whole numbers"
-        if not 0 <= step < steps:
-            return f"must be between 0 and {steps - 1}, the last of {steps} steps"
-    if len(set(deep_steps)) < len(deep_steps):
-        return "names a step twice"
-    return None

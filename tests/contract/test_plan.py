@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.plan import AUTO, DEPTHS, DeepCache
+from contract.errors import Invalid
+from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, read
 
 SCHEDULES = st.builds(
     DeepCache,
@@ -78,3 +79,36 @@ def test_every_plan_keeps_its_word(schedule: DeepCache, steps: int) -> None:
 def test_what_is_wrong_is_named(schedule: DeepCache, field: str) -> None:
     complaint = schedule.complaint(20)
     assert complaint is not None and complaint.field == f"deepcache.{field}"
+
+
+@pytest.mark.parametrize(
+    ("value", "schedule"),
+    [
+        ("off", None),
+        ("auto", AUTO),
+        ("3", DeepCache(3)),
+        ("3:resnet", DeepCache(3, "resnet")),
+        ({"interval": 3, "depth": None}, DeepCache(3)),
+        (CacheFields(interval=3), DeepCache(3)),
+        (CacheFields(deep_steps=[0, 4]), DeepCache(deep_steps=(0, 4))),
+    ],
+)
+def test_settings_requests_and_jobs_are_read_alike(value: object, schedule: DeepCache | None) -> None:
+    assert read(value) == schedule
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ("often", "deepcache"),
+        ("0", "deepcache"),
+        (7, "deepcache"),
+        ({"rhythm": 3}, "deepcache.rhythm"),
+        ({"deep_steps": 3}, "deepcache.deep_steps"),
+        (CacheFields(interval=2, deep_steps=[0]), "deepcache.deep_steps"),
+    ],
+)
+def test_what_cannot_be_read_is_named(value: object, field: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        read(value)
+    assert caught.value.field == field
