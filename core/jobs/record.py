@@ -240,6 +240,7 @@ class Claim:
     request_id: str = ""
     incarnation: str = ""
     followed: bool | None = None
+    owner: str = ""
 
     @property
     def fence(self) -> str:
