@@ -5,7 +5,7 @@ in tests and in the simulator. Knows runners by their protocol only.
 
 The policy, in the order in which it is applied:
 
-* Tenants. Of several tenants' requests those go first whose tenant has been charged the least of the device, on whatever
+* Tenants. Of several tenants' requests those go first whose tenant was charged the least of the device, on whatever
   lane, and others join them only so far that it gets its share (shares.py). What follows is among one tenant's own.
 * Urgency. Priority first; within a priority the earliest deadline (given, or arrival plus the runner's
   patience). A tenant's oldest request of a modality, once it is older than `starvation_s`, goes before all others of
@@ -29,7 +29,8 @@ The policy, in the order in which it is applied:
 * Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join it at the
   next iteration, and never behind one of more urgent priorities: those would wait for it at every step.
 * Memory. A batch that did not fit halves what its group may hold (limits.py). Where a runner's requests grow and there
-  is too little for the next iteration, the least urgent request that is not under way waits again.
+  is too little for the next iteration, the least urgent request that is not under way waits again. And so it does for
+  a request of a tenant that holds fewer places, by two at least.
 """
 
 from __future__ import annotations
