@@ -64,7 +64,8 @@ def test_what_may_wait_waits_on_another_lane_of_the_same_device() -> None:
     drive = Drive([images, texts], clock)
     drive.add("a", STEPS, tenant="a", priority=9)
     drive.add("b", STEPS, modality="text", tenant="b")
-    assert iterations_before(drive, images, "b", "a") == 0
+    iterations_before(drive, texts, "b", "b")
+    assert not images.log
     drive.run()
     assert drive.asked["a"].state is State.DONE
 
@@ -141,6 +142,26 @@ def test_who_comes_back_begins_where_the_least_served_stands() -> None:
     before = len(runner.committed["a0"])
     drive.run(until=110.0)
     assert len(runner.committed["a0"]) - before >= 10
+
+
+def test_who_waited_for_a_place_has_saved_nothing_up() -> None:
+    drive, runner = fake_drive(slots=3, limit=1, costs={"": linear()})
+    drive.add("a", Ask(steps=100, slots=2, encode=False, vae=False), tenant="a")
+    drive.run(until=1.0)
+    drive.add("w", Ask(steps=300, slots=2, encode=False, vae=False), tenant="w")
+    drive.run(until=110.0)
+    before = len(runner.committed["w"])
+    drive.add("c", Ask(steps=20, encode=False, vae=False), tenant="c")
+    assert iterations_before(drive, runner, "c", "w") - before <= 20 + 2
+
+
+def test_a_second_place_is_free_for_other_tenants_whatever_is_under_way() -> None:
+    for tenant, launched in (("a", []), ("b", ["second"])):
+        drive, _ = fake_drive(limit=1, depth=2, costs={"": linear()})
+        drive.add("first", STEPS, tenant="a", priority=0)
+        drive.launch()
+        drive.add("second", STEPS, tenant=tenant, priority=5)
+        assert [request.id for batch in drive.launch() for request in batch.requests] == launched
 
 
 def test_a_tenant_that_comes_and_goes_is_not_forgiven_what_it_had() -> None:
