@@ -91,4 +91,4 @@ class Request:
     @property
     def turn(self) -> tuple[int, float, int]:
         """Sort key among one tenant's requests: elders first, the older before the younger, then by urgency."""
-        return (-1, 0.0, self.sequence) if self.elder else self.urgency
+        return (-1, 0.0, self.sequence) if self.elder else (self.priority, self.due, self.sequence)

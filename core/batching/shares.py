@@ -141,27 +141,26 @@ class Shares:
         long as without them; and nobody joins who is further ahead of the first one than that. Where they make next to
         no difference all may, and what may wait only there.
         """
-        leader = account(requests[0])
-        joined = [request for request in requests if request.tenant == leader[0]]
+        tenant = requests[0].tenant
+        joined = [request for request in requests if request.tenant == tenant]
         if len(joined) == len(requests):
             return joined
+        leader = account(requests[0])
+        others = [(request, account(request)) for request in requests if request.tenant != tenant]
         rows = sum(map(runner.rows, joined))
-        alone_s = runner.cost(group, rows)
+        alone_s = paid_s = runner.cost(group, rows)
         charged = self._devices[runner.modality].charged
-        equals = {account(r)[0] for r in requests if account(r)[1] <= leader[1]} | {leader[0]}
-        most_s, paid_s = alone_s * len(equals), alone_s
-        ahead = {who: charged[who] - charged[leader] for who in {account(r) for r in requests}}
-        for request in requests:
-            who = account(request)
-            if who[0] == leader[0]:
-                continue
-            wide_s = runner.cost(group, rows + runner.rows(request))
+        ahead = {who: charged[who] - charged[leader] for who in {who for _, who in others}}
+        most_s = alone_s * len({tenant} | {who[0] for who in ahead if who[1] <= leader[1]})
+        for request, who in others:
+            more = rows + runner.rows(request)
+            wide_s = runner.cost(group, more)
             if wide_s > _BESIDE * alone_s:
                 if who[1] > leader[1] or wide_s > most_s or ahead[who] + wide_s - paid_s > most_s:
                     continue
                 ahead[who] += wide_s - paid_s
             joined.append(request)
-            rows, paid_s = rows + runner.rows(request), wide_s
+            rows, paid_s = more, wide_s
         return joined
 
 
