@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -51,6 +52,7 @@ from core.config import Settings
 
 _FULL_COLLECTIONS = 100  # one after so many of the middle generation; Python's own number is 10
 _GRACE_S = 5  # for what is being answered when the server stops
+_SWITCH_S = 0.0005  # for which a thread that computes keeps the interpreter from the event loop; Python's own: 0.005
 _IDLE_S = 75  # longer than load balancers keep a connection, so that it is they who close it
 
 _RATES = [f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "pictures")]
@@ -180,6 +182,7 @@ def serve(settings: Settings, fd: int | None = None) -> None:
     # Nor what comes later as often as by default: a full collection walks through all that is open, and answers nobody
     # meanwhile (40 ms of a core where 300 event streams have just been opened). What is short-lived is found as ever.
     gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTIONS)
+    sys.setswitchinterval(_SWITCH_S)
     # Not uvicorn's own `fd`: that takes every socket for a Unix one, for which asyncio sets no TCP_NODELAY, and each
     # answer would take 40 ms longer. Python looks what kind a socket is when it is given the number alone.
     server.run([socket.socket(fileno=fd)] if fd is not None else None)

@@ -6,7 +6,8 @@ Knows bytes, places and the form of a line; what a line asks for, lines.py knows
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypedDict
 
 from api import body
@@ -15,6 +16,9 @@ from core.artifacts import ArtifactError, Artifacts
 
 MOST_LINES = 10_000
 _PART, _LARGEST_PART = 64 * 1024, 2**21  # bytes that are read at once, at first and later
+_WORK = 8192  # bytes of lines between rests: a millisecond's work, some
+_LINE = 256  # bytes that take as long as what a line takes beside its own
+_LONGEST_REST_S = 0.05
 _MOST_ERRORS = 100  # that are told of one file
 
 
@@ -86,12 +90,20 @@ class Checked(NamedTuple):
     errors: list[dict[str, Any]]
 
 
-def check(raws: Iterator[Raw], endpoint: str) -> Checked:
-    """Look at each line of a file, one after the other. Raises `ArtifactError`."""
+def check(raws: Iterator[Raw], endpoint: str, rest: Callable[[float], None] = time.sleep) -> Checked:
+    """Look at each line of a file, one after the other. Raises `ArtifactError`.
+
+    It rests now and then, for as long as it has worked since: other threads have the interpreter meanwhile.
+    """
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
-    number = pictures = good = 0
+    number = pictures = good = work = 0
+    begun = time.thread_time()
     for number, (raw, _) in enumerate(raws, 1):
+        work += _LINE + len(raw)
+        if work >= _WORK:
+            rest(min(_LONGEST_REST_S, time.thread_time() - begun))
+            work, begun = 0, time.thread_time()
         if number > MOST_LINES:
             continue  # counted
         if len(errors) >= _MOST_ERRORS:

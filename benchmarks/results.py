@@ -46,6 +46,8 @@ RUNS: dict[str, list[str]] = {
 }
 RUNS["scheduling"] = ["-m", "benchmarks.scheduling"]
 RUNS["chaos"] = ["-m", "tests.faults.chaos"]
+RUNS["neighbours"] = ["-m", "tests.faults.neighbours"]
+RUNS["hostile"] = ["-m", "tests.faults.hostile", "--bodies", "10000"]
 QUALITY = ("quality", "sweep")  # need data; hours
 NAMES = (*RUNS, *QUALITY)
 

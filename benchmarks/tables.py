@@ -205,6 +205,37 @@ def chaos(found: Result) -> list[str]:
     return [*markdown(header, rows), "", said]
 
 
+def neighbours(found: Result) -> list[str]:
+    beside = {
+        "alone": "alone", "burner": "a process that computes", "peer": "a tenant that does the same",
+        "beside": "a tenant at its worst",
+    }  # fmt: skip
+    rows = []
+    for name, said in beside.items():
+        row = [said]
+        for kind in ("picture", "text"):
+            felt, alone = found[name][kind], found["alone"][kind]
+            row += [f"{felt['p50_s']:.3f} s", f"{felt['p99_s']:.3f} s", f"{felt['p99_s'] / alone['p99_s']:.2f}"]
+        rows.append((*row, f"{found[name]['failed']}"))
+    header = ("beside", "picture p50", "p99", "of alone", "text p50", "p99", "of alone", "failed")
+    said = f"{found['alone']['picture']['requests']} pictures of 4 steps and as many texts of 16 tokens, each time."
+    return [*markdown(header, rows), "", said]
+
+
+def hostile(found: Result) -> list[str]:
+    rows = [
+        (kind, f"{sum(answers.values()):,}", ", ".join(f"{status}: {n:,}" for status, n in sorted(answers.items())))
+        for kind, answers in sorted(found["statuses"].items())
+    ]
+    low, high = found["rss_mib"]
+    said = (
+        f"{found['requests']:,} bodies. `/healthz` meanwhile: median {found['healthz_p50_ms']:.1f} ms, p99 "
+        f"{found['healthz_p99_ms']:.1f} ms, at worst {found['healthz_worst_ms']:.0f} ms. Resident memory of the API: "
+        f"{low:.0f} MiB early, {high:.0f} MiB in the end."
+    )
+    return [*markdown(("what is wrong with it", "bodies", "answers"), rows), "", said]
+
+
 # -- the simulator -----------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +309,8 @@ TABLES = {
     "text": Table(("text-emoji-lm", "text-llama-100m"), text),
     "cohost": Table(("cohost",), cohost),
     "chaos": Table(("chaos",), chaos),
+    "neighbours": Table(("neighbours",), neighbours),
+    "hostile": Table(("hostile",), hostile),
     "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), simulated),
     "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), simulated),
     "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), simulated),

@@ -28,6 +28,7 @@ from workers.station import Station
 
 log = logging.getLogger(__name__)
 
+_SWITCH_S = 0.0005  # for which a thread that computes keeps the interpreter from the engine; Python's own: 0.005
 _GRACE_S = 10.0  # after the time to drain: then the process ends, whatever still hangs
 _PATIENCE_S = 3.0  # for what was stopped to be handed back by its own thread
 
@@ -40,6 +41,7 @@ def run(settings: Settings, build: Build | None = None) -> int:
     does not return: neither can be interrupted, and an interpreter that ends around it aborts.
     """
     _speak_plainly()
+    sys.setswitchinterval(_SWITCH_S)
     worker = create(settings, build).Worker()
     worker.start()
     return int(worker.exitcode or 0)

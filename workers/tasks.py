@@ -208,7 +208,7 @@ class Tasks:
         requests = [
             Request(
                 f"{claim.id}/{claim.attempt}/prompt-{index}/{claim.incarnation}", "text", wanted,
-                priority=claim.priority, deadline=deadline,
+                priority=claim.priority, deadline=deadline, tenant=claim.owner,
             )
             for index, wanted in enumerate(expand.ask(pictures, self._panels.get("text")))
         ]  # fmt: skip
@@ -239,6 +239,7 @@ class Tasks:
                 priority=claim.priority,
                 deadline=deadline,
                 listener=listener(index),
+                tenant=claim.owner,
             )
             for index, parameters in enumerate(wanted)
         ]

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from core.batching.limits import Limits
 from core.batching.request import Request
 from core.batching.runner import GrowingRunner, Runner
+from core.batching.shares import Shares
+from core.batching.waiting import Waiting
 
 # At a load of 7/8: each request brings 1 + 7/8 + 49/64 + … while it and what it brings is served. Lower loads have
 # little to choose from, and where the load is higher a batch too narrow costs everybody (docs/planning.md).
@@ -24,7 +26,7 @@ Groups = Mapping[Key, list[Request]]
 
 
 class Policy:
-    """`waiting` counts what waits for admission, by modality, and `running` holds what was admitted.
+    """`waiting` holds what waits for admission, by modality, and `running` what was admitted.
 
     They are the scheduler's own books.
     """
@@ -33,14 +35,16 @@ class Policy:
         self,
         runners: Mapping[str, Runner],
         limits: Limits,
-        waiting: Mapping[str, int],
+        waiting: Mapping[str, Waiting],
         running: Mapping[str, Mapping[str, Request]],
+        shares: Shares,
     ) -> None:
         self._runners = runners
         self._growing = {name: runner for name, runner in runners.items() if isinstance(runner, GrowingRunner)}
         self._limits = limits
         self._waiting = waiting
         self._running = running
+        self._shares = shares
 
     def one_shot_before(self, led: Key, groups: Groups, now: float) -> Key | None:
         """A one-shot group that should run before the leader's, by Smith's rule, or None."""
@@ -54,7 +58,7 @@ class Policy:
         best, best_gain = None, 0.0
         for key, requests in groups.items():
             other = self._runners[key[0]]
-            peers = [r for r in requests if r.priority <= leader.priority]
+            peers = [r for r in requests if not self._shares.behind(r, leader)]
             if key == led or not peers or any(other.iterations(r) > 1 for r in requests):
                 continue
             batch = self.widest(other, key[1], requests, bool(key[2]))
@@ -84,7 +88,7 @@ class Policy:
             if key == led or key[0] != name or key[2] or runner.iterations(requests[0]) <= 1:
                 continue
             theirs = self.widest(runner, key[1], requests, False)
-            if not any(runner.then(r) == group for r in theirs) or theirs[0].priority > mine[0].priority:
+            if not any(runner.then(r) == group for r in theirs) or self._shares.behind(theirs[0], mine[0]):
                 continue
             saved_s = self._saved_s(runner, theirs, mine) - self._saved_s(runner, mine, theirs)
             if saved_s <= best_saved_s:
@@ -113,12 +117,15 @@ class Policy:
         """
         if alone:
             return requests[:1]
+        return self._shares.joining(runner, group, self._widest(runner, group, requests))
+
+    def _widest(self, runner: Runner, group: Hashable, requests: list[Request]) -> list[Request]:
         limit = self._limits.of(runner, group)
         growing = self._growing.get(runner.modality)
         if growing is not None:
             return _paced(growing, group, requests, limit)
         room_s = self._room_s()
-        queued = _SUCCESSORS * (len(requests) + self._waiting[runner.modality])
+        queued = _SUCCESSORS * (len(requests) + self._waiting[runner.modality].count)
         best, best_s, rows = 1, math.inf, 0
         for k, request in enumerate(requests, 1):
             rows += runner.rows(request)

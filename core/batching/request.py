@@ -49,7 +49,8 @@ class Request:
 
     `priority` 0 is the most urgent (as in Celery). `deadline` is the moment after which the result is
     worthless: the request then ends `expired`. Without one, `deadline` is infinite and order falls back to
-    arrival (which `add` sets). `modality` names the runner; `phase` and `work` belong to that runner alone.
+    arrival (which `add` sets). `modality` names the runner; `phase` and `work` belong to that runner alone. `tenant`
+    names its owner: tenants share the device.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Request:
     deadline: float = math.inf
     arrival: float = 0.0
     listener: Callable[[Request, Outcome], None] | None = None
+    tenant: str = ""
 
     state: State = State.WAITING
     phase: str = ""
@@ -73,6 +75,7 @@ class Request:
     stop: State | None = field(default=None, repr=False)  # the end that was asked for while it was in flight
     due: float = field(default=math.inf, repr=False)  # deadline, or the one that the runner's patience implies
     sequence: int = field(default=0, repr=False)
+    elder: bool = field(default=False, repr=False)  # its tenant's oldest, and has waited longer than anything should
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority <= 9:
@@ -84,3 +87,8 @@ class Request:
     def urgency(self) -> tuple[int, float, int]:
         """Sort key: priority first, then deadline (given or implied), then order of submission."""
         return (self.priority, self.due, self.sequence)
+
+    @property
+    def turn(self) -> tuple[int, float, int]:
+        """Sort key among one tenant's requests: elders first, the older before the younger, then by urgency."""
+        return (-1, 0.0, self.sequence) if self.elder else (self.priority, self.due, self.sequence)

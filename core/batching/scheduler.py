@@ -5,9 +5,11 @@ in tests and in the simulator. Knows runners by their protocol only.
 
 The policy, in the order in which it is applied:
 
+* Tenants. Of several tenants' requests those go first whose tenant was charged the least of the device, on whatever
+  lane, and others join them only so far that it gets its share (shares.py). What follows is among one tenant's own.
 * Urgency. Priority first; within a priority the earliest deadline (given, or arrival plus the runner's
-  patience). The oldest request of a modality, once it is older than `starvation_s`, goes before all others:
-  one at a time, so that an overload does not wash priorities away, yet nothing waits for ever. Of two
+  patience). A tenant's oldest request of a modality, once it is older than `starvation_s`, goes before all others of
+  its tenant's: one at a time, so that an overload does not wash priorities away, yet nothing waits for ever. Of two
   modalities' elders on one lane the older goes first, whatever its priority.
 * Leader. On each lane the most urgent ready request leads, and its group runs.
 * One shot first. A group whose requests need one iteration only (a prompt to encode, a latent to decode) goes
@@ -27,21 +29,24 @@ The policy, in the order in which it is applied:
 * Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join it at the
   next iteration, and never behind one of more urgent priorities: those would wait for it at every step.
 * Memory. A batch that did not fit halves what its group may hold (limits.py). Where a runner's requests grow and there
-  is too little for the next iteration, the least urgent request that is not under way waits again.
+  is too little for the next iteration, the least urgent request that is not under way waits again. And so it does for
+  a request of a tenant that holds fewer places, by two at least.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from core.batching.elders import Elders
 from core.batching.limits import Limits
 from core.batching.policy import Groups, Key, Policy
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import DeviceLost, GrowingRunner, OutOfMemory, Runner
+from core.batching.shares import Shares
+from core.batching.waiting import Waiting
 
 _QUEUE_BEHIND_LOSS = 1.05  # a second batch may queue behind one if that costs at most 5% over one wider batch
 
@@ -68,18 +73,17 @@ class Scheduler:
             raise ValueError(f"depth must be at least 1, not {depth}")
         self._growing = {name: runner for name, runner in self._runners.items() if isinstance(runner, GrowingRunner)}
         self._depth = depth
-        self._starvation_s = starvation_s
         self._live: dict[str, Request] = {}
-        self._waiting: dict[str, list[tuple[int, float, int, Request]]] = {name: [] for name in self._runners}
-        self._waiting_count = dict.fromkeys(self._runners, 0)
+        self._shares = Shares(self._runners)
+        self._waiting = {name: Waiting(self._shares) for name in self._runners}
         self._running: dict[str, dict[str, Request]] = {name: {} for name in self._runners}
-        self._oldest: dict[str, OrderedDict[str, Request]] = {name: OrderedDict() for name in self._runners}
+        self._elders = Elders(starvation_s, self._promote)
         self._deadlines: list[tuple[float, int, Request]] = []
         self._flying: dict[str, list[Batch]] = {}
         self._yielded: set[str] = set()  # lanes whose last batch was a one-shot that went before an elder
         self._held: set[str] = set()  # lanes whose last batch was one that the leader was held for
         self._limits = Limits()
-        self._policy = Policy(self._runners, self._limits, self._waiting_count, self._running)
+        self._policy = Policy(self._runners, self._limits, self._waiting, self._running, self._shares)
         self._ended: list[Request] = []
         self._sequence = 0
 
@@ -96,9 +100,9 @@ class Scheduler:
         request.state = State.WAITING
         request.due = request.deadline if request.deadline < math.inf else now + runner.patience_s
         self._live[request.id] = request
-        heapq.heappush(self._waiting[request.modality], (*request.urgency, request))
-        self._waiting_count[request.modality] += 1
-        self._oldest[request.modality][request.id] = request
+        self._elders.add(request)
+        self._shares.enter(request)
+        self._waiting[request.modality].add(request)
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.sequence, request))
 
@@ -116,11 +120,11 @@ class Scheduler:
         taken = [request for request in waiting if request.started is None]
         for request in taken:
             del self._live[request.id]
-            del self._oldest[request.modality][request.id]
+            self._shares.leave(request)
+            self._elders.remove(request)
             request.sequence = 0
-        for name in self._waiting:  # what was begun and has to wait again stays
-            self._waiting[name] = [(*r.urgency, r) for r in waiting if r.started is not None and r.modality == name]
-            self._waiting_count[name] = len(self._waiting[name])
+        for name, left in self._waiting.items():  # what was begun and has to wait again stays
+            left.reset(r for r in waiting if r.started is not None and r.modality == name)
         self._deadlines = [entry for entry in self._deadlines if self._live.get(entry[2].id) is entry[2]]
         heapq.heapify(self._deadlines)
         return taken
@@ -147,7 +151,7 @@ class Scheduler:
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """(waiting, running) by modality."""
-        return {name: (self._waiting_count[name], len(self._running[name])) for name in self._runners}
+        return {name: (self._waiting[name].count, len(self._running[name])) for name in self._runners}
 
     def next_deadline(self) -> float:
         """The earliest deadline among live requests; infinite if there is none."""
@@ -159,8 +163,8 @@ class Scheduler:
         """Raise RuntimeError if an idle scheduler still counts anything, or a runner still holds anything."""
         if self._live or any(self._flying.values()) or any(self._running.values()):
             raise RuntimeError("the scheduler is not idle")
-        if any(self._waiting_count.values()):
-            raise RuntimeError(f"idle, but counted as waiting: {self._waiting_count}")
+        if any(waiting.count for waiting in self._waiting.values()):
+            raise RuntimeError(f"idle, but counted as waiting: {self.counts()}")
         for name, runner in self._runners.items():
             if runner.held():
                 raise RuntimeError(f"idle, but the {name} runner still holds {runner.held()} slots")
@@ -172,9 +176,9 @@ class Scheduler:
         self._sweep()
         while self.next_deadline() <= now:
             self._stop(heapq.heappop(self._deadlines)[2], State.EXPIRED, now)
-        elders = {name: self._elder(name, now) for name in self._runners}
+        self._elders.age(now)
         for name in self._runners:
-            self._admit(name, elders[name], now)
+            self._admit(name, now)
         lanes: dict[str, dict[Key, list[Request]]] = {}
         for name, running in self._running.items():
             runner = self._runners[name]
@@ -183,39 +187,32 @@ class Scheduler:
                     group = runner.group(request)
                     key = (name, group, request.id if request.alone else "")
                     lanes.setdefault(runner.lane(group), {}).setdefault(key, []).append(request)
-        oldest = {elder.id for elder in elders.values() if elder is not None}
-        batches = []
+        ended, batches = len(self._ended), []
         for lane, groups in lanes.items():
             if len(self._flying.get(lane, ())) >= self._depth:
                 continue
             for requests in groups.values():
-                requests.sort(key=lambda r: (r.id not in oldest, r.urgency))
-            batch = self._form(lane, groups, oldest, now)
-            if batch is not None and self._make_room(batch, oldest, now):
-                self._launch(batch, now)
+                requests.sort(key=self._shares.order)
+            batch = self._form(lane, groups, now)
+            if batch is not None and self._make_room(batch, now):
+                self._launch(batch)
                 batches.append(batch)
-        return batches
+        # what a lane left to a request that has failed since is due now
+        return batches or (self.schedule(now) if len(self._ended) > ended else [])
 
-    def _form(
-        self,
-        lane: str,
-        groups: Groups,
-        oldest: set[str],
-        now: float,
-    ) -> Batch | None:
+    def _form(self, lane: str, groups: Groups, now: float) -> Batch | None:
         """The batch that runs next on a free place of a lane, or None where waiting is better."""
-        elders = [key for key, requests in groups.items() if requests[0].id in oldest]
-        if elders:
-            led = min(elders, key=lambda key: groups[key][0].sequence)
-        else:
-            led = min(groups, key=lambda key: groups[key][0].urgency)
+        led = min(groups, key=lambda key: self._shares.order(groups[key][0]))
+        if self._shares.yields(groups[led][0]):
+            return None
+        elder = groups[led][0].elder
         # retries first, or the first one to succeed would run ahead alone and its cohort never meet again
         retries = [key for key in groups if key[2] and key[:2] == led[:2]]
         led = min(retries, key=lambda key: groups[key][0].urgency, default=led)
-        yielded = bool(elders) and lane in self._yielded
+        yielded = elder and lane in self._yielded
         before = None if yielded or retries else self._policy.one_shot_before(led, groups, now)
         joining = (
-            None if before or elders or retries or lane in self._held else self._policy.cohort_before(led, groups, now)
+            None if before or elder or retries or lane in self._held else self._policy.cohort_before(led, groups, now)
         )
         chosen = before or joining or led
         name, group, alone = chosen
@@ -223,7 +220,8 @@ class Scheduler:
         requests = self._policy.widest(runner, group, groups[chosen], bool(alone))
         rows = sum(runner.rows(r) for r in requests)
         for flying in self._flying.get(lane, ()):
-            if not elders and any(r.priority < requests[0].priority for r in flying.requests):
+            first = requests[0]
+            if not elder and any(r.tenant == first.tenant and r.priority < first.priority for r in flying.requests):
                 return None
             # Behind a batch of its own group a second one is worth its place only where cost is linear in
             # rows: elsewhere its requests do better to join the first ones at the next iteration.
@@ -233,42 +231,44 @@ class Scheduler:
                 apart_s = runner.cost(group, flying.rows) + runner.cost(group, rows)
                 if apart_s > _QUEUE_BEHIND_LOSS * runner.cost(group, together):
                     return None
-        for lanes, so in ((self._yielded, bool(elders and before)), (self._held, joining is not None)):
+        for lanes, so in ((self._yielded, bool(elder and before)), (self._held, joining is not None)):
             if so:
                 lanes.add(lane)
             else:
                 lanes.discard(lane)
         return Batch(runner, group, lane, requests, rows)
 
-    def _elder(self, name: str, now: float) -> Request | None:
-        """The oldest live request of a modality, if it has waited longer than anything should."""
-        oldest = next(iter(self._oldest[name].values()), None)
-        return oldest if oldest is not None and now - oldest.arrival >= self._starvation_s else None
+    def _promote(self, request: Request) -> None:
+        """It is an elder from now on."""
+        running = request.state is State.RUNNING
+        if running:
+            self._shares.stop(request)
+        self._shares.leave(request)
+        request.elder = True
+        self._shares.enter(request)
+        if running:
+            self._shares.begin(request)
+        else:
+            self._waiting[request.modality].place(request)
 
     def _sweep(self) -> None:
         """Let go of requests that ended where they outnumber those that live: heaps keep their results."""
         if len(self._deadlines) > 2 * len(self._live) + 16:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].state.final]
             heapq.heapify(self._deadlines)
-        for name, waiting in self._waiting.items():
-            if len(waiting) > 2 * self._waiting_count[name] + 16:
-                waiting[:] = [entry for entry in waiting if entry[3].state is State.WAITING]
-                heapq.heapify(waiting)
+        for waiting in self._waiting.values():
+            waiting.sweep()
 
-    def _admit(self, name: str, elder: Request | None, now: float) -> None:
+    def _admit(self, name: str, now: float) -> None:
         """Admit by urgency until the runner says not yet: nobody overtakes whoever needs more room."""
         runner, waiting, running = self._runners[name], self._waiting[name], self._running[name]
-        while True:
-            while waiting and waiting[0][3].state is not State.WAITING:
-                heapq.heappop(waiting)
-            if elder is not None and elder.state is State.WAITING:
-                request = elder
-            elif waiting:
-                request = waiting[0][3]
-            else:
-                return
+        growing = self._growing.get(name)
+        while (request := waiting.first()) is not None:
             try:
                 admitted = runner.admit(request)
+                while not admitted and growing and (giver := self._shares.giver(request, running)):
+                    self._wait_again(growing, giver)
+                    admitted = runner.admit(request)
             except DeviceLost:
                 raise
             except Exception as error:
@@ -281,19 +281,20 @@ class Scheduler:
                 request.error = OutOfMemory(f"request {request.id} needs more than all the {name} runner has")
                 self._end(request, State.FAILED, now)
                 continue
-            self._waiting_count[name] -= 1
+            waiting.count -= 1
             request.state = State.RUNNING
             request.started = now if request.started is None else request.started
             running[request.id] = request
+            self._shares.begin(request)
 
-    def _make_room(self, batch: Batch, oldest: set[str], now: float) -> bool:
+    def _make_room(self, batch: Batch, now: float) -> bool:
         """Have the runner take what the batch needs, at the cost of the least urgent. False: nothing to launch now."""
         name, first = batch.runner.modality, batch.requests[0]
         runner = self._growing.get(name)
         while runner is not None and not runner.reserve(batch.requests):
             others = [r for r in self._running[name].values() if r is not first and not r.in_flight]
             if others:
-                last = max(others, key=lambda r: (r.id not in oldest, r.urgency))
+                last = max(others, key=self._shares.order)
                 if last in batch.requests:
                     batch.requests.remove(last)
                     batch.rows -= runner.rows(last)
@@ -308,15 +309,16 @@ class Scheduler:
 
     def _wait_again(self, runner: GrowingRunner, request: Request) -> None:
         runner.preempt(request)
+        self._shares.stop(request)
         del self._running[request.modality][request.id]
         request.state = State.WAITING
-        heapq.heappush(self._waiting[request.modality], (*request.urgency, request))
-        self._waiting_count[request.modality] += 1
+        self._waiting[request.modality].add(request)
 
-    def _launch(self, batch: Batch, now: float) -> None:
+    def _launch(self, batch: Batch) -> None:
         for request in batch.requests:
             request.in_flight = True
         self._flying.setdefault(batch.lane, []).append(batch)
+        self._shares.charge(batch.runner, batch.group, batch.requests, batch.rows)
 
     # -- what came of it -------------------------------------------------------------------------------------
 
@@ -375,14 +377,16 @@ class Scheduler:
 
     def _end(self, request: Request, state: State, now: float) -> None:
         if request.state is State.RUNNING:
+            self._shares.stop(request)
             del self._running[request.modality][request.id]
             self._runners[request.modality].release(request)
         else:
-            self._waiting_count[request.modality] -= 1
+            self._waiting[request.modality].count -= 1
         request.state = state
         request.ended = now
         del self._live[request.id]
-        del self._oldest[request.modality][request.id]
+        self._shares.leave(request)
+        self._elders.remove(request)
         self._ended.append(request)
 
     def _runner(self, request: Request) -> Runner:

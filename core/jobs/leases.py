@@ -58,7 +58,9 @@ class JobLeases(RedisStore):
         answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
         if not answer:
             return None
-        attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id, of, followed = answer
+        attempt, modality, model, parameters, priority, left_ms, suspect, trace, request_id, of, followed, owner = (
+            answer
+        )
         try:
             asked = from_json(parameters) or {}
             asked.keys()
@@ -79,6 +81,7 @@ class JobLeases(RedisStore):
             request_id=request_id,
             incarnation=of,
             followed=followed == "1" if followed else None,
+            owner=owner,
         )
 
     def renew(self, worker: str, held: Mapping[str, int | str]) -> set[str]:

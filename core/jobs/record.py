@@ -244,6 +244,7 @@ class Claim:
     request_id: str = ""
     incarnation: str = ""
     followed: bool | None = None
+    owner: str = ""
 
     @property
     def fence(self) -> str:

@@ -226,6 +226,14 @@ def test_as_many_lines_as_are_allowed() -> None:
     assert checked(made + b"\n" + made).errors[0]["line"] is None
 
 
+def test_looking_at_a_long_file_leaves_the_interpreter_to_others_again_and_again() -> None:
+    rests: list[float] = []
+    data = lines(*[{"prompt": "a"}] * 2000)
+    batch_lines.check((Raw(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL, rests.append)
+    assert len(rests) >= len(data) / 8192
+    assert all(0 <= rest <= 0.05 for rest in rests)
+
+
 def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
     api, _, client = world
     failed = begin(client, b"no json")

@@ -113,6 +113,7 @@ class Crew:
         model: str = "",
         deadline_s: float | None = None,
         priority: int = 5,
+        owner: str = "",
         **asked: Any,
     ) -> str:
         """A job's record, without a message."""
@@ -124,7 +125,8 @@ class Crew:
         else:
             usual = {"prompt": "hello", "steps": 2}
         model = model or (MODEL if modality == "image" else "stage-text")
-        draft = Draft(new_id(), modality, model, {**usual, **asked}, priority=priority, deadline_s=deadline_s)
+        parameters = {**usual, **asked}
+        draft = Draft(new_id(), modality, model, parameters, priority=priority, deadline_s=deadline_s, owner=owner)
         return self.store.create(draft).id
 
     def send(self, id: str, queue: str = "image", priority: int = 5) -> None:

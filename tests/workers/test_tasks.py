@@ -77,6 +77,15 @@ def scene(crew: Crew) -> Iterator[Scene]:
     assert not scene.hand.works()
 
 
+def test_the_engine_knows_whose_requests_are(crew: Crew, scene: Scene) -> None:
+    tenants: list[str] = []
+    submit = scene.engine.submit
+    scene.engine.submit = lambda request: tenants.append(request.tenant) or submit(request)  # type: ignore
+    for owner in ("key_ann", ""):
+        scene.run(crew.make(owner=owner, n=2))
+    assert tenants == ["key_ann", "key_ann", "", ""]
+
+
 def test_a_claim_whose_answer_was_lost_is_handed_back_at_no_cost(crew: Crew, scene: Scene) -> None:
     id = crew.make()
     scene.store.lose = 2  # the second one finds the first one's work, and says None

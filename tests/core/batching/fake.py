@@ -9,7 +9,7 @@ without threads. It deliberately knows nothing of how batches are chosen.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from contract.errors import Invalid
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import DeviceLost, Lane, OutOfMemory, Ticket
 from core.batching.scheduler import Batch, Scheduler
+from core.batching.shares import account
 from core.batching.slots import Slots
 
 Cost = Callable[[int], float]
@@ -481,6 +482,10 @@ class Drive:
             waiting, count = self.scheduler.counts()[runner.modality]
             live = [r for r in self.scheduler.live.values() if r.modality == runner.modality]
             assert (waiting, count) == (len(live) - len(running), len(running))
+            device = self.scheduler._shares._devices[runner.modality]
+            same = [r for r in self.scheduler.live.values() if self.scheduler._shares._devices[r.modality] is device]
+            assert device.live == Counter(map(account, same))
+            assert device.running == Counter(account(r) for r in same if r.state is State.RUNNING)
             for id, events in runner.committed.items():
                 if id in self.asked:
                     trace = self.asked[id].parameters.trace

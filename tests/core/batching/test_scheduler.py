@@ -139,16 +139,18 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(
         ask=ask_strategy,
-        priority=st.integers(0, 3),
+        priority=st.sampled_from([0, 1, 2, 3, 9]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
         wait=st.sampled_from([math.inf, math.inf, 0.0, 3.0, 9.0, 40.0]),
         bad=st.integers(0, 9),
         which=st.integers(0, 1),
     )
-    def submit(self, ask: Ask, priority: int, wait: float, bad: int, which: int) -> None:
+    def submit(self, ask: Ask, priority: int, tenant: str, wait: float, bad: int, which: int) -> None:
         self.count += 1
         modality = self.drive.runners[which % len(self.drive.runners)].modality
         id = f"{'poison' if bad == 0 else 'r'}{self.count}"
-        self.drive.add(id, ask, modality=modality, priority=priority, deadline=self.clock.now + wait)
+        deadline = self.clock.now + wait
+        self.drive.add(id, ask, modality=modality, priority=priority, tenant=tenant, deadline=deadline)
 
     @rule(pick=st.integers(0, 1000))
     def abort(self, pick: int) -> None:

@@ -1,0 +1,49 @@
+"""Each tenant's oldest request of a modality, once it has waited longer than anything should: its elder.
+
+Knows arrivals alone; what an elder may do is the order's business (request.py, shares.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from core.batching.request import Request
+
+
+class Elders:
+    """`promote` is told of each request that becomes an elder; it stays one to its end."""
+
+    def __init__(self, starvation_s: float, promote: Callable[[Request], None]) -> None:
+        self._starvation_s = starvation_s
+        self._promote = promote
+        self._oldest: dict[tuple[str, str], OrderedDict[str, Request]] = {}
+        self._young: OrderedDict[str, Request] = OrderedDict()  # of all tenants
+
+    def add(self, request: Request) -> None:
+        request.elder = False
+        self._oldest.setdefault((request.modality, request.tenant), OrderedDict())[request.id] = request
+        self._young[request.id] = request
+
+    def remove(self, request: Request) -> None:
+        """It is not live any more: the next oldest takes its place if it is old."""
+        key = request.modality, request.tenant
+        self._young.pop(request.id, None)
+        del self._oldest[key][request.id]
+        if self._oldest[key]:
+            self._look(next(iter(self._oldest[key].values())))
+        else:
+            del self._oldest[key]
+
+    def age(self, now: float) -> None:
+        """Time has passed."""
+        while self._young:
+            request = next(iter(self._young.values()))
+            if now - request.arrival < self._starvation_s:
+                return
+            del self._young[request.id]
+            self._look(next(iter(self._oldest[request.modality, request.tenant].values())))
+
+    def _look(self, oldest: Request) -> None:
+        if oldest.id not in self._young and not oldest.elder:
+            self._promote(oldest)

@@ -1,0 +1,170 @@
+"""Shares of device time among tenants: start-time fair queueing of accounts, one a tenant and class.
+
+Knows tenants, priorities and seconds; knows nothing of groups and widths. Where all requests are of one tenant nothing
+here changes their order.
+
+An account is charged seconds of the device, by the cost curves, and the one that has been charged the least goes next.
+An account that comes to run begins no lower than virtual time, at which all accounts that are live would stand had each
+had the same: time that was not used is not saved up, and time that was used is not forgotten by going and coming back.
+
+Priorities are a tenant's own words. What it calls urgent is so among its own requests only. What it says may wait (a
+number above `USUAL`) is an account of a second class, behind all of the first, until it is an elder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+from core.batching.request import Request
+from core.batching.runner import GrowingRunner, Runner
+
+USUAL = 5
+"""The priority of a request that names none. No request goes before another tenant's by a lower number."""
+_BESIDE = 1.1  # an iteration that others make this much slower costs them nothing, and they may always join it
+
+Account = tuple[str, bool]
+"""A tenant, and whether this is what may wait."""
+Order = tuple[bool, float, tuple[int, float, int]]
+"""Sort key: what may wait last, then the account that was charged the least, then the tenant's own order."""
+
+
+class _Device:
+    """Accounts of all that takes turns on one device. `virtual` is by class."""
+
+    def __init__(self) -> None:
+        self.live: Counter[Account] = Counter()
+        self.running: Counter[Account] = Counter()
+        self.charged: dict[Account, float] = {}
+        self.virtual = [0.0, 0.0]
+
+    def lift(self, account: Account) -> None:
+        self.charged[account] = max(self.charged.get(account, 0.0), self.virtual[account[1]])
+
+
+def account(request: Request) -> Account:
+    return request.tenant, request.priority > USUAL and not request.elder
+
+
+class Shares:
+    """Seconds that each account was charged, of each device that runners take turns on."""
+
+    def __init__(self, runners: Mapping[str, Runner]) -> None:
+        # A runner whose iterations overlap others' has the device to itself; all others take turns on one.
+        names = {
+            name: name if isinstance(runner, GrowingRunner) and runner.overlaps else ""
+            for name, runner in runners.items()
+        }
+        devices = {name: _Device() for name in names.values()}
+        self._devices = {modality: devices[name] for modality, name in names.items()}
+
+    # -- who is there ----------------------------------------------------------------------------------------
+
+    def enter(self, request: Request) -> None:
+        """The request is live from now on, and waits."""
+        device, who = self._devices[request.modality], account(request)
+        if not device.live:
+            device.charged.clear()
+            device.virtual = [0.0, 0.0]
+        if len(device.charged) > 2 * len(device.live) + 16:  # whoever is gone and comes back begins no lower
+            for other in [a for a, s in device.charged.items() if a not in device.live and s <= device.virtual[a[1]]]:
+                del device.charged[other]
+        if who not in device.live:
+            device.lift(who)
+        device.live[who] += 1
+
+    def leave(self, request: Request) -> None:
+        """It has ended, or was taken out; it no longer runs."""
+        _less(self._devices[request.modality].live, account(request))
+
+    def begin(self, request: Request) -> None:
+        """It was admitted."""
+        device, who = self._devices[request.modality], account(request)
+        if who not in device.running:
+            device.lift(who)
+        device.running[who] += 1
+
+    def stop(self, request: Request) -> None:
+        """It ends, or waits again."""
+        _less(self._devices[request.modality].running, account(request))
+
+    def charge(self, runner: Runner, group: Hashable, requests: Sequence[Request], rows: int) -> None:
+        """They share an iteration of so many rows: the first one's account pays what it takes alone, others the rest.
+
+        Where the rest is next to nothing the first one's pays it all: nobody is to go without turns for what cost
+        nobody anything.
+        """
+        device, who = self._devices[runner.modality], account(requests[0])
+        seconds = runner.cost(group, rows)
+        joined = [(account(r), runner.rows(r)) for r in requests if r.tenant != who[0]]
+        beside = sum(own for _, own in joined)
+        alone_s = runner.cost(group, rows - beside) if joined else seconds
+        device.virtual[who[1]] = max(
+            device.virtual[who[1]] + seconds / sum(other[1] == who[1] for other in device.live),
+            min(device.charged[other] for other in device.running if other[1] == who[1]),
+        )
+        if seconds <= _BESIDE * alone_s:
+            alone_s = seconds
+        device.charged[who] += alone_s
+        for other, own in joined:
+            device.charged[other] += (seconds - alone_s) * own / beside
+
+    # -- who goes first --------------------------------------------------------------------------------------
+
+    def order(self, request: Request) -> Order:
+        waits = request.priority > USUAL and not request.elder
+        return waits, self._devices[request.modality].charged[request.tenant, waits], request.turn
+
+    def behind(self, request: Request, leader: Request) -> bool:
+        """Whether a request may not be put before the leader."""
+        if request.priority > leader.priority:
+            return True
+        return request.tenant != leader.tenant and self.order(request)[:2] > self.order(leader)[:2]
+
+    def giver(self, request: Request, running: Mapping[str, Request]) -> Request | None:
+        """The request that is to wait again for this one: the least urgent of the tenant that holds the most places."""
+        held = Counter(other.tenant for other in running.values())
+        fair, waits = held[request.tenant] + 1, account(request)[1]
+        more = [r for r in running.values() if held[r.tenant] > fair and not r.in_flight and account(r)[1] >= waits]
+        return max(more, key=lambda r: (held[r.tenant], self.order(r)), default=None)
+
+    def yields(self, request: Request) -> bool:
+        """Whether another tenant's request that runs on the device, on whatever lane, is to have it first."""
+        device, who = self._devices[request.modality], account(request)
+        mine = who[1], device.charged[who]
+        return any(other[0] != who[0] and (other[1], device.charged[other]) < mine for other in device.running)
+
+    def joining(self, runner: Runner, group: Hashable, requests: Sequence[Request]) -> list[Request]:
+        """Of requests that could share an iteration: the first one's tenant's, then those of others that may join.
+
+        With others of as many tenants, each of which would have its turn otherwise, it takes at most that many times as
+        long as without them; and nobody joins who is further ahead of the first one than that. Where they make next to
+        no difference all may, and what may wait only there.
+        """
+        tenant = requests[0].tenant
+        joined = [request for request in requests if request.tenant == tenant]
+        if len(joined) == len(requests):
+            return joined
+        leader = account(requests[0])
+        others = [(request, account(request)) for request in requests if request.tenant != tenant]
+        rows = sum(map(runner.rows, joined))
+        alone_s = paid_s = runner.cost(group, rows)
+        charged = self._devices[runner.modality].charged
+        ahead = {who: charged[who] - charged[leader] for who in {who for _, who in others}}
+        most_s = alone_s * len({tenant} | {who[0] for who in ahead if who[1] <= leader[1]})
+        for request, who in others:
+            more = rows + runner.rows(request)
+            wide_s = runner.cost(group, more)
+            if wide_s > _BESIDE * alone_s:
+                if who[1] > leader[1] or wide_s > most_s or ahead[who] + wide_s - paid_s > most_s:
+                    continue
+                ahead[who] += wide_s - paid_s
+            joined.append(request)
+            rows, paid_s = more, wide_s
+        return joined
+
+
+def _less(counter: Counter[Account], who: Account) -> None:
+    counter[who] -= 1
+    if not counter[who]:
+        del counter[who]

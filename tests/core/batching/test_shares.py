@@ -1,0 +1,303 @@
+"""Tenants share the device: what one asks for, and how urgent it calls that, costs another no more than a share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.batching.request import Request, State
+from core.batching.scheduler import Scheduler
+from tests.core.batching.fake import Ask, Clock, Cost, Drive, FakeRunner, affine, flat, linear
+from tests.core.batching.fake import drive as fake_drive
+from tests.core.batching.test_preemption import Growing
+from tests.core.batching.test_scheduler import FIXED, besiege
+
+STEPS = Ask(steps=4, encode=False, vae=False)
+
+
+def iterations_before(drive: Drive, runner: FakeRunner, end: str, tenant: str) -> int:
+    """How many rows of a tenant's have run when this request has ended."""
+    while drive.asked[end].state is not State.DONE:
+        drive.fill()
+        assert drive.forward()
+    return sum(len(done) for id, done in runner.committed.items() if drive.asked[id].tenant == tenant)
+
+
+def pictures(**how: Any) -> tuple[Drive, FakeRunner]:
+    return fake_drive(slots=64, costs={"": linear()}, **how)
+
+
+def test_a_tenant_that_calls_all_its_requests_urgent_gets_no_more_than_its_share() -> None:
+    drive, runner = pictures()
+    for k in range(30):
+        drive.add(f"a{k}", STEPS, tenant="a", priority=0)
+    drive.add("b", STEPS, tenant="b", priority=5)
+    assert iterations_before(drive, runner, "b", "a") <= STEPS.steps + 1
+
+
+def test_requests_of_one_iteration_do_not_go_before_another_tenants_again_and_again() -> None:
+    drive, runner = pictures()
+    drive.add("b", STEPS, tenant="b")
+    for k in range(30):
+        drive.add(f"a{k}", Ask(once=True), tenant="a")
+    assert iterations_before(drive, runner, "b", "a") <= STEPS.steps + 1
+
+
+def test_what_may_wait_waits_for_other_tenants() -> None:
+    drive, runner = pictures()
+    for k in range(30):
+        drive.add(f"a{k}", STEPS, tenant="a", priority=9)
+    drive.add("b", STEPS, tenant="b")
+    assert iterations_before(drive, runner, "b", "a") == 0
+
+
+def test_what_may_wait_waits_on_another_lane_of_the_same_device() -> None:
+    clock = Clock()
+    images = FakeRunner(clock, costs={"": linear(25.0)})
+    texts = FakeRunner(clock, modality="text", lanes_of={"step": "text"})
+    drive = Drive([images, texts], clock)
+    drive.add("a", STEPS, tenant="a", priority=9)
+    drive.add("b", STEPS, modality="text", tenant="b")
+    iterations_before(drive, texts, "b", "b")
+    assert not images.log
+    drive.run()
+    assert drive.asked["a"].state is State.DONE
+
+
+def test_two_lanes_of_one_device_share_its_time_and_not_its_turns() -> None:
+    """A picture's iteration takes as long as 25 of a text's: one for each of those would be 25 shares."""
+    clock = Clock()
+    images = FakeRunner(clock, costs={"": linear(25.0)})
+    texts = FakeRunner(clock, modality="text", lanes_of={"step": "text"})
+    drive = Drive([images, texts], clock)
+    drive.add("a", Ask(steps=40, encode=False, vae=False), tenant="a")
+    drive.add("b", Ask(steps=100, encode=False, vae=False), modality="text", tenant="b")
+    assert iterations_before(drive, images, "b", "a") <= 100 / 25 + 1
+
+
+def test_a_tenants_own_requests_on_two_lanes_do_not_wait_for_each_other() -> None:
+    clock = Clock()
+    images = FakeRunner(clock, costs={"": linear(25.0)})
+    texts = FakeRunner(clock, modality="text", lanes_of={"step": "text"})
+    drive = Drive([images, texts], clock)
+    drive.add("a", STEPS, tenant="a", priority=9)
+    drive.add("b", STEPS, modality="text", tenant="a")
+    assert {batch.lane for batch in drive.launch()} == {"main", "text"}
+
+
+def test_streams_of_another_tenant_take_no_more_than_a_turn_each() -> None:
+    runner = Growing(1000, limit=64)
+    runner.cost = lambda group, rows: 1.0 * rows  # type: ignore[method-assign]
+    scheduler = Scheduler([runner])
+    for k in range(16):
+        scheduler.add(Request(f"a{k}", "text", 50, tenant="a"), 0.0)
+    scheduler.add(Request("b", "text", 20, tenant="b"), 0.0)
+    others = 0
+    while "b" in scheduler.live:
+        for batch in scheduler.schedule(0.0):
+            others += sum(request.tenant == "a" for request in batch.requests)
+            scheduler.finish(batch, runner.commit(batch.requests), 0.0)
+    assert others <= 20 + 16
+
+
+def test_streams_that_may_wait_join_where_they_cost_next_to_nothing() -> None:
+    for each, joined in ((0.001, 9), (0.5, 1)):
+        runner = Growing(1000, limit=64)
+        runner.cost = lambda group, rows, each=each: 1.0 + each * rows  # type: ignore[method-assign, misc]
+        scheduler = Scheduler([runner])
+        for k in range(8):
+            scheduler.add(Request(f"a{k}", "text", 5, tenant="a", priority=9), 0.0)
+        scheduler.add(Request("b", "text", 5, tenant="b"), 0.0)
+        assert [len(batch.requests) for batch in scheduler.schedule(0.0)] == [joined]
+
+
+def test_who_holds_more_places_gives_way() -> None:
+    runner = Growing(8, limit=64)
+    scheduler = Scheduler([runner])
+    for k in range(8):
+        scheduler.add(Request(f"a{k}", "text", 30, tenant="a", priority=0), 0.0)
+    for now in range(3):
+        for batch in scheduler.schedule(float(now)):
+            scheduler.finish(batch, runner.commit(batch.requests), float(now))
+    scheduler.add(Request("b", "text", 2, tenant="b", priority=9), 3.0)
+    scheduler.add(Request("c", "text", 2, tenant="c"), 3.0)
+    for now in range(3, 5):  # it stands where the other stands until that has had one iteration more
+        for batch in scheduler.schedule(float(now)):
+            scheduler.finish(batch, runner.commit(batch.requests), float(now))
+    assert {"c"} <= {request.id for request in scheduler.live.values() if request.state is State.RUNNING}
+
+
+def test_who_comes_back_begins_where_the_least_served_stands() -> None:
+    """Time that was not used is not saved up: a newcomer does not hold the device until it has had as much."""
+    drive, runner = pictures()
+    drive.add("a0", Ask(steps=100, encode=False, vae=False), tenant="a")
+    drive.run(until=80.0)
+    drive.add("b", Ask(steps=50, encode=False, vae=False), tenant="b")
+    before = len(runner.committed["a0"])
+    drive.run(until=110.0)
+    assert len(runner.committed["a0"]) - before >= 10
+
+
+def test_who_waited_for_a_place_has_saved_nothing_up() -> None:
+    drive, runner = fake_drive(slots=3, limit=1, costs={"": linear()})
+    drive.add("a", Ask(steps=100, slots=2, encode=False, vae=False), tenant="a")
+    drive.run(until=1.0)
+    drive.add("w", Ask(steps=300, slots=2, encode=False, vae=False), tenant="w")
+    drive.run(until=110.0)
+    before = len(runner.committed["w"])
+    drive.add("c", Ask(steps=20, encode=False, vae=False), tenant="c")
+    assert iterations_before(drive, runner, "c", "w") - before <= 20 + 2
+
+
+def test_a_second_place_is_free_for_other_tenants_whatever_is_under_way() -> None:
+    for tenant, launched in (("a", []), ("b", ["second"])):
+        drive, _ = fake_drive(limit=1, depth=2, costs={"": linear()})
+        drive.add("first", STEPS, tenant="a", priority=0)
+        drive.launch()
+        drive.add("second", STEPS, tenant=tenant, priority=5)
+        assert [request.id for batch in drive.launch() for request in batch.requests] == launched
+
+
+def test_a_tenant_that_comes_and_goes_is_not_forgiven_what_it_had() -> None:
+    drive, _ = pictures()
+    drive.add("b", Ask(steps=40, encode=False, vae=False), tenant="b")
+    came = 0
+    while drive.asked["b"].state is not State.DONE:
+        if not any(request.tenant == "a" for request in drive.scheduler.live.values()):
+            drive.add(f"a{came}", Ask(once=True, rows=4), tenant="a", priority=0)
+            came += 1
+        drive.fill()
+        assert drive.forward()
+    assert came <= 40 / 4 + 2
+
+
+def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
+    drive, _ = pictures()
+    chance = random.Random(0)
+    drive.add("stays", Ask(steps=400, encode=False, vae=False), tenant="stays")
+    for k in range(300):
+        drive.add(f"r{k}", Ask(steps=1, encode=False, vae=False), tenant=f"t{k}", priority=chance.randrange(6))
+        drive.run(until=drive.clock.now + 2)
+    charged = drive.scheduler._shares._devices["image"].charged
+    assert len(charged) < 50
+    drive.run()
+    drive.add("last", STEPS, tenant="last")
+    assert len(charged) <= 1
+
+
+# -- for any load ------------------------------------------------------------------------------------------------------
+
+LONG = Ask(steps=300, encode=False, vae=False)
+asks = st.builds(
+    Ask, steps=st.integers(1, 12), size=st.sampled_from("sml"), rows=st.integers(1, 2), encode=st.booleans(),
+    vae=st.booleans(), interval=st.sampled_from([1, 3]),
+)  # fmt: skip
+curves = st.sampled_from([flat(), linear(), affine(1.0, 0.1), affine(1.0, 2.0)])
+
+
+@FIXED
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([math.inf, 50.0, 200.0])), min_size=1, max_size=12),
+    tenant=st.sampled_from(["", "a"]),
+)
+def test_with_one_tenant_the_order_is_that_of_urgency_alone(asked: list[tuple[int, float]], tenant: str) -> None:
+    drive, runner = pictures(limit=1)
+    for k, (priority, deadline) in enumerate(asked):
+        drive.add(f"r{k}", Ask(once=True), priority=priority, deadline=deadline, tenant=tenant)
+    urgent = sorted(drive.asked.values(), key=lambda r: r.urgency)
+    drive.run()
+    assert [launch.ids for launch in runner.log] == [[request.id] for request in urgent]
+
+
+@settings(FIXED, max_examples=60)
+@given(
+    few=st.tuples(asks, st.integers(0, 5), st.integers(0, 40)),
+    many=st.lists(st.tuples(st.integers(1, 3), asks, st.integers(0, 9)), min_size=1, max_size=40),
+    curve=curves,
+    limit=st.sampled_from([1, 4, 16]),
+    depth=st.integers(1, 2),
+)
+def test_a_tenant_with_one_request_has_its_share_beside_those_with_many(
+    few: tuple[Ask, int, int], many: list[tuple[int, Ask, int]], curve: Cost, limit: int, depth: int
+) -> None:
+    """Whenever it comes it is done within as many times its time alone as there are tenants, and some iterations."""
+    ask, priority, at = few
+    clock = Clock()
+    runner = FakeRunner(clock, slots=64, limit=limit, costs={"": curve})
+    drive = Drive([runner], clock, depth)
+    for k, (tenant, other, urgent) in enumerate(many):
+        drive.add(f"o{k}", other, tenant=f"t{tenant}", priority=urgent)
+    drive.run(until=float(at))
+    came = clock.now
+    drive.add("few", ask, tenant="few", priority=priority)
+    while drive.asked["few"].state is not State.DONE:
+        drive.fill()
+        assert drive.forward()
+    tenants = len({tenant for tenant, _, _ in many}) + 1
+    alone_s = len(ask.trace) * curve(ask.rows)
+    widest_s = curve(max(limit, 2))
+    assert clock.now - came <= 1.1 * tenants * alone_s + (tenants + depth) * widest_s
+    drive.run()
+    drive.verify_idle()
+
+
+@settings(FIXED, max_examples=40)
+@given(
+    come=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 120), st.integers(0, 5)), min_size=2, max_size=16),
+    limit=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 1000),
+)
+def test_from_when_two_tenants_run_neither_gets_ahead_of_the_other(
+    come: list[tuple[str, int, int]], limit: int, seed: int
+) -> None:
+    """Nothing is saved up before, whether one was away, came and went, or had all to itself; nor is it forgiven."""
+    drive, runner = pictures(limit=limit)
+    chance = random.Random(seed)
+    for k, (tenant, at, priority) in enumerate(sorted(come, key=lambda c: c[1])):
+        drive.run(until=max(drive.clock.now, float(at)))
+        short = Ask(steps=chance.randint(1, 20), encode=False, vae=False, size=chance.choice("sl"))
+        drive.add(f"{tenant}{k}", short, tenant=tenant, priority=priority)
+    for tenant in "xy":
+        drive.run(until=drive.clock.now + chance.randint(1, 30))
+        for k in range(chance.randint(1, 8)):
+            drive.add(f"{tenant}{k}", dataclasses.replace(LONG, size=chance.choice("sl")), tenant=tenant)
+
+    def rows(tenant: str) -> int:
+        return sum(len(done) for id, done in runner.committed.items() if drive.asked[id].tenant == tenant)
+
+    before = {tenant: rows(tenant) for tenant in "xy"}
+    for _ in range(60):
+        drive.fill()
+        drive.forward()
+        x, y = (rows(tenant) - before[tenant] for tenant in "xy")
+        assert abs(x - y) <= 4 * limit + 2
+    assert x + y >= 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("slots", [2, 64])
+@pytest.mark.parametrize("tenant", ["one", "new{}"])
+@pytest.mark.parametrize("priority", [0, 5, 9])
+def test_no_request_starves_beside_any_tenants(depth: int, slots: int, tenant: str, priority: int) -> None:
+    driven, _ = fake_drive(depth=depth, slots=slots, limit=1, starvation_s=30.0, patience_s=20.0)
+    driven.add("before", STEPS, tenant="besieged", priority=9)
+    low = driven.add("low", STEPS, tenant="besieged", priority=priority)
+    besiege(
+        driven, low, lambda n: driven.add(f"u{n}", Ask(steps=3, size="sl"[n % 2]), tenant=tenant.format(n)), until=150.0
+    )
+
+
+def test_a_tenant_whose_requests_are_all_old_does_not_go_before_others_for_it() -> None:
+    drive, runner = pictures(starvation_s=20.0)
+    for k in range(40):
+        drive.add(f"a{k}", STEPS, tenant="a", priority=9)
+    drive.run(until=40.0)
+    done = sum(map(len, runner.committed.values()))
+    drive.add("b", STEPS, tenant="b")
+    assert iterations_before(drive, runner, "b", "a") - done <= 16 + STEPS.steps

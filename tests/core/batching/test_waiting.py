@@ -1,0 +1,81 @@
+"""Requests that wait for admission come out in the order of their tenants' shares, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.batching.elders import Elders
+from core.batching.request import Request, State
+from core.batching.shares import Shares
+from core.batching.waiting import Waiting
+from tests.core.batching.fake import Ask, Clock, FakeRunner
+from tests.core.batching.test_scheduler import FIXED
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["add", "add", "admit", "again", "end", "age"]), st.integers(0, 9), st.integers(0, 99)),
+    max_size=60,
+)
+
+
+@FIXED
+@given(steps=steps)
+def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]) -> None:
+    runner = FakeRunner(Clock())
+    shares = Shares({"image": runner})
+    waiting = Waiting(shares)
+
+    def promote(request: Request) -> None:
+        if request.state is State.RUNNING:
+            shares.stop(request)
+        shares.leave(request)
+        request.elder = True
+        shares.enter(request)
+        if request.state is State.RUNNING:
+            shares.begin(request)
+        else:
+            waiting.place(request)
+
+    elders = Elders(5.0, promote)
+    live: list[Request] = []
+    now = 0.0
+    for number, (what, priority, pick) in enumerate(steps, 1):
+        running = [r for r in live if r.state is State.RUNNING]
+        if what == "add":
+            request = Request(f"r{number}", "image", Ask(), priority, arrival=now, tenant="abc"[pick % 3])
+            request.sequence, request.due = number, now
+            live.append(request)
+            elders.add(request)
+            shares.enter(request)
+            waiting.add(request)
+        elif what == "age":
+            now += priority
+            elders.age(now)
+        elif what == "admit" and (first := waiting.first()):
+            waiting.count -= 1
+            first.state = State.RUNNING
+            shares.begin(first)
+            shares.charge(runner, ("step", "s"), [first], 1)
+        elif what == "again" and running:
+            request = running[pick % len(running)]
+            shares.stop(request)
+            request.state = State.WAITING
+            waiting.add(request)
+        elif what == "end" and live:
+            request = live.pop(pick % len(live))
+            if request.state is State.RUNNING:
+                shares.stop(request)
+            else:
+                waiting.count -= 1
+            request.state = State.DONE
+            shares.leave(request)
+            elders.remove(request)
+        waiting.sweep()
+        left = [r for r in live if r.state is State.WAITING]
+        assert waiting.count == len(left)
+        assert waiting.first() is min(left, key=shares.order, default=None)
+        for tenant in "abc":
+            own = [r for r in live if r.tenant == tenant]
+            aged = {own[0].id} if own and now - own[0].arrival >= 5.0 else set()
+            assert {r.id for r in own if r.elder} >= aged
+            assert sum(r.elder for r in own) <= 1
