@@ -1,6 +1,6 @@
-"""The cards of models and workers: what a worker offers, what it costs and what the worker is doing, as plain data.
+"""Cards of models and workers: what a worker serves, what it costs, and the worker's state, as plain data.
 
-Imports no Redis, so that code which only makes a card needs none; `core.jobs.registry` keeps them.
+Imports no Redis, so that code which only builds a card does not need it; `core.jobs.registry` stores cards.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from core.jobs.unreadable import TALLY, VERSION, Unreadable, check_version
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model as a worker offers it.
+    """A model as a worker serves it.
 
     `limits`: max_prompt_characters, max_steps, max_guidance, max_seed, max_images. `costs`: encode_s, vae_s,
-    solo_step_s and row_step_s, each step_s a dict "WxH" → seconds: of a forward of two rows; of one row at the best
-    width. Those are of deep steps; shallow_solo_step_s and shallow_row_step_s hold such a dict for each depth of
-    DeepCache that was measured. `capacity_per_s`: pictures a second at 20 deep steps with guidance at native size.
-    `deepcache` is the schedule of jobs that do not say, as they would (contract.plan). `loras` are the names of those
-    that a job may bring. `graphs`: how many of the GPU's graphs are "recorded", of how many "wanted"; empty where
-    none are. `kernels` names the kernels that run it (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason`
-    says why no faster ones do; both are "" in cards of older workers. `live`: whether a worker that is ready offers it
-    now; only `Registry.models` sets it.
+    solo_step_s and row_step_s; the step costs are dicts "WxH" → seconds: of one forward of two rows, and of one row at
+    the most efficient batch width. They hold for deep steps; shallow_solo_step_s and shallow_row_step_s hold such a
+    dict for each DeepCache depth that was measured. `capacity_per_s`: images per second at 20 deep steps with guidance
+    at native size. `deepcache` is the default schedule for jobs, in the form of contract.plan. `loras` are the names of
+    the LoRAs that a job may use. `graphs`: how many CUDA graphs are "recorded", out of how many "wanted"; empty without
+    CUDA graphs. `kernels` names the kernels in use (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason` says
+    why no faster ones are; both are "" in cards of older workers. `live`: whether a ready worker serves it now; only
+    `Registry.models` sets it.
     """
 
     name: str
@@ -48,9 +48,9 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """A worker as it last announced itself.
+    """A worker's last announcement.
 
-    `state` is "starting", "ready" or "draining", `message` what it is at, `started` seconds since the epoch;
+    `state` is "starting", "ready" or "draining", `message` its current activity, `started` seconds since the epoch;
     `in_flight` and `limits` count jobs by queue.
     """
 
@@ -67,12 +67,12 @@ class WorkerCard:
 
 
 def written(card: ModelCard | WorkerCard) -> dict[str, Any]:
-    """A card as it is kept, with the version of its form."""
+    """Serialize a card to its stored form, with the form's version."""
     return {"v": VERSION, **asdict(card)}
 
 
 def worker_card(id: str, raw: Any) -> WorkerCard:
-    """A worker's card from its JSON; a model in it that cannot be read is left out. Raises `Unreadable`."""
+    """Parse a worker's card from its JSON; unreadable models in it are left out. Raises `Unreadable`."""
     known = _known("worker card", id, WorkerCard, raw, _WORKER)
     models: list[ModelCard] = []
     for model in known.pop("models", []):
@@ -84,12 +84,12 @@ def worker_card(id: str, raw: Any) -> WorkerCard:
 
 
 def model_card(name: str, raw: Any) -> ModelCard:
-    """A model's card from its JSON. Raises `Unreadable`."""
+    """Parse a model's card from its JSON. Raises `Unreadable`."""
     return ModelCard(**_known("model card", name, ModelCard, raw, _MODEL))
 
 
 def _known(kind: str, id: str, card: type, raw: Any, forms: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
-    """Only the fields that this version knows, each of its form: a worker of the next one may say more."""
+    """Keep only the fields that this version defines, each of the right type: a newer worker may send more."""
     if not isinstance(raw, dict):
         raise Unreadable(kind, id, "it is no JSON object")
     check_version(kind, id, raw.get("v"))
@@ -120,7 +120,7 @@ def _limits(value: Any) -> bool:
 
 
 def _costs(value: Any) -> bool:
-    """Seconds, or tables of them, or tables of tables."""
+    """Check that costs are seconds, tables of seconds, or tables of such tables."""
     return _number(value) or (isinstance(value, dict) and all(map(_costs, value.values())))
 
 
