@@ -1,7 +1,4 @@
-"""From fields to a job: what the model offers is checked, what is not given is filled in, the work is estimated.
-
-Knows model cards and backlogs; knows nothing of HTTP and of Redis.
-"""
+"""Turns request fields into a job: checks them against the model card, fills in defaults, estimates the work."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ _ENDPOINTS = {"image": ("an image", "/v1/images/generations"), "text": ("a text"
 
 
 def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = None) -> Draft:
-    """The job that these fields ask of this model, still nobody's. What is edited (`upload`) is not in it yet.
+    """The job that these fields request of this model, without an owner and without the source of an edit (`upload`).
 
-    Raises `ApiError` (400) naming the field that it does not offer.
+    Raises `ApiError` (400) naming the field that the model does not offer.
     """
     size, masked = (None, False) if upload is None else (upload.size, upload.mask is not None)
     with refusals():
@@ -42,7 +39,7 @@ def image_draft(fields: ImageFields, card: ModelCard, upload: Upload | None = No
 
 
 def image_offer(card: ModelCard) -> ImageOffer:
-    """What requests are checked against; a limit that the card does not have is the contract's."""
+    """What requests are checked against; limits missing from the card are the contract's."""
     known = {name: limit for name, limit in card.limits.items() if name in ImageOffer.__dataclass_fields__}
     known["max_seed"] = int(min(MAX_SEED, known.get("max_seed", MAX_SEED)))
     return ImageOffer(
@@ -58,21 +55,21 @@ def work_s(card: ModelCard, job: ImageJob) -> float:
 
 
 def solo_s(card: ModelCard, job: ImageJob) -> float:
-    """How long it takes at best, on a worker that does nothing else: its n pictures side by side."""
+    """The shortest time for the job, on an otherwise idle worker: its n images side by side."""
     # Measured with two rows; one row takes at least half of that.
     steps_s = _rows(job) / 2 * _steps_s(card, "solo_step_s", job)
     return max(_cost_s(card, "encode_s") + steps_s + _cost_s(card, "vae_s"), work_s(card, job))
 
 
 def check_deadline(draft: Draft, card: ModelCard, backlog: Backlog, ready: int) -> None:
-    """Refuse a deadline that cannot be met even if all goes well. Raises `ApiError` (400) with the estimate.
+    """Reject a deadline that cannot be met even in the best case. Raises `ApiError` (400) with the estimate.
 
-    With no worker ready nothing can be estimated: the job is taken, and expires by itself if none comes.
+    Without a ready worker there is no estimate: the job is accepted, and expires if none comes.
     """
     if draft.deadline_s is None or ready < 1:
         return
     best_s = solo_s(card, ImageJob.read(draft.parameters))
-    if level(draft.priority) > 0:  # the most urgent pass by what is queued
+    if level(draft.priority) > 0:  # the most urgent jobs overtake the queue
         best_s += backlog.queued_ms / 1000 / ready
     if draft.deadline_s < best_s:
         message = f"cannot be met: with what is queued it takes {_rounded(best_s)} s at best"
@@ -80,13 +77,13 @@ def check_deadline(draft: Draft, card: ModelCard, backlog: Backlog, ready: int) 
 
 
 def check_expansion(fields: ImageFields, expands: bool) -> None:
-    """Refuse a prompt to expand where `expands` says that nobody would. Raises `ApiError` (400)."""
+    """Reject prompt expansion where `expands` says that no worker offers it. Raises `ApiError` (400)."""
     if fields.expand_prompt and not expands:
         raise refused("expand_prompt", "no text model is served beside this model", "no_text_model")
 
 
 def retry_after_s(wait_s: float) -> int:
-    """When a full queue is worth another try: when the work in it is done, within 1 to 120 seconds."""
+    """When to retry after a full queue: when its work is done, clamped to 1 to 120 seconds."""
     return min(120, max(1, math.ceil(wait_s)))
 
 
@@ -95,7 +92,9 @@ def unknown_model() -> ApiError:
 
 
 def no_such_model(now: Snapshot, name: str | None, modality: str) -> ApiError | None:
-    """Why no model of this modality has this name: it is one of another, or not known. None: there is no model yet."""
+    """Why no model of this modality has this name: it has another modality, or is unknown. None: there is no model
+    yet.
+    """
     for other, (article, endpoint) in _ENDPOINTS.items():
         card = now.model(name, other) if name is not None and other != modality else None
         if card is not None:
@@ -118,7 +117,7 @@ def _cost_s(card: ModelCard, name: str) -> float:
 
 
 def _steps_s(card: ModelCard, name: str, job: ImageJob) -> float:
-    """Seconds of all steps that are made. Shallow ones whose cost nobody announced count as deep."""
+    """Seconds of all steps that are run. Shallow ones without a known cost count as deep."""
     made, (width, height) = job.made, job.size
     deep_s = _step_s(card.costs.get(name), width, height)
     cached = _schedule(card, job, made)
@@ -130,7 +129,9 @@ def _steps_s(card: ModelCard, name: str, job: ImageJob) -> float:
 
 
 def _schedule(card: ModelCard, job: ImageJob, made: int) -> plan.DeepCache | None:
-    """What the job asks for, or else the worker's own. None: all deep, or something that only its worker can read."""
+    """The job's DeepCache schedule, or else the worker's. None: all deep, or a schedule that only its worker can
+    read.
+    """
     try:
         found = plan.read(card.deepcache if job.deepcache is None else job.deepcache)
     except ValueError:
@@ -139,7 +140,7 @@ def _schedule(card: ModelCard, job: ImageJob, made: int) -> plan.DeepCache | Non
 
 
 def _step_s(table: Mapping[str, float] | None, width: int, height: int) -> float:
-    """Seconds of one step at this size; a size that was not measured is scaled by area from the nearest that was."""
+    """Seconds of one step at this size; an unmeasured size is scaled by area from the nearest measured one."""
     if not table:
         return 0.0
     exact = table.get(f"{width}x{height}")
@@ -151,6 +152,6 @@ def _step_s(table: Mapping[str, float] | None, width: int, height: int) -> float
 
 
 def _rounded(seconds: float) -> str:
-    """Upwards to two digits, so that a deadline of what is said is taken."""
+    """Rounded up to two digits, so that a deadline equal to the reported estimate is accepted."""
     digits = max(0, 1 - math.floor(math.log10(seconds)))
     return f"{math.ceil(seconds * 10**digits) / 10**digits:.{digits}f}"
