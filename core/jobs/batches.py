@@ -3,12 +3,12 @@
 It does not read what a line asks for. Every write is fenced by the batch's current position, so that two processes that
 work on the same batch do nothing twice.
 
-batch:{id}, batches:{owner}    hash: `Batch`'s fields; zset of ids by time
-every_batch                    zset: id → creation time, of all owners
-batches                        zset: batches in progress → start time
-batch_jobs:{id}                hash: line → its live job
-batch_done:{id}                hash: line → its output line, or error line
-batch_turn                     the process that works on batches now
+    batch:{id}, batches:{owner}    hash: `Batch`'s fields; zset of ids by time
+    every_batch                    zset: id → creation time, of all owners
+    batches                        zset: batches in progress → start time
+    batch_jobs:{id}                hash: line → its live job
+    batch_done:{id}                hash: line → its output line, or error line
+    batch_turn                     the process that works on batches now
 """
 
 from __future__ import annotations
