@@ -1,7 +1,8 @@
 """Tracks a job's generated texts and which pieces of them have been sent.
 
 A piece carries its position, so that one sent twice, or sent again by a later attempt, is recognized:
-{"index": answer, "at": characters before it, "text"}, and where it has them "token": tokens before, "logprobs"
+
+    {"index": answer, "at": characters before it, "text"}, and where it has them "token": tokens before, "logprobs"
 """
 
 from __future__ import annotations
