@@ -1,7 +1,7 @@
-"""The bootstrap: how far a figure over captions could be off, had other captions been asked for.
+"""Bootstrap intervals: how much a figure over captions would vary with other captions.
 
-Knows rows and figures only. Captions are drawn with replacement (Efron, 1979), by one seed: runs over the same captions
-meet the same resamples, so that ratios between runs are paired.
+Captions are drawn with replacement (Efron, 1979), by one seed: runs over the same captions use the same resamples, so
+that ratios between runs are paired.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The captions that a run draws: read from a prompts file, kept in the run's own folder, written as a table.
-
-Knows tables; knows nothing of pictures and scores. Imports no torch.
-"""
+"""The captions of a run: read from a prompts file, stored in the run's folder, written as a table. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Features of pictures and captions by a CLIP model of transformers' format: the embedded emoji-clip, or OpenAI's.
-
-Knows CLIP models; knows nothing of what is done with features.
+"""Computes features of images and captions with a CLIP model in transformers' format: the embedded emoji-clip, or
+OpenAI's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Holds runs over the same captions against the first of them: ratios, pairs, and the gates that they must pass.
-
-Knows figures and runs; knows nothing of how a comparison is shown on a page.
-"""
+"""Compares runs over the same captions with the first of them: ratios, pairs, and the gates that they must pass."""
 
 from __future__ import annotations
 

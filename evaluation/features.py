@@ -1,7 +1,6 @@
-"""Features of a list of pictures, taken a few at a time and kept in a file, so that nothing is looked at twice.
+"""Extracts features of a list of images in batches and caches them in a file.
 
-Knows files and extractors; knows nothing of runs and scores. Pictures are taken in fixed groups and in order: features
-do not depend on where an earlier process was stopped.
+Images are taken in fixed groups and in order: features do not depend on where an earlier process was stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fréchet distance between two sets of features. Knows means and covariances; knows nothing of pictures."""
+"""Fréchet distance between two sets of features."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Draws a run's missing pictures: keeps the source full, writes each picture as it comes, shows how far it is.
-
-Knows runs, sources and the terminal; knows nothing of scores.
-"""
+"""Generates a run's missing images: keeps the source full, writes each image as it finishes, shows progress."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""FID-Inception: the Inception v3 whose third pooling layer FID's published figures are taken from.
+"""FID-Inception: the Inception v3 whose third pooling layer gives the features of FID's published figures.
 
-Loads pt_inception-2015-12-05-6726825d.pth (github.com/mseitzer/pytorch-fid), TensorFlow's 2015 graph carried over. It
-is not torchvision's Inception: average pools leave their padding out of the count, and the last block pools by maximum
-(Szegedy et al., 2016, as that graph has it). Knows pictures and features; knows nothing of what is done with them.
+Loads pt_inception-2015-12-05-6726825d.pth (github.com/mseitzer/pytorch-fid), a port of TensorFlow's 2015 graph. It is
+not torchvision's Inception: average pools leave their padding out of the count, and the last block pools by maximum
+(Szegedy et al., 2016, as in that graph).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which networks look at pictures, and what the figures that come of it are called.
-
-Figures are named after what was looked through: `emoji-clip-fid` is no one's Inception FID.
-"""
+"""Selects the feature networks, and names the figures after them: `emoji-clip-fid` is not an Inception FID."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""MLPerf's LoadGen drives a panel: it decides when which sample is asked for, and judges the timing.
+"""Runs MLPerf's LoadGen, which decides when samples are requested and judges the timing.
 
-Knows LoadGen's calls, files and configuration; knows nothing of engines and scores. LoadGen's numbers for a model (of
-pictures: 5,000 samples, 600 s, 20 s at the 99th percentile) are in LoadGen itself; what a run changes lies in its
-user.conf.
+LoadGen contains its own numbers for a model (for images: 5,000 samples, 600 s, 20 s at the 99th percentile); a run's
+changes are in its user.conf.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""MLPerf Inference's text-to-image test: its protocol, its fixed latent, and the windows that its scores must lie in.
+"""MLPerf Inference's text-to-image test: its protocol, its fixed latent, and the required ranges of its scores.
 
-From the closed division's rules and reference implementation (mlcommons/inference, text_to_image, v4.0 to v5.1). Knows
-the test's numbers; knows nothing of how pictures are drawn, scored or timed.
+From the closed division's rules and reference implementation (mlcommons/inference, text_to_image, v4.0 to v5.1).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What LoadGen drives: pictures from an engine or a service, and texts from either.
-
-Knows how a sample is asked for and what bytes its answer is; knows nothing of LoadGen's calls and files.
-"""
+"""Adapters for LoadGen: images from an engine or a service, and texts from either."""
 
 from __future__ import annotations
 

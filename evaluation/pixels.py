@@ -1,7 +1,4 @@
-"""Reads pictures from files, a few at a time, and refuses what is none, by name.
-
-Knows image files; knows nothing of what is looked for in them.
-"""
+"""Reads images from files in batches, and rejects unreadable ones by name."""
 
 from __future__ import annotations
 

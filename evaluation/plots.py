@@ -1,7 +1,4 @@
-"""Plots as inline SVG, coloured by the page's own variables so that they follow light and dark.
-
-Knows numbers and coordinates; knows nothing of runs.
-"""
+"""Plots as inline SVG, coloured by the page's own variables so that they follow light and dark."""
 
 from __future__ import annotations
 

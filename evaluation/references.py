@@ -1,7 +1,4 @@
-"""What a run is held against: a folder of pictures, a file of statistics, or another run.
-
-Knows how each is told from the others and what can be asked of it; knows nothing of scores.
-"""
+"""References that a run is scored against: a folder of images, a file of statistics, or another run."""
 
 from __future__ import annotations
 

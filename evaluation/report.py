@@ -1,7 +1,6 @@
-"""A run, or a comparison of runs, as one page that needs nothing else: pictures, scores, gates, speed, worst cases.
+"""Renders a run, or a comparison of runs, as one self-contained page: images, scores, gates, speed, worst cases.
 
-Knows what `compare` found and where pictures lie; knows nothing of how figures are made. The page's frame, style and
-script are report.html beside this file.
+The page's frame, style and script are report.html beside this file.
 """
 
 from __future__ import annotations

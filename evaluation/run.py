@@ -1,11 +1,10 @@
-"""A run's folder: its settings, its captions, its pictures, and one record of each picture that is done.
+"""A run's folder: its settings, its captions, its images, and one record of each finished image. Survives a killed
+process.
 
-Knows files and what is left of them when a process is killed; knows nothing of how pictures are drawn or scored.
-
-    run.json        what the pictures were asked for with, and what drew them
+    run.json        the request settings, and what generated the images
     captions.json   the captions, in order
     pictures/       the PNGs
-    pictures.jsonl  a line for each finished PNG, appended after it is whole: what is not recorded is drawn again
+    pictures.jsonl  a line for each finished PNG, appended after it is whole: unrecorded images are generated again
 """
 
 from __future__ import annotations

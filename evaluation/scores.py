@@ -1,7 +1,4 @@
-"""The scores of a run: every figure with its 95% interval, over all captions and against each reference.
-
-Knows figures and their names; knows nothing of how pictures are drawn.
-"""
+"""The scores of a run: every figure with its 95% interval, over all captions and against each reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A running service, asked over HTTP from many threads, again where it is full, stops or is not there yet.
-
-Knows addresses, keys and statuses; knows nothing of what is asked for.
-"""
+"""HTTP client of a running service for many threads; retries while it is full, restarting or not up yet."""
 
 from __future__ import annotations
 

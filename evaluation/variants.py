@@ -1,9 +1,9 @@
-"""What precision and DeepCache cost in quality: draws a list of captions in many ways, over all cores and a GPU.
+"""Quality cost of precision and DeepCache: generates a list of captions in many variants, over all cores and a GPU.
 
-`python -m evaluation.variants draw` leaves, for each variant, features of its pictures through emoji-clip and each
-picture's PSNR against fp32; `… score` turns them into a table with intervals. Pictures themselves are not kept. Drawn
-without the engine, in whole batches: a row's bits do not depend on its batch (tests/pipeline), so the engine's pictures
-are the same. `diptych evaluate` is what users have; this is for many variants at once.
+`python -m evaluation.variants draw` writes, for each variant, emoji-clip features of its images and each image's PSNR
+against fp32; `… score` turns them into a table with intervals. The images themselves are not kept. It works without the
+engine, in whole batches: a row's bits do not depend on its batch (tests/pipeline), so the engine's images are the same.
+Users have `diptych evaluate`; this is for many variants at once.
 """
 
 from __future__ import annotations
