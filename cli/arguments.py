@@ -67,7 +67,7 @@ def check_steps(steps: int) -> None:
 
 
 def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
-    """Build the settings: options override the environment, which overrides a command's defaults; `over` everything.
+    """Build the settings: options override the environment, which overrides the command's `defaults`.
 
     Every option with a setting's name is one. Raises `core.config.SettingsError`.
     """
