@@ -1,7 +1,4 @@
-"""Every stage in order, each for its share of `--minutes`, then export, judge and cards.
-
-Knows only the order.
-"""
+"""Runs every stage in order, each for its share of `--minutes`, then export, judge and cards."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What a text model is asked for captions: as it was trained to be asked for them, or by an instruction.
+"""Builds the prompts that request captions from a text model: in the form it was trained on, or as an instruction.
 
-A caption is about a subject. Where none are given, `emoji-lm` invents one itself: asked for next to nothing at a high
-temperature it names anything, torn words too, and when it then expands that as a prompt, a caption comes of it. Other
-models get one of 288 themes: asked for just any caption, instruction models write the same few over and over, and words
-that are drawn beforehand help (Eldan and Li, "TinyStories", 2023, section 2).
+A caption is about a subject. Without given subjects, `emoji-lm` invents one itself: prompted with next to nothing at a
+high temperature it names anything, torn words too, and when it then expands that as a prompt, a caption comes of it.
+Other models get one of 288 themes: asked for just any caption, instruction models write the same few over and over, and
+words that are drawn beforehand help (Eldan and Li, "TinyStories", 2023, section 2).
 
-Knows words and seeds; knows nothing of engines and services, and imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where texts come from: an engine in this process, or a service that runs.
-
-Knows how each is asked and what it answers; knows nothing of captions.
-"""
+"""Text sources: an engine in this process, or a running service."""
 
 from __future__ import annotations
 

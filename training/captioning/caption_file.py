@@ -1,11 +1,11 @@
-"""A prompts file in the making: its rows as they are settled, one after the other, and the manifest beside it.
+"""A prompts file under construction: its finished rows in order, and the manifest beside it. Survives a killed process.
 
-Knows files and what is left of them when a process is killed; knows nothing of how captions are made.
+Files:
 
-    captions.tsv        id, caption, seed, and what it is about where that is known; there when all are made
-    captions.tsv.json   what they were asked for with, what wrote them, how often each was made again and why
-    captions.tsv.part   until then: a line for what was asked for, and one for each row, appended when it is settled
-    captions.tsv.lock   while they are made: no second process may
+    captions.tsv        id, caption, seed, and the subject where known; exists when all are finished
+    captions.tsv.json   the request settings, what wrote them, how often each was retried and why
+    captions.tsv.part   until then: a line for the request, and one for each row, appended when it is final
+    captions.tsv.lock   held while they are written: no second process may
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Composes a prompts file: keeps the text model busy, screens what it answers, settles the rows one after the other.
+"""Writes a prompts file: keeps the text model busy, screens its answers, finalizes the rows in order.
 
-What a row becomes depends on its own attempts and on the rows before it: the first attempt that is a caption, and that
-no earlier row has. So the file is the same however wide batches are and whenever it was interrupted; being ahead of the
-row that is next to be settled only makes it faster. Knows questions, answers and rows; nothing of engines and services.
+A row depends only on its own attempts and on the rows before it: it is the first attempt that is a valid caption, and
+not a duplicate of an earlier row. So the file is independent of batch width and interruptions; working ahead of the
+next row only makes it faster.
 """
 
 from __future__ import annotations

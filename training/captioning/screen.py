@@ -1,6 +1,7 @@
-"""Which answers of a text model are captions: whole, of one line, within the text encoders' reach, and not there yet.
+"""Decides which answers of a text model are valid captions: complete, on one line, within the text encoders' context,
+and new.
 
-Knows text and the tokenizers of a picture model; knows nothing of who wrote it. Imports no torch of its own.
+Imports no torch itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def tokenizers(name: str) -> list[Any]:
         where = folder / part
         if not where.is_dir():
             raise ModelError(f"{name}: the part {part} is missing")
-        read_json(where / "tokenizer_config.json")  # without its files the library makes one that knows no words
+        read_json(where / "tokenizer_config.json")  # without its files the library makes one with an empty vocabulary
         if not (where / "tokenizer.json").exists():
             read_json(where / "vocab.json")
             if not (where / "merges.txt").is_file():
