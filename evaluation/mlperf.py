@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 def read_latent(path: Path, shape: Sequence[int] | None = None) -> tuple[torch.Tensor, str]:
     """The starting latent, fp32 [1, C, h, w], and its file's digest. Raises `ProtocolError`.
 
-    `shape` is what the model's pictures begin from; None leaves that to whoever knows the model.
+    `shape` is what the model's pictures begin from; None: the caller checks it against the model.
     """
     import numpy as np
     import torch
