@@ -1,8 +1,10 @@
 """Stores file records in OpenAI's form: owner, size, quota, and references to their artifacts.
 
-file:{id}             hash: owner, name, purpose, size, key of its artifact, created
-files:{owner}         zset: id → creation time
-file_sizes:{owner}    hash: id → bytes, and `total`
+Keys in Redis:
+
+    file:{id}             hash: owner, name, purpose, size, key of its artifact, created
+    files:{owner}         zset: id → creation time
+    file_sizes:{owner}    hash: id → bytes, and `total`
 """
 
 from __future__ import annotations
