@@ -37,10 +37,10 @@ class Figure(NamedTuple):
 
     @property
     def centred(self) -> Tensor:
-        """The draws, moved so that their mean is the value.
+        """The draws, shifted so that their mean is the value.
 
         Distances between sets grow when captions are drawn twice and others not at all: a resample's FID is too high by
-        about as much again as a sample's own is. Unmoved, the interval would often not hold the figure itself.
+        about as much again as a sample's own is. Unshifted, the interval would often not contain the figure itself.
         """
         return self.drawn - self.drawn.mean() + self.value
 

@@ -24,7 +24,7 @@ SIDE = 299
 
 
 class WeightsError(ValueError):
-    """Weights that are not there, or not of this network. The message names the file."""
+    """Weights that are missing, or not of this network. The message names the file."""
 
 
 class _Conv(nn.Module):
@@ -174,14 +174,14 @@ class Inception:
     width = 2048
 
     def __init__(self, weights: Path | None = None, *, device: torch.device | str = "cpu") -> None:
-        """`weights` is the published file; None fetches it (95 MB) into torch's cache. Raises `WeightsError`."""
+        """`weights` is the published file; None downloads it (95 MB) into torch's cache. Raises `WeightsError`."""
         path = weights or _fetch()
         try:
             data = path.read_bytes()
             found = torch.load(path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise WeightsError(f"{path}: cannot be read ({error.strerror})") from None
-        except Exception as error:  # torch.load names no class of its own
+        except Exception as error:  # torch.load documents no exception class
             raise WeightsError(f"{path}: is no file of weights ({error})") from None
         self.digest = hashlib.sha256(data).hexdigest()
         network = Network()

@@ -22,11 +22,13 @@ WINDOWS = {"fid": (23.01085758, 23.95007626), "clip-score": (31.68631873, 31.813
 
 
 class ProtocolError(ValueError):
-    """Something that the protocol needs and that cannot be used. The message names it."""
+    """A file that the protocol needs cannot be used. The message names it."""
 
 
 class Verdict(NamedTuple):
-    """Of one figure. `within` is None where the figure is not the test's own: another lens, model or number."""
+    """The verdict on one figure. `within` is None if the figure is not the test's own: another network, model or
+    number.
+    """
 
     figure: str
     value: float | None
@@ -61,9 +63,9 @@ def read_latent(path: Path, shape: Sequence[int] | None = None) -> tuple[torch.T
 
 
 def verdicts(scores: Mapping[str, Any]) -> list[Verdict]:
-    """What `scores.json` says of the closed division's windows.
+    """Compare `scores.json` with the closed division's windows.
 
-    A figure is held against its window only where all 5,000 captions were drawn at 1024×1024 by the protocol.
+    A figure is compared only if all 5,000 captions were generated at 1024×1024 by the protocol.
     """
     values: dict[str, float] = {name: score["value"] for name, score in scores["scores"].items()}
     for held in scores["against"].values():

@@ -15,11 +15,11 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 class PictureError(ValueError):
-    """A file that is no whole picture. The message names it."""
+    """A file that is not a complete image. The message names it."""
 
 
 def read(path: Path) -> Pixels:
-    """A picture as uint8 [H, W, 3]; transparent ones are laid on white."""
+    """An image as uint8 [H, W, 3]; transparent ones are composed on white."""
     try:
         with Image.open(path) as image:
             image.load()
@@ -34,7 +34,7 @@ def read(path: Path) -> Pixels:
 
 
 def listing(folder: Path) -> Sequence[Path]:
-    """A folder's pictures by name, hidden ones left out. Raises `PictureError` where there are none."""
+    """A folder's images by name, without hidden ones. Raises `PictureError` if there are none."""
     found = sorted(
         path
         for path in folder.iterdir()
