@@ -1,1 +1,1 @@
-"""The REST API. Knows HTTP and jobs; knows no torch, no models and no pictures."""
+"""The REST API. Imports no torch, and does no image processing beyond uploads."""

@@ -1,7 +1,4 @@
-"""Who calls, and what that allows: by the API key they bring, or as this machine where there are no keys.
-
-Knows keys, scopes and how often a key may ask; knows nothing of what is asked for.
-"""
+"""Authenticates the caller by API key, or as this machine if there are no keys, and applies scopes and rate limits."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from core.jobs.record import Job
 
 BEARER = HTTPBearer(auto_error=False, description="An API key, where any were made with `diptych keys add`.")
 _NO_KEYS = "No key is left, so nobody is served: `diptych keys add` makes one, `diptych keys open` asks for none."
-_SOON_S = 120  # what comes back later is not worth a client's own retries
+_SOON_S = 120  # a longer delay is not worth a client's automatic retries
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`id` is the key's, or empty where there are no keys; jobs are owned by it."""
+    """An authenticated caller. `id` is the key's, or empty without keys; jobs belong to it."""
 
     id: str
     scopes: frozenset[str]
@@ -37,7 +34,9 @@ class Caller:
         return scope in self.scopes or "admin" in self.scopes
 
     def sees(self, job: Job) -> bool:
-        """Whether the job is theirs, or all are. What one may not see is answered as if it were not there."""
+        """Whether the caller may see the job: its own, or any with the scope admin. Others' jobs are answered as not
+        found.
+        """
         return "admin" in self.scopes or job.owner == self.id
 
     def check(self, scope: str) -> None:
@@ -50,7 +49,7 @@ HERE = Caller("", frozenset(SCOPES))
 
 
 async def identify(request: Request) -> Caller:
-    """The caller of this request. Raises `ApiError` (401), and `StoreDown` while nobody knows which keys there are."""
+    """The caller of this request. Raises `ApiError` (401), and `StoreDown` while the keys have not been read yet."""
     service, bearer = of(request), await BEARER(request)
     if not service.cards.known:
         raise StoreDown("Redis has never answered")
@@ -61,7 +60,7 @@ async def identify(request: Request) -> Caller:
         raise _unknown("A key must be given, as Authorization: Bearer dpt_…." if keys else _NO_KEYS)
     key = matching(bearer.credentials, keys)
     if key is None:
-        await service.cards.renew_soon()  # it may have been made this very moment
+        await service.cards.renew_soon()  # the key may have just been created
         key = matching(bearer.credentials, service.cards.now.keys)
     if key is None:
         raise unknown_key()
@@ -69,12 +68,12 @@ async def identify(request: Request) -> Caller:
 
 
 def unknown_key() -> ApiError:
-    """A 401 for a key that opens nothing."""
+    """A 401 for an unknown key."""
     return _unknown("This key is not known, or was revoked.")
 
 
 class _Identified(SecurityBase):
-    """`identify` as one dependency: each costs as much as all that it does here. Documented as the bearer's token."""
+    """`identify` as one dependency, since each adds measurable cost. Documented as bearer authentication."""
 
     def __init__(self) -> None:
         self.model, self.scheme_name = BEARER.model, BEARER.scheme_name
@@ -87,34 +86,34 @@ By = Annotated[Caller, Depends(_Identified())]
 
 
 async def count_request(request: Request, service: Service, caller: Caller) -> None:
-    """Count a request that asks for something to be done. Raises `ApiError` (429)."""
+    """Charge one request to the rate limit. Raises `ApiError` (429)."""
     await _count(request, service, for_request(caller))
 
 
 async def count_pictures(request: Request, service: Service, caller: Caller, n: int) -> None:
-    """Count the pictures of a job that is about to be made. Raises `ApiError` (429)."""
+    """Charge the images of a job before it is created. Raises `ApiError` (429)."""
     await _count(request, service, for_pictures(caller, n))
 
 
 def for_request(caller: Caller) -> list[Charge]:
-    """What `count_request` counts, for who has it counted with something else; nothing where there is no limit."""
+    """The charge of `count_request`, for callers that apply it with another script; none without a limit."""
     return [Charge(caller.rate, caller.id, "requests")] if caller.id and caller.rate else []
 
 
 def for_pictures(caller: Caller, n: int) -> list[Charge]:
-    """What `count_pictures` counts, as above."""
+    """The charge of `count_pictures`, likewise."""
     return [Charge(caller.quota, caller.id, "pictures", n)] if caller.id and caller.quota else []
 
 
 def tell(request: Request, charge: Charge, standing: Standing) -> None:
-    """Say how a counter stands on whatever is answered. Raises `ApiError` (429) where that was too much."""
+    """Add a counter's state to the response's headers. Raises `ApiError` (429) if the limit is exceeded."""
     what = charge.what
     told = {
         f"x-ratelimit-limit-{what}": str(standing.limit),
         f"x-ratelimit-remaining-{what}": str(standing.remaining),
         f"x-ratelimit-reset-{what}": f"{standing.reset_s:.3f}s",
     }
-    # The doorway puts them on.
+    # The doorway adds them to the response.
     request.scope.setdefault("state", {}).setdefault("told", {}).update(told)
     if not standing.allowed:
         again = {"Retry-After": str(standing.retry_after_s), **(NO_RETRY if standing.reset_s > _SOON_S else {})}

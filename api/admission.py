@@ -1,7 +1,4 @@
-"""From fields to a job: what the model offers is checked, what is not given is filled in, the work is estimated.
-
-Knows model cards and backlogs; knows nothing of HTTP and of Redis.
-"""
+"""Turns request fields into a job: checks them against the model card, fills in defaults, estimates the work."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
 def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = None) -> Draft:
     """The job that these fields ask of this model, still nobody's. What is edited (`upload`) is not in it yet.
 
-    Raises `ApiError` (400) naming the field that it does not offer.
+    Raises `ApiError` (400) naming the field that the model does not offer.
     """
     size, masked = (None, False) if upload is None else (upload.size, upload.mask is not None)
     with refusals():
@@ -59,12 +56,12 @@ def solo_s(card: ImageCard, job: ImageJob) -> float:
 def check_deadline(draft: Draft, card: ImageCard, backlog: Backlog, ready: int) -> None:
     """Refuse a deadline that cannot be met even if all goes well. Raises `ApiError` (400) with the estimate.
 
-    With no worker ready nothing can be estimated: the job is taken, and expires by itself if none comes.
+    Without a ready worker there is no estimate: the job is accepted, and expires if none comes.
     """
     if draft.deadline_s is None or ready < 1:
         return
     best_s = solo_s(card, ImageJob.read(draft.parameters))
-    if level(draft.priority) > 0:  # the most urgent pass by what is queued
+    if level(draft.priority) > 0:  # the most urgent jobs overtake the queue
         best_s += backlog.queued_ms / 1000 / ready
     if draft.deadline_s < best_s:
         message = f"cannot be met: with what is queued it takes {_rounded(best_s)} s at best"
@@ -72,13 +69,13 @@ def check_deadline(draft: Draft, card: ImageCard, backlog: Backlog, ready: int) 
 
 
 def check_expansion(fields: ImageFields, expands: bool) -> None:
-    """Refuse a prompt to expand where `expands` says that nobody would. Raises `ApiError` (400)."""
+    """Reject prompt expansion where `expands` says that no worker offers it. Raises `ApiError` (400)."""
     if fields.expand_prompt and not expands:
         raise refused("expand_prompt", "no text model is served beside this model", "no_text_model")
 
 
 def retry_after_s(wait_s: float) -> int:
-    """When a full queue is worth another try: when the work in it is done, within 1 to 120 seconds."""
+    """When to retry after a full queue: when its work is done, clamped to 1 to 120 seconds."""
     return min(120, max(1, math.ceil(wait_s)))
 
 
@@ -139,6 +136,6 @@ def _step_s(table: BySize, width: int, height: int) -> float:
 
 
 def _rounded(seconds: float) -> str:
-    """Upwards to two digits, so that a deadline of what is said is taken."""
+    """Rounded up to two digits, so that a deadline equal to the reported estimate is accepted."""
     digits = max(0, 1 - math.floor(math.log10(seconds)))
     return f"{math.ceil(seconds * 10**digits) / 10**digits:.{digits}f}"

@@ -1,7 +1,4 @@
-"""The app: routes, errors and lifespan put together; and the server that runs it.
-
-Knows which parts there are; what they do is theirs.
-"""
+"""Assembles the app (routes, error handlers, lifespan) and runs its server."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ request's own `X-Request-ID` where that is a plain word, else one that is made. 
 
 
 class App(FastAPI):
-    """FastAPI with the rest of the document."""
+    """FastAPI with additions to its OpenAPI document."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -73,7 +70,7 @@ class App(FastAPI):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The app on these settings. It starts whether or not Redis is there. Raises `core.config.SettingsError`."""
+    """Create the app with these settings. It starts with or without Redis. Raises `core.config.SettingsError`."""
     service = Service(settings)
     feeder, sender = BatchFeeder(service), WebhookSender(service)
 
@@ -96,7 +93,7 @@ def create_app(settings: Settings) -> FastAPI:
         version=version("diptych"),
         description=_ABOUT,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere; /docs is the playground's
+        docs_url=None,  # FastAPI's pages load scripts from other hosts; /docs is served by playground.py
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the address
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
@@ -116,7 +113,7 @@ def create_app(settings: Settings) -> FastAPI:
         )  # fmt: skip
     errors.install(app)
     app.add_middleware(RequestIds)
-    for part in (  # a request passes those before its own
+    for part in (  # a request passes these middlewares from last to first
         jobs,
         health,
         images,
@@ -134,12 +131,12 @@ def create_app(settings: Settings) -> FastAPI:
     ):
         app.include_router(part.router)
     with contextlib.suppress(NoMatchFound):
-        app.url_path_for("")  # FastAPI prepares its routes when they are first looked at: a third of a second
+        app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second
     return app
 
 
 class Server(uvicorn.Server):
-    """Lets open waits end before it waits for open connections."""
+    """Ends open waits before it waits for open connections."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -151,7 +148,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(settings: Settings) -> Server:
-    """A server of the app that is not running yet. Raises `core.config.SettingsError`."""
+    """A server for the app, not yet running. Raises `core.config.SettingsError`."""
     app = create_app(settings)
     config = uvicorn.Config(
         app,
@@ -162,7 +159,7 @@ def make_server(settings: Settings) -> Server:
         lifespan="on",
         ws="none",
         access_log=False,
-        log_config=None,  # the process's own logging, whatever it is
+        log_config=None,  # keeps the process's own logging
         server_header=False,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=_GRACE_S,
@@ -173,14 +170,15 @@ def make_server(settings: Settings) -> Server:
 def serve(settings: Settings, fd: int | None = None) -> None:
     """Serve until SIGTERM or SIGINT, on the settings' host and port or on `fd`, an already bound socket.
 
-    As uvicorn does, raises the signal again after a clean end. Raises `core.config.SettingsError`, OSError.
+    As uvicorn does, raises the signal again after a clean shutdown. Raises `core.config.SettingsError`, OSError.
     """
     server = make_server(settings)
-    # What is there by now stays: to look through it for garbage again and again would hold up answers by 0.1 s.
+    # Objects created until now are long-lived: scanning them for garbage again and again would delay responses by 0.1
+    # s.
     gc.collect()
     gc.freeze()
-    # Nor what comes later as often as by default: a full collection walks through all that is open, and answers nobody
-    # meanwhile (40 ms of a core where 300 event streams have just been opened). What is short-lived is found as ever.
+    # Full collections also run less often than by default: one walks through all open objects while no request is
+    # served (40 ms of a core with 300 event streams just opened). Short-lived garbage is collected as ever.
     gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTIONS)
     sys.setswitchinterval(_SWITCH_S)
     # Not uvicorn's own `fd`: that takes every socket for a Unix one, for which asyncio sets no TCP_NODELAY, and each

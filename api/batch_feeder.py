@@ -1,8 +1,7 @@
-"""Works at batches: hands their lines to the queue, so many of one key at once, and gathers what came of them.
+"""Runs batches: submits their lines as jobs, a limited number per key, and stores the results.
 
-One process of all that answer does so at a time; whoever takes over goes on where that stood. Each key's batches of a
-queue are an item of a pool, so that none waits for another's. Knows cursors, counts and turns; what a line asks for,
-and what is answered to it, lines.py knows, and the files are batch_output.py's.
+One API process does so at a time; the next one continues from the stored position. Each key's batches of a queue are
+one item of a pool, so that keys do not delay each other. lines.py translates lines, batch_output.py writes files.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from core.jobs.store import QueueFull
 
 log = logging.getLogger(__name__)
 
-_TURN_S = 10.0  # after so long another takes over
+_TURN_S = 10.0  # after which another process may take over
 _THREADS = 8
-_STEP_S = 1.0  # of work at one key's batches, before it is another's turn
-_ITEM_S = 60.0  # of a step that hangs, after which its thread is given up
+_STEP_S = 1.0  # of work on one key's batches, before the next key's turn
+_ITEM_S = 60.0  # time limit of a hanging step, after which its thread is abandoned
 _OUTPUTS = 4  # batches of one key and queue whose files are being written
-_LARGE = 16_384  # characters of a result that is laid beside Redis: a thousand tokens' likeliest ones are megabytes
-_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 30.0)  # after what went wrong with a batch as a whole
-_LINE_S = 120.0  # for which a line waits for a picture that cannot be read
+_LARGE = 16_384  # characters of a result stored outside Redis: a thousand tokens' top log probabilities are megabytes
+_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 30.0)  # between retries after a batch-wide error
+_LINE_S = 120.0  # how long a line waits for an image that cannot be read
 
 
 class BatchFeeder:
-    """Started and closed with the service. Survives Redis: it tries again."""
+    """Started and closed with the service. Retries through Redis outages."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -50,8 +49,8 @@ class BatchFeeder:
         self._shares = {"image": service.settings.batch_jobs, "text": service.settings.batch_texts}
         self._lines = Lines(service)
         self._outputs: dict[str, BatchOutput] = {}
-        self._waits: dict[str, tuple[int, float]] = {}  # batch → failures in a row, and until when it is left alone
-        self._unread: dict[str, tuple[int, float]] = {}  # batch → line whose picture cannot be read, and since when
+        self._waits: dict[str, tuple[int, float]] = {}  # time limit of a step, after which its thread is abandoned
+        self._unread: dict[str, tuple[int, float]] = {}  # batch → line whose image cannot be read, and since when
         self._pool = TenantPool("batches", _THREADS, of_tenant=2, of_lane=1, item_s=_ITEM_S)
         self._poller = Poller("batches", "batches", self._look)
 
@@ -62,23 +61,23 @@ class BatchFeeder:
         self._poller.stop()
         self._pool.stop()
         with contextlib.suppress(StoreError):
-            self._store.my_turn(0.001)  # whose it was: another need not wait for its end
+            self._store.my_turn(0.001)  # release it: others need not wait for it to expire
 
     def _look(self) -> None:
         if self._store.my_turn(_TURN_S):
             for owner, queue, ids in self._lanes():
                 self._pool.submit(owner, queue, f"{owner}|{queue}", partial(self._step, ids))
-        elif self._outputs and self._pool.room == _THREADS:  # another goes on with them
+        elif self._outputs and self._pool.room == _THREADS:  # other threads continue with them
             for id in list(self._outputs):
                 self._outputs.pop(id).close()
 
     def work(self) -> None:
-        """One step of every key's batches, on this thread."""
+        """Run one step of every key's batches, on this thread."""
         for _, _, ids in self._lanes():
             self._step(ids, Bound(_ITEM_S))
 
     def _lanes(self) -> list[tuple[str, str, list[str]]]:
-        """Owner, queue and batches, the oldest first."""
+        """Owner, queue and batches, oldest first."""
         lanes: dict[tuple[str, str], list[str]] = {}
         active = self._store.active()
         for id, owner, endpoint in active:
@@ -95,7 +94,7 @@ class BatchFeeder:
     # -- one key's batches of one queue --------------------------------------------------------------------------------
 
     def _step(self, ids: Sequence[str], bound: Bound) -> None:
-        """What has ended is noted, what there is room for is begun, and files are written, for as long as a step is."""
+        """Store ended results, submit lines while there is room, and write files, for the duration of one step."""
         until = min(time.monotonic() + _STEP_S, bound.until)
         try:
             if self._advance_all(self._store.look(ids), until):
@@ -107,7 +106,7 @@ class BatchFeeder:
         """Whether there is more to do at once."""
         busy = sum(len(look.under_way) for look in looks)
         ending: deque[tuple[Batch, str]] = deque()
-        for look in looks:  # the oldest first
+        for look in looks:  # oldest first
             batch = look.batch
             if self._poller.stopping:
                 return False
@@ -142,12 +141,12 @@ class BatchFeeder:
         return bool(turns) or len(ending) > _OUTPUTS
 
     def _failed(self, batch: Batch, error: Exception) -> None:
-        """Leave a batch alone for a while; one that goes on going wrong in a way nobody expected fails."""
+        """Skip a batch for a while; one that keeps failing with an unexpected error fails."""
         if (output := self._outputs.pop(batch.id, None)) is not None:
             output.close()
         times = self._waits.get(batch.id, (0, 0.0))[0]
         self._waits[batch.id] = times + 1, time.monotonic() + _PAUSES_S[min(times, len(_PAUSES_S) - 1)]
-        if isinstance(error, NoArtifact):  # somebody cleared the store by hand
+        if isinstance(error, NoArtifact):  # the artifact was deleted by hand
             log.warning("%s has failed: its input is gone", batch.id)
             self._store.turn(batch, "failed", ended=int(time.time()))
         elif isinstance(error, ArtifactError):
@@ -161,7 +160,7 @@ class BatchFeeder:
     # -- lines -------------------------------------------------------------------------------------------------------
 
     def _gather(self, look: Look) -> int:
-        """Note what has ended; returns how many are still under way."""
+        """Store the results of ended jobs; returns how many are still in progress."""
         left = len(look.under_way)
         for line in look.lost:
             left -= self._note_lost(look.batch, line, look.under_way[line])
@@ -174,13 +173,13 @@ class BatchFeeder:
         return left
 
     def _note_lost(self, batch: Batch, line: int, id: str) -> bool:
-        """Its job was erased, and another may have its id."""
+        """The line's job was erased, and its id may have been reused."""
         lost = ApiError(500, "The job's record is gone.", code="job_lost")
         self._store.note(batch.id, line, refusal(lost, id), "failed")
         return True
 
     def _note(self, batch: Batch, line: int, job: Job) -> bool:
-        """Note what came of a line whose job has ended. False: it cannot be laid where it belongs; try again."""
+        """Store the result of a line whose job has ended. False: its artifact cannot be stored; retry."""
         well = job.state is JobState.SUCCEEDED
         try:
             result = self._lines.answer(batch, job)
@@ -200,14 +199,14 @@ class BatchFeeder:
         return True
 
     def _lay(self, text: str) -> str:
-        """Keep a large result as an artifact until the batch has ended; returns its key."""
+        """Store a large result as an artifact until the batch has ended; returns its key."""
         keep = self._service.store.keep
         return self._service.artifacts.put_kept(
             text.encode("ascii"), "application/jsonl", lambda key: keep(key, LAID_S)
         )
 
     def _begin(self, batch: Batch, room: int, until: float) -> int:
-        """Hand the next lines to the queue; returns how many."""
+        """Submit the next lines to the queue; returns how many."""
         queue = queue_of(batch.endpoint)
         if room <= 0 or self._service.store.backlog(queue).queued >= self._service.settings.max_queued:
             return 0
@@ -227,23 +226,23 @@ class BatchFeeder:
                     break
                 made = ApiError(500, "A picture that this line names cannot be read.", code="artifact_unreadable")
             if made is None:
-                break  # no worker has said what it offers: later
+                break  # no worker has announced the model yet: retry later
             end = raw.end if raw is not None else None
             if isinstance(made, ApiError):
                 if not self._store.refuse(batch.id, number, refusal(made, None), end):
-                    break  # another works at it
+                    break  # another process works on it
                 continue
             if not self._store.begin(batch.id, number, made.id, end):
                 found = self._store.batch(batch.id)
                 if found is not None and found.next == number and found.status != "in_progress":
-                    # It has ended meanwhile: nobody waits for this one.
+                    # The batch has ended meanwhile: this job is not needed.
                     self._service.store.cancel(made.id, made.incarnation)
                 break
             begun += 1
         return begun
 
     def _make(self, batch: Batch, number: int, raw: Raw | None) -> Job | ApiError | None:
-        """The line's job, or why there is none; None: nobody knows yet. Raises `ArtifactError`, `QueueFull`."""
+        """The line's job, or the reason why there is none; None: not known yet. Raises `ArtifactError`, `QueueFull`."""
         try:
             if raw is None:
                 return ApiError(500, "This line cannot be read any more.", code="artifact_unreadable")
@@ -261,7 +260,7 @@ class BatchFeeder:
         return job
 
     def _waited_enough(self, batch: Batch, number: int) -> bool:
-        """Whether this line has waited long for what it names."""
+        """Whether this line has waited long enough for the image it names."""
         line, since = self._unread.setdefault(batch.id, (number, time.monotonic()))
         if line != number:
             self._unread[batch.id] = number, time.monotonic()
@@ -269,7 +268,7 @@ class BatchFeeder:
         return time.monotonic() - since > _LINE_S
 
     def _raws(self, batch: Batch) -> Iterator[Raw]:
-        """The lines from the batch's next one on."""
+        """The batch's remaining lines."""
         raws = batch_lines.raw_lines(self._service.artifacts, batch.key, batch.place or 0)
         if batch.place is None:
             for _ in range(batch.next):
@@ -279,7 +278,7 @@ class BatchFeeder:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _end_early(self, batch: Batch, status: str) -> bool:
-        """End what is under way. False: one line has ended and cannot be noted yet."""
+        """Cancel the jobs in progress. False: one line has ended and cannot be stored yet."""
         for line, id in self._store.under_way(batch.id).items():
             job = self._service.store.get(id)
             if job is not None and job.digest == batch.id:
@@ -291,7 +290,7 @@ class BatchFeeder:
         return True
 
     def _finish(self, batch: Batch, status: str, until: float) -> bool:
-        """Write what came of it, for a while. Whether it has ended. Raises `ArtifactError`."""
+        """Write results for a limited time. Returns whether the batch has ended. Raises `ArtifactError`."""
         output = self._outputs.get(batch.id)
         if output is None or output.status != status:
             if output is not None:

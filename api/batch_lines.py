@@ -1,7 +1,4 @@
-"""Reads the lines of a batch's file one after the other, from any place in it, without ever holding the file.
-
-Knows bytes, places and the form of a line; what a line asks for, lines.py knows.
-"""
+"""Reads the lines of a batch's file sequentially from any offset, without loading the whole file."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ _MOST_ERRORS = 100  # that are told of one file
 
 
 class Raw(NamedTuple):
-    """A line as it is in the file, and where the next one begins."""
+    """A raw line of the file, and the offset of the next one."""
 
     data: bytes
     end: int
 
 
 class Line(TypedDict):
-    """A line of a batch's file; `bytes` is how long it is there."""
+    """A parsed line of a batch's file; `bytes` is its length in the file."""
 
     custom_id: str
     body: dict[str, Any]
@@ -38,11 +35,11 @@ class Line(TypedDict):
 
 
 def raw_lines(artifacts: Artifacts, key: str, place: int = 0, *, check: bool = False) -> Iterator[Raw]:
-    """The lines that are not blank, from a place on, which is where a line begins. Raises `ArtifactError`.
+    """Yield the non-blank lines from an offset, which must be the start of a line. Raises `ArtifactError`.
 
-    With `check`, from the beginning, the whole is held against its key in the end.
+    With `check`, from the beginning, the file's hash is verified at the end.
     """
-    size, at, parts = artifacts.size(key), place, [b""]  # what is before the next newline, in parts
+    size, at, parts = artifacts.size(key), place, [b""]  # parts of the line before the next newline
     digest, length = hashlib.sha256(), _PART
     while at < size:
         part = artifacts.read_part(key, at, length)
@@ -68,7 +65,7 @@ def raw_lines(artifacts: Artifacts, key: str, place: int = 0, *, check: bool = F
 
 
 def read(raw: bytes, endpoint: str) -> Line:
-    """A line of a batch that asks this endpoint. Raises `ApiError` (400) naming the field."""
+    """Parse a line of a batch for this endpoint. Raises `ApiError` (400) naming the field."""
     line = body.parse(raw)
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
@@ -83,7 +80,7 @@ def read(raw: bytes, endpoint: str) -> Line:
 
 
 class Checked(NamedTuple):
-    """What a file holds, and what is wrong with it: then nothing of it is done."""
+    """A file's line count and errors; with errors none of its lines is run."""
 
     lines: int
     pictures: int
@@ -105,7 +102,7 @@ def check(raws: Iterator[Raw], endpoint: str, rest: Callable[[float], None] = ti
             rest(min(_LONGEST_REST_S, time.thread_time() - begun))
             work, begun = 0, time.thread_time()
         if number > MOST_LINES:
-            continue  # counted
+            continue  # counted only
         if len(errors) >= _MOST_ERRORS:
             continue
         try:

@@ -1,7 +1,4 @@
-"""Writes what came of a batch into its files: line by line, in portions, and never all of it in memory.
-
-Knows the order of lines and of their results; when a batch has ended, batch_feeder.py knows.
-"""
+"""Writes a batch's results into its output files line by line, in portions, never holding them all in memory."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ from core.jobs.connection import StoreError
 
 log = logging.getLogger(__name__)
 
-LAID_S = 2 * WINDOW_S  # for which a large result lies beside Redis
+LAID_S = 2 * WINDOW_S  # how long a large result is stored outside Redis
 
 
 class BatchOutput:
-    """The files of one batch that ends with this status. Close it; after an exception it is of no use any more."""
+    """The files of one batch that ends with this status. Close it; after an exception it must not be used again."""
 
     def __init__(self, service: Service, lines: Lines, batch: Batch, status: str) -> None:
         self.batch = batch
@@ -40,10 +37,10 @@ class BatchOutput:
         self._number = 0
         self._spools: dict[str, Spool] = {}
         self._told = {"output": 0, "error": 0}
-        self._unmade = 0  # ended with the batch, before they were done: neither completed nor failed
+        self._unmade = 0  # unfinished when the batch ended: neither completed nor failed
 
     def write(self, go_on: Callable[[], bool]) -> bool:
-        """Write lines while `go_on`. Whether all are written. Raises `ArtifactError` and `StoreError`."""
+        """Write lines while `go_on`. Returns whether all are written. Raises `ArtifactError` and `StoreError`."""
         while self._number < self.batch.total:
             if not go_on():
                 return False
@@ -51,9 +48,9 @@ class BatchOutput:
         return True
 
     def end(self) -> bool:
-        """Keep the files, and end the batch. Done twice, by two who take turns, it ends once, with one pair of files.
+        """Store the files, and end the batch. If two processes do so, it ends once, with one pair of files.
 
-        Whether this call ended it. Raises `ArtifactError` and `StoreError`.
+        Returns whether this call ended it. Raises `ArtifactError` and `StoreError`.
         """
         failed = self._told["error"] - self._unmade
         made: dict[str, str | int] = {"ended": int(time.time()), "completed": self._told["output"], "failed": failed}
@@ -81,7 +78,7 @@ class BatchOutput:
         try:
             line = batch_lines.read(raw.data, self.batch.endpoint) if raw is not None else _unread()
         except ApiError:
-            line = _unread()  # damaged since it was looked at
+            line = _unread()  # damaged since it was checked
         try:
             written = self._lines.written(self.batch, self._number, line, result)
         except (StoreError, ArtifactError):
@@ -110,7 +107,7 @@ class BatchOutput:
         return result
 
     def _fetched(self, key: str) -> Result:
-        """A result that was laid aside. Raises `ArtifactError` where it may be had later."""
+        """Read a result stored outside Redis. Raises `ArtifactError` if a retry may succeed."""
         try:
             fetched: Result = json.loads(self._service.artifacts.get(key))
         except ArtifactError as error:
@@ -122,7 +119,7 @@ class BatchOutput:
 
 
 def failure(message: str, id: str | None = None) -> Result:
-    """What is noted of a line that something unexpected happened to."""
+    """The result of a line that failed with an unexpected error."""
     return refusal(ApiError(500, message, code="internal_error"), id)
 
 

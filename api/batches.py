@@ -1,7 +1,6 @@
-"""/v1/batches: up to 10,000 requests in a file, done as the queue has room, in OpenAI's shape.
+"""/v1/batches: up to 10,000 requests in a file, run as the queue has room, in OpenAI's format.
 
-Knows the form of a batch; batch_lines.py reads its lines, lines.py knows what these ask for, and batch_feeder.py does
-the work.
+batch_lines.py reads the lines, lines.py translates them, and batch_feeder.py runs them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _Word = Annotated[str, Field(max_length=512)]
 
 
 class BatchFields(BaseModel):
-    """What a batch is asked for with."""
+    """The fields of a new batch."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="BatchRequest")
 
@@ -49,7 +48,7 @@ class BatchFields(BaseModel):
 
 @router.post("/v1/batches", summary="Make a batch", openapi_extra=schemas.document(BatchFields))
 async def create(request: Request, service: Given, caller: By) -> Response:
-    """A file of no use makes a batch that has failed, and says which lines are wrong."""
+    """An unusable file creates a failed batch whose errors name the lines."""
     fields = schemas.read(BatchFields, await body.read(request, caller.id))
     caller.check("files")
     caller.check(_SCOPES[queue_of(fields.endpoint)])
@@ -69,7 +68,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
 
 @router.get("/v1/batches", summary="List batches", openapi_extra=_PAGES.document())
 async def batches(request: Request, service: Given, caller: By) -> Response:
-    """The caller's, or everybody's for an admin; newest first."""
+    """The caller's batches, or everybody's for an admin; newest first."""
     limit, after = _PAGES.read(request)
     owner = None if caller.may("admin") else caller.id
     found = await service.call(service.batches.batches, owner, after=after, limit=limit)
@@ -85,7 +84,7 @@ async def look(id: str, service: Given, caller: By) -> Response:
 
 @router.post("/v1/batches/{id}/cancel", summary="Cancel a batch")
 async def cancel(id: str, service: Given, caller: By) -> Response:
-    """Its jobs are cancelled within seconds; what was done stays. A batch that has ended stays as it is."""
+    """Its jobs are cancelled within seconds; finished lines stay. An ended batch is unchanged."""
     batch = await _find(service, id, caller)
     if batch.status == "in_progress":
         await service.call(service.batches.turn, batch, "cancelling")
@@ -93,12 +92,12 @@ async def cancel(id: str, service: Given, caller: By) -> Response:
 
 
 def queue_of(endpoint: str) -> str:
-    """The queue that its lines' jobs go to, which is also their modality."""
+    """The queue of its lines' jobs, which is also their modality."""
     return _QUEUES[endpoint]
 
 
 def _checked(service: Service, key: str, endpoint: str) -> batch_lines.Checked:
-    """Looks at every line. Blocks. Raises `ApiError` (404) and `ArtifactError`."""
+    """Check every line. Blocks. Raises `ApiError` (404) and `ArtifactError`."""
     try:
         return batch_lines.check(batch_lines.raw_lines(service.artifacts, key, check=True), endpoint)
     except NoArtifact:

@@ -1,7 +1,4 @@
-"""A request's body as strict JSON: what other parsers wave through is refused here, by the path of its field.
-
-Knows bytes and JSON; knows nothing of which fields mean what.
-"""
+"""Parses request bodies as strict JSON, and rejects by field path what other parsers let pass."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from api.fair_limiter import FairLimiter
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 _LARGE = 32 * 1024  # bytes
-_PARSERS = 2  # large bodies at once, and of one tenant one
-MAX_TOKENS = 50_000  # of a body: texts, brackets and commas; to look through more would hold up everybody
-_MAX_DIGITS = 20  # of a whole number, its sign included; 2**63 - 1 has 19
+_PARSERS = 2  # large bodies parsed at once, and one per tenant
+MAX_TOKENS = 50_000  # in a body: strings, brackets and commas; scanning more would delay all requests
+_MAX_DIGITS = 20  # of an integer, including its sign; 2**63 - 1 has 19
 
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{,]', re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -33,11 +30,11 @@ _NEVER = re.compile("[\x00\ud800-\udfff]")
 
 
 class _Huge:
-    """Stands for a whole number of more digits than anything here needs."""
+    """Placeholder for an integer with too many digits."""
 
 
 class _Repeated:
-    """Stands for an object in which a name appears twice."""
+    """Placeholder for an object with duplicate names."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,7 +47,7 @@ _limiter: RunVar[FairLimiter] = RunVar("parsers")
 
 
 def _parsers() -> FairLimiter:
-    """Those of this event loop."""
+    """The limiter of this event loop."""
     try:
         return _limiter.get()
     except LookupError:
@@ -60,14 +57,14 @@ def _parsers() -> FairLimiter:
 
 
 async def read(request: Request, tenant: str) -> dict[str, Any]:
-    """The body's top-level object. Raises `ApiError`: 415 for what is no JSON by its headers, 413, 400."""
+    """The body's top-level object. Raises `ApiError`: 415 if the headers declare no JSON, 413, 400."""
     raw = await collect(request)
-    # A small one is done sooner than a thread has begun; a large one may take long, and others are answered meanwhile.
+    # A small body is parsed faster than a thread starts; a large one may take long, so it must not block the loop.
     return parse(raw) if len(raw) <= _LARGE else await _parsers().run(tenant, parse, raw)
 
 
 async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:
-    """The body of a request for JSON. Raises `ApiError` as `read`."""
+    """The raw body of a JSON request. Raises `ApiError` as `read`."""
     _check_headers(request)
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
@@ -76,7 +73,7 @@ async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:
     try:
         async for chunk in request.stream():
             raw += chunk
-            if len(raw) > max_bytes:  # whatever it declared
+            if len(raw) > max_bytes:  # whatever Content-Length declared
                 raise too_large(max_bytes)
     except ClientDisconnect:
         raise ApiError(400, "The body ended early.", code="invalid_body") from None
@@ -84,7 +81,9 @@ async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """Strict JSON whose top level is an object. Raises `ApiError` (400) naming where it is wrong, without echo."""
+    """Parse strict JSON whose top level is an object. Raises `ApiError` (400) naming the location, without echoing
+    input.
+    """
     if not raw.strip():
         raise _invalid("The body is empty; it must be a JSON object.")
     try:
@@ -107,19 +106,19 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 
 def _too_many(raw: bytes) -> bool:
-    """Whether there are more than `MAX_TOKENS` texts, and brackets and commas outside of them."""
+    """Whether there are more than `MAX_TOKENS` strings, and brackets and commas outside of them."""
     if raw.count(b"[") + raw.count(b"{") + raw.count(b",") + raw.count(b'"') <= MAX_TOKENS:
         return False
     return next(islice(_TOKEN.finditer(raw), MAX_TOKENS, None), None) is not None
 
 
 def plain(name: object) -> str | None:
-    """A field's name if it is short and plain, so that an answer may repeat it; else None."""
+    """A field's name if it is short and plain, so that a response may repeat it; else None."""
     return name if isinstance(name, str) and _PLAIN.fullmatch(name) else None
 
 
 def number(text: str) -> float | None:
-    """The number that a form or a query writes as JSON does, 5.5e0 too; None for what is none, or is not finite."""
+    """A number in a form or a query, in JSON's syntax (5.5e0 too); None if it is none, or not finite."""
     if len(text) > _MOST_CHARACTERS or _NUMBER.fullmatch(text) is None:
         return None
     value = float(text)
@@ -158,9 +157,9 @@ def _integer(digits: str) -> int | _Huge:
 
 
 def _check(value: Any, path: list[str | int]) -> None:
-    """Refuse, in the order of the document, what must not be anywhere: also not where nobody would look.
+    """Reject, in document order, values that are never allowed, even in fields that are ignored.
 
-    `path` is where the value stands; it grows and shrinks on the way, since there may be half a million values.
+    `path` is the value's location; it is modified in place, since there may be half a million values.
     """
     if isinstance(value, str):
         if (found := _NEVER.search(value)) is not None:
@@ -186,7 +185,9 @@ def _check(value: Any, path: list[str | int]) -> None:
 
 
 def _wrong(path: list[str | int], message: str, code: str = "invalid_value") -> ApiError:
-    """A refusal of what stands at this path. A name on the way that is not plain could say anything: no path then."""
+    """A 400 for the value at this path. If a name in the path is not plain it may hold any text: then no path is
+    given.
+    """
     words = ""
     if all(isinstance(name, int) or plain(name) for name in path):
         words = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path).removeprefix(".")

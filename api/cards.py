@@ -1,6 +1,5 @@
-"""What the workers last said of themselves, read in the background so that no request waits for it.
-
-Knows cards, backlogs and their age; decides nothing.
+"""Polls worker and model cards, queue loads and keys from Redis in the background, so that no request waits for
+them.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from core.jobs.store import JobStore
 log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
-_STALE_S = 5.0  # a Redis that has not answered for so long is taken for gone
-_START_S = 2.0  # how long a start waits for the first look
-_PROBE_BYTES = 2**20  # as deployment/redis.py asks for before it starts one
-_AGAIN_S = 0.25  # the least between two looks that strangers ask for
+_STALE_S = 5.0  # after which a silent Redis counts as down
+_START_S = 2.0  # how long start-up waits for the first snapshot
+_PROBE_BYTES = 2**20  # as deployment/redis.py requires before it starts Redis
+_AGAIN_S = 0.25  # minimum interval of refreshes triggered by unauthenticated requests
 
 C = TypeVar("C", bound=ModelCard)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at the registry, the queues and the keys, by id.
+    """A snapshot of the registry, the queues, and the keys by id.
 
-    `guarded`: a key must be brought, even where there is none any more. `secret` is what links are signed with.
+    `guarded`: a key is required, even if none exists any more. `secret` signs links.
     """
 
     workers: tuple[WorkerCard, ...] = ()
@@ -51,10 +50,10 @@ class Snapshot:
     keys: Mapping[str, Key] = field(default_factory=dict)
     guarded: bool = False
     secret: bytes = b""
-    ahead_s: float = 0.0  # how much Redis's clock is ahead of this machine's
+    ahead_s: float = 0.0  # how far Redis's clock is ahead of this machine's
 
     def clock(self) -> float:
-        """The time by Redis's clock, in seconds since the epoch: the same for every API."""
+        """Redis's time, in seconds since the epoch: the same for every API."""
         return time.time() + self.ahead_s
 
     def ready(self, modality: str) -> int:
@@ -70,25 +69,25 @@ class Snapshot:
         return min(known, key=lambda model: not model.live, default=None)
 
     def expands(self, name: str) -> bool:
-        """Whether every worker that draws with this model writes text too; with none there, whether any ever did."""
+        """Whether every worker of this image model also serves text; if there is none now, whether any ever did."""
         drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
         if not drawing:
             return self.model(None, TextCard) is not None
         return all(any(isinstance(model, TextCard) for model in worker.models) for worker in drawing)
 
     def wait_s(self, queue: str) -> float:
-        """How long the ready workers have to do with what is queued; with none ready, how long one would."""
+        """How long the ready workers need for the queued work; if none is ready, how long one would."""
         backlog = self.backlogs.get(queue)
         return 0.0 if backlog is None else backlog.queued_ms / 1000 / max(1, self.ready(queue))
 
 
 class Cards:
-    """Keeps the newest snapshot. Belongs to one event loop; outlives Redis."""
+    """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
 
     def __init__(self, registry: Registry, store: JobStore, keyring: Keyring, beside: Path | None = None) -> None:
-        """`beside` is the folder of this Redis, where it runs beside this process."""
+        """`beside` is the folder of this Redis, if it runs beside this process."""
         self._beside = beside
-        self.trouble = ""  # why Redis does not answer, where more is known than that
+        self.trouble = ""  # why Redis does not reply, where known
         self._registry = registry
         self._store = store
         self._keyring = keyring
@@ -96,7 +95,7 @@ class Cards:
         self._look: asyncio.Task[None] | None = None
         self._looked = -float("inf")
         self._down = False
-        # Its own thread: a Redis that hangs must not take the ones that requests wait for.
+        # Its own thread: a hanging Redis must not occupy the threads that requests use.
         self._limiter = anyio.CapacityLimiter(1)
         self.now = Snapshot()
 
@@ -106,11 +105,11 @@ class Cards:
 
     @property
     def known(self) -> bool:
-        """Whether Redis has ever been read: before that nobody knows which keys there are."""
+        """Whether Redis has ever been read: before that the keys are unknown."""
         return self._looked > 0
 
     async def start(self) -> None:
-        """Returns after the first look, or without it if Redis does not answer soon."""
+        """Start polling. Returns after the first snapshot, or without it if Redis does not reply soon."""
         self._task = asyncio.create_task(self._run())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.renew(), _START_S)
@@ -130,13 +129,13 @@ class Cards:
         return found
 
     async def renew(self) -> None:
-        """Look now. Whoever asks while a look is under way waits for that one."""
+        """Refresh now. A call during a refresh waits for that one."""
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._read())
         await asyncio.shield(self._look)
 
     async def renew_soon(self) -> None:
-        """Look again, but four times a second at most: strangers must not keep Redis busy. They wait instead."""
+        """Refresh, at most four times a second: unauthenticated callers must not load Redis. They wait instead."""
         before = self._looked
         await asyncio.sleep(before + _AGAIN_S - time.monotonic())
         if self._looked == before:
@@ -167,7 +166,7 @@ class Cards:
             self._looked = time.monotonic()
 
     def _look_at_disk(self) -> str:
-        """Whether a Redis beside us has ended because it cannot write: its clients see no more than that it is gone."""
+        """Whether a Redis beside this process ended because it cannot write: clients only see that it is gone."""
         if self._beside is None:
             return ""
         try:
@@ -175,19 +174,19 @@ class Cards:
                 probe.write(bytes(_PROBE_BYTES))
                 probe.flush()
         except PermissionError:
-            return ""  # another user's
+            return ""  # owned by another user
         except OSError as error:
             return f"its disk cannot be written: {(error.strerror or type(error).__name__).lower()}"
         return ""
 
     def _snapshot(self) -> Snapshot:
         models = tuple(self._registry.models())
-        workers = tuple(self._registry.workers())  # after the models: whose worker is live, its worker is known
+        workers = tuple(self._registry.workers())  # after the models: so the worker of a live model is among them
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
         guard = self._keyring.guard()
-        # A Redis that was emptied knows of no key either: whom this process asked for one, it asks until it is told.
+        # An emptied Redis has no keys either: this process then goes on requiring one until it is told otherwise.
         guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)
-        # Read each time: a Redis that was emptied gets the one that the first API brings back, and all go on with that.
+        # Read each time: an emptied Redis gets the secret of the first API that writes it, and all APIs use that.
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused())

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says beyond what FastAPI reads from the routes: headers of all answers, and HEAD."""
+"""Extends FastAPI's OpenAPI document: headers of all responses, and HEAD."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _HEADERS = {
         "schema": {"type": "string"},
     },
 }
-# Every GET answers HEAD too. Of these it is written down: sizes and ETags are asked for without the bytes.
+# Every GET answers HEAD too. It is documented for these: clients ask for size and ETag without the bytes.
 _HEAD = ("/v1/jobs/{id}/images/{k}", "/v1/files/{id}/content")
 
 
 def extend(document: dict[str, Any]) -> None:
-    """Add to the document of all routes, in place."""
+    """Extend the document of all routes, in place."""
     document.setdefault("components", {})["headers"] = _HEADERS
     for path in _HEAD:
         document["paths"][path]["head"] = _head(document["paths"][path]["get"])
@@ -34,7 +34,7 @@ def extend(document: dict[str, Any]) -> None:
 
 
 def _head(get: dict[str, Any]) -> dict[str, Any]:
-    """The HEAD of this GET: the same without bodies, and without a range."""
+    """The HEAD operation of this GET: the same without bodies, and without a range."""
     kept: dict[str, Any] = {name: get[name] for name in ("tags", "security") if name in get}
     parameters = [one for one in get.get("parameters", []) if one["name"] != "Range"]
     return {

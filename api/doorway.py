@@ -1,7 +1,8 @@
-"""What every request passes: without keys only this machine, called by its own names, by no page of somebody else's.
+"""Host and Origin checks for every request: without keys only this machine may call, under its own names, and no
+foreign page.
 
-A page in a browser may call any address that the browser reaches; where there is no key to ask for, `Host` (against
-DNS rebinding) and `Origin` (against forged requests) tell its calls apart. Knows addresses and headers; knows no job.
+A web page may send requests to any address that the browser reaches; without keys, `Host` (against DNS rebinding) and
+`Origin` (against request forgery) identify such calls.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.errors import ApiError
 from api.service import Service
 
-_OPEN = ("/healthz", "/readyz")  # which tell nothing, and are asked by whoever supervises
+_OPEN = ("/healthz", "/readyz")  # expose nothing, and are used by supervisors
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Doorway:
-    """Refuses (403) what must not come in, and puts on answers what was noted for them on the way."""
+    """Rejects (403) disallowed requests, and adds the collected headers to responses."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
@@ -34,7 +35,7 @@ class Doorway:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Where Redis has not said yet whether there are keys, nothing is answered but that.
+        # Until Redis has been read, it is unknown whether keys exist: everything else is rejected.
         keyless = not self._service.cards.now.guarded
         refused = self._refusal(scope) if keyless and scope["path"] not in _OPEN else None
         if refused is not None:
@@ -70,13 +71,13 @@ class Doorway:
         return None
 
     def _allowed(self, origin: str | None) -> bool:
-        """Whether pages of this origin may call. One that is none (`null`: a file, a frame in a sandbox) never may."""
+        """Whether pages of this origin may call. An opaque origin (`null`: a file, a sandboxed frame) never may."""
         found = _origin(origin or "")
         return bool(found) and (self._any or found in self._origins)
 
 
 def _host(url: str) -> str:
-    """The host in a URL, without its port, in small letters; empty if there is none."""
+    """The host in a URL, without its port, in lower case; empty if there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -92,7 +93,7 @@ def _origin(url: str) -> str:
 
 
 def _own_name(host: str) -> bool:
-    """localhost, or an address: a name that somebody else owns can be made to lead here, an address cannot."""
+    """Whether it is localhost or an IP address: a foreign DNS name can be made to resolve here, an address cannot."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -106,6 +107,6 @@ def _loopback(peer: str) -> bool:
     try:
         address = ipaddress.ip_address(peer.partition("%")[0])
     except ValueError:
-        return False  # what a proxy says of whom it does not know, such as `unknown`
+        return False  # e.g. `unknown`, from a proxy
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)

@@ -1,6 +1,6 @@
-"""POST /v1/images/edits: OpenAI's endpoint. As images.py, from a picture, and a mask where there is one.
+"""POST /v1/images/edits: OpenAI's endpoint. As images.py, from a source image and an optional mask.
 
-Knows the forms of this request; the picture itself is looked at in uploads.py.
+uploads.py checks and decodes the image.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FILE = {"type": "string", "format": "binary"}
     ) | {"parameters": [schemas.IDEMPOTENCY_KEY]},
 )  # fmt: skip
 async def edit(request: Request, service: Given, caller: By) -> Response:
-    """As /v1/images/generations, which tells of answers, of streams and of who leaves."""
+    """Responses, streams and disconnects are as in /v1/images/generations."""
     caller.check("images")
     fields, upload = await _read(request, service, caller)
     id = intake.idempotent(request, caller)
@@ -50,7 +50,7 @@ async def edit(request: Request, service: Given, caller: By) -> Response:
 
 
 async def _read(request: Request, service: Service, caller: Caller) -> tuple[EditFields, Upload]:
-    """What is asked for, as a form or as JSON, and what is edited. Raises `ApiError`."""
+    """The request, as a form or as JSON, and its source image. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
         named = schemas.read(schemas.EditBody, await body.read(request, caller.id))
         return named, await references.read(service, caller, named)
@@ -64,7 +64,7 @@ async def _read(request: Request, service: Service, caller: Caller) -> tuple[Edi
 
 
 async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Texts and files by name. Raises `ApiError` (400, 413) for what comes twice, or as the wrong kind."""
+    """Texts and files by name. Raises `ApiError` (400, 413) for duplicates, and for the wrong kind."""
     texts: dict[str, str] = {}
     files: dict[str, bytes] = {}
     for given, value in parts.multi_items():
@@ -89,7 +89,7 @@ async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
 
 
 def _typed(texts: dict[str, str]) -> dict[str, Any]:
-    """A form knows only text: what is meant as a number or as true is made one. All else is left to be refused."""
+    """Convert form text that stands for a number or a boolean. Anything else is left for validation to reject."""
     fields: dict[str, Any] = dict(texts)
     for name, text in texts.items():
         known = EditFields.model_fields.get(name)

@@ -1,6 +1,6 @@
-"""Every error as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}}.
+"""Error responses in OpenAI's format: {"error": {"message", "type", "param", "code"}}.
 
-Knows statuses and headers. No answer repeats what was sent, except names of fields that are plain words.
+No response echoes input, except names of fields that are plain words.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from core.jobs.unreadable import TALLY, Unreadable
 
 log = logging.getLogger(__name__)
 
-# Addresses of OpenAI's that this service does not have, and what serves instead.
+# OpenAI endpoints that this service does not have, and their replacements.
 _NOT_OFFERED = {
     "/v1/responses": "The Responses API is not offered; use POST /v1/chat/completions.",
     "/v1/embeddings": "Embeddings are not offered: no model here makes them; GET /v1/models lists those there are.",
     "/v1/images/variations": "Variations are not offered; use POST /v1/images/edits.",
 }
 
-# The unmodified OpenAI client tries 408, 409, 429 and 5xx again by itself, unless it is told not to.
+# OpenAI's client retries 408, 409, 429 and 5xx by itself, unless told not to.
 NO_RETRY = {"x-should-retry": "false"}
 
-_DOWN_S, _FULL_S = 2, 30  # when to come back: a Redis that starts again, one that is full
-_UNSTORED_S = 5  # a store of artifacts that does not answer
+_DOWN_S, _FULL_S = 2, 30  # Retry-After: while Redis restarts, while it is full
+_UNSTORED_S = 5  # Retry-After while the artifact store does not reply
 
 
 class ApiError(Exception):
-    """An answer that is no success. `param` names the field of the request that is wrong, `code` is for programs.
+    """An error response. `param` names the invalid request field, `code` is for programs.
 
     `detail` is the message without the field's name, where it begins with that.
     """
@@ -80,7 +80,7 @@ def refused(field: str | None, message: str, code: str = INVALID_VALUE) -> ApiEr
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Has what the contract refuses answered with a 400."""
+    """Context manager that turns `Invalid` of the contract into a 400."""
     try:
         yield
     except Invalid as error:
@@ -88,24 +88,24 @@ def refusals() -> Iterator[None]:
 
 
 def unsuccessful(job: Job) -> ApiError:
-    """What is said of a job that ended without success to whom waited for it. None of it is worth a retry."""
+    """The response for a client that waited for a job that failed. None of these is worth a retry."""
     error = job.error or {}
     if job.state is JobState.CANCELLED:
         return ApiError(409, "The job was cancelled.", code="cancelled", headers=NO_RETRY)
     if job.state is JobState.EXPIRED:
         return ApiError(504, "The deadline passed before the job was done.", code="expired", headers=NO_RETRY)
-    if error.get("code") == INVALID_REQUEST:  # what only a worker can tell, and the client can mend
+    if error.get("code") == INVALID_REQUEST:  # only a worker can check it, and the client can fix it
         if "detail" not in error:  # a worker of an older version
             return refused(None, str(error.get("message") or "The request cannot be served."))
         return refused(error["field"], error["detail"], error["reason"])
-    if error.get("code") == "content_filter":  # asked for again it would be refused again
+    if error.get("code") == "content_filter":  # a retry would be filtered again
         return ApiError(400, "A picture was refused by this service's checker.", code="content_filter")
     message = str(error.get("message") or "The job failed.")
     return ApiError(500, message, code=str(error.get("code") or "failed"), headers=NO_RETRY)
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the app, the framework's own included, one of this form."""
+    """Give every error of the app, including the framework's, this format."""
     app.add_exception_handler(ApiError, _from_api)
     app.add_exception_handler(HTTPException, _from_framework)
     app.add_exception_handler(RequestValidationError, _from_validation)
@@ -116,7 +116,7 @@ def install(app: FastAPI) -> None:
 
 
 class LastResort:
-    """Answers 500 for what nobody expected, and logs it: the traceback stays here."""
+    """Answers 500 to unexpected errors, and logs the traceback without sending it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -133,7 +133,7 @@ class LastResort:
             await self.app(scope, receive, watched)
         except Exception:
             if started or scope["type"] != "http":
-                raise  # half an answer is out; the server cuts the connection, which says it all
+                raise  # part of the response is sent; the server closes the connection, which signals the failure
             log.exception("an unexpected error")
             answer = ApiError(
                 500, "Something unexpected went wrong; the server's log says what.", code="internal_error"
@@ -153,7 +153,7 @@ async def _from_api(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _from_framework(request: Request, error: Exception) -> JSONResponse:
-    """404, 405 and the like of Starlette and FastAPI. Their own words are dropped: they may quote the request."""
+    """404, 405 and the like of Starlette and FastAPI. Their messages are dropped: they may echo the request."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     if status == 404 and (instead := _NOT_OFFERED.get(request.url.path.rstrip("/"))):
@@ -166,7 +166,7 @@ async def _from_framework(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _from_validation(request: Request, error: Exception) -> JSONResponse:
-    """A parameter of path, query or header that FastAPI itself refused."""
+    """A parameter of path, query or header that FastAPI rejected."""
     assert isinstance(error, RequestValidationError)
     named = next((str(e["loc"][1]) for e in error.errors() if len(e["loc"]) > 1 and e["loc"][0] != "body"), None)
     return refused(named, "is not valid" if named else "The request is not valid.").response
@@ -191,9 +191,9 @@ async def _from_record(request: Request, error: Exception) -> JSONResponse:
 
 
 def unserved(error: Exception, trouble: str = "", *, safe: bool = False) -> ApiError:
-    """What is said of a `StoreError` or an `ArtifactError`, which is logged here.
+    """The response for a `StoreError` or an `ArtifactError`, which is logged here.
 
-    `trouble`: what more is known of Redis. `safe`: a retry draws nothing.
+    `trouble`: a known cause of Redis's failure. `safe`: a retry does not generate anything twice.
     """
     if isinstance(error, StorageDown):
         log.warning("answered 503: %s", error)

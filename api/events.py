@@ -1,7 +1,4 @@
-"""GET /v1/jobs/{id}/events: what happens to a job, as server-sent events that can be resumed.
-
-Knows the stream's form and its ids; events themselves are made where the job's state changes.
-"""
+"""GET /v1/jobs/{id}/events: a job's events as resumable server-sent events."""
 
 from __future__ import annotations
 
@@ -30,15 +27,17 @@ from core.jobs.record import Job
 router = APIRouter(tags=["jobs"])
 
 _KEEP_ALIVE_S = 15.0
-_PAST_S = 2.0  # a stream that exists gives its past at once
+_PAST_S = 2.0  # an existing stream delivers its past at once
 _POSITION = re.compile(r"([0-9]{1,19})(?:-([0-9]{1,19}))?")
 
 
 class EventStream(EventSourceResponse):
-    """Closes its source when the client leaves, wherever it was, instead of leaving that to the garbage collector."""
+    """Closes its source when the client disconnects, without waiting for the garbage collector."""
 
     def __init__(self, source: AsyncGenerator[bytes], unheard: Callable[[], Awaitable[object]] | None = None) -> None:
-        """`unheard` is called where the client leaves before the source has begun, which then cleans up nothing."""
+        """`unheard` is called if the client disconnects before the source has started, whose own cleanup then never
+        runs.
+        """
         super().__init__(self._begun(source), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._source = source
         self._unheard = unheard
@@ -87,7 +86,7 @@ class EventStream(EventSourceResponse):
     },
 )
 async def events(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Every event has an id, a type and JSON data. The last is the job's end, and its data is the whole job object."""
+    """Every event has an id, a type and JSON data. The last one is the job's end; its data is the whole job object."""
     after = request.headers.get("last-event-id") or request.query_params.get("last_event_id") or "0-0"
     seen = _position(after)
     if seen is None:
@@ -96,12 +95,12 @@ async def events(id: str, request: Request, service: Given, caller: By) -> Respo
     job = await find(service, id, caller)
     if not job.state.final:
         if job.followed is False:
-            with contextlib.suppress(StoreError):  # then its changes of state are told
+            with contextlib.suppress(StoreError):  # then only its state changes are sent
                 await service.call(service.store.follow, job.id, job.incarnation)
         return EventStream(_live(service, job, seen, links))
     past = [_text(event, job, links) for event in await _past(service, job, seen)]
     if not past:
-        return Response(status_code=204)  # which tells a browser's EventSource not to come again
+        return Response(status_code=204)  # tells a browser's EventSource not to reconnect
     return EventStream(_told(past))
 
 
@@ -109,13 +108,13 @@ Position = tuple[int, int]
 
 
 def _position(id: str) -> Position | None:
-    """A place in a stream; None for what is not one."""
+    """A position in a stream; None if it is none."""
     match = _POSITION.fullmatch(id)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 async def _live(service: Service, job: Job, seen: Position, links: Links) -> AsyncGenerator[bytes]:
-    """Events as they come, keep-alive comments between them, until the job's end."""
+    """Events as they come, with keep-alive comments, until the job's end."""
     async with aclosing(service.follow(job, f"{seen[0]}-{seen[1]}", _KEEP_ALIVE_S)) as following:
         async for event in following:
             if event is not None:
@@ -123,7 +122,7 @@ async def _live(service: Service, job: Job, seen: Position, links: Links) -> Asy
                 yield _text(event, await service.record(job) if event.final else None, links)
                 continue
             yield KEEPALIVE_COMMENT
-            # After a silence the record is asked, because a Redis that came back may have lost a stream's end.
+            # After a silence the record is read, because a restarted Redis may have lost a stream's end.
             try:
                 found = await service.call(service.store.get, job.id)
             except StoreError:
@@ -137,9 +136,9 @@ async def _live(service: Service, job: Job, seen: Position, links: Links) -> Asy
 
 
 async def _past(service: Service, job: Job, seen: Position) -> list[Event]:
-    """What a job that has ended left after this place. Where its stream is gone, its end as the record tells it.
+    """The events of an ended job after this position; if its stream is gone, its end from the record.
 
-    Read from the start: one who has seen the terminal event would wait for another for ever.
+    Read from the start: a client that has seen the terminal event would otherwise wait for ever.
     """
     past = []
     async with aclosing(service.follow(job, "0-0", _PAST_S)) as following:

@@ -1,6 +1,6 @@
-"""Lets a few at once do what takes much memory or time, and of one tenant one: others need not wait for all of its.
+"""Limits concurrent work that needs much memory or time, with at most one item per tenant.
 
-For coroutines of one event loop; what runs on threads of its own is tenant_pool.py's.
+For coroutines of one event loop; tenant_pool.py does the same for work on threads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class FairLimiter:
-    """`total` at once, on as many threads, and one of each tenant; tenants in the order in which they came."""
+    """At most `total` at once, on as many threads, and one per tenant; tenants in order of arrival."""
 
     def __init__(self, total: int) -> None:
         self._threads = anyio.CapacityLimiter(total)
         self._locks: dict[str, tuple[asyncio.Lock, list[None]]] = {}
 
     async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what blocks on a thread, when it is the tenant's turn. A cancelled caller waits for its end."""
+        """Run a blocking function on a thread in the tenant's turn. A cancelled caller waits for its end."""
         async with self._turn(tenant):
             return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
 

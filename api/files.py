@@ -1,6 +1,6 @@
-"""/v1/files: what batches are made of and what comes of them, and pictures to be edited, in OpenAI's shape.
+"""/v1/files: input and output files of batches, and images to be edited, in OpenAI's format.
 
-Knows uploads and records; what the lines of a file ask for, batches.py knows, and pictures are looked at in uploads.py.
+batches.py checks the lines of a file, uploads.py checks images.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from core.jobs.files import KEPT_S, File, FilesFull, new_file_id
 router = APIRouter(tags=["batches"])
 
 MAX_BYTES = 32 * 2**20
-_PART = 2**20  # bytes of a file that are in memory at once
+_PART = 2**20  # bytes of a file in memory at once
 _ENVELOPE = 64 * 1024  # of a form around its file
 _LINES = "application/jsonl"
 _PICTURES = ("image/png", "image/jpeg", "image/webp")
@@ -132,12 +132,12 @@ async def delete(id: str, service: Given, caller: By) -> Response:
 
 
 async def find(service: Service, id: str, caller: Caller, param: str = "id") -> File:
-    """As `get`, for this caller and without blocking."""
+    """As `get`, for this caller, without blocking."""
     return await service.call(get, service, id, caller.id, admin=caller.may("admin"), param=param)
 
 
 def get(service: Service, id: str, owner: str, *, admin: bool = False, param: str = "id") -> File:
-    """The owner's file of this id; as `admin` anybody's. Blocks. Raises `ApiError` (404), also for those of others."""
+    """The owner's file of this id; as `admin` anybody's. Blocks. Raises `ApiError` (404), also for others' files."""
     file = service.files.file(id) if re.fullmatch(r"file-[0-9a-f]{24}", id) else None
     if file is None or not (file.owner == owner or admin):
         raise gone(param)
@@ -145,7 +145,7 @@ def get(service: Service, id: str, owner: str, *, admin: bool = False, param: st
 
 
 def content_of(service: Service, file: File, param: str = "id") -> bytes:
-    """Its bytes. Blocks. Raises `ApiError` (404) where they are gone."""
+    """Its bytes. Blocks. Raises `ApiError` (404) if they are gone."""
     try:
         return service.artifacts.get(file.key)
     except NoArtifact:
@@ -161,14 +161,14 @@ def keep_spool(
     service: Service, owner: str, name: str, purpose: str, spool: Spool, kind: str = _LINES, *, quota: int = 0,
     id: str = "",
 ) -> File:  # fmt: skip
-    """Keep a file of this media type for its time. Raises `ArtifactError`, `StoreError` and `FilesFull`."""
+    """Store a file of this media type for its retention time. Raises `ArtifactError`, `StoreError` and `FilesFull`."""
     id = id or new_file_id()
     key = service.artifacts.put_spool(spool, kind, partial(service.files.reserve, id))
     return service.files.add(owner, name, purpose, spool.size, key, quota=quota, id=id)
 
 
 def _quota(service: Service, caller: Caller) -> int:
-    """Bytes that the caller's files may take together: the key's own, or else the service's. 0: any number."""
+    """Maximum total bytes of the caller's files: the key's own limit, or else the service's. 0: unlimited."""
     key = service.cards.now.keys.get(caller.id)
     return (key.file_bytes if key else 0) or service.settings.files_quota_bytes
 
@@ -176,10 +176,10 @@ def _quota(service: Service, caller: Caller) -> int:
 def _keep_upload(
     service: Service, owner: str, name: str, purpose: str, upload: IO[bytes], kind: str, quota: int
 ) -> File:
-    """Keep what was handed in. Blocks. Raises `ApiError` (429) where the owner has too much."""
+    """Store an upload. Blocks. Raises `ApiError` (429) if the owner's quota is exceeded."""
     try:
         spool, used = Spool.of(upload), service.files.used_bytes(owner)
-        if quota and used + spool.size > quota:  # before it is written anywhere; the record is what counts
+        if quota and used + spool.size > quota:  # before anything is written; the record enforces the limit
             raise FilesFull(used, quota)
         return keep_spool(service, owner, name, purpose, spool, kind, quota=quota)
     except FilesFull as full:
@@ -188,7 +188,7 @@ def _keep_upload(
 
 
 def _media_type(upload: IO[bytes]) -> str:
-    """Of a picture, by its header. Blocks. Raises `ApiError`."""
+    """Media type of an image, by its header. Blocks. Raises `ApiError`."""
     upload.seek(0)
     return uploads.media_type("file", upload.read(uploads.MAX_BYTES + 1))
 
@@ -210,7 +210,7 @@ async def _parts(service: Service, file: File, size: int) -> AsyncIterator[bytes
 
 @asynccontextmanager
 async def _upload(request: Request) -> AsyncIterator[tuple[str, str, IO[bytes]]]:
-    """The purpose, the name and the bytes of a file, which lie on a disk if they are many. Raises `ApiError`."""
+    """Purpose, name and content of an uploaded file; large content is on disk. Raises `ApiError`."""
     async with form(request, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
         purpose, upload = parts.get("purpose"), parts.get("file")
         if not isinstance(purpose, str) or purpose not in _PURPOSES:

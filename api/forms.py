@@ -1,7 +1,4 @@
-"""A request's body as a form with files: how large it may be is held against what it declares, before it is read.
-
-Knows multipart/form-data; knows nothing of which fields mean what.
-"""
+"""Parses a body as a multipart form with files; its size is checked by the declared length before it is read."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from starlette.requests import ClientDisconnect
 
 from api.errors import ApiError
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it speaks of forms that are refused
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs rejected forms
 
 
 @asynccontextmanager
 async def form(request: Request, *, max_bytes: int, max_files: int, max_fields: int) -> AsyncIterator[FormData]:
-    """The form, and its files as long as the context is open. `max_bytes` are those of the whole body.
+    """The form, with its files open as long as the context. `max_bytes` limits the whole body.
 
-    Raises `ApiError`: 411, 413 and 415 by its headers, 400 for what is no form.
+    Raises `ApiError`: 411, 413 and 415 by its headers, 400 for a malformed form.
     """
     declared = request.headers.get("content-length", "")
     if not re.fullmatch(r"[0-9]{1,12}", declared):

@@ -1,6 +1,6 @@
-"""/healthz and /readyz: whether the process lives, and whether it can do what it is for.
+"""/healthz and /readyz: whether the process lives, and whether it can serve.
 
-Knows the newest look at the registry. Neither touches Redis or a thread, so that both answer when all else hangs.
+Both use the newest snapshot and touch neither Redis nor a thread, so that they answer even if everything else hangs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""POST /v1/images/generations: OpenAI's endpoint. A job is made, waited for, and answered with its pictures.
-
-Knows this one shape of request and answer; the job itself is made and followed in service.py.
-"""
+"""POST /v1/images/generations: OpenAI's endpoint. Creates a job, waits for it, and responds with its images."""
 
 from __future__ import annotations
 
@@ -36,9 +33,10 @@ _CLOSED = 499  # nobody reads it
     openapi_extra={**schemas.document(ImageFields), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def generate(request: Request, service: Given, caller: By) -> Response:
-    """Answers when all pictures are drawn, or with `stream` tells of them as they come.
+    """Answers when all pictures are drawn; with `stream`, sends events as they come.
 
-    A client that leaves before the end cancels the job, unless it brought an `Idempotency-Key`: then it may come again.
+    A client that disconnects before the end cancels the job, unless it sent an `Idempotency-Key`: then it may repeat
+    the request.
     """
     caller.check("images")
     fields = schemas.read(ImageFields, await body.read(request, caller.id))
@@ -48,7 +46,7 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
 
 
 async def answer(service: Service, request: Request, job: Job, fields: ImageFields, *, stays: bool) -> Response:
-    """The job's pictures when they are drawn, or with `stream` all that comes. Raises `ApiError`."""
+    """The job's images when all are finished, or with `stream` its events. Raises `ApiError`."""
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:
         source = streaming.tell(service, job, links, fields.partial_images or 0, stays=stays)
@@ -59,7 +57,7 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageFiel
 
 
 async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:
-    """The job as it ended well. Raises `ApiError` for all other ends, and as `wait`."""
+    """The job after a success. Raises `ApiError` for any other end, and as `wait`."""
     ended = await wait(service, job, request, service.end(job), stays=stays)
     if ended is None:
         raise left()
@@ -75,8 +73,8 @@ def left() -> ApiError:
 async def wait(
     service: Service, job: Job, request: Request, work: Coroutine[Any, Any, Job | None], *, stays: bool
 ) -> Job | None:
-    """What `work` comes to while the client waits; None if it left. Where there is nothing the job is over, unless it
-    `stays`, however this is left.
+    """The result of `work`, if the client stays connected; None if it left. Without a result the job is cancelled,
+    unless it `stays`, however this is left.
 
     Raises `ApiError`.
     """
@@ -103,13 +101,13 @@ async def wait(
 
 
 async def _left(request: Request) -> None:
-    """Returns when the client has closed the connection. The body has been read, so nothing else can come."""
+    """Returns when the client has disconnected. The body has been read, so nothing else can come."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def generated(service: Service, job: Job, links: Links | None) -> bytes:
-    """The answer's JSON, tens of megabytes of it where pictures are inside: made on a thread.
+    """The response's JSON, tens of megabytes with inline images: built on a thread.
 
     Raises `core.artifacts.ArtifactError`.
     """

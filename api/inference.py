@@ -1,7 +1,7 @@
-"""Pictures as huggingface_hub's InferenceClient asks for them: `inputs` and `parameters` in, a picture's bytes out.
+"""Endpoint for huggingface_hub's InferenceClient: `inputs` and `parameters` in, an image's bytes out.
 
 `InferenceClient(base_url="http://host:8000")`, or `model="http://host:8000/v1/models/NAME"` for one of several models:
-`text_to_image` and `image_to_image` post to that very address, in the form of Hugging Face's Inference Endpoints.
+`text_to_image` and `image_to_image` post to that very address, in the format of Hugging Face's Inference Endpoints.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from core.jobs.connection import StoreError
 
 router = APIRouter(tags=["images"])
 
-_MOST_BYTES = uploads.MAX_BYTES * 4 // 3 + body.MAX_BYTES  # a picture in base64, and the rest
-_PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # how PNG, JPEG and WebP (RIFF) begin in base64
+_MOST_BYTES = uploads.MAX_BYTES * 4 // 3 + body.MAX_BYTES  # an image in base64, and the rest
+_PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # start of PNG, JPEG and WebP (RIFF) in base64
 _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
-# The client's names → ours; the others are called as in /v1/images/generations and /v1/images/edits.
+# The client's names → ours; the others are the same as in /v1/images/generations and /v1/images/edits.
 _NAMES = {"num_inference_steps": "steps"}
-_OTHERWISE = {  # what this address says in another way, or has no place for
+_OTHERWISE = {  # fields that this endpoint expresses in another way, or does not support
     "model", "n", "size", "steps", "response_format", "stream", "partial_images", "preview_every", "user", "quality",
     "style", "background", "moderation", "input_fidelity",
 }  # fmt: skip
@@ -40,7 +40,7 @@ _SHARED = tuple(name for name in EditFields.model_fields if name not in _OTHERWI
 
 
 class InferenceBody(BaseModel):
-    """What the client posts."""
+    """The body that the client posts."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="InferenceRequest")
 
@@ -55,7 +55,7 @@ class InferenceBody(BaseModel):
 
 
 class InferenceError(BaseModel):
-    """The form of error that the client shows to people."""
+    """The error format that the client shows to its user."""
 
     error: str
     param: str | None
@@ -76,7 +76,7 @@ _DOCUMENTED: dict[str, Any] = {
 
 
 @router.post("/", summary="Draw a picture, as InferenceClient asks", **_DOCUMENTED)
-@router.post("/v1", include_in_schema=False)  # for who has OpenAI's address at hand
+@router.post("/v1", include_in_schema=False)  # for clients configured with OpenAI's address
 async def draw(request: Request, service: Given) -> Response:
     """With the first image model that is live."""
     return await _answer(request, service, None)
@@ -84,7 +84,7 @@ async def draw(request: Request, service: Given) -> Response:
 
 @router.post("/v1/models/{name:path}", summary="Draw a picture with a model, as InferenceClient asks", **_DOCUMENTED)
 async def draw_with(name: str, request: Request, service: Given) -> Response:
-    """A client that leaves before the end cancels the job."""
+    """A client that disconnects before the end cancels the job."""
     return await _answer(request, service, name)
 
 
@@ -109,7 +109,7 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
 
 
 async def _body(request: Request, service: Service, tenant: str) -> InferenceBody:
-    """What is posted, with the format of the `Accept` header where no other is asked for. Raises `ApiError`."""
+    """The posted body, with the format of the `Accept` header as the default. Raises `ApiError`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind in ("", "application/octet-stream"):  # image_to_image without parameters
         raise _no_prompt()
@@ -123,7 +123,7 @@ async def _body(request: Request, service: Service, tenant: str) -> InferenceBod
 
 
 def _split(asked: InferenceBody) -> tuple[dict[str, Any], str | None]:
-    """Our fields, and the picture to begin with in base64; None: there is none. Raises `ApiError` (400)."""
+    """Our fields, and the source image in base64; None: there is none. Raises `ApiError` (400)."""
     parameters = dict(asked.parameters or {})
     size = _size(parameters)
     fields = {_NAMES.get(name, name): parameters.pop(name) for name in (*_NAMES, *_SHARED) if name in parameters}
@@ -140,7 +140,7 @@ def _split(asked: InferenceBody) -> tuple[dict[str, Any], str | None]:
 
 
 def _size(parameters: dict[str, Any]) -> str | None:
-    """Takes what names a size out of the parameters. Raises `ApiError` (400)."""
+    """Remove the size from the parameters. Raises `ApiError` (400)."""
     target = parameters.pop("target_size", None)
     if target is not None and not (isinstance(target, dict) and target.keys() == {"width", "height"}):
         raise refused("parameters.target_size", "must be an object of width and height", "invalid_type")
@@ -167,7 +167,7 @@ def _no_prompt() -> ApiError:
 
 
 def _told(error: ApiError, prompt: str) -> JSONResponse:
-    """The error in the client's form, its field by the client's name. `prompt`: where that was given."""
+    """The error in the client's format, its field under the client's name. `prompt`: the field that gave the prompt."""
     ours = {value: name for name, value in _NAMES.items()}
     names = {name: f"parameters.{name}" for name in _SHARED}
     names |= {name: f"parameters.{theirs}" for name, theirs in ours.items()}

@@ -1,6 +1,6 @@
-"""How a request becomes a job: admitted, counted, and made once. Who repeats a request gets the job that it made.
+"""Turns a request into a job: checks it, charges rate limits, creates it once. A repeated request returns the same job.
 
-Knows the order of these and how ids are chosen; what a model offers is checked in admission.py.
+admission.py checks requests against model cards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from core.jobs.rates import Charge
 from core.jobs.record import Draft, Job, Standing, new_id
 
 _KEY = re.compile(r"[!-~]{1,255}")
-_INPUT_S = 3600.0  # until the record of the job that it is for says how long it is kept
+_INPUT_S = 3600.0  # until the job's record sets its retention
 
 
 def idempotent(request: Request, caller: Caller) -> str | None:
-    """The id that this caller's `Idempotency-Key` stands for; None without one. Raises `ApiError` (400)."""
+    """The job id for this caller's `Idempotency-Key`; None without one. Raises `ApiError` (400)."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -48,7 +48,7 @@ async def accept(
     id: str | None = None,
     upload: Upload | None = None,
 ) -> Job:
-    """As `submit`, for who need not know where the job stands."""
+    """As `submit`, for callers that do not need the queue position."""
     return (await submit(service, request, caller, fields, id, upload))[0]
 
 
@@ -60,10 +60,10 @@ async def submit(
     id: str | None = None,
     upload: Upload | None = None,
 ) -> tuple[Job, Standing | None]:
-    """Make a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
+    """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
-    With an `id` of the client's choice the job may be there already: it is returned as it stands. `upload` is what is
-    edited: it may raise `ArtifactError` too. With it comes where a job waits that was made now.
+    With an `id` chosen by the client the job may exist already: it is returned unchanged. `upload` is the source of an
+    edit: with it `ArtifactError` may be raised. Also returns the queue position of a job created now.
     """
     digest = "" if id is None else _digest(fields, upload)
 
@@ -81,7 +81,7 @@ async def submit(
         except ApiError as error:
             refusal = error
     if draft is not None and upload is None and draft.deadline_s is None:
-        # Most come this way: all that Redis is needed for is one step.
+        # The common path: a single Redis call.
         requests, pictures = for_request(caller), for_pictures(caller, ImageJob.read(draft.parameters).n)
         job, standing = await _create(service, draft, request, requests + pictures, len(requests))
         return _same(job, caller, digest), standing
@@ -98,21 +98,21 @@ async def submit(
             raise not_served(service, fields.model, ImageCard)
         draft = draft_for(card)
     if draft.deadline_s is not None:
-        # Read afresh: what was queued a second ago may be done, and nobody is refused for it.
+        # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
         backlog = await service.call(service.store.backlog, draft.modality)
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
     asked = ImageJob.read(draft.parameters)
     charges = for_pictures(caller, asked.n)
     if upload is not None:
         fitted = await service.decoding.run(caller.id, upload.fitted, asked.size)
-        await count_pictures(request, service, caller, asked.n)  # before anything is kept
+        await count_pictures(request, service, caller, asked.n)  # before anything is stored
         charges, draft = [], await service.stored(handed_in, service, draft, *fitted)
     job, standing = await _create(service, draft, request, charges)
     return _same(job, caller, digest), standing
 
 
 async def repeat(service: Service, request: Request, caller: Caller, job: Job) -> Job:
-    """A new job that asks for what an ended one did. Raises as `submit`."""
+    """Create a new job with the request of an ended one. Raises as `submit`."""
     requests = for_request(caller)
     pictures = for_pictures(caller, ImageJob.read(job.parameters).n) if job.modality == "image" else []
     draft = Draft(
@@ -131,16 +131,16 @@ def not_served(service: Service, name: str | None, kind: type[C]) -> Exception:
 
 
 async def make(service: Service, draft: Draft) -> Job:
-    """Make the record, with its message. Raises `ApiError` (429) where the queue is full."""
+    """Create the record, with its message. Raises `ApiError` (429) if the queue is full."""
     return (await _create(service, draft))[0]
 
 
 async def _create(
     service: Service, draft: Draft, request: Request | None = None, charges: Sequence[Charge] = (), always: int = 0
 ) -> tuple[Job, Standing | None]:
-    """Count the charges and make the record, with its message, in one step. Raises `ApiError` (429).
+    """Charge the rate limits and create the record, with its message, in one step. Raises `ApiError` (429).
 
-    The first `always` of the charges count where no job is made too.
+    The first `always` charges count even if no job is created.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.request_id())
     most = service.share(draft.owner)
@@ -163,7 +163,7 @@ async def _create(
 
 
 def handed_in(service: Service, draft: Draft, image: bytes, mask: bytes | None) -> Draft:
-    """The draft with what is edited, which is kept for it until its record says so. Raises `ArtifactError`."""
+    """The draft with its source image, stored for it until its record references it. Raises `ArtifactError`."""
 
     def put(data: bytes) -> str:
         return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S, hold=True))
@@ -176,7 +176,7 @@ def handed_in(service: Service, draft: Draft, image: bytes, mask: bytes | None) 
 
 
 def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:
-    """Who is told of the end. Raises `ApiError` (400) for an address that is never called."""
+    """The webhook receiver. Raises `ApiError` (400) for an address that may not be called."""
     url = getattr(fields, "webhook_url", None)
     if url is None:
         return None
@@ -185,7 +185,7 @@ def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[st
 
 
 def _digest(fields: ImageFields, upload: Upload | None) -> str:
-    """Tells apart what was asked for, before anything is filled in: a seed may be drawn by lot."""
+    """Digest of the request before defaults are filled in: a seed may be random."""
     given = fields.model_dump(mode="json", exclude_none=True)
     if upload is not None:
         given["upload"] = upload.digest
@@ -193,7 +193,9 @@ def _digest(fields: ImageFields, upload: Upload | None) -> str:
 
 
 def _same(job: Job, caller: Caller, digest: str) -> Job:
-    """The job, if this caller asked for just that. Raises `ApiError`: 409 for another's, 422 for another one."""
+    """The job, if this caller made the same request. Raises `ApiError`: 409 for another owner's, 422 for another
+    request.
+    """
     if job.owner != caller.id:
         raise ApiError(409, "This id is taken.", param="id", code="id_taken")
     if job.digest != digest:

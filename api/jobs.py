@@ -1,6 +1,6 @@
-"""/v1/jobs: make a job, ask for it, list, cancel, repeat and erase jobs.
+"""/v1/jobs: create, get, list, cancel, requeue and delete jobs.
 
-Knows addresses and statuses; what happens to a job meanwhile is streamed by events.py, its pictures are pictures.py's.
+events.py streams their events, pictures.py serves their images.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FRESH = {"Cache-Control": "no-store"}
     openapi_extra={**schemas.document(*_KINDS), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def create(request: Request, service: Given, caller: By) -> Response:
-    """Answers at once. The job goes on whether or not anybody asks for it.
+    """Answers at once. The job runs whether or not anybody waits for it.
 
-    With an `Idempotency-Key` a repeated request is answered with the job that the first one made.
+    With an `Idempotency-Key` a repeated request returns the job that the first one made.
     """
     caller.check("images")
     return await _make(request, service, caller, intake.idempotent(request, caller))
@@ -55,7 +55,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     openapi_extra=schemas.document(*_KINDS),
 )
 async def put(id: str, request: Request, service: Given, caller: By) -> Response:
-    """As POST; may be repeated, and makes one job. 422 where the id is that of a job with other fields."""
+    """As POST; may be repeated, and makes one job. 422 if the id is that of a job with other fields."""
     caller.check("images")
     if ID.fullmatch(id) is None:
         raise refused("id", "must be 1 to 64 letters, digits, - or _")
@@ -119,7 +119,7 @@ async def look(id: str, request: Request, service: Given, caller: By) -> Respons
 
 @router.post("/v1/jobs/{id}/cancel", summary="Cancel a job", response_model=schemas.JobObject)
 async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Ends a job that waits or runs. One that has ended stays as it is, and is answered."""
+    """Cancels a job that waits or runs. An ended job is returned unchanged."""
     found = await find(service, id, caller)
     job = await service.call(service.store.cancel, id, found.incarnation)
     if job is None:
@@ -129,7 +129,9 @@ async def cancel(id: str, request: Request, service: Given, caller: By) -> Respo
 
 @router.post("/v1/jobs/{id}/requeue", status_code=202, summary="Try a job again", response_model=schemas.JobObject)
 async def requeue(id: str, request: Request, service: Given, caller: By) -> Response:
-    """A new job that asks for what this one did, down to the seed. 409 while it lives, and where it succeeded."""
+    """Makes a new job with the same fields as this one, including the seed. 409 while it is live, and if it
+    succeeded.
+    """
     job = await find(service, id, caller)
     caller.check("images" if job.modality == "image" else "text")
     if not job.state.final or job.state is JobState.SUCCEEDED:
@@ -143,19 +145,19 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
 
 @router.delete("/v1/jobs/{id}", summary="Erase a job", response_model=schemas.Deleted)
 async def delete(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Ends it if it lives, and forgets it: record, events, and the pictures that no other job has made too."""
+    """Cancels it if it is live, and deletes it: record, events, and the pictures that no other job has made too."""
     await count_request(request, service, caller)
     incarnation = ""
-    with contextlib.suppress(Unreadable):  # that is how one gets rid of it
+    with contextlib.suppress(Unreadable):  # deletes unreadable records too
         incarnation = (await find(service, id, caller)).incarnation
     await service.call(service.store.erase, id, incarnation)
     return JSONResponse({"id": id, "object": "job", "deleted": True})
 
 
 async def find(service: Service, id: str, caller: Caller) -> Job:
-    """The job of this id. Raises `ApiError` (404), also for what is no id at all, and for the jobs of others.
+    """The job of this id. Raises `ApiError` (404), also for malformed ids, and for others' jobs.
 
-    Raises `Unreadable` for one of this caller's that a newer version wrote, or that is damaged.
+    Raises `Unreadable` for a job of this caller that a newer version wrote, or that is damaged.
     """
     check_id(id)
     try:

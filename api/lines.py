@@ -1,7 +1,4 @@
-"""What the lines of a batch ask for and what is answered to them: a job by its endpoint, and what that one would say.
-
-Knows endpoints, jobs and answers; knows nothing of cursors, counts and turns, which are batch_feeder.py's.
-"""
+"""Translates batch lines: a line into a job of its endpoint, an ended job into the endpoint's response."""
 
 from __future__ import annotations
 
@@ -27,24 +24,25 @@ from core.artifacts import ArtifactError
 from core.jobs.batches import Batch
 from core.jobs.record import Draft, Job, JobState
 
-_PRIORITY = 9  # who waits goes first
+_PRIORITY = 9  # interactive requests go first
 
-# As it is noted: the response's `status_code`, `request_id` and `body`, and `keys` of pictures; or an `error`.
+# The stored form: the response's `status_code`, `request_id` and `body`, and image `keys`; or an `error`.
 Result = dict[str, Any]
 
 
 class Lines:
-    """Of one service's batches. Thread-safe."""
+    """For the batches of one service. Thread-safe."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._fitting = threading.Lock()  # one at a time: each may need some 200 MiB
-        self._fitted: tuple[str, tuple[bytes, bytes | None]] | None = None  # of the line that was looked at last
+        self._fitted: tuple[str, tuple[bytes, bytes | None]] | None = None  # of the last line checked
 
     def draft(self, batch: Batch, number: int, line: Line) -> Draft:
-        """The job of a line; its id is the line's, so that one that is begun twice is one job, and nobody's guess.
+        """The job of a line; its id is derived from the line's, so that a line submitted twice is one job, and cannot
+        be guessed.
 
-        Raises `ApiError` and, of an edit, `ArtifactError`.
+        Raises `ApiError` and, for an edit, `ArtifactError`.
         """
         id = "job_" + hashlib.sha256(f"{batch.secret}{batch.id}/{number}".encode()).hexdigest()[:24]
         draft = (self._text if queue_of(batch.endpoint) == "text" else self._picture)(batch, line, id)
@@ -73,7 +71,7 @@ class Lines:
         if upload is None:
             return draft
         with self._fitting:
-            if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is looked at again
+            if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is retried
                 self._fitted = id, upload.fitted(ImageJob.read(draft.parameters).size)
             fitted = self._fitted[1]
         return intake.handed_in(self._service, draft, *fitted)
@@ -86,7 +84,7 @@ class Lines:
         return card
 
     def answer(self, batch: Batch, job: Job) -> Result:
-        """What the endpoint would have answered to a job that has ended; of pictures with links, and their keys."""
+        """The endpoint's response for an ended job; images as links, with their keys."""
         if job.state is not JobState.SUCCEEDED:
             return refusal(unsuccessful(job), job.id)
         told: Result = {"status_code": 200, "request_id": job.id}
@@ -98,7 +96,7 @@ class Lines:
         return {**told, "body": content, "keys": [made["key"] for made in results(job)]}
 
     def written(self, batch: Batch, number: int, line: Line, result: Result) -> bytes:
-        """The line of output, or of errors, that tells what came of this one. OpenAI's form, with a newline."""
+        """The line in the output or error file for this result. OpenAI's format, with a newline."""
         response: Result = {name: result[name] for name in ("status_code", "request_id", "body") if name in result}
         if line["body"].get("response_format") == "b64_json":
             self._put_inside(response, result.get("keys", []))
@@ -111,7 +109,7 @@ class Lines:
         return json.dumps(told, separators=(",", ":")).encode() + b"\n"
 
     def _put_inside(self, response: Result, keys: list[str]) -> None:
-        """Pictures in place of links; of one that is gone by now the link stays."""
+        """Replace links by images; where one is gone by now the link stays."""
         for image, key in zip(response["body"]["data"] if keys else [], keys, strict=False):
             with contextlib.suppress(ArtifactError):
                 image["b64_json"] = base64.b64encode(self._service.artifacts.get(key)).decode("ascii")
@@ -119,12 +117,14 @@ class Lines:
 
 
 def refusal(error: ApiError, id: str | None) -> Result:
-    """What is noted of a line that was not done, by the job of this id, or by none."""
+    """The result of a line that was not run, with or without a job id."""
     return {"status_code": error.status, "request_id": id, "body": error.content}
 
 
 def given_up(status: str) -> Result:
-    """What is noted of a line that the batch, `expired` or `cancelled`, ended before: no response, as OpenAI has it."""
+    """The result of a line that was unfinished when the batch was `expired` or `cancelled`: no response, as OpenAI has
+    it.
+    """
     why = {
         "expired": "This request could not be executed before the completion window expired.",
         "cancelled": "This request was not done before the batch was cancelled.",

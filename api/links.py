@@ -1,7 +1,4 @@
-"""Addresses of pictures: what they begin with, and the signature by which one can be fetched without a key.
-
-Knows URLs and HMAC; knows nothing of what lies behind them.
-"""
+"""Builds image URLs, and signs them so that an image can be fetched without a key."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ _SIGNATURE = re.compile(r"[A-Za-z0-9_-]{43}")
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """`base` ends in a slash. With no `secret` links are bare: whoever reaches the service may follow them.
+    """`base` ends in a slash. Without a `secret` links are unsigned: anyone who reaches the service may follow them.
 
-    `clock` is one that all who check signatures share.
+    `clock` is shared by all processes that verify signatures.
     """
 
     base: str
@@ -32,19 +29,19 @@ class Links:
     clock: Callable[[], float] = time.time
 
     def image(self, job: Job, k: int, key: str) -> str:
-        """The address of a job's k-th picture, whose artifact has this key."""
+        """The URL of a job's k-th image, whose artifact has this key."""
         bare = f"{self.base}v1/jobs/{job.id}/images/{k}"
         if self.secret is None:
             return bare
         expires = str(int(self.clock() + self.lasts_s))
-        # An API of a version before knows a record without an incarnation, and links that name no content.
+        # An older API reads no incarnation from a record, and its links name no content.
         content = job.incarnation and key
         return f"{bare}?expires={expires}&signature={sign(self.secret, job.id, k, content, expires)}"
 
 
 def sign(secret: bytes, job_id: str, k: int, content: str, expires: str) -> str:
-    """HMAC-SHA256 of which picture, what it shows (its artifact's key, which is made of the content) and until when
-    (seconds since the epoch), in base64url. Whoever has the job's id next has no picture that this is a signature of.
+    """HMAC-SHA256 of the image's position, its content (its artifact's key) and the expiry time (seconds since the
+    epoch), in base64url. If the job's id is reused, the signature matches none of the new job's images.
     """
     told = f"{job_id}/{k}/{expires}" + (f"/{content}" if content else "")
     made = hmac.digest(secret, told.encode(), hashlib.sha256)
@@ -52,7 +49,7 @@ def sign(secret: bytes, job_id: str, k: int, content: str, expires: str) -> str:
 
 
 def signed(secret: bytes, job_id: str, k: int, content: str, expires: str, signature: str, now: float) -> bool:
-    """Whether this signature is ours, and its time is not over."""
+    """Whether the signature is valid and has not expired."""
     if not (_EXPIRES.fullmatch(expires) and _SIGNATURE.fullmatch(signature)):
         return False
     return hmac.compare_digest(signature, sign(secret, job_id, k, content, expires)) and now < int(expires)

@@ -1,4 +1,4 @@
-"""HEAD wherever GET is, and every method of an address in the `Allow` of a 405."""
+"""Answers HEAD wherever GET is, and lists an address's methods in the `Allow` of a 405."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BODILESS = "bodiless"
 
 
 class HeadAsGet:
-    """Answers HEAD with the status and the headers that GET has, and no body. The innermost middleware.
+    """Answers HEAD with GET's status and headers, and no body. The innermost middleware.
 
-    `Range` is for GET alone (RFC 9110, 14.2) and is not passed on. A stream is not begun: see `bodiless`.
+    `Range` is for GET alone (RFC 9110, 14.2) and is not passed on. A stream is not started: see `bodiless`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -31,7 +31,7 @@ class HeadAsGet:
 
         async def bare(message: Message) -> None:
             if message["type"] == "http.response.start":
-                scope.update({name: asked[name] for name in ("route",) if name in asked})  # outer middlewares read it
+                scope.update({name: asked[name] for name in ("route",) if name in asked})  # read by outer middlewares
             elif message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)
@@ -40,12 +40,12 @@ class HeadAsGet:
 
 
 def bodiless(scope: Scope) -> bool:
-    """Whether only the headers of the answer are wanted."""
+    """Whether only the response's headers are needed."""
     return bool(scope.get("state", {}).get(_BODILESS))
 
 
 def allowed(request: Request) -> str:
-    """The methods that the request's address answers to, as `Allow` lists them; empty where there are none."""
+    """The methods of the request's address, as in `Allow`; empty if there are none."""
     routes: list[Any] = request.app.router.routes
     path = {name: request.scope[name] for name in ("type", "path", "root_path", "headers")}
     found = [

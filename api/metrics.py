@@ -1,6 +1,6 @@
-"""GET /metrics, for Prometheus: requests by route, queues, waits and workers. For keys with the scope admin.
+"""GET /metrics for Prometheus: requests by route, queues, waits and workers. For keys with the scope admin.
 
-Knows the newest look at the registry, and how long answers took; asks nobody.
+Uses the newest snapshot and measured response times; queries nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def metrics(service: Given, caller: By) -> Response:
 
 
 class Metered:
-    """Times every request by its route, so that no address of a client's making becomes a label."""
+    """Times every request by its route, so that no address chosen by a client becomes a label."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self.app = app
@@ -65,7 +65,7 @@ class Metered:
 
 
 class Overview(Collector):
-    """What the API knows of queues and workers, read when somebody asks."""
+    """Queues and workers as the API sees them, collected at scrape time."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -1,7 +1,4 @@
-"""/v1/models: what can be asked for, in OpenAI's shape with our card beside it; and how a model is taken from the list.
-
-Knows cards, which are read in the background, and the jobs that wait for a model that nobody serves any more.
-"""
+"""/v1/models: the models in OpenAI's format with our card beside it; deletes models that are no longer served."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from core.jobs.record import JobState
 
 router = APIRouter(tags=["models"])
 
-_HEARD_S = 2.0  # cards are read once a second
+_HEARD_S = 2.0  # cards are polled once a second
 
 
 @router.get("/v1/models", summary="List models")
 async def models(service: Given, caller: By) -> Response:
-    """Every model that a worker ever announced; `diptych.live` says whether one offers it now."""
+    """Every model that a worker ever announced; `diptych.live` says whether one serves it now."""
     data = [_object(card, service) for card in service.cards.now.models]
     return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
 
@@ -41,19 +38,20 @@ async def model(name: str, service: Given, caller: By) -> Response:
 
 @router.delete("/v1/models/{name:path}", summary="Forget a model", response_model=schemas.Forgotten)
 async def forget(name: str, service: Given, caller: By) -> Response:
-    """For keys with the scope admin. Takes a model from the list that no worker serves, and cancels what waits for it.
+    """For keys with the scope admin. Removes a model that no worker serves from the list, and cancels the jobs that
+    wait for it.
 
-    409 while there is such a worker, or a job of it runs. A worker that announces it later brings it back.
+    409 while a worker serves it, or a job of it runs. A worker that announces it later brings it back.
     """
     caller.check("admin")
     await service.cards.renew()
-    if not await service.call(service.registry.has_model, name):  # also one whose card cannot be read
+    if not await service.call(service.registry.has_model, name):  # includes unreadable cards
         raise admission.unknown_model()
     served = any(model.name == name for worker in service.cards.now.workers for model in worker.models)
     if served or await _first(service, name, JobState.RUNNING):
         raise ApiError(409, "A worker serves this model, or a job of it runs.", param="name", code="model_served")
     await service.call(service.registry.forget_model, name)
-    await asyncio.sleep(_HEARD_S)  # until every API has heard of it, and accepts nothing more
+    await asyncio.sleep(_HEARD_S)  # until every API has polled the change, and accepts no more jobs for it
     cancelled = 0
     while waiting := await _first(service, name, JobState.QUEUED):
         before = cancelled
@@ -67,11 +65,11 @@ async def forget(name: str, service: Given, caller: By) -> Response:
 
 
 async def _first(service: Service, model: str, state: JobState) -> list[str]:
-    """Of everybody's jobs some of this model in this state, the newest first; [] where there is none."""
+    """Some jobs of all owners with this model and state, newest first; [] if there are none."""
     after = ""
     while True:
         page = await service.call(service.store.page, None, state=state, model=model, after=after, limit=100)
-        if page is None:  # what it went on after is gone meanwhile
+        if page is None:  # the position to continue from is gone
             after = ""
         elif page.jobs or not page.more:
             return [job.id for job in page.jobs]

@@ -1,4 +1,4 @@
-"""The query of a list: `limit` and `after`, read, documented, and answered as OpenAI's pages are."""
+"""Pagination: reads and documents `limit` and `after`, and builds OpenAI's pages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastapi import Request
 
 from api.errors import ApiError, refused
 
-Parameter = tuple[Mapping[str, object], str]  # its JSON schema, and what it does
+Parameter = tuple[Mapping[str, object], str]  # its JSON schema, and its description
 
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How a list is asked for: so many objects by default and at most, after one of these ids."""
+    """A list's parameters: default and maximum page size, and the form of its ids."""
 
     default: int
     most: int
@@ -24,7 +24,7 @@ class Paging:
     what: str  # what the ids are of, such as "a job"
 
     def read(self, request: Request) -> tuple[int, str]:
-        """How many, and after which id; "" is from the start. Raises `ApiError` (400) naming the field."""
+        """Page size, and the id to start after; "" is from the start. Raises `ApiError` (400) naming the field."""
         given = request.query_params
         limit, after = given.get("limit", str(self.default)), given.get("after")
         if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= self.most:
@@ -34,14 +34,14 @@ class Paging:
         return int(limit), after or ""
 
     def document(self, **more: Parameter) -> dict[str, Any]:
-        """What OpenAPI shows, given as `openapi_extra`; `more` are further parameters."""
+        """The parameters for OpenAPI, to be used as `openapi_extra`; `more` are further ones."""
         limit = {"type": "integer", "minimum": 1, "maximum": self.most, "default": self.default}
         after = {"type": "string", "pattern": f"^{self.id}$"}
         return query(limit=(limit, "objects of one page"), after=(after, "the last id of the page before"), **more)
 
 
 def query(**parameters: Parameter) -> dict[str, Any]:
-    """Optional parameters of a query, for `openapi_extra`."""
+    """Optional query parameters, as `openapi_extra`."""
     return {
         "parameters": [
             {"name": name, "in": "query", "required": False, "schema": dict(schema), "description": words}
@@ -63,5 +63,5 @@ def page(data: Sequence[Mapping[str, Any]], *, more: bool, last: str | None = No
 
 
 def missing() -> ApiError:
-    """A 400: what the page should begin after is not in the list."""
+    """A 400: the object to start after is not in the list."""
     return refused("after", "is not in this list, or no longer")

@@ -1,6 +1,5 @@
-"""/v1/jobs/{id}/images/{k} and /v1/jobs/{id}/preview: a job's pictures, finished and in the making.
-
-Knows addresses, ETags and signed links; knows nothing of how a picture is made.
+"""/v1/jobs/{id}/images/{k} and /v1/jobs/{id}/preview: serves a job's finished images, and previews of unfinished
+ones.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _ENDINGS = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg"}
 
 
 async def _seen(id: str, k: str, request: Request, service: Given) -> Job:
-    """The job, for who brings its owner's key or a link that is signed for this picture of it. Raises `ApiError`."""
+    """The job, for its owner's key or a link signed for this image of it. Raises `ApiError`."""
     signature = request.query_params.get("signature")
     if signature is None or not service.cards.now.guarded:
         return await find(service, id, await identify(request))
     check_id(id)
     expires, now = request.query_params.get("expires", ""), service.cards.now
-    # The signature is of what the link led to when it was made: it tells nothing of who has the id by now.
+    # The signature covers the content the link was made for, so it exposes nothing of a later job with this id.
     job = await service.call(service.store.get, id)
     pictures = [] if job is None else results(job)
     if job is not None and _NUMBER.fullmatch(k) and int(k) < len(pictures):
@@ -77,7 +76,7 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
     ending = _ENDINGS.get(picture["media_type"], "png")
     headers = {
         "Cache-Control": _FOR_EVER,
-        "ETag": f'"{picture["key"]}"',  # the key is made of the content
+        "ETag": f'"{picture["key"]}"',  # the key is a hash of the content
         "X-Content-Type-Options": "nosniff",
         "Content-Disposition": f'inline; filename="{job.id}-{int(k)}.{ending}"',
     }
@@ -97,7 +96,7 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
     responses={200: {"content": {"image/png": {}}}, 204: {"description": "There is none, or no longer."}},
 )
 async def preview(id: str, request: Request, service: Given, caller: By) -> Response:
-    """The newest preview of the job's picture `?image=` (0), a small PNG. 204 where there is none, or no longer."""
+    """The newest preview of the job's picture `?image=` (0), a small PNG. 204 if there is none, or none any more."""
     job = await find(service, id, caller)
     k = request.query_params.get("image", "0")
     if _NUMBER.fullmatch(k) is None:

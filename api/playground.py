@@ -1,7 +1,4 @@
-"""The playground at / and the API's reference at /docs: static pages, scripts and styles, and nothing from elsewhere.
-
-Knows the files beside it, Swagger UI's, and their headers; what the pages do is theirs.
-"""
+"""Serves the playground at / and the API reference at /docs: static files only, none from other hosts."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_SWAGGER = find_spec("fastapi_swagger")  # looked for and not imported: it is its files that are wanted
+_SWAGGER = find_spec("fastapi_swagger")  # located and not imported: only its files are needed
 if _SWAGGER is None or _SWAGGER.origin is None:
     raise ImportError("No module named 'fastapi_swagger'", name="fastapi_swagger")
 _UI = [Path(_SWAGGER.origin).parent / "resources" / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")]
-# Read once: no path of a request ever reaches the disk.
+# Read once: no request path reaches the disk.
 _FILES = {path.name: path.read_bytes() for path in (*sorted(_FOLDER.iterdir()), *_UI) if path.suffix in _TYPES}
 _TAGS = {name: f'"{hashlib.sha256(data).hexdigest()[:32]}"' for name, data in _FILES.items()}
 _POLICY = (
@@ -43,7 +40,7 @@ async def page(request: Request) -> Response:
 @router.get("/docs")
 async def docs(request: Request) -> Response:
     answer = _file("docs.html", request)
-    answer.headers["Content-Security-Policy"] = _POLICY.replace("blob:", "data:")  # Swagger UI's icons
+    answer.headers["Content-Security-Policy"] = _POLICY.replace("blob:", "data:")  # for Swagger UI's icons
     return answer
 
 
@@ -57,7 +54,7 @@ def _file(name: str, request: Request) -> Response:
     if data is None:
         raise ApiError(404, "There is nothing at this address.", code="not_found")
     headers = {
-        "Cache-Control": "no-cache",  # asked for each time, and answered 304: a page and its scripts are of one version
+        "Cache-Control": "no-cache",  # revalidated: a page and its scripts must be of one version
         "ETag": _TAGS[name],
         "Content-Security-Policy": _POLICY,
         "X-Content-Type-Options": "nosniff",

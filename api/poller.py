@@ -1,6 +1,6 @@
-"""A thread that looks again and again whether there is work, until it is told to stop.
+"""A thread that calls a function periodically until it is stopped, and logs Redis outages once.
 
-Knows when to look and what to say while Redis is away; what there is to do, batch_feeder.py and webhook_sender.py know.
+Used by batch_feeder.py and webhook_sender.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _EVERY_S = 0.5
 
 
 class Poller:
-    """Calls `look` every half second, one call after the other. Outlives Redis and whatever else `look` raises."""
+    """Calls `look` every half second, one call after the other. Survives Redis outages and any exception of `look`."""
 
     def __init__(self, name: str, what: str, look: Callable[[], None]) -> None:
-        """`name` is the thread's; `what` waits while Redis is away, as the log says once."""
+        """`name` is the thread's; `what` describes the delayed work in the log line about Redis."""
         self._what = what
         self._look = look
         self._stopping = False
@@ -34,7 +34,7 @@ class Poller:
         return self._stopping
 
     def wake(self) -> None:
-        """Look again at once."""
+        """Call `look` at once."""
         self._wake.set()
 
     def start(self) -> None:

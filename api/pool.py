@@ -1,7 +1,6 @@
-"""Threads of their own for one kind of waiting: so many at most, with a time limit for who waits for their answer.
+"""A bounded thread pool for one kind of blocking call, with a time limit for its callers.
 
-What hangs holds a thread of its own pool and no other's; a caller whose time is up leaves, whether or not its thread
-can. Knows threads and deadlines; knows nothing of what they wait for.
+A hanging call occupies a thread of its own pool only; its caller leaves at the time limit, even if the thread cannot.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class _Task:
 
 
 class Pool:
-    """Belongs to no event loop. Its threads are daemons: one that hangs does not hold up the process's end."""
+    """Belongs to no event loop. Its threads are daemons: a hanging one does not delay the process's exit."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name, self._most = name, threads
@@ -35,9 +34,9 @@ class Pool:
         self._threads: list[threading.Thread] = []
 
     async def run(self, function: Callable[[], T], within_s: float) -> T:
-        """What the function returns or raises, on one of the threads. Raises TimeoutError after `within_s`.
+        """Run the function on a thread and return or raise what it does. Raises TimeoutError after `within_s`.
 
-        A call that no thread has begun by then is never begun; one that a thread is at goes on there.
+        A call not started by then never runs; one that has started continues on its thread.
         """
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[T] = loop.create_future()
@@ -50,7 +49,7 @@ class Pool:
             return await answered
 
     def close(self) -> None:
-        """Let the threads end with what they are at. Does not wait for them."""
+        """Let the threads end after their current calls. Does not wait for them."""
         for _ in self._threads:
             self._tasks.put(None)
 
@@ -65,7 +64,7 @@ class Pool:
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 task.loop.call_soon_threadsafe(_tell, task.answered, result, error)
-            del task, result, error  # not kept until the next one comes
+            del task, result, error  # not kept alive until the next task
 
 
 def _tell(answered: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""How a job's record looks to clients. Knows records and URLs; reads nothing and decides nothing."""
+"""Converts job records to the JSON objects that clients see. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.jobs.record import Job, JobState
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Where a live job stands: how many are called before it, and in how many seconds it begins and ends, guessed."""
+    """A live job's queue position: jobs served before it, and estimated seconds until it starts and ends."""
 
     position: int | None = None
     start_s: float | None = None
@@ -19,7 +19,7 @@ class Forecast:
 
 
 def job_object(job: Job, links: Links, forecast: Forecast | None = None) -> dict[str, Any]:
-    """The public job object; its pictures are where the links lead."""
+    """The public job object; its images are links."""
     told = forecast or Forecast()
     return {
         "id": job.id,
@@ -50,13 +50,13 @@ def job_object(job: Job, links: Links, forecast: Forecast | None = None) -> dict
 
 
 def results(job: Job) -> list[dict[str, Any]]:
-    """What a job that succeeded made: of each picture its key and what is told of it."""
+    """The images of a succeeded job: key and metadata of each."""
     images: list[dict[str, Any]] = (job.result or {}).get("images", [])
     return images
 
 
 def revised(image: dict[str, Any]) -> dict[str, str]:
-    """OpenAI's name for the prompt that a picture was drawn from, where that is not the one that was given."""
+    """OpenAI's `revised_prompt`: the prompt that was used, if it differs from the one given."""
     return {"revised_prompt": image["revised_prompt"]} if "revised_prompt" in image else {}
 
 

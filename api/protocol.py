@@ -1,8 +1,8 @@
-"""uvicorn's HTTP/1.1 by h11, for clients that are slow, silent, or no clients at all.
+"""uvicorn's HTTP/1.1 protocol on h11, hardened against slow, silent and non-HTTP clients.
 
-Who sends headers or a body too slowly is answered 408 and closed, who does not read is closed, and there are never more
-connections than there is room for: idle ones make way, the oldest first. What is no HTTP gets an answer of our form and
-no second one behind it. Knows connections and bytes; knows nothing of what is asked for.
+A client that sends headers or a body too slowly gets a 408 and is closed, one that does not read is closed, and the
+number of connections is limited: idle ones are closed for new ones, oldest first. A malformed request gets an error in
+the API's format, and nothing is answered after it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from api import request_ids
 from api.errors import NO_RETRY, ApiError
 from core.config import Settings
 
-_SLOWEST = 1024  # bytes a second of a body, or of an answer that is being read
-_LINGER_S = 5.0  # for what was written last, when a connection is closed
-_OTHERS = 256  # open files that are no clients: Redis, storage, logs
+_SLOWEST = 1024  # bytes per second of a body, or of a response being read
+_LINGER_S = 5.0  # for the last bytes written when a connection is closed
+_OTHERS = 256  # open files other than clients: Redis, storage, logs
 _PLENTY = 65_536
 _AT_ONCE = 2048
 
 
 def room() -> tuple[int, int]:
-    """How many connections this process has room for by its limit of open files, which is raised as far as may be; and
-    how many of those that wait may be taken at once: they are there before any other can make way for them.
+    """How many connections the limit of open files allows, after raising it as far as possible; and how many pending
+    ones may be accepted at once: they are open before any other can be closed for them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _PLENTY if hard == resource.RLIM_INFINITY else min(hard, _PLENTY)
@@ -46,13 +46,13 @@ def room() -> tuple[int, int]:
 
 
 def protocol(settings: Settings) -> type[HttpProtocol]:
-    """The protocol of one server, with its limits."""
+    """The protocol class of one server, with its limits."""
     limits = {"patience_s": settings.client_s, "most": settings.connections or room()[0], "idle": {}}
     return type("LimitedHttpProtocol", (HttpProtocol,), limits)
 
 
 class HttpProtocol(H11Protocol):
-    """`idle` are all that wait for a request to begin or to be whole, the longest first; one server's share it."""
+    """`idle` are all connections without a complete request, oldest first; shared by one server's connections."""
 
     patience_s: ClassVar[float] = 20.0
     most: ClassVar[int] = sys.maxsize
@@ -60,13 +60,13 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._slow: asyncio.TimerHandle | None = None  # until the head, or the body, must be whole
+        self._slow: asyncio.TimerHandle | None = None  # deadline for a complete head, or body
         self._in_body, self._until = False, 0.0
-        self._stalled: asyncio.TimerHandle | None = None  # until some of what was written must have been read
+        self._stalled: asyncio.TimerHandle | None = None  # deadline for the client to read some of what was written
         self._unread = 0
         self._closing = False
 
-    # -- what comes ------------------------------------------------------------------------------------------------
+    # -- incoming ------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -104,7 +104,7 @@ class HttpProtocol(H11Protocol):
             state = self.conn.their_state
             if state is h11.IDLE:
                 self.idle[self] = None
-                if self.conn.trailing_data[0]:  # the next one has begun; else uvicorn's own timer looks after it
+                if self.conn.trailing_data[0]:  # the next request has begun; else uvicorn's own timer applies
                     self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -123,12 +123,14 @@ class HttpProtocol(H11Protocol):
             self._slow = None
 
     def _expect_head(self) -> None:
-        """From its first byte, or from the connection's first moment: however many bytes come, until it is whole."""
+        """Start the time limit from the first byte, or from connecting, until the head is complete, however its bytes
+        arrive.
+        """
         self._expect_nothing()
         self._slow = self.loop.call_later(self.patience_s, self._headless)
 
     def _expect_body(self, came: int) -> None:
-        """As much time again for every `_SLOWEST` bytes, but never more than patience from now."""
+        """Extend the time limit for every `_SLOWEST` bytes, but never beyond patience from now."""
         now = self.loop.time()
         if not self._in_body:
             self._expect_nothing()
@@ -149,7 +151,7 @@ class HttpProtocol(H11Protocol):
         if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
             return
         now = self.loop.time()
-        # It is we who keep it waiting, or it was in time since this was set.
+        # The server keeps it waiting, or it was in time since this was set.
         held_up = self.flow.read_paused or self.conn.they_are_waiting_for_100_continue
         if held_up or now < self._until:
             self._until = now + self.patience_s if held_up else self._until
@@ -157,7 +159,7 @@ class HttpProtocol(H11Protocol):
             return
         self._refuse(ApiError(408, "The request's body did not come in time.", code="request_timeout"))
 
-    # -- what goes -------------------------------------------------------------------------------------------------
+    # -- outgoing ------------------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -174,7 +176,7 @@ class HttpProtocol(H11Protocol):
         self._watch_reader()
 
     def _watch_reader(self) -> None:
-        """Hold whoever reads to `_SLOWEST`, as long as there is something to be read."""
+        """Require the client to read at `_SLOWEST` or faster, as long as data is unsent."""
         self._unread = self._written()
         if self._unread and self._stalled is None:
             self._stalled = self.loop.call_later(self.patience_s, self._look_at_reader)
@@ -188,7 +190,7 @@ class HttpProtocol(H11Protocol):
             self._watch_reader()
 
     def _written(self) -> int:
-        """Bytes that nobody has received: ours, and the kernel's, which takes more of ours in large lumps only."""
+        """Bytes not received yet: in our buffer, and in the kernel's, which takes ours in large chunks only."""
         ours = self.transport.get_write_buffer_size()
         if not ours:
             return 0
@@ -210,7 +212,7 @@ class HttpProtocol(H11Protocol):
         return True
 
     def _close(self) -> None:
-        """Say that nothing more comes, and pass over what still does: an answer is lost where that is not read."""
+        """Close for writing, and discard what still arrives: closing with unread data could lose the response."""
         self._closing = True
         self.idle.pop(self, None)
         self._expect_nothing()
@@ -222,10 +224,10 @@ class HttpProtocol(H11Protocol):
         self._refuse(ApiError(400, "What came is no HTTP/1.1.", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer so where nothing has been answered yet, and close.
+        """Send an error if no response has begun, and close.
 
-        A request whose body turned out to be none may be under way: its application is told that the client is gone,
-        and whatever it still answers is dropped. uvicorn's own lets it answer, for which h11 has a LocalProtocolError.
+        The request may be running although its body turned out malformed: its application sees a disconnect, and its
+        further output is dropped. uvicorn's own protocol lets it answer, for which h11 raises LocalProtocolError.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True

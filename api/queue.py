@@ -1,7 +1,4 @@
-"""What Celery's workers read: messages, and how one is sent. The one place of the API where Celery appears.
-
-Knows queues, task names and priorities; knows nothing of what a job is.
-"""
+"""Sends Celery messages: the API's only module that uses Celery."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from kombu.pools import ProducerPool
 from core.jobs.broker import QUEUES, Envelope, celery_settings, task_name
 
 _CONNECTIONS = 10
-_PATIENCE_S = 10.0  # for a connection that others use
-_JOB, _TASK, _TAG, _BODY = "<job>", "<task>", "<tag>", "<body>"  # gaps in a message
+_PATIENCE_S = 10.0  # for a connection used by others
+_JOB, _TASK, _TAG, _BODY = "<job>", "<task>", "<tag>", "<body>"  # placeholders in a message
 
 
 class Queue:
@@ -25,7 +22,7 @@ class Queue:
 
     def __init__(self, url: str) -> None:
         self._celery = Celery("diptych", set_as_current=False, config_source=celery_settings(url))
-        # Pools of its own. Celery's belong to the whole process, and cannot be used again by anybody once closed.
+        # Own pools: Celery's are shared by the whole process, and unusable once anybody has closed them.
         self._connections = self._celery.connection_for_write().Pool(limit=_CONNECTIONS)
         self._producers = ProducerPool(self._connections, limit=_CONNECTIONS)  # type: ignore[no-untyped-call]
         tasks = {queue: self._task(queue) for queue in QUEUES}
@@ -35,10 +32,10 @@ class Queue:
         }
 
     def message(self, envelope: Envelope) -> str:
-        """One message, as `send` would put it into its list: for the script that makes the job's record.
+        """A message as `send` would push it into its list: for the script that creates the job's record.
 
-        Celery's way of sending takes several times as long as making a record, and a process may end between the two.
-        The id is a job's, of letters, digits, - and _.
+        Celery's own sending takes several times as long as creating a record, and a process may end between the two.
+        The id is a job's: letters, digits, - and _.
         """
         body = base64.b64encode(self._bodies[envelope.queue].replace(_JOB, envelope.id).encode()).decode()
         return (
@@ -48,7 +45,7 @@ class Queue:
         )  # fmt: skip
 
     def send(self, envelope: Envelope) -> None:
-        """Send one message. Raises what Celery and kombu raise: OSError and kombu's OperationalError among them."""
+        """Send one message. Raises Celery's and kombu's errors: OSError and kombu's OperationalError among them."""
         with self._producers.acquire(block=True, timeout=_PATIENCE_S) as producer:  # type: ignore[no-untyped-call]
             self._celery.send_task(
                 task_name(envelope.queue),
@@ -68,7 +65,7 @@ class Queue:
 
 
 def _message(task: Any, queue: str, priority: int) -> str:
-    """What kombu makes of Celery's message on its way into a list, with gaps."""
+    """Celery's message as kombu pushes it into a list, with placeholders."""
     properties = {
         **task.properties,
         "delivery_mode": 2,  # persistent

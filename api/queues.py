@@ -1,7 +1,4 @@
-"""/v1/queues: what the queues hold, pausing and emptying them. For keys with the scope admin.
-
-Knows queues' names and counters; that workers take nothing from a paused one is theirs to do.
-"""
+"""/v1/queues: shows, pauses, resumes and empties queues. For keys with the scope admin."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from core.jobs.broker import QUEUES
 
 router = APIRouter(tags=["queues"])
 
-_PORTION = 500  # jobs that one script ends: some 20 ms of Redis
+_PORTION = 500  # jobs cancelled per script: some 20 ms of Redis
 
 
 @router.get("/v1/queues", summary="Look at the queues", response_model=schemas.QueueList)
@@ -31,7 +28,7 @@ async def queues(service: Given, caller: By) -> Response:
 
 @router.post("/v1/queues/{name}/pause", summary="Pause a queue", response_model=schemas.QueueObject)
 async def pause(name: str, service: Given, caller: By) -> Response:
-    """Workers take nothing more from it, some seconds from now; what they have begun goes on. Jobs are accepted."""
+    """Workers take nothing more from it, some seconds from now; running jobs continue. Jobs are still accepted."""
     return await _switch(service, caller, name, True)
 
 
@@ -42,10 +39,10 @@ async def resume(name: str, service: Given, caller: By) -> Response:
 
 @router.post("/v1/queues/{name}/cancel", summary="Cancel what waits in a queue", response_model=schemas.Emptied)
 async def empty(name: str, service: Given, caller: By) -> Response:
-    """Ends every job that waited in it when it was asked, whosever it is. What runs goes on."""
+    """Cancels every job that waited in it at the time of the request, of any owner. Running jobs continue."""
     caller.check("admin")
     _check(name)
-    left = (await service.call(service.store.backlog, name)).queued  # who comes meanwhile does not keep it going
+    left = (await service.call(service.store.backlog, name)).queued  # jobs that arrive meanwhile do not prolong it
     cancelled = 0
     while left > 0:
         some = await service.call(service.store.empty, name, min(left, _PORTION))

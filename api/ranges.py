@@ -1,4 +1,4 @@
-"""One range of bytes of an answer, as RFC 9110 (14, 13.1.5) has it: `Range`, `If-Range`, 206 and 416."""
+"""Byte ranges of responses by RFC 9110 (14, 13.1.5): `Range`, `If-Range`, 206 and 416. One range only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ONE = re.compile(r"bytes=[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*", re.IGNORECAS
 
 
 def respond(request: Request, data: bytes, media_type: str, headers: Mapping[str, str]) -> Response:
-    """The bytes, or the one range of them that is asked for; `headers` hold their strong `ETag`.
+    """The bytes, or the one requested range of them; `headers` hold their strong `ETag`.
 
-    A `Range` of several ranges, of another unit, or under an `If-Range` that is not this ETag is passed over, as the
-    RFC allows. Raises `ApiError` (416) for one that lies behind the end.
+    A `Range` of several ranges, of another unit, or under an `If-Range` that is not this ETag is ignored, as the RFC
+    allows. Raises `ApiError` (416) for one beyond the end.
     """
     told = {**headers, "Accept-Ranges": "bytes"}
     wanted = _wanted(request, headers["ETag"])
@@ -28,20 +28,20 @@ def respond(request: Request, data: bytes, media_type: str, headers: Mapping[str
 
 
 def _wanted(request: Request, tag: str) -> tuple[str, str] | None:
-    """The digits before and behind the hyphen, one of which may be empty; None: all of it."""
+    """The digits before and behind the hyphen, one of which may be empty; None: the whole content."""
     given = request.headers.getlist("range")
     found = _ONE.fullmatch(given[0]) if len(given) == 1 else None
     if found is None or not (found[1] or found[2]) or request.headers.get("if-range", tag) != tag:
         return None
     if found[1] and found[2] and int(found[1]) > int(found[2]):
-        return None  # is no range
+        return None  # not a range
     return found[1], found[2]
 
 
 def _within(wanted: tuple[str, str], size: int) -> tuple[int, int]:
     """The first and the last byte."""
     first, last = wanted
-    if not first:  # so many of the last
+    if not first:  # the last so many bytes
         found = max(0, size - int(last)), size - 1
     else:
         found = int(first), min(int(last), size - 1) if last else size - 1

@@ -1,6 +1,6 @@
-"""Pictures that a JSON body names instead of holding: an uploaded file by its id, or a data URL, as OpenAI has them.
+"""Resolves images that a JSON body references: an uploaded file by its id, or a data URL, as OpenAI has them.
 
-Knows references and whose files they lead to. No address is ever fetched. The pictures are looked at in uploads.py.
+Never fetches a URL. uploads.py checks the images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 
 
 async def read_job(service: Service, caller: Caller, given: dict[str, Any]) -> tuple[ImageFields, Upload | None]:
-    """The fields of a job, by its type, and what it begins with. Raises `ApiError`, and as `fetch`."""
+    """The fields of a job, by its type, and its source image. Raises `ApiError`, and as `fetch`."""
     kind = given.get("type")
     if kind == "edit":
         fields = schemas.read(schemas.EditJobFields, given)
@@ -38,7 +38,9 @@ async def read(service: Service, caller: Caller, fields: EditBody) -> Upload:
 
 
 def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False) -> Upload:
-    """What these fields begin with. Blocks. Raises `ApiError` (400, 404, 413), naming the field; `ArtifactError`."""
+    """The source image of these fields. Blocks. Raises `ApiError` (400, 404, 413), naming the field;
+    `ArtifactError`.
+    """
     if len(fields.images) != 1:
         raise refused("images", "must hold one picture: one can be edited at a time")
 

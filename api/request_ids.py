@@ -1,4 +1,4 @@
-"""An id for every request, as OpenAI's API has it: `x-request-id` on each answer, in log lines, traces and jobs."""
+"""Request ids, as in OpenAI's API: `x-request-id` on each response, in log lines, traces and jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new() -> str:
 
 
 class RequestIds:
-    """Takes the client's `X-Request-ID` where it matches `PATTERN`, else makes one. The outermost middleware."""
+    """Takes the client's `X-Request-ID` if it matches `PATTERN`, else generates one. The outermost middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

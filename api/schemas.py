@@ -1,6 +1,6 @@
-"""The fields of requests, and the objects of answers, as clients see them.
+"""Pydantic models of requests and responses, as documented to clients.
 
-Knows types and the limits that hold for every model; what a model offers is checked in admission.py.
+Holds the limits common to all models; admission.py checks against a model's card.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contract.image import EditFields, ImageFields
 
 
 class _OfJob(BaseModel):
-    """What every job may be asked for with."""
+    """The fields of every job."""
 
     webhook_url: str | None = Field(default=None, description="an address that is told of the end, signed")
 
@@ -39,7 +39,7 @@ class JobFields(_OfJob, ImageFields):
 
 
 class ImageReference(BaseModel):
-    """A picture, by one of the two."""
+    """An image, by one of the two."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageReference")
 
@@ -50,7 +50,7 @@ class ImageReference(BaseModel):
 
 
 class EditBody(EditFields):
-    """What a picture is edited with, as JSON."""
+    """The fields of an edit, as JSON."""
 
     model_config = ConfigDict(title="EditJSONRequest")
 
@@ -99,7 +99,7 @@ Rules = Mapping[str, tuple[str | None, str]]
 
 
 def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F:
-    """The body as fields of this kind. Raises `ApiError` (400) naming the first that is wrong, never its value."""
+    """Validate the body as this model. Raises `ApiError` (400) naming the first invalid field, never its value."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -113,9 +113,9 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
 
 
 def document(*kinds: type[BaseModel], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What OpenAPI shows for a body that one of these kinds checks, given as `openapi_extra`.
+    """OpenAPI for a body that one of these models validates, to be used as `openapi_extra`.
 
-    With `form` the first is a form with these files besides, the first of which must be given.
+    With `form` the first is a form with these additional files, the first of which is required.
     """
     content: dict[str, Any] = {}
     if form is not None:
@@ -137,7 +137,7 @@ def _schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inline(schema: Any, parts: dict[str, Any]) -> Any:
-    """The schema with its parts where they are meant: a reference would lead nowhere in the whole document."""
+    """The schema with its parts inlined: local references are invalid inside the whole document."""
     if isinstance(schema, list):
         return [_inline(inner, parts) for inner in schema]
     if not isinstance(schema, dict):
@@ -168,7 +168,7 @@ def _complaint(kind: str, field: str | None, limits: dict[str, Any]) -> ApiError
     return refused(field, "is not valid")
 
 
-# -- answers: for the documentation; what is sent is made in presentation.py ------------------------------------------
+# -- responses: for the documentation only; presentation.py builds them --------------------------------------------
 
 
 class ErrorDetail(BaseModel):

@@ -1,6 +1,5 @@
-"""What every request leans on: the store, the reader of events, the producer, the cards; and how a job is followed.
-
-Knows how jobs are taken in and waited for; knows nothing of what answers look like.
+"""Shared parts of all requests: the store, the event reader, the producer, the cards; and following a job to its
+end.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_THREADS = 24  # that wait for Redis; its client has a few more connections, for the reaper and the cards
-_PARSERS = 2  # of batches' files, line by line
-_WRITERS = 4  # of files that were handed in: each holds a few MiB
-_STORERS = 16  # threads that wait for the store of artifacts: none of those that wait for Redis
-_DECODERS = 2  # of pictures that were handed in: each may need some 200 MiB
-_LOOK_S = 30.0  # of silence, after which a waiting request looks at the record
-_AGAIN_S = 1.0  # between tries while Redis is away
+_THREADS = 24  # for Redis calls; its client has a few more connections, for the reaper and the cards
+_PARSERS = 2  # of batch files, line by line
+_WRITERS = 4  # of uploads: each holds a few MiB
+_STORERS = 16  # threads for the artifact store, separate from those for Redis
+_DECODERS = 2  # of uploaded images: each may need some 200 MiB
+_LOOK_S = 30.0  # of silence, after which a waiting request reads the record
+_AGAIN_S = 1.0  # between retries while Redis is down
 _WAITS_FOR_REDIS = ContextVar("waits_for_redis", default=False)
 
 
@@ -62,7 +61,7 @@ class Service:
     """Started and closed by the app's lifespan, on its event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        """Connects to nothing yet. Raises `SettingsError`."""
+        """Does not connect yet. Raises `SettingsError`."""
         if not settings.redis_url:
             raise SettingsError("DIPTYCH_REDIS_URL: must be given")
         self.settings = settings
@@ -114,32 +113,32 @@ class Service:
 
     @property
     def artifacts(self) -> Artifacts:
-        """Where pictures and files lie, for who runs in `stored`, or on a thread of its own: it may hang.
+        """The artifact store, for code run by `stored`, or on its own thread: it may hang.
 
-        Raises RuntimeError on the event loop and in `call`, where all others would wait with it.
+        Raises RuntimeError on the event loop and in `call`, where a hang would block others.
         """
         if _WAITS_FOR_REDIS.get() or _on_event_loop():
             raise RuntimeError("artifacts are read and written on threads of their own: see Service.stored")
         return self._artifacts
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what waits for Redis on a thread. It is not abandoned: a cancelled caller still waits for its end."""
+        """Run a Redis call on a thread. It is not abandoned: a cancelled caller still waits for its end."""
 
         def run() -> T:
-            _WAITS_FOR_REDIS.set(True)  # in a context of this call's own
+            _WAITS_FOR_REDIS.set(True)  # in this call's own context
             return function(*args, **kwargs)
 
         return await anyio.to_thread.run_sync(run, limiter=self._threads)
 
     async def stored(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `call`, for what reads or writes artifacts. Raises `StorageDown` where that takes too long."""
+        """As `call`, for reading or writing artifacts. Raises `StorageDown` if that takes too long."""
         try:
             return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
         except TimeoutError:
             raise StorageDown("the store of artifacts does not answer in time") from None
 
     async def lacking(self) -> str:
-        """What Redis does not let its user do, in a sentence; empty where nobody can tell."""
+        """A sentence naming the rights that the Redis user lacks; empty if unknown."""
         try:
             missing = await self.call(self._rights.missing)
         except StoreError:
@@ -147,26 +146,26 @@ class Service:
         return told(missing) if missing else ""
 
     def share(self, owner: str) -> int | None:
-        """How many of an owner's jobs may wait in one queue. None: as many as of all, as where there are no keys."""
+        """How many of an owner's jobs may wait in one queue. None: only the queue's limit applies, as without keys."""
         if not owner:
             return None
         key = self.cards.now.keys.get(owner)
         return most_queued((key.queued if key else "") or self.settings.key_queued, self.settings.max_queued)
 
     def links(self, request: Request) -> Links:
-        """Addresses as this request's client reaches them, signed where keys are asked for."""
+        """Links as this request's client reaches them, signed if keys are required."""
         base = self.settings.public_url.rstrip("/") + "/" if self.settings.public_url else str(request.base_url)
         return self.links_from(base, self.settings.link_s)
 
     def links_from(self, base: str, lasts_s: float) -> Links:
-        """Addresses that begin so, signed where keys are asked for; by Redis's clock, which all who check share."""
+        """Links with this base, signed if keys are required; by Redis's clock, which all verifiers share."""
         now = self.cards.now
         return Links(base, now.secret if now.guarded else None, lasts_s, now.clock)
 
     async def forecast(self, job: Job, near: bool = True, standing: Standing | None = None) -> Forecast | None:
-        """Where a live job stands, by what workers said they cost; its place in the queue only if asked `near`.
+        """A live job's queue position, estimated from the workers' costs; its exact position only if it is `near`.
 
-        Redis is not asked for its `standing` where that is known.
+        Redis is not queried if `standing` is given.
         """
         if job.state.final:
             return None
@@ -187,8 +186,8 @@ class Service:
         return Forecast(standing.ahead, start_s, start_s + work_s)
 
     async def follow(self, job: Job, after: str, idle_s: float) -> AsyncGenerator[Event | None]:
-        """The job's events after the one named; None after each `idle_s` of silence. Ends with the terminal event, when
-        the job was erased and its id is another's, or when the service closes. Close it (`aclose`) to leave early.
+        """The job's events after the given one; None after each `idle_s` of silence. Ends with the terminal event, when
+        the job was erased and its id is reused, or when the service closes. Close it (`aclose`) to leave early.
         """
         events = self.reader.subscribe(job.id, after, job.incarnation)
         closing = asyncio.create_task(self.closing.wait())
@@ -217,10 +216,10 @@ class Service:
                 await events.aclose()
 
     async def end(self, job: Job) -> Job | None:
-        """Wait for the job's end. None: the service closes first. Raises `ApiError` if there is no such job any more.
+        """Wait for the job's end. None: the service closes first. Raises `ApiError` if the job no longer exists.
 
-        Events tell. The record is looked at after a long silence, because a Redis that died and came back may have
-        lost the last second of a stream.
+        Uses events. The record is read after a long silence, because a restarted Redis may have lost the last second of
+        a stream.
         """
         event: Event | None = None
         while not self.closing.is_set():
@@ -233,12 +232,12 @@ class Service:
                 raise job_lost()
             if found is not None and found.state.final:
                 return found
-            if event is not None:  # they say that it has ended: whatever it is, asking faster does not mend it
+            if event is not None:  # the event says that it has ended: retrying faster does not help
                 await self._pause()
         return None
 
     async def record(self, job: Job) -> Job | None:
-        """The job's record, as soon as Redis answers. None: it is gone, or the service closes."""
+        """The job's record, as soon as Redis replies. None: it is gone, or the service closes."""
         while not self.closing.is_set():
             try:
                 found = await self.call(self.store.get, job.id)
@@ -250,12 +249,12 @@ class Service:
         return None
 
     async def _pause(self) -> None:
-        """Before something is tried again; shorter if the service closes."""
+        """Wait before a retry; shorter if the service closes."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.closing.wait(), _AGAIN_S)
 
     async def cancel(self, job: Job) -> bool:
-        """Cancel a job that nobody waits for any more. False: Redis is away, and it may go on."""
+        """Cancel a job that nobody waits for. False: Redis is down, and it may continue."""
         try:
             await self.call(self.store.cancel, job.id, job.incarnation)
         except StoreError as error:
@@ -265,7 +264,7 @@ class Service:
 
 
 def _beside(settings: Settings) -> Path | None:
-    """The folder of a Redis that `diptych serve` runs beside this process, by the address that it leaves there."""
+    """The folder of a Redis that `diptych serve` runs beside this process, by the address file in it."""
     folder = settings.data_dir / "redis"
     try:
         return folder if (folder / "address").read_text("utf-8").strip() == settings.redis_url else None
@@ -290,13 +289,13 @@ def job_lost() -> ApiError:
 
 
 def of(request: Request) -> Service:
-    """The service that answers this request."""
+    """The service of this request's app."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-async def _given(request: Request) -> Service:  # what is no coroutine is run on a thread, each time
+async def _given(request: Request) -> Service:  # a plain function would run on a thread at each request
     return of(request)
 
 

@@ -1,6 +1,6 @@
-"""What `stream: true` answers: previews and pictures as OpenAI's server-sent events.
+"""Streams images for `stream: true`: previews and finished images as OpenAI's server-sent events.
 
-Knows the shape of these events, which carry no id and are not resumed; jobs are followed in service.py.
+These events carry no id and cannot be resumed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
 from core.jobs.record import Job, JobState
 
-_SILENCE_S = 15.0  # after which the record is looked at, as everywhere
-# Pictures are not counted in tokens; clients expect the numbers all the same.
+_SILENCE_S = 15.0  # after which the record is read
+# Images have no tokens; clients expect the numbers all the same.
 _USAGE = {
     "total_tokens": 0, "input_tokens": 0, "output_tokens": 0,
     "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},
@@ -36,9 +36,9 @@ _USAGE = {
 async def tell(
     service: Service, job: Job, links: Links | None, partial_images: int, *, stays: bool
 ) -> AsyncGenerator[bytes]:
-    """At most so many previews of each picture while it is drawn, then the pictures, as links if there are `links`.
+    """At most this many previews of each image while it is generated, then the images, as links if `links` is given.
 
-    Left early the job is cancelled, unless it `stays`.
+    If closed early the job is cancelled, unless it `stays`.
     """
     ended: Job | None = None
     told: Counter[int] = Counter()
@@ -76,7 +76,7 @@ async def tell(
 
 
 def content(service: Service, job: Job, k: int, links: Links | None) -> dict[str, Any]:
-    """A finished picture: itself, or where it is; and its prompt, where that was expanded.
+    """A finished image: inline or as a link; and its prompt, if that was expanded.
 
     Raises `core.artifacts.ArtifactError`.
     """

@@ -1,6 +1,6 @@
-"""Runs tenants' work item by item on threads of its own: bounded in time, in turn, and none in another's way.
+"""Runs tenants' work items on its own threads: time-limited, in round-robin order, isolated from each other.
 
-Knows turns, limits and deadlines; what an item does is its own. Used for batches and for webhooks.
+Used for batches and webhooks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
 
-_IDLE_S = 10.0  # after which a thread without work ends
+_IDLE_S = 10.0  # after which an idle thread ends
 
 
 class TimeUp(RuntimeError):
-    """An item's time is over, or the pool stops."""
+    """An item's time limit is reached, or the pool stops."""
 
 
 class Bound:
-    """The time of one item. Whoever waits for something outside does so for `left_s`, within `closing`."""
+    """An item's time limit. Blocking calls wait at most `left_s`, within `closing`."""
 
     def __init__(self, seconds: float) -> None:
         self.until = time.monotonic() + seconds
@@ -33,7 +33,7 @@ class Bound:
         self._close: Callable[[], None] | None = None
 
     def left_s(self) -> float:
-        """Raises `TimeUp` where nothing is left."""
+        """Remaining seconds. Raises `TimeUp` if there are none."""
         left = self.until - time.monotonic()
         if self.aborted or left <= 0:
             raise TimeUp("the time of this item is over")
@@ -41,7 +41,7 @@ class Bound:
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
-        """Has `close` called, on another thread, when the time is over: it ends a wait that goes on here."""
+        """Call `close` on another thread at the time limit: it interrupts a blocking call in this context."""
         with self._lock:
             self._close = close
         try:
@@ -66,15 +66,15 @@ class _Item:
     id: str
     work: Callable[[Bound], None]
     bound: Bound = field(default_factory=lambda: Bound(0.0))
-    late: bool = False  # its thread does not come back, and another stands in for it
+    late: bool = False  # its thread hangs, and another replaces it
 
 
 class TenantPool:
-    """At most `threads` items at once, `of_tenant` of one tenant and `of_lane` of one lane of a tenant; in turn.
+    """At most `threads` items at once, `of_tenant` per tenant and `of_lane` per lane of a tenant; in turn.
 
     An exception ends its item, and is logged. An item may take `item_s`: then its bound is aborted, and if its thread
-    stays away all the same another stands in for it, of which there are as many again at most. Items of one id are
-    never run side by side.
+    still hangs another replaces it; there are at most `threads` replacements. Items with the same id never run side by
+    side.
     """
 
     def __init__(self, name: str, threads: int, *, of_tenant: int, of_lane: int, item_s: float) -> None:
@@ -107,7 +107,7 @@ class TenantPool:
             return max(0, self._threads - len(self._ids))
 
     def full(self) -> tuple[set[str], set[tuple[str, str]]]:
-        """Tenants, and lanes, whose items would only wait for others of theirs."""
+        """Tenants, and lanes, whose further items would only wait for their own."""
         with self._changed:
             return (
                 {tenant for tenant, n in self._load_of.items() if n >= self._of_tenant},
@@ -115,7 +115,7 @@ class TenantPool:
             )
 
     def submit(self, tenant: str, lane: str, id: str, work: Callable[[Bound], None]) -> bool:
-        """Have this run when it is the tenant's turn. False: one of this id waits or runs, or the pool stops."""
+        """Queue an item for the tenant's turn. False: one with this id waits or runs, or the pool stops."""
         with self._changed:
             if self._stopping or id in self._ids:
                 return False
@@ -129,7 +129,7 @@ class TenantPool:
             return True
 
     def stop(self, within_s: float = 2.0) -> None:
-        """Drop what waits, abort what runs, and return when that has ended, or after `within_s`."""
+        """Drop waiting items, abort running ones, and return when they have ended, or after `within_s`."""
         with self._changed:
             self._stopping = True
             self._waiting.clear()
@@ -144,7 +144,7 @@ class TenantPool:
     # -- under the lock ----------------------------------------------------------------------------------------------
 
     def _staff(self) -> None:
-        """Begin a thread where one is missing."""
+        """Start a thread if one is missing."""
         late = min(self._threads, sum(item.late for item in self._running))
         if self._idle == 0 and len(self._alive) < self._threads + late:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._alive)}", daemon=True)
@@ -155,7 +155,7 @@ class TenantPool:
             self._keeper.start()
 
     def _next(self) -> _Item | None:
-        """The next of the tenant, and of its lane, that was served the longest ago. Both go to the end."""
+        """The next item of the tenant, and of its lane, served longest ago. Both move to the end."""
         for tenant, lanes in self._waiting.items():
             if self._runs_of[tenant] >= self._of_tenant:
                 continue
@@ -177,7 +177,7 @@ class TenantPool:
         self._running.add(item)
         self._runs_of[item.tenant] += 1
         self._runs_of_lane[item.tenant, item.lane] += 1
-        self._changed.notify_all()  # the keeper of time
+        self._changed.notify_all()  # the timekeeper
 
     def _end(self, item: _Item) -> None:
         self._running.discard(item)
@@ -214,7 +214,7 @@ class TenantPool:
             finally:
                 with self._changed:
                     self._end(item)
-                    if item.late:  # somebody stands in for this thread
+                    if item.late:  # another thread replaces this one
                         self._alive.discard(threading.current_thread())
                         if self._waiting:
                             self._staff()
@@ -222,7 +222,7 @@ class TenantPool:
                 return
 
     def _awaited(self) -> _Item | None:
-        """What is next, as soon as there is something. None: this thread is not needed any more."""
+        """Wait for the next item. None: this thread is not needed any more."""
         until = time.monotonic() + _IDLE_S
         while not self._stopping:
             item = self._next()
@@ -239,7 +239,7 @@ class TenantPool:
         return None
 
     def _keep_time(self) -> None:
-        """Abort what takes too long."""
+        """Abort items beyond their time limit."""
         while True:
             with self._changed:
                 if self._stopping:

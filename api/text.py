@@ -1,7 +1,7 @@
 """POST /v1/chat/completions and /v1/completions: OpenAI's endpoints for text, streaming and not.
 
-Knows how they answer; what they ask for is read in text_drafts.py, jobs are made and followed in service.py. What only
-the worker refuses comes back as a job that failed, and is answered as the refusal that it is.
+text_drafts.py parses the requests. A request that only the worker can reject returns as a failed job, and gets the same
+400.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["text"])
 
-_SILENCE_S = 15.0  # after which the record is looked at, as everywhere
+_SILENCE_S = 15.0  # after which the record is read
 
 
 @router.post(
@@ -37,7 +37,7 @@ _SILENCE_S = 15.0  # after which the record is looked at, as everywhere
     openapi_extra=schemas.document(ChatFields),
 )
 async def chat(request: Request, service: Given, caller: By) -> Response:
-    """A client that leaves before the end aborts the answer."""
+    """A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.CHAT)
 
 
@@ -49,7 +49,7 @@ async def chat(request: Request, service: Given, caller: By) -> Response:
     openapi_extra=schemas.document(CompletionFields),
 )
 async def complete(request: Request, service: Given, caller: By) -> Response:
-    """A client that leaves before the end aborts the answer."""
+    """A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.COMPLETIONS)
 
 
@@ -63,7 +63,7 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)
     if ask.fields.stream:
-        # Only now it is known whether the worker takes it: what it refuses is a 400 and no stream.
+        # Only now is it known whether the worker accepts it: a rejection is a 400 and no stream.
         begun = await wait(service, job, request, _begun(service, job), stays=False)
         if begun is None:
             raise left()
@@ -76,7 +76,7 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
 
 
 async def _begun(service: Service, job: Job) -> Job | None:
-    """Wait for the first token, or the end: the job as it is known then. None: the service closes.
+    """Wait for the first token, or the end; returns the job as of then. None: the service closes.
 
     Raises `ApiError`.
     """

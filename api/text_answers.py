@@ -1,7 +1,4 @@
-"""Answers of text as OpenAI's clients read them: whole, and in chunks.
-
-Knows these shapes; knows nothing of jobs' lives or of streams.
-"""
+"""Builds text responses in OpenAI's format: whole, and in chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from core.jobs.record import Job
 
 
 class Answers:
-    """What chats and completions share. A `choice` is one answer of a job's result."""
+    """Shared by chats and completions. A `choice` is one answer of a job's result."""
 
     kind = chunk_kind = prefix = ""
 
@@ -27,12 +24,12 @@ class Answers:
         self._n = TextJob.read(job.parameters).n
 
     def whole(self, result: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+        """The response to a request without `stream`."""
         choices = [self._choice(index, choice) for index, choice in enumerate(result["choices"])]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage(result)}
 
     def usage(self, result: dict[str, Any]) -> dict[str, Any]:
-        """A prompt is counted once, however many answers it has."""
+        """Token counts; a prompt is counted once, however many answers it has."""
         prompt = sum(result["prompt_tokens"][:: self._n])
         completion = sum(choice["tokens"] for choice in result["choices"])
         return {
@@ -47,15 +44,15 @@ class Answers:
         return told if usage is None else {**told, "usage": usage}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """What is told of a choice before its text; None: nothing."""
+        """The chunk before a choice's text; None: nothing."""
         raise NotImplementedError
 
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
-        """A further piece of a choice's text."""
+        """A chunk with more of a choice's text."""
         raise NotImplementedError
 
     def last(self, index: int, finish: str) -> dict[str, Any]:
-        """Why a choice ended."""
+        """The chunk with a choice's finish reason."""
         raise NotImplementedError
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +108,7 @@ class CompletionAnswers(Answers):
         return self.piece(index, self._echoed(index), None) if self._prompts else None
 
     def _echoed(self, index: int) -> str:
-        """With `echo` the prompt that this choice answers; else nothing."""
+        """With `echo` the prompt of this choice; else nothing."""
         return self._prompts[index // self._n] if self._prompts else ""
 
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""From a text's fields to a job: OpenAI's two endpoints for text, read, checked against a model's card, estimated.
+"""Turns requests of OpenAI's two text endpoints into jobs: parses them, checks them against a model's card, estimates
+the work.
 
-Knows these requests and model cards; knows nothing of HTTP and of Redis. What only the worker can tell, such as how
-many tokens a prompt has, comes back as a job that failed.
+Checks that need a tokenizer, such as the prompt's token count, are the worker's: they return as a failed job.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from core.jobs.record import Draft, new_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-_USUAL_TOKENS = 256  # of an answer without a limit, for the queue's estimate
+_USUAL_TOKENS = 256  # for an answer without a limit, in the queue's estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, and the job that it means."""
+    """A request, and its job."""
 
     fields: TextFields
     job: TextJob
 
 
 def chat(given: dict[str, Any]) -> Ask:
-    """What a body of `CHAT` asks for. Raises `ApiError` (400) naming the field."""
+    """Parse a body of `CHAT`. Raises `ApiError` (400) naming the field."""
     fields = schemas.read(ChatFields, given, rules=_RULES)
     with refusals():
         return Ask(fields, fields.job())
 
 
 def completion(given: dict[str, Any]) -> Ask:
-    """What a body of `COMPLETIONS` asks for. Raises `ApiError` (400) naming the field."""
+    """Parse a body of `COMPLETIONS`. Raises `ApiError` (400) naming the field."""
     fields = schemas.read(CompletionFields, given, rules=_RULES)
     with refusals():
         return Ask(fields, fields.job())
 
 
-# By endpoint: how it reads a body, and what its answers look like.
+# By endpoint: its parser, and its response format.
 READ: dict[str, Callable[[dict[str, Any]], Ask]] = {CHAT: chat, COMPLETIONS: completion}
 ANSWERS: dict[str, type[Answers]] = {CHAT: ChatAnswers, COMPLETIONS: CompletionAnswers}
 

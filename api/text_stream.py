@@ -1,7 +1,7 @@
-"""What `stream: true` answers of text: pieces as they are written, as OpenAI's server-sent events, then [DONE].
+"""Streams text for `stream: true`: pieces as they are generated, as OpenAI's server-sent events, then [DONE].
 
-Knows jobs' events, each of which holds pieces of the text and where they begin: what a client lacks of it is told.
-Events carry no id and are not resumed.
+Each event of a job carries pieces of text with their positions; the client gets what it lacks. The sent events carry no
+id and cannot be resumed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from core.jobs.record import Job, JobState
 
 S = TypeVar("S", str, list[dict[str, Any]])
 
-_SILENCE_S = 15.0  # after which the record is looked at, as everywhere
+_SILENCE_S = 15.0  # after which the record is read
 
 
 async def tell(service: Service, job: Job, answers: Answers, *, usage: bool) -> AsyncGenerator[bytes]:
-    """The answers in pieces. Left early the job is cancelled. With `usage` every chunk has that field, the last one
-    the numbers.
+    """Stream the answers in pieces. If closed early the job is cancelled. With `usage` every chunk has that field, the
+    last one the numbers.
     """
     ended: Job | None = None
     told = _Told(answers, usage)
@@ -66,7 +66,7 @@ class _Told:
         self._logprobs: dict[int, int] = {}
 
     def grown(self, pieces: Iterable[dict[str, Any]]) -> list[bytes]:
-        """Chunks for what is new. An attempt that was begun anew may first say less than was told: then nothing."""
+        """Chunks for new text. A restarted attempt may at first be behind what was sent: then none."""
         made = []
         for piece in pieces:
             index = piece["index"]
@@ -86,7 +86,7 @@ class _Told:
         return made
 
     def rest(self, result: dict[str, Any]) -> list[bytes]:
-        """What is not told yet of the finished answers, why each ended, and the usage."""
+        """The remaining text of the finished answers, their finish reasons, and the usage."""
         choices = result["choices"]
         logprobs = [choice["logprobs"] for choice in choices] if any(c["logprobs"] for c in choices) else None
         made = self.grown(_whole([choice["text"] for choice in choices], logprobs))
@@ -102,7 +102,7 @@ class _Told:
 
 
 def _pieces(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """What progress tells of texts. A worker of a version before tells all of them each time."""
+    """Text pieces of a progress report. An older worker sends the complete texts each time."""
     if "texts" in data:
         return _whole(data["texts"], data.get("logprobs"))
     pieces: list[dict[str, Any]] = data.get("pieces", [])
@@ -110,7 +110,7 @@ def _pieces(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _whole(texts: Sequence[str], logprobs: Sequence[list[dict[str, Any]]] | None) -> list[dict[str, Any]]:
-    """Texts from their beginning, as pieces."""
+    """Complete texts, as pieces."""
     pieces: list[dict[str, Any]] = [{"index": index, "at": 0, "text": text} for index, text in enumerate(texts)]
     for piece, told in zip(pieces, logprobs or [], strict=False):
         piece.update(token=0, logprobs=told)
@@ -118,7 +118,7 @@ def _whole(texts: Sequence[str], logprobs: Sequence[list[dict[str, Any]]] | None
 
 
 def _beyond(told: S, at: int, had: int) -> S:
-    """What of `told`, which begins at `at`, comes after the first `had`. Behind a gap nothing: the end brings it."""
+    """The part of a piece at position `at` beyond the first `had` items. None after a gap: the end fills it."""
     return told[had - at :] if at <= had else told[:0]
 
 

@@ -1,4 +1,4 @@
-"""A span for every request, within the caller's trace where it names one. Knows ASGI; where spans go is core's."""
+"""ASGI middleware that opens a trace span for every request, within the caller's trace if it names one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core import logs, traces
 
-_QUIET = ("/healthz", "/readyz", "/metrics")  # asked all the time, and nothing to follow
+_QUIET = ("/healthz", "/readyz", "/metrics")  # frequent, and not worth tracing
 
 
 class Traced:
-    """Names a request's span by its route, so that nothing of a client's making is in it."""
+    """Names a request's span by its route, so that it contains nothing chosen by a client."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,7 +1,6 @@
-"""Pictures that are handed in to be edited: looked at before they are decoded, and brought to the size of their job.
+"""Checks uploaded images before decoding them, and resizes them to their job's size.
 
-What goes on from here is a PNG of ours: no worker ever reads a stranger's file. Knows picture files; knows nothing of
-jobs and of models.
+They are re-encoded as PNG here: no worker ever reads a client's file.
 """
 
 from __future__ import annotations
@@ -15,30 +14,30 @@ from PIL import Image, ImageOps
 
 from api.errors import ApiError, refused
 
-MAX_BYTES = 16 * 2**20  # of one file
+MAX_BYTES = 16 * 2**20  # per file
 MAX_PIXELS = 4096 * 4096
-MAX_SIDE = 8192  # a picture of one row costs more to resize than its area says
+MAX_SIDE = 8192  # resizing an image of one row costs more than its area suggests
 MAX_SCANS = 100  # of a JPEG, each of which decodes all of it again; encoders make about ten
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _SOS = 0xDA
 _BARE = frozenset((0x01, *range(0xD0, 0xDA)))  # markers without a segment
-_ORIENTATION = 0x0112  # of EXIF; from 5 on width and height change places
+_ORIENTATION = 0x0112  # of EXIF; from 5 on width and height are swapped
 _OPAQUE = "has no transparent pixel: what is transparent in it is what is drawn anew"
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A picture, and a mask of the same size whose transparent pixels (alpha 0) are what is to be drawn anew."""
+    """An image, and a mask of the same size whose transparent pixels (alpha 0) are to be repainted."""
 
     image: bytes
     mask: bytes | None
-    size: tuple[int, int]  # (width, height) as people see it
-    named: str = "image"  # the field that the picture came in
+    size: tuple[int, int]  # (width, height) after orientation
+    named: str = "image"  # the field that the image came in
 
     @classmethod
     def of(cls, image: bytes, mask: bytes | None, named: str = "image") -> Upload:
-        """Looks at headers alone. Raises `ApiError` (400, 413), naming the field."""
+        """Read the headers only. Raises `ApiError` (400, 413), naming the field."""
         size = _size(named, image)
         if mask is not None and _size("mask", mask) != size:
             raise refused("mask", "must have the width and height of the picture")
@@ -46,15 +45,15 @@ class Upload:
 
     @property
     def digest(self) -> str:
-        """Tells apart what was handed in."""
+        """Identifies the upload's content."""
         return hashlib.sha256(
             b"".join(hashlib.sha256(part or b"").digest() for part in (self.image, self.mask))
         ).hexdigest()
 
     def fitted(self, size: tuple[int, int]) -> tuple[bytes, bytes | None]:
-        """The picture in RGB, its transparent parts white, and the mask in L, 255 where it is drawn anew; both as PNG.
+        """The image in RGB, its transparent parts white, and the mask in L, 255 where it is repainted; both as PNG.
 
-        (width, height) in pixels; resized with Lanczos' filter. Raises `ApiError` (400), naming the field.
+        Resized to (width, height) in pixels with the Lanczos filter. Raises `ApiError` (400), naming the field.
         """
         image = _decoded(self.named, self.image)
         white = Image.new("RGBA", image.size, "white")
@@ -69,13 +68,13 @@ class Upload:
 
 
 def media_type(field: str, data: bytes) -> str:
-    """What kind of picture it is, by its header, as is its size. Raises `ApiError` (400, 413), naming the field."""
+    """The image's media type by its header; checks its size too. Raises `ApiError` (400, 413), naming the field."""
     _size(field, data)
     return {"PNG": "image/png", "WEBP": "image/webp"}.get(_opened(data).format or "", "image/jpeg")
 
 
 def _size(field: str, data: bytes) -> tuple[int, int]:
-    """Width and height by the header, upright. Nothing is decoded."""
+    """Width and height by the header, after orientation. Nothing is decoded."""
     if len(data) > MAX_BYTES:
         raise ApiError(413, f"{field}: is larger than {MAX_BYTES} bytes", param=field, code="body_too_large")
     if not data:
@@ -93,12 +92,12 @@ def _size(field: str, data: bytes) -> tuple[int, int]:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise refused(field, f"has more than {MAX_PIXELS} pixels") from None
-    except Exception:  # of many parsers, and all say the same
+    except Exception:  # of many parsers, all with the same meaning
         raise refused(field, "must be a picture in PNG, JPEG or WebP") from None
 
 
 def _decoded(field: str, data: bytes) -> Image.Image:
-    """RGBA, upright."""
+    """The image as RGBA, after orientation."""
     try:
         image = _opened(data)
         if _orientation(image) > 1:
@@ -113,12 +112,12 @@ def _opened(data: bytes) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """As EXIF says; a PNG may say so behind its pixels, where nobody looks."""
+    """EXIF's orientation; a PNG may carry it behind its pixels, where it is not read."""
     return 1 if image.format == "PNG" else int(image.getexif().get(_ORIENTATION, 1))
 
 
 def _scans(data: bytes) -> int:
-    """How many scans a JPEG has (SOS markers), counted no further than one too many."""
+    """How many scans a JPEG has (SOS markers), counted up to one more than allowed."""
     found, at = 0, 2
     while (marker := _MARKER.search(data, at)) is not None:
         at = marker.end()
@@ -128,12 +127,12 @@ def _scans(data: bytes) -> int:
             found += 1
             if found > MAX_SCANS:
                 break
-        at += int.from_bytes(data[at : at + 2], "big")  # its segment; what follows a scan's has no such markers
+        at += int.from_bytes(data[at : at + 2], "big")  # resizing one row costs more than its area suggests
     return found
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """By RFC 9649, since Pillow makes room for all of a WebP's pixels when it opens it. None: it is none."""
+    """By RFC 9649, since Pillow allocates all pixels of a WebP when it opens it. None: not a WebP."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return None
     if data[12:16] == b"VP8X":

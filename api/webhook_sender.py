@@ -1,7 +1,7 @@
-"""Tells the end of jobs to those who asked for it: each job's once, and again later where that failed.
+"""Delivers webhooks for ended jobs, with retries.
 
-Every receiver is called on a thread of its own pool, in turn by owners and receivers. How one is called is in
-webhooks.py; who is due, core.jobs.webhooks knows.
+Deliveries run on a pool of threads, in turn by owner and receiver. webhooks.py makes the call, core.jobs.webhooks
+queues them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from core.jobs.webhooks import Due, Webhooks
 
 log = logging.getLogger(__name__)
 
-_PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)  # between tries; then it is given up
-_AT_ONCE, _OF_OWNER, _OF_RECEIVER = 64, 32, 4  # calls under way; without keys all are one owner's
-_SOON_S = 2.0  # what could not be tried for a reason that lies here
+_PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)  # between attempts; then it is given up
+_AT_ONCE, _OF_OWNER, _OF_RECEIVER = 64, 32, 4  # calls in progress; without keys all belong to one owner
+_SOON_S = 2.0  # delay if the call could not be made for a local reason
 
 
 class WebhookSender:
-    """Looks who is due, and calls. Every API has one; a job is one's at a time."""
+    """Takes due webhooks and calls the receivers. Every API runs one; each webhook is taken by one at a time."""
 
     def __init__(self, service: Service, pauses_s: tuple[float, ...] = _PAUSES_S) -> None:
         self._service = service
-        self._webhooks = Webhooks.of(service.settings)  # on connections of its own: many calls may end at once
+        self._webhooks = Webhooks.of(service.settings)  # on its own connections: many calls may end at once
         self._pauses_s = pauses_s
         self._private = service.settings.webhook_private
         self._pool = TenantPool("webhooks", _AT_ONCE, of_tenant=_OF_OWNER, of_lane=_OF_RECEIVER, item_s=ANSWER_S)
@@ -44,7 +44,7 @@ class WebhookSender:
         self._poller.start()
 
     def stop(self) -> None:
-        """Calls that are under way are cut, and made again by whoever comes next."""
+        """Calls in progress are aborted, and repeated by the next API that takes them."""
         self._poller.stop()
         self._pool.stop()
         self._webhooks.close()
@@ -54,14 +54,14 @@ class WebhookSender:
         if not room:
             return
         owners, lanes = self._pool.full()
-        # Nobody else tells these before they must have ended here, after a wait for others.
+        # Nobody else takes these until they must have ended here, including the wait in the pool.
         for due in self._webhooks.due(
             6 * ANSWER_S, room, of_owner=_OF_OWNER, of_lane=_OF_RECEIVER, without=owners, without_lanes=lanes
         ):
             self._pool.submit(due.owner, due.host, f"{due.id} {due.incarnation}", partial(self._tell, due))
 
     def _tell(self, due: Due, bound: Bound) -> None:
-        """One try. Whatever goes wrong with it is a failed one, unless it lies here."""
+        """One attempt. Any error counts as a failed one, unless its cause is local."""
         try:
             job = self._service.store.get(due.id)
             if job is None or job.webhook is None or job.incarnation != due.incarnation:
@@ -71,7 +71,7 @@ class WebhookSender:
             else:
                 self._try(due, job, bound)
         except StoreError as error:
-            log.warning("the end of %s is told later: %s", due.id, error)  # it comes again by itself
+            log.warning("the end of %s is told later: %s", due.id, error)  # it is retried automatically
         finally:
             self._poller.wake()
 
@@ -100,7 +100,7 @@ class WebhookSender:
         assert job.webhook is not None
         now = self._service.cards.now
         links = self._service.links_from(job.webhook["base"], self._service.settings.link_s)
-        # A receiver takes two of one name for one: the incarnation tells this job from the next one of this id.
+        # Receivers drop duplicates by message id: the incarnation separates this job from a later one with its id.
         timestamp, message = int(time.time()), f"msg_{job.id}_{job.incarnation or job.attempt}"
         told = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
         body = json.dumps(told, separators=(",", ":"), allow_nan=False).encode()

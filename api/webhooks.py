@@ -1,8 +1,7 @@
-"""Calls addresses that were given with jobs, and signs what they are told by the Standard Webhooks scheme.
+"""Calls webhook URLs, and signs the messages by the Standard Webhooks scheme.
 
-An address is somebody's input: only public ones are called unless private ones are allowed, the one that was looked up
-is the one that is called, no redirect is followed, and neither time nor memory is theirs to take. Knows HTTP and
-signatures; whom to tell, and when, webhook_sender.py knows.
+A URL is client input: only public addresses are called unless private ones are allowed, the connection uses the address
+that was checked, no redirect is followed, and a receiver's use of time and memory is limited.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from api.errors import refused
 from api.tenant_pool import Bound, TimeUp
 from contract import urls
 
-ANSWER_S = 10.0  # a call takes no longer, with all that it does
+ANSWER_S = 10.0  # limit of a call, everything included
 _LONGEST = 2048
-_MOST_ANSWER = 64 * 1024  # bytes in which an answer's status must come
+_MOST_ANSWER = 64 * 1024  # bytes in which a response's status must come
 _FINAL = re.compile(rb"HTTP/1\.[01] ([2-9][0-9][0-9])[^\n]*\n")
 _INTERIM = re.compile(rb"HTTP/1\.1 1[0-9][0-9] ")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-# What is global by the registries, and yet never somebody's public server: metadata and platform services of clouds
-# (192.0.0.192, 168.63.129.16), site-local, NAT64 of one network, IPv4-compatible and IPv4-translated addresses.
+# Global by the registries, yet never a client's public server: metadata and platform services of clouds (192.0.0.192,
+# 168.63.129.16), site-local, NAT64 of one network, IPv4-compatible and IPv4-translated addresses.
 _NEVER = {
     4: [ipaddress.ip_network(text) for text in ("192.0.0.0/24", "168.63.129.16/32", "192.88.99.0/24")],
     6: [ipaddress.ip_network(text) for text in ("fec0::/10", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96", "5f00::/16",
@@ -38,11 +37,11 @@ _NEVER = {
 
 
 class Unreachable(RuntimeError):
-    """An address was not called, or did not answer with success. The message says why, without the address."""
+    """The call was not made, or got no success response. The message says why, without the address."""
 
 
 def check(url: str, *, private: bool) -> None:
-    """Refuse what can never be called. Raises `ApiError` (400). A name is looked up when it is called."""
+    """Reject URLs that can never be called. Raises `ApiError` (400). DNS is resolved when it is called."""
     if len(url) > _LONGEST:
         raise refused("webhook_url", f"must have at most {_LONGEST} characters")
     try:
@@ -69,7 +68,7 @@ def sign(secret: str, id: str, timestamp: int, body: bytes) -> str:
 
 
 def call(url: str, headers: dict[str, str], body: bytes, *, private: bool, bound: Bound | None = None) -> None:
-    """POST once. Raises `Unreachable` for any end but an answer of 2xx, within the bound; of itself, within 10 s."""
+    """POST once. Raises `Unreachable` unless the response is 2xx, within the bound; by itself, within 10 s."""
     bound = Bound(ANSWER_S) if bound is None else bound
     parts = urlsplit(url)
     secure, host = parts.scheme == "https", parts.hostname or ""
@@ -79,7 +78,7 @@ def call(url: str, headers: dict[str, str], body: bytes, *, private: bool, bound
     try:
         with (
             socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as plain,
-            plain.dup() as cut,  # what TLS is put upon is another object
+            plain.dup() as cut,  # TLS wraps another socket object
             bound.closing(lambda: cut.shutdown(socket.SHUT_RDWR)),
         ):
             plain.settimeout(bound.left_s())
@@ -102,7 +101,7 @@ def _request(parts: SplitResult, headers: dict[str, str]) -> bytes:
 
 
 def _secured(plain: socket.socket, host: str, bound: Bound) -> ssl.SSLSocket:
-    """TLS, held to the name. Its handshake is done."""
+    """A TLS socket with the certificate verified for this name. Its handshake is done."""
     made = _tls().wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
     made.settimeout(bound.left_s())
     made.do_handshake()
@@ -115,7 +114,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _status(connection: socket.socket, bound: Bound) -> int:
-    """The answer's status; what goes before it (1xx) and comes after it is of no interest."""
+    """The response's status; informational responses (1xx) and the body are skipped."""
     got, left = b"", _MOST_ANSWER
     while left > 0:
         connection.settimeout(bound.left_s())
@@ -138,7 +137,7 @@ def _resolved(host: str, port: int, *, private: bool) -> str:
     except (OSError, UnicodeError) as error:
         raise Unreachable("its name leads nowhere") from error
     addresses = [str(entry[4][0]) for entry in found]
-    # All of them: a name with one private address has no business here.
+    # All of them: a name with one private address is rejected.
     if not private and not all(_public(ipaddress.ip_address(address.partition("%")[0])) for address in addresses):
         raise Unreachable("its name leads to a private address")
     return addresses[0]
@@ -150,6 +149,6 @@ def _public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     if isinstance(address, ipaddress.IPv4Address):
         return True
     within = address.ipv4_mapped or address.sixtofour
-    if address in _NAT64:  # a gateway on the way leads it to the IPv4 address that it holds
+    if address in _NAT64:  # a gateway on the way translates it to the IPv4 address in it
         within = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return within is None or _public(within)

@@ -1,1 +1,1 @@
-"""Measurements that print a table for people and one JSON object last. Nothing below imports it."""
+"""Benchmarks, each of which prints a table for people and a JSON object last."""

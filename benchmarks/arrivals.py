@@ -1,8 +1,7 @@
 """Latency under Poisson arrivals: the engine against request-level batching, on one trace.
 
-The peer runs on the same kernels at the same precision and with the same DeepCache schedule, by the engine's own
-runner: it differs in nothing but when requests join and leave. Stock diffusers is played the trace too where it is fast
-enough not to drown in it. Knows the engine and the runner; knows nothing of HTTP and queues.
+The baseline uses the same kernels, precision and DeepCache schedule, through the engine's own runner: it differs only
+in when requests join and leave. Stock diffusers runs the trace too, if it is fast enough to keep up.
 """
 
 from __future__ import annotations

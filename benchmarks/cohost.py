@@ -1,9 +1,10 @@
-"""Pictures and text on one engine: each panel's throughput alone and together, and whether both keep their objectives.
+"""Images and text on one engine: each panel's throughput alone and together, and whether both meet their latency
+objectives.
 
-A panel's share is its rate together over its rate alone: on one processor the two shares add up to one, less what
-switching costs. Where the objective for text is shorter than one forward of all pictures in flight, pictures would have
-to go in narrow batches, which cost more a row: then the pace that the cost curves call free is kept instead, and told.
-Knows the engine; measures closed loops of a fixed number of requests in flight.
+A panel's share is its rate together over its rate alone: on one processor the two shares add up to one, less the cost
+of switching. If the objective for text is shorter than one forward of all images in flight, images would need narrow
+batches, which cost more per row: then the pace that costs nothing by the cost curves is used instead, and reported.
+Measures closed loops of a fixed number of requests in flight.
 """
 
 from __future__ import annotations

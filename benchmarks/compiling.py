@@ -1,6 +1,6 @@
-"""Runs torch.compile ahead of a benchmark, in a process that can be ended: within a process it cannot be stopped.
+"""Runs torch.compile ahead of a benchmark, in a process that can be killed: within a process it cannot be stopped.
 
-What the process compiles lies in Inductor's cache on disk, where the benchmark's own process finds it.
+The compiled code is in Inductor's cache on disk, where the benchmark's own process finds it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""More jobs than any worker can do, submitted at a fixed rate with a key and under limits, and cancelled in one call.
+"""Overload test: submits more jobs than any worker can run, at a fixed rate with a key and under limits, and cancels
+them in one call.
 
-Arrivals are open: each is sent when it is due, and its latency counts from then. Meanwhile the service is asked
-whether it lives and for its figures, and the memory of its API is watched. Knows HTTP, keys and counters of the queue;
-knows nothing of what is inside the service.
+Arrivals are open: each is sent when it is due, and its latency counts from then. Meanwhile health and metrics endpoints
+are queried, and the API's memory is measured.
 """
 
 from __future__ import annotations

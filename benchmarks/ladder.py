@@ -1,6 +1,6 @@
-"""The ladder: pictures per second of one model, one optimization a rung, all measured in one run.
+"""The ladder: images per second of one model, one optimization per rung, all measured in one run.
 
-Measures speed alone: what a rung costs in quality is measured by `evaluation.variants`.
+Measures only speed: `evaluation.variants` measures what a rung costs in quality.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A closed loop: so many requests in flight, each followed by the next, and what they came to.
-
-Knows the engine; knows nothing of what is asked for.
-"""
+"""A closed loop: a fixed number of requests in flight, each followed by the next, and its throughput."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A UNet in OpenVINO: converted, quantized by NNCF, and run under every setting that may suit a processor.
 
-OpenVINO and NNCF are imported when first needed, and by no other file. Knows nothing of whom OpenVINO is compared with.
+OpenVINO and NNCF are imported on first use, and by no other file.
 """
 
 from __future__ import annotations

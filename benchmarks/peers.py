@@ -1,7 +1,7 @@
-"""Peers: one forward of a UNet as stock diffusers, torch.compile and OpenVINO run it, and as our own kernels do.
+"""One UNet forward compared: stock diffusers, torch.compile, OpenVINO, and our own kernels.
 
-All read the same rows, which stand at different steps as in step-level batching, and both INT8 models were calibrated
-on the same forwards. Knows how each contender is made and timed; knows nothing of engines, requests and pictures.
+All read the same rows, which are at different steps as in step-level batching, and both INT8 models were calibrated on
+the same forwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The drawings in docs/, made of results."""
+"""Renders the plots in docs/ from results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What every benchmark shares: one at a time on a machine, a table for people, one JSON file with its provenance."""
+"""Shared by all benchmarks: a lock for one at a time per machine, a table for people, a JSON file with its
+provenance.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`make results`: runs the benchmarks that the docs cite, one after the other, and writes their figures into the docs.
 
-Each stores its JSON file with its provenance by itself; this lists with which options.
+Each stores its JSON file with its provenance by itself; this lists their options.
 """
 
 from __future__ import annotations

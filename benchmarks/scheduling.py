@@ -1,8 +1,8 @@
-"""What a scheduling decision costs with many requests waiting: `python -m benchmarks.scheduling`.
+"""Cost of a scheduling decision with many waiting requests: `python -m benchmarks.scheduling`.
 
-An image runner that computes nothing stands in for a model, with 32 slots, batches of up to 16 rows and an
-affine cost curve; every request that ends is replaced at once. Knows nothing of lanes' threads or of devices:
-an iteration is `schedule`, `finish` and `take_ended`, on one core.
+Uses an image runner that computes nothing, with 32 slots, batches of up to 16 rows and an affine cost curve; every
+request that ends is replaced at once. An iteration is `schedule`, `finish` and `take_ended`, on one core, without lane
+threads or devices.
 """
 
 from __future__ import annotations

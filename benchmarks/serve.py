@@ -1,8 +1,7 @@
-"""The whole service under load, as its clients see it: `diptych serve` on the embedded model, through HTTP.
+"""Load test of the whole service as its clients see it: `diptych serve` on the embedded model, through HTTP.
 
-First a closed loop finds its capacity, then Poisson arrivals come at 70% of that, while it is asked whether it lives
-and for pictures that it must refuse; then flood.py submits far more than it can do. Knows HTTP and job records; knows
-nothing of what is inside the service.
+First a closed loop finds its capacity, then Poisson arrivals come at 70% of that, together with health checks and
+requests that must be rejected; then flood.py submits far more than it can run.
 """
 
 from __future__ import annotations
@@ -260,7 +259,7 @@ async def _closed_loop(client: httpx2.AsyncClient, steps: int, pictures: int) ->
 
 
 async def _play(client: httpx2.AsyncClient, trace: Sequence[float], steps: int) -> list[_Answer]:
-    """Ask at the trace's times, whatever the service does, and take latencies from the times that were due."""
+    """Submit at the trace's times, however the service responds, and measure latencies from the due times."""
     started, wall = time.monotonic(), time.time()
 
     async def ask(seed: int, due: float) -> _Answer:

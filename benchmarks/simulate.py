@@ -1,8 +1,7 @@
 """Capacity planning: a fleet of simulated devices with the real scheduler, against request-level batching.
 
-One trace of arrivals is played to each way of batching, at each number of devices and each load. Figures follow from a
-cost table and a seed alone, and are the same on every machine. Knows what is reported; the fleet itself lies in
-`benchmarks.simulation`.
+One trace of arrivals is run with each way of batching, at each number of devices and each load. Figures follow from a
+cost table and a seed only, and are the same on every machine. The fleet is in `benchmarks.simulation`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of docs/ and README.md, made of results: of the CPU, of quality, and of the simulator."""
+"""Renders the tables of docs/ and README.md from results: of the CPU, of quality, and of the simulator."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tokens per second of one list of requests: transformers one at a time, in padded batches, and batching on its own;
-then ours, in INT8, and with guesses. All in turns, in one process, on one thread pool.
+"""Tokens per second of one list of requests: transformers one at a time, in padded batches, and with its own continuous
+batching; then ours, in INT8, and with speculative decoding. All in turns, in one process, on one thread pool.
 
-Prompts and answers are of mixed lengths, answers of fixed ones: every rung writes the same number of tokens. Knows
-transformers' generate and the engine; leaves exactness to the tests.
+Prompts and answers are of mixed lengths, answers of fixed ones: every rung writes the same number of tokens. Exactness
+is left to the tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What arrivals are played to: the engine, and request-level batching on the same runner, with or without a window.
-
-Knows the engine and the runner; knows nothing of where models come from.
-"""
+"""Runs arrival traces on the engine, and on request-level batching with the same runner, with or without a window."""
 
 from __future__ import annotations
 
@@ -118,7 +115,7 @@ class Played(NamedTuple):
 
 
 def play(name: str, server: Server, order: Order, trace: Sequence[float]) -> Played:
-    """Submit at the trace's times, whatever the server does, and take latencies from the times that were due."""
+    """Submit at the trace's times, however the server responds, and measure latencies from the due times."""
     from rich.console import Console
     from rich.progress import track
 

@@ -1,8 +1,8 @@
 """The command line: `diptych generate | chat | captions | evaluate | mlperf | quantize | bench | serve | api | worker |
 keys` and `models`.
 
-Knows commands, exit codes (2 for input that cannot be used) and how a command ends; each family of commands has a
-file. The rest of the house is imported only when it is needed: imports are most of what a short command costs.
+Exit code 2 means input that cannot be used. Each family of commands has a file, which imports other packages only when
+needed: imports are most of a short command's time.
 """
 
 from __future__ import annotations

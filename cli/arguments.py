@@ -1,4 +1,4 @@
-"""What the families of commands share: options of the model, settings from them, and the works under a spinner."""
+"""Shared by all commands: options of the model, settings from options, and building the engine under a spinner."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Commands = Any  # argparse keeps the class of its subparsers to itself
 
 
 class UsageError(ValueError):
-    """Something that the user gave cannot be used. The message names it."""
+    """Invalid user input. The message names it."""
 
 
 class Failure(RuntimeError):
-    """A command that did not do what was asked, through no fault of its input. The message says why."""
+    """A command failed although its input was valid. The message says why."""
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +67,9 @@ def check_steps(steps: int) -> None:
 
 
 def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
-    """Settings: an option goes over the environment, the environment over a command's defaults, and these over all.
+    """Build the settings: options override the environment, which overrides the command's `defaults`.
 
-    Every option that is called like a setting is one. Raises `core.config.SettingsError`.
+    Every option with a setting's name is one. Raises `core.config.SettingsError`.
     """
     from core.config import Settings, read
 
@@ -78,13 +78,13 @@ def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
 
 
 def wrong_option(error: Invalid, flags: Mapping[str, str] = {}) -> UsageError:
-    """What is wrong with a field, said of the option that gives it: in `flags`, or else called as the field is."""
+    """The error for a field, named after the option that gives it: in `flags`, or else the field's own name."""
     field = error.field or "request"
     return UsageError(f"{flags.get(field, '--' + field.replace('_', '-'))}: {error.message}")
 
 
 def make_cache(settings: Settings) -> None:
-    """Make the folder of compiled code, where code is to be compiled. Raises `UsageError`."""
+    """Create the folder of compiled code, if code is to be compiled. Raises `UsageError`."""
     if settings.compile:
         try:
             settings.compiled_code.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def make_cache(settings: Settings) -> None:
 
 @contextlib.contextmanager
 def model_errors() -> Iterator[None]:
-    """What the rooms below refuse is said in the command line's words."""
+    """Context that turns errors of the packages below into the command line's."""
     from contract.errors import Invalid
     from core.batching.engine import Closed
     from pipeline.folder import ModelError
@@ -111,7 +111,7 @@ def model_errors() -> Iterator[None]:
 
 
 class Starting:
-    """A spinner with what happens now, or a bar while something is counted."""
+    """A spinner with the current activity, or a progress bar while something is counted."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -151,14 +151,14 @@ class Starting:
 
 
 def open_works(settings: Settings, console: Console, measure_s: float = 0.0) -> Works:
-    """Build the works under a spinner."""
-    # Imports make millions of objects that stay: looking through them for garbage is a tenth of the start.
+    """Build the engine under a spinner."""
+    # Imports create millions of long-lived objects; scanning them for garbage takes a tenth of the start-up time.
     gc.disable()
     try:
         with Starting(console) as starting:
             from pipeline.load import check_name
 
-            check_name(settings.model_name)  # torch and its like are imported for seconds
+            check_name(settings.model_name)  # importing torch and its dependencies takes seconds
             from workers.build import build
 
             return build(settings, measure_s=measure_s, say=starting.say, count=starting.count)

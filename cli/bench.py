@@ -1,4 +1,4 @@
-"""`diptych bench`: runs a benchmark by its name; what is measured is the benchmark's own business."""
+"""`diptych bench`: runs a benchmark by name."""
 
 from __future__ import annotations
 

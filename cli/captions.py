@@ -1,7 +1,4 @@
-"""`diptych captions`: the text panel writes a prompts file for `diptych evaluate`.
-
-Knows options and how a refusal names them; leaves captions to `evaluation` and texts to the engine.
-"""
+"""`diptych captions`: the text model writes a prompts file for `diptych evaluate`."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ exit codes: 0 all captions are there; 1 some could not be made; 2 the input cann
 """
 _MOST = 1_000_000
 _MOST_ATTEMPTS = 1000
-_SHOWN = 10  # rows that could not be made
+_SHOWN = 10  # failed rows shown
 
 
 def add(commands: Commands) -> None:
@@ -129,7 +126,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _subjects(options: argparse.Namespace) -> dict[int, str]:
-    """What captions are about, in turn, by row of the file; none where it is not said. Raises `UsageError`."""
+    """The captions' subjects, in turn, by row of the file; none if not given. Raises `UsageError`."""
     from evaluation import captions
     from pipeline import prompts
     from training.captioning.screen import squeeze
@@ -177,7 +174,7 @@ def _template(options: argparse.Namespace) -> str | None:
 def _asked(
     options: argparse.Namespace, settings: Settings, subjects: dict[int, str], template: str | None
 ) -> dict[str, Any]:
-    """What the captions are asked for with: what must be the same when the file is gone on with."""
+    """The request settings that must stay the same when the file is continued."""
     where: dict[str, Any]
     if options.server:
         where = {"server": options.server.rstrip("/"), "text_model": options.text_model}
@@ -215,7 +212,7 @@ def _write(
     template: str | None,
     console: Console,
 ) -> None:
-    """Make what the file lacks, and finish it."""
+    """Generate the missing rows, and finish the file."""
     from evaluation import generate
     from training.captioning import screen
     from training.captioning.asking import Asker
@@ -266,7 +263,7 @@ def _author(options: argparse.Namespace, settings: Settings, stack: contextlib.E
 
 
 def _try(author: Author, asker: Asker, options: argparse.Namespace, rows: Sequence[int]) -> None:
-    """Refuse what the model does not take before anything is written: of all rows of --subjects, or of the first."""
+    """Reject what the model does not accept before anything is written: of all rows of --subjects, or of the first."""
     from contract.errors import Invalid
     from training.captioning.authors import Local
 
@@ -281,7 +278,7 @@ def _try(author: Author, asker: Asker, options: argparse.Namespace, rows: Sequen
 
 
 def _tell(file: CaptionFile, console: Console) -> int:
-    """What came of it; 1 where captions are missing."""
+    """Print the outcome; returns 1 if captions are missing."""
     from training.captioning.screen import REASONS
 
     made = [row for row in file.rows if row.caption is not None]

@@ -1,7 +1,4 @@
-"""`diptych chat`: talks with the text model, in this process or through a running service.
-
-Knows a conversation on a terminal; leaves models to `llm`, and the service's shapes to its API.
-"""
+"""`diptych chat`: a conversation with the text model on the terminal, in this process or through a running service."""
 
 from __future__ import annotations
 

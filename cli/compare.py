@@ -1,7 +1,4 @@
-"""`diptych evaluate compare`: holds runs against the first of them, and writes the report.
-
-Knows options; leaves figures and the page to `evaluation`.
-"""
+"""`diptych evaluate compare`: compares runs with the first of them, and writes the report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`diptych doctor`: looks at what a service needs, one thing after the other, and says what is wrong.
+"""`diptych doctor`: checks everything that a service needs, and reports what is wrong.
 
-Knows where to look; changes nothing that it does not take back.
+It undoes every change that a check makes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _safely(look: Callable[[Settings], Iterator[Finding]], settings: Settings) -> Iterator[Finding]:
     try:
         yield from look(settings)
-    except Exception as error:  # whatever it is, it is what was looked for
+    except Exception as error:  # any error is a finding
         yield Finding("ill", look.__name__.strip("_"), f"{type(error).__name__}: {error}")
 
 
@@ -98,18 +98,18 @@ def _machine(settings: Settings) -> Iterator[Finding]:
 
 
 def gpu(what: str, device: Device, memory_bytes: int) -> Iterator[Finding]:
-    """What a GPU is, and what would draw on it in each precision."""
+    """A GPU's properties, and its kernels in each precision."""
     yield Finding("well", what, f"{device}, {memory_bytes / 2**30:.0f} GiB")
     yield from kernels(what, device, ("int8", "fp8", "bf16"))
 
 
 def kernels(what: str, device: Device, precisions: Iterable[str]) -> Iterator[Finding]:
-    """For each precision the kernels that would run, with the operations of each, and why no faster ones."""
+    """For each precision the available kernels, with the operations of each, and why no faster ones."""
     from core.quant.kernels.device import EVERY_LAYER, TITLES, decisions, instead, lacks
 
     for precision in precisions:
         why = lacks(device, precision)
-        if why is not None and is_quantized(precision):  # which torch would emulate, slower than what it replaces
+        if why is not None and is_quantized(precision):  # torch would emulate it, slower than the original
             yield Finding("note", f"{what} {precision}", f"does not run: {why}; take {instead(device, precision)}")
             continue
         alike: dict[tuple[str, str], list[str]] = {}

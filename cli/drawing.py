@@ -1,7 +1,4 @@
-"""What the commands that draw prompt sets have in common: what pictures are asked for with, and who draws them.
-
-Knows options and how a refusal names them; leaves drawing to `evaluation` and to the engine.
-"""
+"""Shared by the commands that generate prompt sets: the image request, and the engine or service that runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +25,9 @@ _FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "seed
 
 
 def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) -> ImageParameters:
-    """What all pictures share, checked with the first caption; a width of 0 stands for the model's own size."""
+    """The request shared by all images, checked with the first caption; a width of 0 stands for the model's own
+    size.
+    """
     from contract import plan
     from contract.image import ImageParameters
 
@@ -45,7 +44,7 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
 
 
 def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameters) -> dict[str, Any]:
-    """What a run's pictures are asked for with: what must be the same when it goes on."""
+    """A run's request settings, which must stay the same when it is continued."""
     size = f"{draft.width}x{draft.height}" if draft.width else "native"
     unet = str(Path(settings.unet).resolve()) if settings.unet else None
     where: dict[str, Any]
@@ -78,7 +77,7 @@ def open_source(
     stack: contextlib.ExitStack,
     console: Console,
 ) -> tuple[Source, ImageParameters]:
-    """The engine or the service that draws, open as long as the stack is, and the draft with its size."""
+    """The engine or the service that generates, open as long as the stack is, and the request with its size."""
     if options.server:
         from evaluation.sources import Remote
 
@@ -99,7 +98,7 @@ def open_source(
 
 
 def follow_mlperf(options: argparse.Namespace) -> None:
-    """Set what the protocol sets, and refuse what says otherwise."""
+    """Set the protocol's options, and reject contradicting ones."""
     from evaluation import mlperf
 
     for name, value in (
@@ -116,7 +115,7 @@ def follow_mlperf(options: argparse.Namespace) -> None:
 
 
 def open_latent(options: argparse.Namespace) -> tuple[Tensor | None, str | None]:
-    """The fixed latent and its digest, where there is one."""
+    """The fixed latent and its digest, if there is one."""
     from evaluation import mlperf
 
     if options.latent in (None, "off"):
@@ -150,7 +149,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 
 def _check(draft: ImageParameters, caption: Caption, sizes: Any) -> None:
-    """Refuse what all pictures share before anything is drawn. The captions were checked when they were read."""
+    """Reject an invalid shared request before anything is generated. The captions were checked when they were read."""
     from contract.card import ImageOffer
     from contract.errors import Invalid
     from contract.image import check

@@ -1,6 +1,5 @@
-"""`diptych evaluate`: draws a prompt set and scores it; `diptych evaluate sweep`: draws it in several ways to compare.
-
-Knows options and how a refusal names them; leaves drawing, scores and reports to `evaluation`.
+"""`diptych evaluate`: generates a prompt set and scores it; `diptych evaluate sweep`: compares several ways to generate
+it.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
-    """The options of one way to draw: PRECISION, +DEEPCACHE and @SEED_OFFSET where given."""
+    """Options of one variant: PRECISION, with +DEEPCACHE and @SEED_OFFSET where given."""
     match = re.fullmatch(rf"({'|'.join(CHOICES)})(?:\+([^@]+))?(?:@([0-9]{{1,19}}))?", name)
     if match is None:
         raise UsageError(f"--variants: must look like int8, int8+2 or fp32@1000000, not {name!r}")
@@ -145,7 +144,7 @@ def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
         raise UsageError("--out: must be given")
     precision, deepcache, seeds = match.groups()
     given = vars(options) | {"precision": precision, "out": options.out / name.replace(":", "-")}
-    given["against"] = [] if options.real is None else [options.real]  # tried before hours are spent
+    given["against"] = [] if options.real is None else [options.real]  # checked before hours are spent
     given |= {} if deepcache is None else {"deepcache": deepcache}
     given |= {} if seeds is None else {"seed_offset": int(seeds)}
     return argparse.Namespace(**given)
@@ -153,7 +152,7 @@ def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Run | None, Lens]]:
-    """The run that the options ask for, drawn to its end; None where pictures failed."""
+    """The run for the options, generated to its end; None if images failed."""
     from evaluation import captions
     from evaluation.run import Run
 
@@ -161,7 +160,7 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Run 
         raise UsageError(f"{'--prompts' if options.prompts is None else '--out'}: must be given")
     if options.limit is not None and options.limit < 1:
         raise UsageError(f"--limit: must be at least 1, not {options.limit}")
-    # All that can be refused without a model is refused before one is loaded.
+    # Everything that can be rejected without a model is rejected before one is loaded.
     try:
         wanted = captions.read(options.prompts, options.limit)
     except captions.PromptsError as error:
@@ -188,7 +187,7 @@ def _draw(
     latent: Tensor | None,
     console: Console,
 ) -> int:
-    """Draw what is missing; how many pictures failed."""
+    """Generate the missing images; returns how many failed."""
     from evaluation import generate
 
     if len(run.records):

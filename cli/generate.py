@@ -1,7 +1,4 @@
-"""`diptych generate`: pictures from prompts, in one process.
-
-Knows options and how a refusal names them; leaves drawing to `workers.draw`.
-"""
+"""`diptych generate`: images from prompts, in one process."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ def _generate(options: argparse.Namespace) -> int:
     from workers.draw import draw, folder
 
     console = Console(stderr=True)
-    # All that can be refused without a model is refused before one is loaded.
+    # Everything that can be rejected without a model is rejected before one is loaded.
     prompts = _prompts(options)
     size = _size(options.size)
     if not 1 <= options.count <= 10_000:
@@ -171,7 +168,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
 def _check(
     whole: ImageParameters, prompt: Prompt, options: argparse.Namespace, sizes: Any, schedulers: Sequence[str]
 ) -> None:
-    """Refuse a picture before anything is drawn: say which option is wrong, or where the prompt stands."""
+    """Reject an invalid request before anything is generated: names the wrong option, or the prompt's position."""
     from contract.card import ImageOffer
     from contract.errors import Invalid
     from contract.image import check

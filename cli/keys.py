@@ -1,7 +1,4 @@
-"""`diptych keys add | list | revoke | open | webhook`: the API keys of a service, in the Redis that it uses.
-
-Knows options and where that Redis is; what a key is, core.jobs.keyring knows.
-"""
+"""`diptych keys add | list | revoke | open | webhook`: manages a service's API keys in its Redis."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _revoke(options: argparse.Namespace) -> int:
-    """Also where the key is gone already: its jobs may be left from a call that was broken off."""
+    """Revoke a key, also one that is gone already: its jobs may be left from an interrupted call."""
 
     def take(keyring: Keyring) -> tuple[bool, bool]:
         return keyring.revoke(options.id, end=options.cancel_jobs), keyring.guard().closed
@@ -112,7 +109,7 @@ def _revoke(options: argparse.Namespace) -> int:
 
 
 def _follow_up(options: argparse.Namespace) -> None:
-    """Cancel the revoked key's jobs, or say that they go on."""
+    """Cancel the revoked key's jobs, or print that they continue."""
     from core.jobs.batches import BatchStore
     from core.jobs.connection import RedisClient, StoreError
     from core.jobs.store import JobStore
@@ -154,7 +151,7 @@ def _webhook(options: argparse.Namespace) -> int:
 
 
 def _with_keyring(options: argparse.Namespace, use: Callable[[Keyring], T]) -> T:
-    """What `use` returns of the keyring of the service that the settings name, or that runs on this data folder."""
+    """Call `use` with the keyring of the configured service, or of the one that runs on this data folder."""
     from core.jobs.connection import StoreError
     from core.jobs.keyring import Keyring
 
@@ -172,7 +169,7 @@ def _with_keyring(options: argparse.Namespace, use: Callable[[Keyring], T]) -> T
 
 
 def _url(settings: Settings) -> str:
-    """Of the Redis that the settings name, or that runs on their data folder."""
+    """URL of the configured Redis, or of the one that runs on the data folder."""
     from deployment.redis import address_in
 
     url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
@@ -182,7 +179,7 @@ def _url(settings: Settings) -> str:
 
 
 def _bytes(text: str) -> int:
-    """A number of bytes, as people write it. Raises ValueError."""
+    """Parse a number of bytes with an optional unit. Raises ValueError."""
     found = re.fullmatch(r"([0-9]{1,15})(B|KiB|MiB|GiB|TiB)?", text)
     if found is None:
         raise argparse.ArgumentTypeError("must look like 500MiB or 10GiB")

@@ -1,7 +1,4 @@
-"""`diptych mlperf`: MLPerf's LoadGen drives the engine, or a running service, and judges it.
-
-Knows options; leaves LoadGen to `evaluation.loadgen` and scores to `evaluation.scores`.
-"""
+"""`diptych mlperf`: runs MLPerf's LoadGen against the engine, or a running service."""
 
 from __future__ import annotations
 
@@ -128,7 +125,7 @@ def _driven(
     stack: contextlib.ExitStack,
     console: Console,
 ) -> tuple[Result, ImageParameters, dict[str, Any]]:
-    """LoadGen's test of the engine or the service, after one picture that warms it up."""
+    """LoadGen's test of the engine or the service, after one warm-up image."""
     from evaluation import generate, loadgen
     from evaluation.panels import Pictures
 
@@ -176,7 +173,7 @@ def _written(
             engine = stack.enter_context(Engine([runner]))
             panel = Texts(engine, TextPanel(runner), prompts, max_tokens=options.max_tokens)
         for future in [panel.submit(index, lambda: None) for index in range(min(8, len(panel)))]:
-            future.result()  # warm, and sure that it works
+            future.result()  # warm-up, and checks that it works
         with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
             return loadgen.run(test, panel, options.out, partial(_warn, console))
 
@@ -218,7 +215,7 @@ def _scored(
     lens: Lens,
     console: Console,
 ) -> int:
-    """The pictures of the official accuracy log, as a run of their own, scored as any other."""
+    """The images of the official accuracy log, as a run of their own, scored as any other."""
     from PIL import Image
 
     from evaluation import generate

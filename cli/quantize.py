@@ -1,7 +1,4 @@
-"""`diptych quantize`: calibrates a model on prompts and writes its INT8 or FP8 variant.
-
-Knows options and progress; leaves ranges, recipes and files to `pipeline.quantized`.
-"""
+"""`diptych quantize`: calibrates a model on prompts and writes its INT8 or FP8 variant."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
-    """The first of those in the file, or of the ones that come with the code."""
+    """The first prompts of the file, or of the bundled ones."""
     from pipeline.prompts import PromptsError, read
 
     limit = options.limit or _LIMIT
@@ -82,7 +79,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _into_cache(options: argparse.Namespace) -> int:
-    """Make the variant that `--precision int8` looks for, unless it is there."""
+    """Create the variant that `--precision int8` looks for, unless it exists."""
     from rich.console import Console
 
     given = [name for name in _OWN if getattr(options, name) not in (None, False)]
@@ -95,7 +92,7 @@ def _into_cache(options: argparse.Namespace) -> int:
         from workers.build import device_of, plain_model, precision
 
         device = device_of(settings)
-        precision(settings.model_copy(update={"precision": options.scheme}), device)  # refuses what does not run here
+        precision(settings.model_copy(update={"precision": options.scheme}), device)  # rejects what does not run here
         place = variants.cached(settings, device, options.scheme, unquantized(device))
         was_made = place.is_made
         if not was_made:
@@ -122,7 +119,7 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
             from workers.build import device_of, load_model
             from workers.devices import kernels
 
-            # As it is in the folder, whatever the environment says of how it is served.
+            # As stored in the folder, whatever the environment says about serving it.
             precision = unquantized(device_of(settings))
             settings = settings.model_copy(update={"precision": precision, "unet": ""})
             model = load_model(settings)
@@ -143,7 +140,7 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
 
 
 def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
-    """As for pictures' models: prompts are read as plain texts."""
+    """Quantize a text model: prompts are read as plain texts."""
     from core.quant.convert import RecipeError
     from core.quant.statistics import StatisticsError
     from core.quant.store import StoreError

@@ -1,7 +1,4 @@
-"""What the commands that score have in common: options of the lens, references tried early, refusals in its words.
-
-Knows options; leaves networks, figures and files to `evaluation`.
-"""
+"""Shared by the commands that score: options of the networks, and early checks of references."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ def _embedded(options: argparse.Namespace, settings: Settings | None, run: Run |
 
 
 def try_references(paths: list[Path], lens: Lens) -> None:
-    """Refuse references before hours are spent, as far as can be seen without looking at pictures."""
+    """Reject references before hours are spent, as far as possible without reading images."""
     from evaluation import fid, pixels, references
     from evaluation.run import Run
 

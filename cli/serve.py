@@ -1,6 +1,6 @@
 """`diptych serve | api | worker`: the whole service from one command, or one part of it.
 
-Knows options and the order of refusals. `serve` and `api` load no torch: a machine that only answers needs none.
+`serve` and `api` load no torch: a machine that only runs the API does not need it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_address(api)
-    api.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # a socket that `serve` listens on
+    api.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # a listening socket inherited from `serve`
     api.set_defaults(run=_api)
 
     worker = commands.add_parser(
@@ -158,7 +158,7 @@ def _check_extra() -> None:
 
 
 def _check_redis(settings: Settings) -> None:
-    """Refuse a URL that can never work."""
+    """Reject a URL that can never work."""
     from core.jobs.connection import RedisClient
 
     if not settings.redis_url:
@@ -170,7 +170,7 @@ def _check_redis(settings: Settings) -> None:
 
 
 def _wait_for_redis(settings: Settings) -> None:
-    """Return when Redis answers; say once why it does not."""
+    """Return when Redis answers; print once why it does not."""
     from core.jobs.connection import RedisClient, StoreError
 
     pause_s, said = _FIRST_PAUSE_S, ""

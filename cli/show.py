@@ -1,4 +1,4 @@
-"""`diptych models`: what a running service offers, or what would be loaded where none runs."""
+"""`diptych models`: lists the models of a running service, or what would be loaded without one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _ask(url: str) -> list[dict[str, Any]]:
-    """Raises OSError where nobody answers, `UsageError` where who answers is no Diptych."""
+    """Raises OSError if nobody answers, `UsageError` if the responder is not Diptych."""
     import http.client
     import urllib.request
 

@@ -1,1 +1,1 @@
-"""What crosses rooms: requests, cards, plans, precisions and errors, as types. Imports no torch and does no I/O."""
+"""Types that cross package borders: requests, cards, plans, precisions and errors. Imports no torch and does no I/O."""

@@ -1,4 +1,4 @@
-"""Bounds that requests of both panels share, and how a value is held to its bounds."""
+"""Bounds shared by image and text requests, and checks of single values."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contract.errors import Invalid
 
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE_S = 86_400
-WORD, OBJECT, LIST = "word", "object", "list"  # kinds of value that a field may have; no part of its name
-PRIORITY = 5  # of requests that do not say; 0 is the most urgent, 9 the least
+WORD, OBJECT, LIST = "word", "object", "list"  # value kinds of a field; not part of its name
+PRIORITY = 5  # default of a request; 0 is the most urgent, 9 the least
 
 
 def next_seed(seed: int, k: int) -> int:
-    """The seed of the k-th of several, counted from 0; the largest is followed by 0."""
+    """The seed of the k-th of several, counted from 0; the largest seed is followed by 0."""
     return (seed + k) % (MAX_SEED + 1)
 
 
 def check_whole(field: str, value: object, low: int, high: int) -> None:
-    """Raise `Invalid` for what is no whole number from `low` to `high`."""
+    """Raise `Invalid` for a value that is not an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise Invalid(field, "must be a whole number")
     if not low <= value <= high:
@@ -27,7 +27,7 @@ def check_whole(field: str, value: object, low: int, high: int) -> None:
 
 
 def check_number(field: str, value: object, low: float, high: float) -> None:
-    """Raise `Invalid` for what is no finite number from `low` to `high`."""
+    """Raise `Invalid` for a value that is not a finite number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise Invalid(field, "must be a number")
     if isinstance(value, float) and not math.isfinite(value):
@@ -37,13 +37,13 @@ def check_number(field: str, value: object, low: float, high: float) -> None:
 
 
 def check_flag(field: str, value: object) -> None:
-    """Raise `Invalid` for what is neither true nor false."""
+    """Raise `Invalid` for a value that is not a boolean."""
     if not isinstance(value, bool):
         raise Invalid(field, "must be true or false")
 
 
 def check_text(field: str, value: object, max_characters: int) -> str:
-    """The text. Raises `Invalid` for what is none, is too long, or holds control characters."""
+    """Return the text. Raises `Invalid` if it is not one, is too long, or contains control characters."""
     if not isinstance(value, str):
         raise Invalid(field, "must be text")
     wrong = complaint(value, max_characters)
@@ -53,5 +53,5 @@ def check_text(field: str, value: object, max_characters: int) -> str:
 
 
 def short(value: float) -> str:
-    """An integer may have a million digits."""
+    """Abbreviate a value for a message: an integer may have a million digits."""
     return f"{value:g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "that"

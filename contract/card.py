@@ -18,8 +18,8 @@ from contract.precision import is_quantized
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
 MAX_GUIDANCE = 100.0
-MAX_IMAGES = 10  # of one job
-MAX_CHOICES = 16  # of one job, over all its prompts
+MAX_IMAGES = 10  # per job
+MAX_CHOICES = 16  # per job, over all its prompts
 
 Size = tuple[int, int]  # width and height in pixels
 
@@ -46,12 +46,12 @@ class ImageOffer(ImageLimits):
     loras: Collection[str] | None = None
 
     def check_scheduler(self, name: str | None) -> None:
-        """Raise `Invalid` for one that is not offered."""
+        """Raise `Invalid` for a sampler that the model does not offer."""
         if name is not None and (not isinstance(name, str) or name not in self.schedulers):
             raise Invalid("scheduler", f"must be one of {', '.join(self.schedulers)}")
 
     def check_loras(self, text: str) -> None:
-        """Raise `Invalid` for a text that names none, or one that is not offered."""
+        """Raise `Invalid` for text that names no LoRA, or one that the model does not offer."""
         if not isinstance(text, str):
             raise Invalid("lora", "must be text")
         try:
@@ -70,7 +70,7 @@ class ImageOffer(ImageLimits):
                 raise Invalid("lora", f"{lora.name} is not known; GET /v1/models lists those that are")
 
     def check_size(self, width: int, height: int) -> None:
-        """Raise `Invalid` for one that is not offered."""
+        """Raise `Invalid` for a size that the model does not offer."""
         if not all(isinstance(side, int) and not isinstance(side, bool) for side in (width, height)):
             raise Invalid("size", "width and height must be whole numbers")
         if (width, height) not in self.sizes:
@@ -78,7 +78,7 @@ class ImageOffer(ImageLimits):
             raise self._not_offered(f"{f'{width}x{height}' if short else 'that'} is not offered")
 
     def size(self, text: str | None, like: Size | None = None) -> Size:
-        """The size that a request names. Without one the model's own, or the one that is most `like` another.
+        """Parse a request's size. Without one: the model's native size, or the one most `like` another.
 
         Raises `Invalid`.
         """
@@ -93,7 +93,7 @@ class ImageOffer(ImageLimits):
         return size
 
     def nearest(self, size: Size) -> Size:
-        """Of the sizes the one whose shape is most like this, and of those the one nearest in area."""
+        """The offered size with the nearest aspect ratio, and of those the nearest area."""
 
         def apart(offered: Size) -> tuple[float, float]:
             (width, height), (w, h) = size, offered

@@ -1,15 +1,15 @@
-"""Which text may come in: one rule for every door. Knows characters; knows nothing of what the text is for."""
+"""Defines which characters text input may contain, for every interface."""
 
 from __future__ import annotations
 
 import re
 
-# Control characters but tab and line ends, and surrogates, which no UTF-8 file could hold.
+# Control characters except tab and line ends, and surrogates, which cannot be encoded as UTF-8.
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def complaint(text: str, max_characters: int) -> str | None:
-    """What is wrong with it, in words that do not echo it; None if nothing is."""
+    """The reason why the text is invalid, without echoing it; None if it is valid."""
     if len(text) > max_characters:
         return f"has {len(text)} characters, at most {max_characters} are allowed"
     found = _FORBIDDEN.search(text)

@@ -1,7 +1,8 @@
-"""A request for pictures: its fields as clients give them, what each picture is drawn from, and the one check of it.
+"""Image requests: their fields, the parameters of each image, and their validation.
 
-Imports no torch. A field that only changes how a picture is drawn is a line of `ImageFields`, one of `ImageParameters`
-and, where types and bounds do not say it all, one of `check`; records, batches and workers carry it by itself.
+Imports no torch. A field that only changes how an image is generated is one line of `ImageFields`, one of
+`ImageParameters` and, if types and bounds do not suffice, one of `check`; records, batches and workers pass it on
+generically.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from contract.errors import Invalid
 from contract.plan import CacheFields, DeepCache
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
-STEPS, GUIDANCE = 20, 5.0  # SDXL's own, at 20 steps
+STEPS, GUIDANCE = 20, 5.0  # SDXL's default guidance, at 20 steps
 STRENGTH = 0.8  # of an edit without a mask; with one it is 1
 
 
 class ImageFields(BaseModel):
-    """What a picture is asked for with: OpenAI's fields, and below them our own. null means not given."""
+    """The fields of an image request: OpenAI's, and below them our own. null means not given."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageRequest")
 
@@ -96,7 +97,7 @@ class ImageFields(BaseModel):
 
 
 class EditFields(ImageFields):
-    """What a picture is edited with. In a form all of them are text."""
+    """The fields of an edit. In a form all of them are text."""
 
     model_config = ConfigDict(title="EditRequest")
 
@@ -108,26 +109,26 @@ class EditFields(ImageFields):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A picture to begin with instead of noise: image to image, and with a mask inpainting.
+    """The source image of image-to-image generation, and with a mask of inpainting.
 
-    Of so many steps only the last `strength` of them (0 to 1, rounded down to whole steps) are made, as in diffusers.
-    Where there is a `mask`, what it leaves out is kept, pixel by pixel.
+    Only the last `strength` (0 to 1, rounded down to whole steps) of the steps are run, as in diffusers. With a `mask`,
+    unmasked pixels are kept exactly.
     """
 
-    image: bytes = field(repr=False)  # [height, width, 3]: red, green and blue, at the size of the request
-    mask: bytes | None = field(default=None, repr=False)  # [height, width]: 255 where it is drawn anew, else 0
+    image: bytes = field(repr=False)  # [height, width, 3]: RGB, at the size of the request
+    mask: bytes | None = field(default=None, repr=False)  # [height, width]: 255 where it is repainted, else 0
     strength: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class ImageParameters:
-    """One picture. The defaults are SDXL's own, at 20 steps.
+    """The parameters of one image. The defaults are SDXL's own, at 20 steps.
 
-    `negative_prompt` None means what the model says of an absent one (SDXL: zero embeddings), "" an empty prompt.
-    Guidance works where `guidance_scale` > 1; below that a request brings one row instead of two. `scheduler` None
-    means the model's own. `preview_every` n > 0 asks for a preview after every n-th step. `deepcache` None runs every
-    step deep. With `prompt_weighting` both prompts are read with their weights (contract.markup). `lora` names what is
-    added to the model's weights for this picture alone (contract.loras).
+    `negative_prompt` None means the model's default for an absent one (SDXL: zero embeddings), "" an empty prompt.
+    Classifier-free guidance is on where `guidance_scale` > 1; otherwise a request has one row instead of two.
+    `scheduler` is the sampler; None means the model's own. `preview_every` n > 0 requests a preview after every n-th
+    step. `deepcache` None runs every step deep. With `prompt_weighting` both prompts are parsed for weights
+    (contract.markup). `lora` names the LoRAs applied to this image only (contract.loras).
     """
 
     prompt: str
@@ -147,16 +148,16 @@ class ImageParameters:
 
     @property
     def skipped(self) -> int:
-        """How many of `steps` are left out, from the first on."""
+        """How many of `steps` are skipped at the start."""
         return 0 if self.edit is None else max(0, self.steps - int(self.steps * self.edit.strength))
 
     @property
     def made(self) -> int:
-        """How many steps are made."""
+        """How many steps are run."""
         return self.steps - self.skipped
 
     def told(self) -> dict[str, Any]:
-        """As JSON: what a picture's file says of them. Of the picture that was edited, the SHA-256 of its pixels."""
+        """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
         if not self.prompt_weighting:
             del told["prompt_weighting"]
@@ -174,7 +175,7 @@ class ImageParameters:
 
 
 def check(parameters: ImageParameters, offer: ImageOffer) -> None:
-    """Raise `Invalid` for the first field that the offer does not have. Values are not echoed where they are text."""
+    """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
     check_flag("prompt_weighting", parameters.prompt_weighting)
     texts = {"prompt": parameters.prompt, "negative_prompt": parameters.negative_prompt}
     for name, text in texts.items():
@@ -205,7 +206,7 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
 
 
 def check_strength(strength: object, steps: int) -> None:
-    """Raise `Invalid` for one that is no share, or that leaves no step."""
+    """Raise `Invalid` for a value outside 0 to 1, or one that leaves no step."""
     if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength <= 1:
         raise Invalid("strength", "must be between 0 and 1")
     if int(steps * strength) < 1:
@@ -218,7 +219,7 @@ def _check_pixels(field: str, pixels: bytes, count: int) -> None:
 
 
 def _words(field: str, text: object, offer: ImageOffer, *, weights: bool) -> str:
-    """The text without the marks of its weights, where it has any."""
+    """The text without weight marks, if it has any."""
     found = check_text(field, text, offer.max_prompt_characters)
     if not weights:
         return found
@@ -231,7 +232,7 @@ def _words(field: str, text: object, offer: ImageOffer, *, weights: bool) -> str
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What an edit begins with, by its keys in the store of artifacts; without keys it is not handed in yet."""
+    """An edit's source by its artifact keys; without keys it is not stored yet."""
 
     strength: float
     image: str | None = None
@@ -240,9 +241,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ImageJob:
-    """What a job's record asks for: `n` pictures whose seeds count up from the first's.
+    """The request in a job's record: `n` images with consecutive seeds.
 
-    `deepcache` is as `plan.read` takes it; None leaves it to the worker. `source` is what an edit begins with.
+    `deepcache` is in the form of `plan.read`; None leaves it to the worker. `source` is an edit's source image.
     """
 
     picture: ImageParameters
@@ -255,7 +256,7 @@ class ImageJob:
 
     @property
     def made(self) -> int:
-        """How many steps of each picture are made, as diffusers counts them."""
+        """How many steps of each image are run, as diffusers counts them."""
         return int(self.picture.steps * (1 if self.source is None else self.source.strength))
 
     @property
@@ -263,7 +264,7 @@ class ImageJob:
         return self.picture.width, self.picture.height
 
     def told(self) -> dict[str, Any]:
-        """As JSON. What is as it is by default is left out, but for what the first version told."""
+        """As JSON. Default values are left out, except those that the first version wrote."""
         one = {name: getattr(self.picture, name) for name in _PICTURE}
         told = {name: value for name, value in one.items() if name in _ALWAYS or value != _PICTURE[name].default}
         told["n"] = self.n
@@ -274,7 +275,7 @@ class ImageJob:
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> ImageJob:
-        """What `told` made. Raises `Invalid` for what is missing; what values may be, `pictures` and `check` say."""
+        """Parse what `told` wrote. Raises `Invalid` for missing fields; `pictures` and `check` validate values."""
         for name in _NEEDED:
             if name not in told:
                 raise Invalid(name, "is missing")
@@ -288,9 +289,9 @@ class ImageJob:
         return cls(picture, told["n"], source=source, **beside)
 
     def pictures(self, usual: DeepCache | None = None, edit: Edit | None = None) -> list[ImageParameters]:
-        """Of each what it is drawn from, yet to be held against the model's offer. Raises `Invalid`.
+        """The parameters of each image, not yet checked against the model's offer. Raises `Invalid`.
 
-        `usual` is the schedule of jobs that do not say, `edit` what the source came to.
+        `usual` is the default DeepCache schedule, `edit` the decoded source.
         """
         check_whole("n", self.n, 1, MAX_IMAGES)
         check_whole("seed", self.picture.seed, 0, MAX_SEED)
@@ -310,9 +311,9 @@ _ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
 
 
 def asked(fields: ImageFields, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False) -> ImageJob:
-    """The job that these fields ask of this model. What is not given is filled in, within the model's limits.
+    """Build the job for these fields on this model. Defaults are filled in, within the model's limits.
 
-    `edited` is the size of the picture that it begins with, `masked` whether there is a mask. Raises `Invalid`.
+    `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
     """
     given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
     limits = {"n": offer.max_images, "steps": offer.max_steps, "guidance_scale": offer.max_guidance}
@@ -349,7 +350,7 @@ def asked(fields: ImageFields, offer: ImageOffer, edited: Size | None = None, *,
 
 
 def _previews(fields: ImageFields, steps: int) -> int:
-    """How many steps lie from one preview to the next; 0: there are none."""
+    """The number of steps between previews; 0: no previews."""
     every = fields.preview_every
     if every is None and fields.stream and fields.partial_images:
         every = max(1, steps // (fields.partial_images + 1))

@@ -1,22 +1,19 @@
-"""Which LoRAs a text names, and how much of each: `name:scale,name`, in a setting and in a request alike.
-
-Knows how names are written; knows nothing of files and of what a LoRA is.
-"""
+"""Parses LoRA selections: `name:scale,name`, in a setting and in a request alike."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-MAX_LORAS = 8  # of one request
+MAX_LORAS = 8  # per request
 MAX_SCALE = 100.0
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")  # no way to another folder
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")  # cannot be a path to another folder
 _SCALE = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,3})?")
 _LONGEST = 4096  # characters
 
 
 class Named(NamedTuple):
-    """One LoRA, and how much of it is added."""
+    """A LoRA's name and scale."""
 
     name: str
     scale: float
@@ -27,9 +24,9 @@ def is_name(text: str) -> bool:
 
 
 def read(text: str) -> tuple[Named, ...]:
-    """What `name:scale,name` means; a scale that is not given is 1. Spaces around names do not count; empty: none.
+    """Parse `name:scale,name`; a missing scale is 1. Spaces around names are ignored; empty: none.
 
-    Raises ValueError. Its message quotes nothing but names that are well formed.
+    Raises ValueError. Its message quotes only well-formed names.
     """
     if len(text) > _LONGEST:
         raise ValueError(f"must be at most {_LONGEST} characters")

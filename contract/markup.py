@@ -1,10 +1,9 @@
-"""Weights inside a prompt's text: `(words)1.3`, `(words)+`, `word++`, `word--`, as compel's users write them.
+"""Parses prompt weights: `(words)1.3`, `(words)+`, `word++`, `word--`, in compel's syntax.
 
-Knows characters and weights; knows nothing of tokens and encoders. Takes time in proportion to the text's length,
-whatever is nested in it: every parenthesis is matched once, by a stack.
+Runs in time linear in the text's length, however deeply nested: every parenthesis is matched once, with a stack.
 
-A group is a pair of parentheses that no word runs into: the pair in `dog(s)` is ordinary text, and so is one without
-its partner. Weights of groups within groups multiply. A backslash makes the `( ) + - \\` after it ordinary.
+A group is a pair of parentheses not attached to a word: the pair in `dog(s)` is ordinary text, and so is an unmatched
+one. Weights of nested groups multiply. A backslash escapes the `( ) + - \\` after it.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from dataclasses import dataclass
 
 MAX_DEPTH = 32
 MAX_WEIGHT = 10.0  # of one part, all its groups multiplied
-MAX_LOWERED = 16  # parts below 1: each costs the encoders a row of its own
+MAX_LOWERED = 16  # parts with a weight below 1: each costs the encoders an extra row
 
 _PLUS, _MINUS = 1.1, 0.9
-_SIGNS = 200  # more make no difference: 1.1 ** 200 is refused, 0.9 ** 200 is nothing
+_SIGNS = 200  # more make no difference: 1.1 ** 200 is rejected, 0.9 ** 200 is nothing
 _ESCAPED = "()+-\\"
-_ORDINARY = "\0"  # stands for a character that was escaped; no prompt holds it
+_ORDINARY = "\0"  # placeholder for an escaped character; no prompt contains it
 _GAP = re.compile(r"(?:[\s,;:!?\"]|\.(?!\w))+")  # between words
 _SUFFIX = re.compile(r"(?P<signs>\++|-+)(?![\w+-])|(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?!\.?\w)")
 _OPERATOR = re.compile(r"\.(?:and|add|blend|swap|attend)(?=\()|\b(?:useLora|withLora)(?=\()")
 
 
 class MarkupError(ValueError):
-    """Weights that are not offered. The message says what, and never repeats the text."""
+    """Unsupported weights. The message says why, and never echoes the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """A prompt in parts, each a text and its weight. Joined they are the prompt without its marks."""
+    """A prompt in parts, each a text and its weight. Concatenated they are the prompt without marks."""
 
     parts: tuple[tuple[str, float], ...]
 
@@ -41,9 +40,9 @@ class Weighted:
 
 
 def read(text: str) -> str | Weighted:
-    """The prompt with its weights; where none differs from 1 it is text alone, without marks.
+    """Parse a prompt's weights; if none differs from 1 the result is plain text without marks.
 
-    Follows compel's documented syntax (damian0815/compel, doc/syntax.md). Raises `MarkupError`: for its operators, such
+    Follows compel's documented syntax (damian0815/compel, doc/syntax.md). Raises `MarkupError` for its operators, such
     as `.blend()`; for groups more than `MAX_DEPTH` deep; for a weight above `MAX_WEIGHT`; for more than `MAX_LOWERED`
     parts below 1.
     """
@@ -73,7 +72,7 @@ def read(text: str) -> str | Weighted:
 
 
 def _unescaped(text: str) -> tuple[str, str]:
-    """The text without its backslashes, and the same with what they made ordinary blotted out: equally long."""
+    """The text without its backslashes, and a copy of equal length with escaped characters masked."""
     letters, marks, at = [], [], 0
     while at < len(text):
         escapes = text[at] == "\\" and text[at + 1 : at + 2] in tuple(_ESCAPED)
@@ -85,10 +84,10 @@ def _unescaped(text: str) -> tuple[str, str]:
 
 
 def _groups(marks: str) -> tuple[dict[int, float], dict[int, int]]:
-    """Where groups open, and their weights; where they close, and where the text goes on behind that."""
+    """Where groups open, and their weights; where they close, and where the text continues after them."""
     opened: dict[int, float] = {}
     closed: dict[int, int] = {}
-    stack: list[tuple[int, bool]] = []  # where, and whether it opens a group
+    stack: list[tuple[int, bool]] = []  # position, and whether it opens a group
     at = behind = 0
     while at < len(marks):
         mark = marks[at]
@@ -115,7 +114,7 @@ def _word_end(marks: str, at: int, opened: dict[int, float], closed: dict[int, i
 
 
 def _word(marks: str, at: int, end: int) -> tuple[int, float]:
-    """Where a word ends without its signs, and what they weigh."""
+    """Where a word ends without its signs, and their weight."""
     word = marks[at:end]
     stem = word.rstrip(word[-1]) if word[-1] in "+-" else word
     if stem == word or not stem or stem[-1] in "+-" or not any(map(_in_words, stem)):
@@ -124,24 +123,24 @@ def _word(marks: str, at: int, end: int) -> tuple[int, float]:
 
 
 def _in_words(mark: str) -> bool:
-    return mark.isalnum() or mark == _ORDINARY or ord(mark) > 0x2000  # pictures and dashes: a word may be one
+    return mark.isalnum() or mark == _ORDINARY or ord(mark) > 0x2000  # emoji and dashes may be words
 
 
 def _weight(signs: str | None, number: str | None) -> float:
     if signs:
         return float((_PLUS if signs[0] == "+" else _MINUS) ** min(len(signs), _SIGNS))
-    return min(float(number or 1), 1e6)  # what is so large is refused with all that is
+    return min(float(number or 1), 1e6)  # larger weights are rejected anyway
 
 
 class _Parts:
-    """Texts and weights as they come; neighbours of one weight are one part."""
+    """Collects texts and weights; adjacent texts of one weight are merged."""
 
     def __init__(self) -> None:
         self._texts: list[list[str]] = []
         self._weights: list[float] = []
 
     def add(self, text: str, weight: float, *, apart: bool) -> None:
-        """`apart`: marks were left out before it, and it is no part of the word that they followed."""
+        """`apart`: marks were removed before it, and it does not belong to the preceding word."""
         if weight > MAX_WEIGHT:
             raise MarkupError(f"a weight is more than {MAX_WEIGHT:g}")
         if apart and self._texts and self._texts[-1][-1][-1].isalnum() and text[0].isalnum():

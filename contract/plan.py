@@ -1,7 +1,7 @@
-"""Which steps of a picture run the whole UNet (deep) and which only its last block (shallow): DeepCache's schedules.
+"""DeepCache schedules: which steps run the whole UNet (deep) and which only its last block (shallow).
 
 Follows DeepCache (Ma et al., 2023, sections 3.3 and 4.1) and NVIDIA's MLPerf v4.0 submission, which runs even steps
-deep and odd steps shallow. Knows numbers of steps; knows nothing of UNets and imports no torch.
+deep and odd steps shallow. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ALONE = "cannot be given together with interval, first and last"
 
 @dataclass(frozen=True, slots=True)
 class DeepCache:
-    """A schedule. The first step is always deep: a shallow one has nothing to go by before it.
+    """A schedule. The first step is always deep: a shallow one needs cached features.
 
     Every `interval`-th step is deep, counted from the last of the `first` protected ones, and so are the `last` steps;
-    or exactly `deep_steps` are, counted from 0. A shallow step recomputes the UNet's last up block whole ("block") or
-    no more than its last residual block ("resnet").
+    or exactly `deep_steps` are, counted from 0. A shallow step recomputes the UNet's whole last up block ("block") or
+    only its last residual block ("resnet").
     """
 
     interval: int = 2
@@ -38,7 +38,7 @@ class DeepCache:
     deep_steps: tuple[int, ...] | None = None
 
     def complaint(self, steps: int) -> Invalid | None:
-        """What is wrong with it for a picture of so many steps; None if nothing is."""
+        """The reason why the schedule is invalid for this number of steps; None if it is valid."""
         if self.depth not in DEPTHS:
             return _wrong("depth", f"must be one of {', '.join(DEPTHS)}")
         for field, value, low, high in (
@@ -92,9 +92,9 @@ OFF, AUTOMATIC = "off", "auto"
 
 
 def parse(text: str) -> DeepCache | None:
-    """A schedule as people write it: "off", "auto", an interval ("3"), or one with a depth ("3:resnet").
+    """Parse a schedule from the command line: "off", "auto", an interval ("3"), or one with a depth ("3:resnet").
 
-    Raises ValueError, which says how it is written.
+    Raises ValueError, which describes the syntax.
     """
     if text in (OFF, AUTOMATIC):
         return AUTO if text == AUTOMATIC else None
@@ -112,7 +112,7 @@ def parse(text: str) -> DeepCache | None:
 def read(value: object) -> DeepCache | None:
     """A schedule as settings, requests and jobs carry it: a text, or an object of its fields, null where not given.
 
-    Raises `Invalid`. What depends on the number of steps is left to `complaint`.
+    Raises `Invalid`. `complaint` checks it against the number of steps.
     """
     if isinstance(value, str):
         try:

@@ -1,4 +1,4 @@
-"""The precisions that a model is computed in: the one list of them."""
+"""The list of compute precisions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Choice = Literal["auto", Name]
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """One precision.
+    """A compute precision.
 
-    `scheme` is that of quantized layers; None: all layers are floating point. `dtype` is torch's name of what these are
-    computed in; None: the device's own (`unquantized`). `devices` are the kinds that it runs on.
+    `scheme` is the quantization scheme; None: all layers are floating point. `dtype` is torch's name of the type for
+    unquantized layers; None: the device's own (`unquantized`). `devices` are the kinds of device that run it.
     """
 
     name: Name
@@ -40,20 +40,20 @@ SCHEMES: tuple[str, ...] = get_args(Scheme)
 
 
 def is_quantized(precision: str) -> bool:
-    """Whether it has a scheme of quantized layers."""
+    """Whether it has quantized layers."""
     return precision in SCHEMES
 
 
 def unquantized(device: str) -> str:
-    """The precision of models that are not quantized on this device."""
+    """The precision of unquantized models on this kind of device."""
     return "fp32" if device == "cpu" else "bf16"
 
 
 def dtype(precision: str, device: str) -> str:
-    """torch's name of what is not quantized is computed in, on this kind of device."""
+    """torch's name of the dtype of unquantized layers, on this kind of device."""
     return PRECISIONS[precision].dtype or str(PRECISIONS[unquantized(device)].dtype)
 
 
 def runs(precision: str, device: str) -> bool:
-    """Whether a kind of device ever runs it; for a GPU the capability decides besides."""
+    """Whether a kind of device ever runs it; a GPU's compute capability decides further."""
     return device.partition(":")[0] in PRECISIONS[precision].devices

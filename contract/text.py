@@ -1,6 +1,6 @@
-"""A request for text: OpenAI's fields of chats and completions and our own below them, and the job that it means.
+"""Text requests: OpenAI's fields of chats and completions, our own below them, and the job they describe.
 
-What a model has room for only its worker can tell, which counts tokens. null means not given.
+Only the worker can check the model's context, since it counts tokens. null means not given.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from contract.errors import Invalid
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
-MAX_BIASED = 1024  # tokens of one request
+MAX_BIASED = 1024  # tokens per request
 MAX_STOPS = 4  # as in OpenAI's API
 MAX_STOP_CHARACTERS = 256
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
 MAX_REPETITION = 10.0
-MAX_CHARACTERS = 1_000_000  # of all that a job brings; what the model has room for is counted in tokens
-_COMPLETION_TOKENS = 16  # OpenAI's default, of completions alone
-_TOKEN_CHARACTERS = 4  # of a token, at a guess
+MAX_CHARACTERS = 1_000_000  # of a whole job; the model's context is counted in tokens
+_COMPLETION_TOKENS = 16  # OpenAI's default, for completions only
+_TOKEN_CHARACTERS = 4  # per token, estimated
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 _IGNORED = "accepted and ignored"
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -51,7 +51,7 @@ class StreamOptions(BaseModel):
 
 
 class TextFields(BaseModel):
-    """What both kinds of request share."""
+    """Fields shared by chats and completions."""
 
     model_config = _STRICT
 
@@ -104,7 +104,7 @@ class TextFields(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     def _job(self, **own: Any) -> TextJob:
-        """The fields that all kinds share, as a job's, beside those of this kind. Raises `Invalid`."""
+        """The job of these fields, with those specific to this kind. Raises `Invalid`."""
         for stop in self.stops:
             if not stop:
                 raise Invalid("stop", "must not be empty")
@@ -197,7 +197,7 @@ class ChatFields(TextFields):
         return self
 
     def job(self) -> TextJob:
-        """The job that it means. Raises `Invalid`."""
+        """The job of this request. Raises `Invalid`."""
         messages = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in self.messages
@@ -213,7 +213,7 @@ class ChatFields(TextFields):
 
     @property
     def schema_text(self) -> str | None:
-        """The schema that answers must fit, as JSON; None for any text."""
+        """The JSON schema for the answers, as text; None for any text."""
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None
@@ -261,7 +261,7 @@ class CompletionFields(TextFields):
         return [self.prompt] if isinstance(self.prompt, str) or _tokens(self.prompt) else self.prompt
 
     def job(self) -> TextJob:
-        """The job that it means. Raises `Invalid`."""
+        """The job of this request. Raises `Invalid`."""
         for prompt in self.prompts:
             if isinstance(prompt, str):
                 check_text("prompt", prompt, MAX_CHARACTERS)
@@ -275,13 +275,13 @@ def _tokens(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextJob:
-    """What a job's record asks for: `n` answers to its `messages`, or to each of its `prompts`, as texts or token ids.
+    """The request in a job's record: `n` answers to its `messages`, or to each of its `prompts`, as texts or token ids.
 
-    The seeds of answers count up from `seed`. `logprobs` n asks for the log probabilities of the tokens and the n
-    likeliest, `json_schema` is a schema as text. What is None is left to the worker.
+    The answers have consecutive seeds from `seed`. `logprobs` n requests log probabilities of the tokens and the n most
+    likely, `json_schema` is a schema as text. None leaves a value to the worker.
     """
 
-    expand_prompt: ClassVar[bool] = False  # which is a picture's
+    expand_prompt: ClassVar[bool] = False  # an option of images
 
     messages: list[dict[str, str]] | None = None
     prompts: list[str | list[int]] | None = None
@@ -302,22 +302,22 @@ class TextJob:
     echo: bool | None = None
 
     def told(self) -> dict[str, Any]:
-        """As JSON, without what is None."""
+        """As JSON, without fields that are None."""
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> TextJob:
-        """What `told` made; what values may be is checked where tokens are counted."""
+        """Parse what `told` wrote; values are checked where tokens are counted."""
         return cls(**{name: told[name] for name in cls.__slots__ if told.get(name) is not None})
 
     @property
     def count(self) -> int:
-        """How many answers there are, over all prompts."""
+        """The number of answers over all prompts."""
         return self.n * len(self.prompts or [None])
 
     @property
     def tokens(self) -> float:
-        """How many tokens the prompts have, at a guess."""
+        """The estimated number of prompt tokens."""
         if self.messages is not None:
             return sum(len(message["content"]) for message in self.messages) / _TOKEN_CHARACTERS
         texts = self.prompts or []
@@ -325,7 +325,7 @@ class TextJob:
 
 
 def check(job: TextJob, offer: TextOffer) -> None:
-    """Raise `Invalid` for the first field that the offer does not have."""
+    """Raise `Invalid` for the first field that the model does not offer."""
     if job.count > offer.max_choices:
         raise Invalid("n", f"with all prompts at most {offer.max_choices} answers are given")
     if job.max_tokens is not None and offer.context and job.max_tokens >= offer.context:

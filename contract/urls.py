@@ -1,4 +1,4 @@
-"""Addresses on the web that somebody was asked for: what is one, and what host it leads to. Knows no network."""
+"""Parses and validates URLs given by clients. Does no DNS lookup."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from urllib.parse import SplitResult, urlsplit
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
-_BRACKETED = re.compile(r"\[[0-9A-Fa-f:.]+\](:[0-9]+)?")  # no zone: it means another thing on every machine
+_BRACKETED = re.compile(r"\[[0-9A-Fa-f:.]+\](:[0-9]+)?")  # no zone id: it differs between machines
 _PRINTABLE = re.compile(r"[!-~]+")
 
 
 def parse(url: str, schemes: tuple[str, ...] = ("http", "https")) -> SplitResult:
-    """The parts of an address: it has a host, which is a DNS name (RFC 1123, `_` too) or an IP address, and a port
-    from 1 to 65535 or none; and nothing in it is blank, a control character or beyond ASCII. Raises ValueError, whose
-    message repeats nothing of it.
+    """Parse a URL: its host is a DNS name (RFC 1123, `_` too) or an IP address, its port 1 to 65535 or absent; it
+    contains no blanks, control characters or non-ASCII. Raises ValueError, whose message does not echo it.
     """
     if not _PRINTABLE.fullmatch(url):
         raise ValueError("must hold no spaces and nothing beyond ASCII")

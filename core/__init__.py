@@ -1,1 +1,1 @@
-"""What both panels share: settings, jobs, batching, graphs, quantization. Knows neither images nor text."""
+"""Shared by the image and text panels: settings, jobs, batching, CUDA graphs, quantization."""

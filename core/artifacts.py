@@ -1,7 +1,4 @@
-"""Finished artifacts (pictures, and files of batches) under content-addressed keys, on a disk or in an object store.
-
-Knows keys, bytes and what can go wrong with a store; knows nothing of pictures, jobs or HTTP.
-"""
+"""Stores finished artifacts (images, batch files) under content-addressed keys, on disk or in an object store."""
 
 from __future__ import annotations
 
@@ -32,33 +29,33 @@ if TYPE_CHECKING:
 _SUFFIXES: Final = {"image/png": "png", "image/webp": "webp", "image/jpeg": "jpg", "application/jsonl": "jsonl"}
 _MEDIA_TYPES: Final = {suffix: media_type for media_type, suffix in _SUFFIXES.items()}
 _KEY: Final = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{62})\.([a-z]+)")
-_PATIENCE_S: Final = 120.0  # longer than a deletion is given
+_PATIENCE_S: Final = 120.0  # longer than a deletion may take
 _AGAIN_S: Final = 0.2
-_PART: Final = 2**20  # bytes of a large artifact that are in memory at once, a few times
-_WRITES: Final = 100  # of a file whose folder is deleted at the same moment
+_PART: Final = 2**20  # bytes of a large artifact per read; a few are in memory at once
+_WRITES: Final = 100  # retries of a file whose folder is deleted at the same moment
 WITHIN_S: Final = 20.0
 _CONNECT_S: Final = 5.0
 _TRIES: Final = 4
-# What obstore says of a store that did not answer, or answered 5xx: it has no types for these.
+# obstore's messages for no reply, or a 5xx: it has no exception types for these.
 _UNWELL: Final = re.compile(r"HTTP error|error sending request|timed out|[Ss]erver (returned|error).{0,40}\b5\d\d\b")
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 
 
 class ArtifactError(RuntimeError):
-    """The store cannot do what was asked. The message says why, in words for people."""
+    """The store cannot do the operation. The message says why, for people."""
 
 
 class NoArtifact(ArtifactError):
-    """There is nothing under this key, or it is no key of ours."""
+    """The key does not exist, or is malformed."""
 
 
 def media_type(key: str) -> str:
-    """The media type of an artifact, by its key. Raises `NoArtifact` for what is no key."""
+    """An artifact's media type, by its key. Raises `NoArtifact` for a malformed key."""
     return _MEDIA_TYPES[_checked(key)[3]]
 
 
 def key_of(data: bytes, media_type: str) -> str:
-    """The key that these bytes are kept under."""
+    """The content-addressed key of these bytes."""
     return _key(hashlib.sha256(data).hexdigest(), media_type)
 
 
@@ -67,11 +64,11 @@ def _key(digest: str, media_type: str) -> str:
 
 
 class StorageDown(ArtifactError):
-    """The store cannot be reached, does not answer in time, or says that it is unwell. It is worth trying again."""
+    """The store is unreachable, does not reply in time, or reports a failure. Retryable."""
 
 
 class Spool:
-    """A large artifact before it is put: a file without a name, hashed as it grows."""
+    """A large artifact before it is stored: an unnamed file, hashed as it is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -80,7 +77,7 @@ class Spool:
 
     @classmethod
     def of(cls, file: IO[bytes]) -> Spool:
-        """Of a file that is whole already, and stays somebody else's to close. Raises `ArtifactError`."""
+        """Wrap a complete file, which the caller still closes. Raises `ArtifactError`."""
         spool = cls(file)
         with _told("read a file"):
             file.seek(0)
@@ -90,32 +87,32 @@ class Spool:
         return spool
 
     def write(self, data: bytes) -> None:
-        """Raises `ArtifactError` where the disk takes no more."""
+        """Raises `ArtifactError` if the disk is full."""
         with _told("write an artifact"):
             self.file.write(data)
         self._hash.update(data)
         self.size += len(data)
 
     def key(self, media_type: str) -> str:
-        """The key of what was written so far."""
+        """The key of the bytes written so far."""
         return _key(self._hash.hexdigest(), media_type)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of what it still held in memory for a full disk: nobody wants it any more
+        with contextlib.suppress(OSError):  # flushing the buffer to a full disk may fail; the data is not needed
             self.file.close()
 
 
 class Artifacts:
-    """A store of artifacts: `file:///folder`, `memory://`, `s3://bucket/path`, and what else obstore knows.
+    """An artifact store: `file:///folder`, `memory://`, `s3://bucket/path`, and others that obstore supports.
 
-    Thread-safe. Credentials of an object store come from the environment (AWS_ACCESS_KEY_ID and so on). Raises
-    `ArtifactError` for a URL that cannot be used; an object store is not talked to before it is needed. `within_s` is
-    how long one of its answers may take, tries that failed included; then it is `StorageDown`.
+    Thread-safe. Object store credentials come from the environment (AWS_ACCESS_KEY_ID and so on). Raises
+    `ArtifactError` for an unusable URL; an object store is contacted at the first operation. `within_s` limits one
+    operation, failed tries included; beyond it raises `StorageDown`.
     """
 
     def __init__(self, url: str, within_s: float = WITHIN_S) -> None:
         self._store: ObjectStore
-        self._folder: Path | None = None  # where it is one
+        self._folder: Path | None = None  # if the store is a folder
         with _told("open the store of artifacts"):
             parts = urlsplit(url)
             if parts.scheme == "file":
@@ -125,45 +122,46 @@ class Artifacts:
                 self._store = LocalStore(folder, mkdir=True, automatic_cleanup=True)
                 self._folder = folder
             else:
-                # An endpoint that is named with http:// (AWS_ENDPOINT_URL) is meant so.
+                # http:// is allowed for an explicitly named endpoint (AWS_ENDPOINT_URL).
                 self._store = from_url(
                     url,
                     client_options={
                         "allow_http": True,
                         "connect_timeout": timedelta(seconds=min(_CONNECT_S, within_s / 2)),
-                        "timeout": timedelta(seconds=within_s / 2),  # of one try
+                        "timeout": timedelta(seconds=within_s / 2),  # per try
                     },
-                    # No try begins after this, so that the last one ends in time.
+                    # No try starts after this, so that the last one ends in time.
                     retry_config={"max_retries": _TRIES - 1, "retry_timeout": timedelta(seconds=within_s / 2)},
                 )
 
     def put(self, data: bytes, media_type: str) -> str:
-        """Keep `data` whole or not at all, and return its key. What is there already is not written again.
+        """Store `data` fully or not at all, and return its key. Existing data is not written again.
 
-        In a folder it is on the disk when this returns, and what is there and damaged is written anew.
+        In a folder the data is synced to disk on return, and existing damaged data is rewritten.
         """
         key = key_of(data, media_type)
         self._put(key, io.BytesIO(data), len(data), media_type)
         return key
 
     def put_kept(self, data: bytes, media_type: str, keep: Callable[[str], bool]) -> str:
-        """As `put`, after `keep` was told the key, so that nobody takes it away; it says whether that may be now.
+        """As `put`, after `keep` was called with the key, so that nobody deletes it; `keep` returns whether it may be
+        written now.
 
-        Raises what `keep` raises, too.
+        Errors of `keep` are raised too.
         """
         _wait_for(keep, key_of(data, media_type))
         return self.put(data, media_type)
 
     def spool(self) -> Spool:
-        """What a large artifact is written to before it is put. The caller closes it. Raises `ArtifactError`.
+        """A spool for a large artifact. The caller closes it. Raises `ArtifactError`.
 
-        It lies on the disk of the artifacts, or where temporary files lie if these are elsewhere.
+        It is on the artifacts' disk, or among the temporary files if these are not on a disk.
         """
         with _told("write an artifact"):
             return Spool(tempfile.TemporaryFile(dir=self._folder))
 
     def put_spool(self, spool: Spool, media_type: str, keep: Callable[[str], bool]) -> str:
-        """As `put_kept`, without ever holding more than a few parts of it in memory."""
+        """As `put_kept`, holding at most a few parts in memory."""
         key = spool.key(media_type)
         _wait_for(keep, key)
         self._put(key, spool.file, spool.size, media_type)
@@ -177,29 +175,29 @@ class Artifacts:
                     _write(path, file)
             elif self._size(key) != size:
                 file.seek(0)
-                # Parts of an object store's upload have 5 MiB at least.
+                # Parts of a multipart upload have at least 5 MiB.
                 obstore.put(
                     self._store, key, file, attributes={"Content-Type": media_type}, chunk_size=5 * _PART,
                     max_concurrency=2,
                 )  # fmt: skip
 
     def read_part(self, key: str, start: int, length: int) -> bytes:
-        """So many bytes of an artifact from `start` on, fewer at its end. Not checked against its key.
+        """Bytes of an artifact from `start` on, fewer at its end. Not verified against the key.
 
-        Raises as `get`, and `ArtifactError` for a `start` behind its end.
+        Raises as `get`, and `ArtifactError` for a `start` beyond its end.
         """
         _checked(key)
         with _told("read an artifact"):
             return bytes(obstore.get_range(self._store, key, start=start, length=length))
 
     def size(self, key: str) -> int:
-        """Its bytes. Raises `NoArtifact` and `ArtifactError`."""
+        """Its size in bytes. Raises `NoArtifact` and `ArtifactError`."""
         _checked(key)
         with _told("read an artifact"):
             return int(obstore.head(self._store, key)["size"])
 
     def get(self, key: str) -> bytes:
-        """The artifact's bytes. Raises `NoArtifact` where there is none, and `ArtifactError` where it is damaged."""
+        """The artifact's bytes. Raises `NoArtifact` if it does not exist, and `ArtifactError` if it is damaged."""
         match = _checked(key)
         with _told("read an artifact"):
             data = bytes(obstore.get(self._store, key).bytes())
@@ -208,7 +206,7 @@ class Artifacts:
         return data
 
     def delete(self, key: str) -> None:
-        """Take an artifact away; one that is not there is as good as gone. Raises `ArtifactError`."""
+        """Delete an artifact; deleting a missing one succeeds. Raises `ArtifactError`."""
         _checked(key)
         with contextlib.suppress(NoArtifact), _told("delete an artifact"):
             obstore.delete(self._store, key)
@@ -222,14 +220,14 @@ class Artifacts:
 
 def _wait_for(keep: Callable[[str], bool], key: str) -> None:
     until = time.monotonic() + _PATIENCE_S
-    while not keep(key):  # the same was made before, and is being deleted at this moment
+    while not keep(key):  # an equal artifact exists and is being deleted
         if time.monotonic() > until:
             raise ArtifactError("it was made before, and its deletion does not end")
         time.sleep(_AGAIN_S)
 
 
 def _holds(path: Path, size: int, digest: str) -> bool:
-    """Whether the file is there and whole: a power cut may have left other bytes, of the right number even."""
+    """Whether the file exists and is intact: after a power cut it may hold other bytes, even of the right length."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -240,7 +238,9 @@ def _holds(path: Path, size: int, digest: str) -> bool:
 
 
 def _write(path: Path, file: IO[bytes]) -> None:
-    """A copy of the file. Others see nothing or all of it, as does who comes after a power cut. Raises OSError."""
+    """Write a copy of the file atomically and durably: readers and a power cut see all of it or nothing. Raises
+    OSError.
+    """
     file.seek(0)
     beside = path.with_name(f"{path.name}#{secrets.token_hex(8)}")
     for _ in range(_WRITES):
@@ -249,7 +249,7 @@ def _write(path: Path, file: IO[bytes]) -> None:
         try:
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             break
-        except FileNotFoundError:  # the folder's last other artifact was deleted this very moment, and the folder
+        except FileNotFoundError:  # the folder was deleted with its last other artifact
             continue
     else:
         raise FileExistsError(f"{path.parent} does not stay")
@@ -267,8 +267,8 @@ def _write(path: Path, file: IO[bytes]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Put a folder's names on the disk."""
-    with contextlib.suppress(FileNotFoundError):  # it was emptied meanwhile, and is gone
+    """Sync a folder's entries to disk."""
+    with contextlib.suppress(FileNotFoundError):  # deleted as empty meanwhile
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -277,7 +277,7 @@ def _sync(folder: Path) -> None:
 
 
 def _checked(key: str) -> re.Match[str]:
-    """Whatever is not exactly a key of ours reaches no store: no path can be read by way of one."""
+    """Reject anything but a well-formed key: no path can be read through one."""
     match = _KEY.fullmatch(key)
     if match is None or match[3] not in _MEDIA_TYPES:
         raise NoArtifact("this is not the key of an artifact")
@@ -290,7 +290,7 @@ def _digest(key: re.Match[str]) -> str:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Says of a store's errors what they mean, without its addresses and its own long-windedness."""
+    """Maps a store's errors to ours, without their addresses and length."""
     try:
         yield
     except FileNotFoundError as error:

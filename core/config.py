@@ -1,6 +1,6 @@
-"""Settings: read once from the environment (DIPTYCH_*), checked, and passed down.
+"""Settings: read once from the environment (DIPTYCH_*), validated, and passed down.
 
-Knows names, types and defaults; nothing below it reads the environment.
+No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from contract.precision import Choice
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
-STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's shape with random weights, where it is not installed
-RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # so many in so long; empty: no limit
-SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # so many, or a share; empty: no limit
-_TLS = {"ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile"}  # what redis_url may say behind its ?
+STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's architecture with random weights, where it is not installed
+RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # count per period; empty: no limit
+SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # a number, or a percentage; empty: no limit
+_TLS = {"ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile"}  # query parameters allowed in redis_url
 _OTHERS = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT"}  # read by install.py and by benchmarks/provenance.py
 
 log = logging.getLogger(__name__)
 
 
 class SettingsError(ValueError):
-    """Settings that cannot be used. The message names each variable."""
+    """Invalid settings. The message names each variable."""
 
 
 class Settings(BaseSettings):
-    """What a process of Diptych can be told. `DIPTYCH_MODEL=…` sets `model`, and so on."""
+    """The settings of a Diptych process. `DIPTYCH_MODEL=…` sets `model`, and so on."""
 
     model_config = SettingsConfigDict(env_prefix="DIPTYCH_", extra="ignore", frozen=True)
 
@@ -107,7 +107,7 @@ class Settings(BaseSettings):
         default=60.0, gt=0, allow_inf_nan=False, description="after so long the oldest request goes first"
     )
 
-    # The service: its parts find one another by these.
+    # The service: addresses by which its parts find each other.
     redis_url: str = Field(default="", description="redis:// or rediss://…; empty: `serve` starts a Redis of its own")
     data_dir: Path = Field(
         default=Path("~/.local/share/diptych"), description="pictures, and the embedded Redis's file"
@@ -149,7 +149,7 @@ class Settings(BaseSettings):
     )
     log_format: Literal["text", "json"] = Field(default="text", description="of log lines")
 
-    # Who may use it, and how it is called.
+    # Access control and public addresses.
     client_s: float = Field(
         default=20.0,
         ge=0.1,
@@ -220,7 +220,7 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _is_a_redis(cls, value: str) -> str:
-        """What redis-py and kombu read alike, and both verify."""
+        """Accept a URL that redis-py and kombu parse alike, and that both verify."""
         if not value:
             return value
         parts = urls.parse(value, ("redis", "rediss"))
@@ -239,26 +239,26 @@ class Settings(BaseSettings):
     def _has_home(cls, value: Path) -> Path:
         try:
             return value.expanduser()
-        except RuntimeError as error:  # ~ of nobody
+        except RuntimeError as error:  # ~ of an unknown user
             raise ValueError("names a home folder that does not exist") from error
 
     @property
     def model_name(self) -> str:
-        """The model to load: the one that was asked for, the embedded one, or its stand-in."""
+        """The model to load: the configured one, the embedded one, or its stand-in."""
         if self.model:
             return self.model
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
 
     @property
     def text_model_name(self) -> str | None:
-        """The text model to load: the one that was asked for, or the embedded one if it is there. None: no text."""
+        """The text model to load: the configured one, or the embedded one if it is installed. None: no text."""
         if self.text_model:
             return None if self.text_model == "off" else self.text_model
         return str(EMBEDDED_TEXT_MODEL) if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file() else None
 
     @property
     def artifacts(self) -> str:
-        """The URL that pictures are kept under."""
+        """The URL of the artifact store."""
         return self.artifacts_url or (self.data_dir.expanduser().absolute() / "artifacts").as_uri()
 
     @property
@@ -271,9 +271,9 @@ class Settings(BaseSettings):
 
 
 def read(**given: object) -> Settings:
-    """Settings from the environment, with `given` values (None: not given) over it. Raises `SettingsError`.
+    """Read the settings from the environment, overridden by `given` values (None: not given). Raises `SettingsError`.
 
-    A variable DIPTYCH_… that is no setting is most likely misspelt: it is logged and ignored.
+    An unknown variable DIPTYCH_… is most likely misspelt: it is logged and ignored.
     """
     _warn_of_misspelt()
     try:
@@ -283,7 +283,7 @@ def read(**given: object) -> Settings:
 
 
 def _say(field: str, message: str, given: Mapping[str, object]) -> str:
-    """One complaint, about what the user wrote: the option, or the variable."""
+    """An error message for one value: names the option, or the variable."""
     name = f"--{field.replace('_', '-')}" if given.get(field) is not None else f"DIPTYCH_{field.upper()}"
     message = message.removeprefix("Value error, ")
     return f"{name}: {message[:1].lower()}{message[1:]}"

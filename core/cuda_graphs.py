@@ -1,7 +1,6 @@
-"""CUDA graphs for static shapes: a callable's kernels are recorded once, and then started all together.
+"""CUDA graphs for static shapes: a callable's kernels are recorded once, and then replayed together.
 
-What records is handed in (`Recorder`), so that a test without a GPU can run the same code with a recorder of its own.
-To be used by one thread at a time.
+The recording itself is a parameter (`Recorder`), so that a test without a GPU can run the same code. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -16,25 +15,26 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 T = TypeVar("T")
 
-_WARM = 2  # runs before recording: they compile kernels, choose algorithms and fill the allocator
+_WARM = 2  # runs before recording: they compile kernels, choose algorithms and warm up the allocator
 
 
 class Recorder(Protocol):
     """Records what a callable does on the device. All recordings of one recorder share memory: one runs at a time."""
 
     def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Run `function`; returns what replays it, and its result.
+        """Run `function`; returns its replay function, and its result.
 
-        A replay runs no Python of `function`: it repeats what was done, on the same memory. It reads what lies in the
-        tensors that were read then, and writes into the tensors of the result. Those hold this replay's values until
-        the next replay of any recording.
+        A replay runs no Python of `function`: it repeats the same kernels on the same memory. It reads the tensors that
+        were read then, and writes into the result's tensors, which hold its values until the next replay of any
+        recording.
         """
         ...
 
     def settle(self) -> None:
-        """Wait for the device and give back what only recording needed: after the last one, and after one that failed.
+        """Wait for the device and free memory needed only for recording: call after the last one, and after a failed
+        one.
 
-        Raises where the device is lost, and no later result could be trusted.
+        Raises if the device is lost, and no later result could be trusted.
         """
         ...
 
@@ -45,7 +45,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all recordings: cuBLAS keeps a workspace for each stream that it has ever seen.
+        # One stream for all recordings: cuBLAS keeps a workspace for each stream it has ever seen.
         self._stream = torch.cuda.Stream(device)
 
     def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -56,8 +56,8 @@ class CudaRecorder:
             for _ in range(_WARM):
                 function()
             self._stream.synchronize()
-            # Not `torch.cuda.graph`, which empties the allocator's cache each time: traffic goes on between recordings.
-            # "thread_local": other threads may allocate meanwhile, another panel on its own stream.
+            # Not `torch.cuda.graph`, which empties the allocator's cache each time: requests are served between
+            # recordings. "thread_local": other threads may allocate meanwhile, e.g. the other panel on its own stream.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 made = function()
@@ -71,10 +71,10 @@ class CudaRecorder:
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a capture that held nothing yet
+                warnings.simplefilter("ignore")  # about a capture that is still empty
                 graph.capture_end()
         except RuntimeError:
-            # A capture that CUDA called off, as for what it cannot record, leaves the pool unfit for another.
+            # A capture that CUDA aborted, e.g. at an operation it cannot record, leaves the pool unusable for another.
             self._pool = torch.cuda.graph_pool_handle()
 
     def settle(self) -> None:
@@ -83,7 +83,7 @@ class CudaRecorder:
 
 
 class Captured:
-    """One recorded callable, at the shapes of the arguments that it was recorded with."""
+    """One recorded callable, at the shapes of its recorded arguments."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: Any, options: Mapping[str, Any], recorder: Recorder
@@ -91,16 +91,16 @@ class Captured:
         """Records `function(*arguments, **options)` on copies of the tensors among them."""
         leaves, self._form = tree_flatten((tuple(arguments), dict(options)))
         self._static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        # What was copied last, held so that no other tensor can come to lie at its address while it is compared with.
+        # The last copied tensors, kept alive so that no other tensor can get their address while it is compared.
         self._last: list[Any] = [None] * len(leaves)
         given, named = tree_unflatten(self._static, self._form)
         self._replay, self._made = recorder.record(lambda: function(*given, **named))
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the callable returns, in memory that the next replay of any graph of the recorder overwrites.
+        """The callable's result, in memory that the next replay of any of the recorder's graphs overwrites.
 
-        Tensors that are the very ones of the call before are taken to hold what they held. Raises ValueError for
-        arguments of other forms, shapes or types than those recorded.
+        Tensors that are the same objects as in the previous call are taken as unchanged. Raises ValueError for
+        arguments of other structure, shapes or types than recorded.
         """
         leaves, form = tree_flatten((arguments, options))
         if form != self._form:
@@ -121,12 +121,12 @@ class Captured:
 
 
 class Graphs:
-    """Recorded callables by phase and shape; the least recently used are let go beyond `capacity`."""
+    """Recorded callables by phase and shape; the least recently used are dropped beyond `capacity`."""
 
     def __init__(
         self, phases: Mapping[str, Callable[..., Any]], recorder: Recorder | None, *, capacity: int = 128
     ) -> None:
-        """Without a recorder, as on a device that knows no graphs, callables are called as they are."""
+        """Without a recorder, as on a device without CUDA graphs, callables are called directly."""
         self._phases = phases
         self._recorder = recorder
         self._capacity = capacity
@@ -134,15 +134,17 @@ class Graphs:
 
     @property
     def records(self) -> bool:
-        """Whether anything is ever recorded."""
+        """Whether it records at all."""
         return self._recorder is not None
 
     def has(self, phase: str, shape: Hashable) -> bool:
-        """Whether a recording of this shape is there. Safe on any thread."""
+        """Whether this shape is recorded. Thread-safe."""
         return (phase, shape) in self._known
 
     def record(self, phase: str, shape: Hashable, *arguments: Any, **options: Any) -> None:
-        """Record the phase's callable on these arguments, unless it is. Raises what that raises, keeping nothing."""
+        """Record the phase's callable on these arguments, unless it is recorded. Raises the callable's errors, keeping
+        nothing.
+        """
         key = (phase, shape)
         if self._recorder is None or key in self._known:
             return
@@ -151,14 +153,14 @@ class Graphs:
         self._known[key] = Captured(self._phases[phase], arguments, options, self._recorder)
 
     def settle(self) -> None:
-        """What the recorder's does: for after the last recording, and after one that failed."""
+        """The recorder's `settle`: call after the last recording, and after one that failed."""
         if self._recorder is not None:
             self._recorder.settle()
 
     def run(self, phase: str, shape: Hashable, *arguments: Any, **options: Any) -> Any:
-        """The phase's callable on these arguments: replayed where this shape is recorded, called where it is not.
+        """Run the phase's callable: replayed if this shape is recorded, else called.
 
-        `shape` tells apart what one recording cannot serve.
+        `shape` distinguishes what needs separate recordings.
         """
         captured = self._known.get((phase, shape))
         if captured is None:

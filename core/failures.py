@@ -1,7 +1,4 @@
-"""What torch's errors mean to the engine: memory that ran out, or a device that is lost.
-
-Knows torch's exceptions and the engine's; knows nothing of what was computed.
-"""
+"""Translates torch's errors for the engine: out of memory, or device lost."""
 
 from __future__ import annotations
 
@@ -16,7 +13,9 @@ T = TypeVar("T")
 
 
 def translated(compute: Callable[[], T]) -> T:
-    """Run it. Raises `OutOfMemory` and `DeviceLost` for what torch says in many ways, and all else as it is."""
+    """Run the function. Raises `OutOfMemory` and `DeviceLost` for torch's many forms of these, and other errors
+    unchanged.
+    """
     try:
         return compute()
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -1,6 +1,6 @@
-"""Executables for static shapes: eager code at once, compiled code as soon as it is there.
+"""Compiled code for static shapes: runs eagerly at first, compiled as soon as compilation in the background is done.
 
-One executable per (phase, rows, size). Knows callables, buckets and compilers; knows nothing of what is computed.
+One executable per (phase, rows, size).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an executable is for. `size` is whatever else fixes its shapes, such as (height, width) of the latents."""
+    """Key of an executable. `size` is whatever else fixes its shapes, such as (height, width) of the latents."""
 
     phase: str
     rows: int
@@ -33,7 +33,7 @@ class Key:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that CPU code generation would use, or None: then there is no compiled code on a CPU."""
+    """The C++ compiler for CPU code generation, or None: then there is no compiled code on a CPU."""
     for candidate in (os.environ.get("CXX", ""), "g++", "clang++"):
         if candidate and shutil.which(candidate):
             return candidate
@@ -41,7 +41,7 @@ def compiler() -> str | None:
 
 
 def _keep_in(cache: Path) -> None:
-    """Have Inductor keep its files here, unless the user told it where; torch itself sets a temporary folder."""
+    """Set Inductor's cache folder, unless the user has; torch's default is a temporary folder."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     cache.mkdir(parents=True, exist_ok=True)
@@ -50,11 +50,11 @@ def _keep_in(cache: Path) -> None:
 
 
 class Executables:
-    """Looks up the fastest way to run a phase, and compiles in the background what was asked for.
+    """Looks up the fastest way to run a phase, and compiles requested shapes in the background.
 
-    Compiled code is kept in `cache` between starts (Inductor's and AOTAutograd's caches; valid for the same versions
-    of torch, compiler and processor only, which they check themselves). A phase that does not compile stays eager, and
-    the log says why.
+    Compiled code is kept in `cache` between starts (Inductor's and AOTAutograd's caches; valid only for the same
+    versions of torch, compiler and processor, which they check themselves). A phase that does not compile stays eager,
+    and the reason is logged.
     """
 
     def __init__(self, phases: dict[str, Callable[..., Any]], *, compiled: bool, cache: Path | None = None) -> None:
@@ -75,7 +75,7 @@ class Executables:
             return
         if cache is not None:
             _keep_in(cache)
-        # Every bucket is one entry of a function's cache; past the limit, torch would silently fall back to eager.
+        # Every bucket is one entry of a function's cache; beyond the limit, torch would silently fall back to eager.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._inductor.config.compile_threads = 1  # the other cores are serving
 
@@ -83,7 +83,7 @@ class Executables:
         return self._eager[phase]
 
     def find(self, key: Key) -> Callable[..., Any] | None:
-        """The compiled executable for exactly this shape, or None while there is none."""
+        """The compiled executable for exactly this shape, or None."""
         return self._compiled.get(key)
 
     def buckets(self, phase: str, size: Hashable) -> Sequence[int]:
@@ -91,7 +91,7 @@ class Executables:
         return sorted(key.rows for key in list(self._compiled) if key.phase == phase and key.size == size)
 
     def want(self, key: Key, example: Callable[[Callable[..., Any]], Any]) -> None:
-        """Ask for an executable. `example(fn)` runs fn on inputs of the right shapes, on the background thread."""
+        """Request an executable. `example(fn)` runs fn on inputs of the right shapes, on the background thread."""
         if not self.enabled or key in self._wanted or key.phase in self._failed:
             return
         self._wanted.add(key)
@@ -103,12 +103,12 @@ class Executables:
                 self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until all that was asked for is compiled or has failed."""
+        """Block until all requested shapes are compiled or have failed."""
         with self._idle:
             return self._idle.wait_for(lambda: self._pending == 0, timeout_s)
 
     def close(self) -> None:
-        """Drop what has not begun to compile; what has will end by itself."""
+        """Drop queued compilations; the running one ends by itself."""
         with self._idle:
             self._pending -= len(self._jobs)
             self._jobs.clear()
@@ -148,6 +148,6 @@ class Executables:
         function = torch.compile(self._eager[key.phase], dynamic=False, fullgraph=True)
         with torch.inference_mode():
             example(function)
-            example(function)  # the second call finds the code that the first one made, or shows that it cannot
+            example(function)  # the second call uses the code that the first one made, or shows that it cannot
         self._compiled[key] = function
         log.info("compiled %s at %d rows, %s, in %.1f s", key.phase, key.rows, key.size, time.monotonic() - started)

@@ -1,4 +1,4 @@
-"""Log lines, plain or as JSON, that name the job and the request that they are about."""
+"""Log formats, plain or JSON, with the job and the request that a line belongs to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ID = re.compile(r"\bjob_[0-9a-f]{24}\b")
 
 @contextmanager
 def about(job: str) -> Iterator[None]:
-    """Everything that is logged inside, in this thread or task, is about this job."""
+    """Context: log lines inside, in this thread or task, carry this job id."""
     before = _JOB.set(job)
     try:
         yield
@@ -27,7 +27,7 @@ def about(job: str) -> Iterator[None]:
 
 @contextmanager
 def request(id: str) -> Iterator[None]:
-    """Everything that is logged inside, in this thread or task, belongs to the request of this id; "": to none."""
+    """Context: log lines inside, in this thread or task, carry this request id; "": none."""
     before = _REQUEST.set(id)
     try:
         yield
@@ -36,12 +36,12 @@ def request(id: str) -> Iterator[None]:
 
 
 def request_id() -> str:
-    """The id of the request that is being answered, or whose job is being done, here; empty where there is none."""
+    """The current request's id, also while its job runs; empty outside of one."""
     return _REQUEST.get()
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, and where there are such, job, request_id and error."""
+    """One JSON object per line: time, level, logger, message, and where known job, request_id and error."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -63,7 +63,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """The lines of another formatter, each with the request's id at its end where there is one."""
+    """The lines of another formatter, with the request's id appended where known."""
 
     def __init__(self, inner: logging.Formatter | None) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class TextLines(logging.Formatter):
         text = self._inner.format(record)
         if not _REQUEST.get():
             return text
-        first, newline, rest = text.partition("\n")  # of a message with a traceback behind it
+        first, newline, rest = text.partition("\n")  # a message may be followed by a traceback
         return f"{first} [{_REQUEST.get()}]{newline}{rest}"
 
 
 def speak(form: str) -> None:
-    """Have every handler of the root logger write in this form: "text", as it is set up, or "json"."""
+    """Set the format of every handler of the root logger: "text", as already configured, or "json"."""
     for handler in logging.getLogger().handlers:
         if form == "json":
             handler.setFormatter(JsonLines())

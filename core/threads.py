@@ -1,4 +1,4 @@
-"""Threads that cannot be interrupted, such as a compiler's: a process that ends must not wait for them."""
+"""Tracks threads that cannot be interrupted, such as a compiler's: an exiting process must not wait for them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 
 
 class UninterruptibleThread(threading.Thread):
-    """A thread whose work goes on whatever asks it to stop. An interpreter that ends around it aborts."""
+    """A thread that cannot be stopped. The interpreter would abort when exiting while it runs."""
 
 
 def uninterruptible() -> bool:
-    """Whether such a thread runs now: then the process has to end by `os._exit`."""
+    """Whether such a thread is running: then the process has to end by `os._exit`."""
     return any(isinstance(thread, UninterruptibleThread) for thread in threading.enumerate())

@@ -1,7 +1,6 @@
-"""Traces by OpenTelemetry, from a request through the queue to the worker: where they go, and what a span is.
+"""OpenTelemetry tracing, from a request through the queue to the worker.
 
-Needs the extra `otel` where they are asked for, and loads nothing of it where they are not. Knows W3C's trace context
-as a line of text, which is what a job's record carries; knows nothing of what is traced.
+Uses the extra `otel` only if tracing is configured. A job's record carries W3C's trace context as a line of text.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _tracer: Any = None
 
 
 class TracesError(RuntimeError):
-    """Traces are asked for, and what they need is not installed."""
+    """Tracing is configured, but its packages are not installed."""
 
 
 def begin(url: str, part: str) -> None:
-    """Send this process's spans to the OTLP collector at `url` (http://collector:4318); empty: nowhere.
+    """Export this process's spans to the OTLP collector at `url` (http://collector:4318); empty: tracing is off.
 
     `part` names the process, as in `diptych-api`. Raises `TracesError`.
     """
@@ -42,7 +41,7 @@ def begin(url: str, part: str) -> None:
 
 
 def end() -> None:
-    """Send what is not sent yet, a few seconds long at most. Nothing is traced from here on."""
+    """Export pending spans, for a few seconds at most. Nothing is traced afterwards."""
     global _provider, _tracer
     provider, _provider, _tracer = _provider, None, None
     if provider is not None:
@@ -51,7 +50,7 @@ def end() -> None:
 
 
 class Span:
-    """What happens between two moments. Does nothing where nothing is traced."""
+    """A span. Does nothing while tracing is off."""
 
     def __init__(self, span: Any = None) -> None:
         self._span = span
@@ -61,7 +60,7 @@ class Span:
             self._span.update_name(name)
 
     def note(self, **attributes: str | int | float) -> None:
-        """Attributes; `job_id` is told as `diptych.job_id`."""
+        """Set attributes; `job_id` becomes `diptych.job_id`."""
         if self._span is not None:
             self._span.set_attributes({f"diptych.{name}": value for name, value in attributes.items()})
 
@@ -77,9 +76,9 @@ _NOTHING = Span()
 
 @contextmanager
 def span(name: str, kind: str = "internal", parent: str = "", **attributes: str | int | float) -> Iterator[Span]:
-    """A span as long as the context, within the one that is open here, or of `parent`, another process's traceparent.
+    """Context: a span within the current one, or within `parent`, another process's traceparent.
 
-    `kind`: internal, server, or consumer. An error that leaves the context is noted by its type alone.
+    `kind`: internal, server, or consumer. An exception that leaves the context is recorded by its type only.
     """
     if _tracer is None:
         yield _NOTHING
@@ -101,7 +100,7 @@ def span(name: str, kind: str = "internal", parent: str = "", **attributes: str 
 
 
 def current() -> str:
-    """The traceparent (W3C Trace Context) of the span that is open here; empty where there is none."""
+    """The traceparent (W3C Trace Context) of the current span; empty without one."""
     if _tracer is None:
         return ""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -1,4 +1,4 @@
-"""Where the API listens: the socket, bound before anything is loaded, and the URL that leads to it."""
+"""Binds the API's listening socket before anything is loaded, and gives the URL that leads to it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import socket
 
 
 class AddressError(ValueError):
-    """The address cannot be listened on. The message names the option."""
+    """The address cannot be bound. The message names the option."""
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `AddressError`.
 
-    It is listened on at once, and stays open while the API is started again: who calls meanwhile waits, and is served.
+    It listens at once, and stays open while the API restarts: requests in between wait, and are served.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise AddressError(f"--host: is no address of this machine ({_reason(error)})") from error
-    # A name may stand for several: the first is taken, IPv4 before IPv6, since that is what most clients try first.
+    # A name may resolve to several addresses: the first is used, IPv4 before IPv6, as most clients do.
     family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
@@ -46,10 +46,10 @@ def is_private(listener: socket.socket) -> bool:
 
 
 def url(listener: socket.socket) -> str:
-    """A URL that this machine reaches it by."""
+    """A URL that reaches it from this machine."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-        host = "127.0.0.1"  # an IPv6 socket on :: takes IPv4 too
+        host = "127.0.0.1"  # an IPv6 socket on :: accepts IPv4 too
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -1,7 +1,4 @@
-"""A child process that is one part of a deployment: started, watched, heard and stopped.
-
-Knows processes, their log files and when to start one again; knows nothing of what the part does.
-"""
+"""Starts, watches and stops a child process that runs one part of a deployment, and reads its log."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ _LONG_LIFE_S = 60.0
 
 @dataclass(eq=False)
 class Child:
-    """A process of its own session, tied to the thread that starts it.
+    """A process in its own session, tied to the thread that starts it.
 
-    It writes to `log` and not through us: a pipe would break under it when we are killed, and would hold it up when
-    our terminal does not take what it says.
+    It writes to `log` and not to a pipe: a pipe would break when this process is killed, and block the child when our
+    terminal does not accept output.
     """
 
     name: str
@@ -40,7 +37,7 @@ class Child:
     _rest: bytes = b""
 
     def start(self) -> None:
-        """Raises OSError where the log cannot be written or no process can be made."""
+        """Raises OSError if the log cannot be written or no process can be created."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._read = self._shorten()
         self._rest = b""
@@ -56,11 +53,13 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while it runs."""
         return self.process.poll() if self.process is not None else 0
 
     def lines(self) -> list[str]:
-        """The whole lines that it has written since it was asked last; all of the last one when it has ended."""
+        """The complete lines that it has written since the last call; includes an incomplete last one after it has
+        ended.
+        """
         ended = self.code is not None
         with contextlib.suppress(OSError):
             if self.log.stat().st_size > self._read:
@@ -77,7 +76,9 @@ class Child:
         return [line.decode("utf-8", "replace") for line in whole]
 
     def _shorten(self) -> int:
-        """Empty a log that has grown long; returns its length. The child appends, wherever the end is."""
+        """Truncate a log that has grown long; returns its length. The child appends at the file's end, wherever that
+        is.
+        """
         try:
             if self.log.stat().st_size > _LOG_BYTES:
                 os.truncate(self.log, 0)
@@ -91,24 +92,24 @@ class Child:
             self.process.terminate()
 
     def kill(self) -> None:
-        """End it and what it may have started, now."""
+        """Kill it and its descendants now."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that a device's driver holds
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process held by a device driver
                 self.process.wait(10)
 
 
 @dataclass(eq=False)
 class Backoff:
-    """How long to wait before a part that ended is started again: 0.5 s, doubling to 30 s; anew after a long life."""
+    """The delay before a part that ended is restarted: 0.5 s, doubling to 30 s; reset after a long run."""
 
     delay_s: float = _FIRST_DELAY_S
     started: float = field(default_factory=time.monotonic)
     due: float | None = None  # on time.monotonic's clock
 
     def ended(self, now: float) -> float:
-        """Note the end; returns the seconds to wait."""
+        """Record that it ended; returns the seconds to wait."""
         if now - self.started >= _LONG_LIFE_S:
             self.delay_s = _FIRST_DELAY_S
         delay_s, self.delay_s = self.delay_s, min(2 * self.delay_s, _LONGEST_DELAY_S)
@@ -120,7 +121,7 @@ class Backoff:
 
 
 def reason(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code."""
     if code < 0:
         try:
             return f"killed by {signal.Signals(-code).name}"

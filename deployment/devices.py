@@ -1,7 +1,4 @@
-"""One worker for each GPU of this machine, as children of one process, until it is told to stop.
-
-Knows how many GPUs there are and when a worker is started again; knows nothing of what a worker does.
-"""
+"""Runs one worker per GPU of this machine, as children of one process, until stopped."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ class NoDevices(ValueError):
 def visible(environment: Mapping[str, str], probe: Callable[[], str] | None = None) -> list[str]:
     """The GPUs that a process here may use, as CUDA_VISIBLE_DEVICES names them. Raises `NoDevices`.
 
-    `probe` is what `nvidia-smi -L` prints, one line a GPU.
+    `probe` is what `nvidia-smi -L` prints, one line per GPU.
     """
     given = environment.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         found = [name.strip() for name in given.split(",") if name.strip()]
-        found = found[: found.index("-1")] if "-1" in found else found  # as CUDA reads it: what follows is not seen
+        found = found[: found.index("-1")] if "-1" in found else found  # as CUDA reads it: devices after -1 are hidden
     else:
         said = (probe or _listed)()
         found = [str(k) for k, _ in enumerate(line for line in said.splitlines() if line.startswith("GPU "))]
@@ -60,12 +57,12 @@ def serve_each(
 ) -> int:
     """Run a worker for each device until a signal comes; returns the exit code. Raises `NoDevices`.
 
-    A worker that ends is started again, as by `diptych serve`; one whose input can never work (exit code 2) ends all.
-    `command` is what one worker is; it is told its device in CUDA_VISIBLE_DEVICES.
+    A worker that ends is restarted, as by `diptych serve`; one whose input can never work (exit code 2) ends all.
+    `command` runs one worker, which gets its device in CUDA_VISIBLE_DEVICES.
     """
     devices = visible(os.environ) if devices is None else devices
     command = command or [sys.executable, "-P", "-m", "cli", "worker"]
-    logs = Path(tempfile.mkdtemp(prefix="diptych-workers-"))  # nobody else's, under a name that nobody can foresee
+    logs = Path(tempfile.mkdtemp(prefix="diptych-workers-"))  # private, under an unpredictable name
     with Stop() as stop, Screen() as screen:
         parts = [
             (Child(f"worker {k}", command, _environment(settings, k, device), logs / f"{k}.log"), Backoff())
@@ -85,7 +82,7 @@ def serve_each(
 
 
 def _environment(settings: Settings, k: int, device: str) -> dict[str, str]:
-    """The k-th worker's: its device, and a port of its own for its figures, counted up from the one that is set."""
+    """The k-th worker's environment: its device, and its own metrics port, counted up from the configured one."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
     if settings.metrics:
         host, _, port = settings.metrics.rpartition(":")
@@ -94,7 +91,7 @@ def _environment(settings: Settings, k: int, device: str) -> dict[str, str]:
 
 
 def _look(child: Child, backoff: Backoff, screen: Screen) -> int:
-    """Pass on what it says, and start it again when its time has come; `_UNUSABLE` if it can never work."""
+    """Print its output, and restart it when due; `_UNUSABLE` if it can never work."""
     _hear(child, screen)
     now = time.monotonic()
     if backoff.due is not None:
@@ -115,7 +112,7 @@ def _hear(child: Child, screen: Screen) -> None:
 
 
 def _end(children: Sequence[Child], stop: Stop, screen: Screen, patience_s: float) -> None:
-    """SIGTERM to all at once; each further wish to stop is passed on; what is left after `patience_s` is killed."""
+    """Send SIGTERM to all at once; pass on each further stop signal; kill what is left after `patience_s`."""
     until, passed_on = time.monotonic() + patience_s, stop.urged
     for child in children:
         child.terminate()

@@ -1,7 +1,7 @@
 """Starts a command as a child that ends when its parent does, however the parent ends.
 
-Run as a program, `launch.py PARENT_PID NICENESS COMMAND…`, it arranges that and becomes the command: Python's own hook
-between fork and exec would run among copies of the parent's locks. Needs nothing but the standard library.
+Run as a program, `launch.py PARENT_PID NICENESS COMMAND…`, it arranges that and then executes the command: Python's own
+hook between fork and exec would run among copies of the parent's locks. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def main() -> None:
 
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM):
             sys.exit(f"launch: prctl: {os.strerror(ctypes.get_errno())}")
-        if os.getppid() != int(parent):  # it ended before the kernel was asked
+        if os.getppid() != int(parent):  # it ended before the prctl call
             sys.exit("launch: the parent is gone")
-    # Whatever the parent ignored or held back, from `nohup` or a shell's `&`, is none of the command's business.
+    # The command must not inherit signals that the parent ignored or blocked, due to `nohup` or a shell's `&`.
     for number in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGPIPE", "SIGXFSZ"):
         signal.signal(getattr(signal, number), signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

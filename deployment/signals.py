@@ -1,4 +1,4 @@
-"""The wish to stop, as signals bring it: Ctrl-C, SIGTERM, a terminal that is closed. Knows nothing of what stops."""
+"""Catches stop signals: Ctrl-C, SIGTERM, a closed terminal."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_ECHO_S = 0.5  # one Ctrl-C may reach us twice: from the terminal, and from who started us
+_ECHO_S = 0.5  # one Ctrl-C may arrive twice: from the terminal, and from the parent process
 
 
 class Stop:
     """Catches the signals while it is open; in the main thread only.
 
-    Ctrl-C counts also where SIGINT was ignored at the start, as behind a shell's `&`: who sends it to us means us.
-    SIGHUP that was ignored stays ignored: that is what `nohup` asks for.
+    Ctrl-C counts even if SIGINT was ignored at the start, as behind a shell's `&`: then it was sent deliberately. An
+    ignored SIGHUP stays ignored: that is what `nohup` asks for.
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None  # the first that came
+        self.signal: int | None = None  # the first one
         self.urged = 0  # how many came after it
         self._last = 0.0
         self._before: dict[int, Any] = {}
@@ -29,7 +29,7 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """130 for Ctrl-C, as shells count; 0 for who asked in order."""
+        """130 for Ctrl-C, as in shells; 0 for a requested stop."""
         return 130 if self.signal == signal.SIGINT else 0
 
     def __enter__(self) -> Self:

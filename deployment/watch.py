@@ -1,7 +1,6 @@
-"""Looks, on a thread of its own, whether the API answers and what the worker says of itself.
+"""A thread that watches whether the API answers and what the worker announces.
 
-Knows the API's /readyz and the registry of workers; decides nothing. What it waits for may be slow to answer, and who
-supervises processes must not be held up by that.
+It may block on slow replies, so that the supervising thread does not.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What was seen last. `api`: it answers, and has itself seen Redis and a worker that is ready. `message` is what
-    our worker says it does, or why that cannot be known.
+    """The last observation. `api`: it answers, and has itself seen Redis and a ready worker. `message` is our worker's
+    activity, or why that is unknown.
     """
 
     api: bool = False
@@ -41,7 +40,7 @@ class Sight:
 
 
 class Watch:
-    """Looks until all is ready; `lost` makes it look again. The properties may be read from any thread."""
+    """Polls until all is ready; `lost` makes it poll again. The properties may be read from any thread."""
 
     def __init__(self, settings: Settings, url: str) -> None:
         self._settings = settings
@@ -60,7 +59,7 @@ class Watch:
             return self._sight
 
     def lost(self, *, api: bool = False, worker: bool = False) -> None:
-        """A part ended; what was seen of it counts no more."""
+        """A part ended; its last observation is invalid."""
         with self._changed:
             if api:
                 self._sight = replace(self._sight, api=False)
@@ -70,13 +69,13 @@ class Watch:
             self._changed.notify()
 
     def expect(self, pid: int) -> None:
-        """The worker's process is this one, from now on."""
+        """Set the worker's process id."""
         with self._changed:
             self._worker = (pid, time.time() - 1.0)
             self._changed.notify()
 
     def close(self) -> None:
-        """Does not wait: the thread may be waiting for an answer, and ends with the process."""
+        """Does not wait: the thread may be blocked, and ends with the process."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -102,14 +101,14 @@ class Watch:
         from core.jobs.connection import StoreError
         from core.jobs.registry import Registry
 
-        if self._registry is None:  # its import waits until the children's own have begun
+        if self._registry is None:  # imported only after the children's own imports have begun
             self._registry = Registry.of(self._settings)
         try:
             cards = self._registry.workers()
         except StoreError as error:
             return replace(seen, message=str(error))
         for card in cards:
-            # A worker before this one may have had the same process id, in a container above all.
+            # An earlier worker may have had the same process id, above all in a container.
             if card.pid == pid and card.host == socket.gethostname() and card.started >= since:
                 return replace(seen, worker=card.state == "ready", message=card.message, models=tuple(card.models))
         return replace(seen, message="")

@@ -1,4 +1,4 @@
-"""What `diptych serve` says when it is ready: where it is, and a command that draws a picture as it stands there."""
+"""Builds the message of `diptych serve` when it is ready: its URL, and a command that draws a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def welcome(url: str, models: Sequence[ModelCard]) -> str:
-    """`url` has no slash at its end. Each model is named with the kernels that run it, and why no faster ones do."""
+    """`url` has no slash at its end. Each model is listed with its kernels, and why no faster ones run."""
     offered = "; ".join(map(_offered, models))
     return f"Diptych serves at {url} ({offered}). Its pages: {url}/docs. A first picture:\n\n  {command(url)}\n"
 
@@ -22,7 +22,7 @@ def _offered(model: ModelCard) -> str:
 
 
 def command(url: str) -> str:
-    """A shell command that asks for a picture and writes it into pizza.png."""
+    """A shell command that requests an image and writes it into pizza.png."""
     body = '{"prompt": "a slice of pizza", "response_format": "url"}'
     ask = f"curl -sS {url}/v1/images/generations -H 'Content-Type: application/json' -d '{body}'"
     return f'curl -sS --output pizza.png "$({ask} | grep -o \'http[^"]*\')"'

@@ -1,8 +1,8 @@
-"""The build backend of pyproject.toml: setuptools, with every room put under `diptych` in wheels.
+"""The build backend of pyproject.toml: setuptools, with every package moved under `diptych` in wheels.
 
-In a checkout the rooms are top-level packages (`core`, `api` …). Installed under these names they would collide with
-anybody's `core` or `api`, so a wheel is built from a copy of the tree in which they lie in `diptych/`, and in which
-what imports or names them says `diptych.core`. Editable installs and source distributions are setuptools' own.
+In a checkout the packages are top-level (`core`, `api` …). Installed under these names they would collide with others,
+so a wheel is built from a copy of the tree in which they are in `diptych/`, and in which their imports and names read
+`diptych.core`. Editable installs and source distributions are setuptools' own.
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ __all__ = [
 TOP = "diptych"
 _BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
 _DATA = {".cpp", ".css", ".cu", ".h", ".html", ".js", ".json", ".lua", ".svg", ".txt"}
-# Of the checkout alone: what was measured, which docs are made from, and how the models were trained.
+# For the checkout only: measurements behind the docs, and the training of the models.
 _LEFT_OUT = ("benchmarks/results/", "benchmarks/h200/results/", "training/curves/")
 
 
 class BuildError(ValueError):
-    """A source file names a room in a way that cannot be moved. The message gives the file, the line and a remedy."""
+    """A source file names a package in a way that cannot be rewritten. The message gives the file, the line and a
+    remedy.
+    """
 
 
 def build_wheel(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Build the wheel, as PEP 517 asks, from a copy of the tree with all rooms under `diptych`."""
+    """Build the wheel, as PEP 517 defines, from a copy of the tree with all packages under `diptych`."""
     target = str(Path(wheel_directory).resolve())
     with tempfile.TemporaryDirectory(prefix="diptych-wheel-") as folder:
         stage(Path.cwd(), Path(folder))
         with contextlib.chdir(folder):
-            # Metadata that was prepared before would be of the tree as it lies here.
+            # Metadata prepared before would describe the unmoved tree.
             return str(build_meta.build_wheel(target, config_settings))
 
 
@@ -62,7 +64,9 @@ def rooms(root: Path) -> frozenset[str]:
 
 
 def stage(root: Path, folder: Path) -> None:
-    """Copy what a wheel holds into `folder`: `diptych/`, with rooms and models in it, and what the metadata needs."""
+    """Copy a wheel's content into `folder`: `diptych/`, with packages and models in it, and the files that the metadata
+    needs.
+    """
     for name in _BESIDE:
         shutil.copy2(root / name, folder / name)
     ours = rooms(root)
@@ -82,11 +86,11 @@ def stage(root: Path, folder: Path) -> None:
 
 
 def moved(source: bytes, modules: set[str], name: str) -> bytes:
-    """A module's source with `diptych.` before every name of ours that it imports or names. Raises `BuildError`.
+    """A module's source with `diptych.` before every one of our names that it imports or names. Raises `BuildError`.
 
-    `modules` are the dotted names of all of ours. Names are: imports; strings that are the dotted name of a module
-    (`"workers.intake:Steady"`); a package after `"-m"`; and what `import_module` is given. All else stays as it is, to
-    the byte.
+    `modules` are all our dotted module names. Names are: imports; strings that are the dotted name of a module
+    (`"workers.intake:Steady"`); a package after `"-m"`; and the argument of `import_module`. All else stays the same,
+    to the byte.
     """
     lines = source.splitlines(keepends=True)
     starts = [0]
@@ -110,7 +114,7 @@ _IMPORT, _NAME, _STRING = rb"from\s+", rb"", rb"[fF]?[\"']"
 
 
 def _places(node: ast.AST, modules: set[str], name: str) -> Iterator[tuple[Any, bytes]]:
-    """Nodes that name a room, and what stands in the source between where a node begins and the name itself."""
+    """Nodes that name a package, and the source text between a node's start and the name itself."""
     match node:
         case ast.ImportFrom(module=str(module), level=0) if _top(module) in modules:
             yield node, _IMPORT
@@ -137,7 +141,7 @@ def _top(name: str) -> str:
 
 
 def _text(node: ast.AST) -> str:
-    """What a string literal holds; empty for any other node."""
+    """The value of a string literal; empty for any other node."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
@@ -150,7 +154,7 @@ def _dotted(path: Path, root: Path) -> str:
 
 
 def _link(path: Path, target: Path) -> None:
-    """The same file at another place; a copy where the two are on different disks."""
+    """Hard-link the file; copy it if the two are on different disks."""
     try:
         os.link(path, target)
     except OSError:

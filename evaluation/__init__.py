@@ -1,1 +1,1 @@
-"""How good pictures are: distances between sets of pictures, and how well pictures show their captions."""
+"""Measures image quality: distances between sets of images, and how well images match their captions."""

@@ -1,7 +1,7 @@
-"""The bootstrap: how far a figure over captions could be off, had other captions been asked for.
+"""Bootstrap intervals: how much a figure over captions would vary with other captions.
 
-Knows rows and figures only. Captions are drawn with replacement (Efron, 1979), by one seed: runs over the same captions
-meet the same resamples, so that ratios between runs are paired.
+Captions are drawn with replacement (Efron, 1979), by one seed: runs over the same captions use the same resamples, so
+that ratios between runs are paired.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Figure(NamedTuple):
 
     @property
     def centred(self) -> Tensor:
-        """The draws, moved so that their mean is the value.
+        """The draws, shifted so that their mean is the value.
 
         Distances between sets grow when captions are drawn twice and others not at all: a resample's FID is too high by
-        about as much again as a sample's own is. Unmoved, the interval would often not hold the figure itself.
+        about as much again as a sample's own is. Unshifted, the interval would often not contain the figure itself.
         """
         return self.drawn - self.drawn.mean() + self.value
 

@@ -1,7 +1,4 @@
-"""The captions that a run draws: read from a prompts file, kept in the run's own folder, written as a table.
-
-Knows tables; knows nothing of pictures and scores. Imports no torch.
-"""
+"""The captions of a run: read from a prompts file, stored in the run's folder, written as a table. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from contract.characters import complaint
 from pipeline import prompts
 from pipeline.prompts import PromptsError as PromptsError
 
-COLUMNS = ("caption", "prompt", "name")  # `name` is what the embedded data calls its captions
+COLUMNS = ("caption", "prompt", "name")  # `name` is the caption column of the embedded data
 IDS = ("id", "file")
 
 
@@ -29,13 +26,13 @@ class Caption:
 
 
 def read(path: Path, limit: int | None = None) -> list[Caption]:
-    """The captions of a file, the first `limit` of them.
+    """Read the captions of a file, the first `limit` of them.
 
     A `.tsv` or `.csv` has a header with a column `caption`, `prompt` or `name`, and ids in a column `id` or `file`
-    (else rows are their own ids). Any other file holds one caption a line.
+    (else rows are their own ids). Any other file holds one caption per line.
 
     Raises:
-        PromptsError: as `pipeline.prompts.read`, and for text that no picture can be asked for with; names the row.
+        PromptsError: as `pipeline.prompts.read`, and for text that is no valid prompt; names the row.
     """
     found = prompts.read(path, limit, columns=COLUMNS, names=IDS)
     for prompt in found:
@@ -48,7 +45,7 @@ def read(path: Path, limit: int | None = None) -> list[Caption]:
 
 
 def render(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> bytes:
-    """A `.tsv` that `read` takes. Raises ValueError for a cell that would not come back as it is."""
+    """Render a `.tsv` that `read` accepts. Raises ValueError for a cell that would not be read back unchanged."""
     lines = ["\t".join(columns)]
     for row in rows:
         for cell in row:
@@ -59,6 +56,6 @@ def render(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> bytes:
 
 
 def digest(captions: list[Caption]) -> str:
-    """Tells these captions, in this order, from any others."""
+    """A digest of these captions, in this order."""
     text = "".join(f"{len(part)}:{part}" for caption in captions for part in (caption.id, caption.text))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,6 +1,5 @@
-"""Features of pictures and captions by a CLIP model of transformers' format: the embedded emoji-clip, or OpenAI's.
-
-Knows CLIP models; knows nothing of what is done with features.
+"""Computes features of images and captions with a CLIP model in transformers' format: the embedded emoji-clip, or
+OpenAI's.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _BATCH = 128
 
 
 class Clip:
-    """A CLIPModel with its tokenizer. `name` is what its figures begin with."""
+    """A CLIPModel with its tokenizer. `name` is the prefix of its figures."""
 
     def __init__(self, source: Path | str = EMBEDDED, *, device: torch.device | str = "cpu") -> None:
         """`source` is a folder, or a hub id. Raises `WeightsError`."""
@@ -35,7 +34,7 @@ class Clip:
 
         folder = source if isinstance(source, Path) else Path(_fetched(source))
         bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # it would talk over our own
+        logging.disable_progress_bar()  # it would overwrite our own
         try:
             self._model: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -65,7 +64,7 @@ class Clip:
 
     @torch.inference_mode()
     def read(self, captions: Sequence[str]) -> Tensor:
-        """Unit features [N, D] of captions; what is longer than the model reads is cut."""
+        """Unit features [N, D] of captions, truncated to the model's context."""
         found = []
         limit = int(self._model.config.text_config.max_position_embeddings)
         for start in range(0, len(captions), _BATCH):
@@ -111,6 +110,6 @@ def _fetched(hub_id: str) -> str:
 
     try:
         return snapshot_download(hub_id, allow_patterns=["*.json", "*.txt", "model.safetensors"])
-    except Exception as error:  # whatever the network says
+    except Exception as error:  # anything the network raises
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WeightsError(f"{hub_id} could not be fetched ({reason}); name a folder with --clip") from None

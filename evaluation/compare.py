@@ -1,7 +1,4 @@
-"""Holds runs over the same captions against the first of them: ratios, pairs, and the gates that they must pass.
-
-Knows figures and runs; knows nothing of how a comparison is shown on a page.
-"""
+"""Compares runs over the same captions with the first of them: ratios, pairs, and the gates that they must pass."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ HOLDS, OPEN, FAILS = "holds", "open", "fails"
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """How far figures may move from the base run's, in per cent. None: as is asked of what a run was drawn with."""
+    """How far figures may differ from the base run's, in per cent. None: the gate of the run's precision."""
 
     fid_rise: float | None = None
     clip_change: float | None = None
@@ -39,7 +36,7 @@ class Gates:
 
 
 class _Seen(NamedTuple):
-    """What one run comes to, over the captions that all runs have."""
+    """One run's figures, over the captions that all runs have."""
 
     run: Run
     indices: list[int]
@@ -100,9 +97,9 @@ def runs(
 
 
 def of_one(run: Run, lens: Lens, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What a page about a single run holds, in the form of `runs`; `whole` is its `scores.json`.
+    """The content of a page about a single run, in the form of `runs`; `whole` is its `scores.json`.
 
-    Figures against the only reference keep their names; of several, each says which.
+    Figures against the only reference keep their names; with several, each names its reference.
     """
     against = whole["against"]
     figures = dict(whole["scores"])
@@ -175,7 +172,7 @@ def _verdict(ratio: Interval, low: float | None, high: float) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The comparison as text, a row a run."""
+    """The comparison as text, one row per run."""
     fid, score = found["lens"]["fid"], found["lens"]["score"]
     rows = [("run", fid, score, "psnr", "ssim", "images/s", "gates")]
     for run in found["runs"]:
@@ -199,7 +196,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def _common(given: Sequence[Run]) -> list[list[int]]:
-    """For each run, where the captions stand that all have, in the first run's order."""
+    """For each run, the positions of the shared captions, in the first run's order."""
     places = [{(caption.id, caption.text): caption.index for caption in run.captions} for run in given]
     wanted = [key for key in places[0] if all(key in place for place in places)]
     if len(wanted) < 2:
@@ -218,7 +215,7 @@ def _see(run: Run, indices: list[int], lens: Lens, real: Reference | None, count
 
 
 def _beside(one: _Seen, base: _Seen, counts: Tensor, notes: list[str], look: Look) -> dict[str, Any]:
-    """PSNR and SSIM of each caption's two pictures, where they share their noise."""
+    """PSNR and SSIM of each caption's two images, if the runs share their noise."""
     seeds = zip(one.indices, base.indices, strict=True)
     if any(one.run.records[a].seed != base.run.records[b].seed for a, b in seeds):
         return {}
@@ -233,7 +230,7 @@ def _beside(one: _Seen, base: _Seen, counts: Tensor, notes: list[str], look: Loo
 
 
 def _spread(base: _Seen, others: Sequence[_Seen], lens: Lens) -> tuple[float | None, list[str]]:
-    """How far FIDs of runs are apart that differ from the base in their seeds alone, as a share of the base's."""
+    """The FID spread of runs that differ from the base only in their seeds, as a share of the base's."""
     siblings = [one for one in others if _differs_in_seeds_alone(base.run, one.run)]
     if not siblings or lens.fid not in base.figures:
         return None, [one.run.name for one in siblings]
@@ -242,7 +239,7 @@ def _spread(base: _Seen, others: Sequence[_Seen], lens: Lens) -> tuple[float | N
 
 
 def _differs_in_seeds_alone(a: Run, b: Run) -> bool:
-    """By what drew them rather than by how that was asked for: `auto` may mean what another run names."""
+    """Decided by the recorded generator, not by the options: `auto` may resolve to what another run names."""
     ignored = {"seed_offset", "captions", "captions_sha256", "prompts", "server", "model", "precision", "unet"}
 
     def rest(run: Run) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Features of a list of pictures, taken a few at a time and kept in a file, so that nothing is looked at twice.
+"""Extracts features of a list of images in batches and caches them in a file.
 
-Knows files and extractors; knows nothing of runs and scores. Pictures are taken in fixed groups and in order: features
-do not depend on where an earlier process was stopped.
+Images are taken in fixed groups and in order: features do not depend on where an earlier process was stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Tick = Callable[[int, int], None]  # done, total
 
 
 class Extractor(Protocol):
-    """What sees pictures. `digest` tells its weights from any others."""
+    """A feature network. `digest` identifies its weights."""
 
     name: str
     width: int
@@ -40,10 +39,10 @@ class Extractor(Protocol):
 def of_pictures(
     files: Sequence[Path], digest: str, extractor: Extractor, store: Path, tick: Tick = lambda done, total: None
 ) -> Tensor:
-    """Features [N, D] of the pictures, in order, as a view of the file `store`.npy.
+    """Features [N, D] of the images, in order, as a view of the file `store`.npy.
 
-    `digest` stands for the pictures: where it or the extractor is another than before, all is taken anew; where only a
-    part was done, the rest. Raises `pixels.PictureError`.
+    `digest` identifies the images: if it or the extractor has changed, all features are recomputed; if only a part was
+    done, the rest. Raises `pixels.PictureError`.
     """
 
     def take(part: slice) -> Tensor:
@@ -55,7 +54,7 @@ def of_pictures(
 def of_captions(
     captions: Sequence[str], reader: Callable[[Sequence[str]], Tensor], width: int, digest: str, store: Path
 ) -> Tensor:
-    """Features [N, D] of captions, in order, kept as those of pictures."""
+    """Features [N, D] of captions, in order, cached as those of images."""
     whole = hashlib.sha256("\0".join(captions).encode()).hexdigest()
     return _kept(
         len(captions), width, f"{whole} {digest}", lambda part: reader(captions[part]), store, lambda done, total: None
@@ -63,7 +62,7 @@ def of_captions(
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """Stands for a folder's files: their names, sizes and times of change."""
+    """A digest of a folder's files: their names, sizes and modification times."""
     whole = hashlib.sha256()
     for path in files:
         found = path.stat()
@@ -82,7 +81,7 @@ def _kept(count: int, width: int, of: str, take: Callable[[slice], Tensor], stor
         rows = None
     if rows is None or rows.shape != shape or rows.dtype != np.float32:
         done = 0
-        head.unlink(missing_ok=True)  # first: it would vouch for what is overwritten now
+        head.unlink(missing_ok=True)  # first: the header would vouch for overwritten data
         rows = np.lib.format.open_memmap(data, mode="w+", dtype=np.float32, shape=shape)
     for start in range(done, count, GROUP):
         part = slice(start, min(start + GROUP, count))
@@ -95,7 +94,7 @@ def _kept(count: int, width: int, of: str, take: Callable[[slice], Tensor], stor
 
 
 def _done(head: Path, of: str) -> int:
-    """How many are there already, from whole groups."""
+    """How many are computed already, from whole groups."""
     try:
         found = json.loads(head.read_text("utf-8"))
         return int(found["done"]) if found["of"] == of else 0

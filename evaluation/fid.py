@@ -1,4 +1,4 @@
-"""Fréchet distance between two sets of features. Knows means and covariances; knows nothing of pictures."""
+"""Fréchet distance between two sets of features."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Distance:
 def read(path: Path, width: int) -> Gaussian:
     """`mu` [D] and `sigma` [D, D] of an `.npz`, as MLPerf's val2014.npz holds them. Raises `StatisticsError`."""
     try:
-        # Opened here: np.load leaves a file open that is no archive.
+        # Opened here: np.load leaves a file that is no archive open.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
             mean, covariance = (torch.from_numpy(np.asarray(found[name], np.float64)) for name in ("mu", "sigma"))
     except KeyError:

@@ -1,7 +1,4 @@
-"""Draws a run's missing pictures: keeps the source full, writes each picture as it comes, shows how far it is.
-
-Knows runs, sources and the terminal; knows nothing of scores.
-"""
+"""Generates a run's missing images: keeps the source full, writes each image as it finishes, shows progress."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _EVERY_S = 60.0
 
 
 class Outcome(NamedTuple):
-    """What came of drawing: how many pictures failed, and what a reader of the scores should know."""
+    """The outcome: how many images failed, and notes for readers of the scores."""
 
     failed: int
     notes: list[str]
@@ -43,9 +40,9 @@ def seed_of(caption: Caption, offset: int) -> int:
 
 
 def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, progress: Progress) -> Outcome:
-    """Draw all that is missing, `draft` with each caption and its seed; a picture that fails is told and left out.
+    """Generate all missing images, `draft` with each caption and its seed; a failed image is reported and skipped.
 
-    Raises `run.RunError` where another model draws than before, and OSError where pictures cannot be written.
+    Raises `run.RunError` if another model than before generates, and OSError if images cannot be written.
     """
     from pipeline.picture import file_name
 
@@ -83,7 +80,7 @@ def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, pro
 
 
 class Pulse:
-    """Says now and then how far it is where bars cannot be drawn: in a log, or through a pipe."""
+    """Prints progress now and then where bars cannot be drawn: in a log, or through a pipe."""
 
     def __init__(self, console: Console, what: str, done: int) -> None:
         self._console = console
@@ -102,7 +99,7 @@ class Pulse:
 
 
 def printed(png: bytes) -> Mapping[str, Any]:
-    """The fingerprint that a PNG of ours holds; empty where there is none."""
+    """The fingerprint in one of our PNGs; empty if there is none."""
     from PIL import Image
 
     with Image.open(io.BytesIO(png)) as image:
@@ -112,7 +109,7 @@ def printed(png: bytes) -> Mapping[str, Any]:
 
 @contextmanager
 def bars(console: Console) -> Iterator[Progress]:
-    """Progress with the rate and the time that is left."""
+    """Progress bars with rate and remaining time."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -139,6 +136,6 @@ def bars(console: Console) -> Iterator[Progress]:
 
 
 def _say(console: Console, note: str, style: str) -> None:
-    """A line beside the bars: it may quote a caption, which is no markup."""
+    """Print a line beside the bars: it may quote a caption, which is no markup."""
     line = note if len(note) <= _SHOWN else note[:_SHOWN] + "…"
     console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)

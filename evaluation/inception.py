@@ -1,8 +1,8 @@
-"""FID-Inception: the Inception v3 whose third pooling layer FID's published figures are taken from.
+"""FID-Inception: the Inception v3 whose third pooling layer gives the features of FID's published figures.
 
-Loads pt_inception-2015-12-05-6726825d.pth (github.com/mseitzer/pytorch-fid), TensorFlow's 2015 graph carried over. It
-is not torchvision's Inception: average pools leave their padding out of the count, and the last block pools by maximum
-(Szegedy et al., 2016, as that graph has it). Knows pictures and features; knows nothing of what is done with them.
+Loads pt_inception-2015-12-05-6726825d.pth (github.com/mseitzer/pytorch-fid), a port of TensorFlow's 2015 graph. It is
+not torchvision's Inception: average pools leave their padding out of the count, and the last block pools by maximum
+(Szegedy et al., 2016, as in that graph).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIDE = 299
 
 
 class WeightsError(ValueError):
-    """Weights that are not there, or not of this network. The message names the file."""
+    """Weights that are missing, or not of this network. The message names the file."""
 
 
 class _Conv(nn.Module):
@@ -174,14 +174,14 @@ class Inception:
     width = 2048
 
     def __init__(self, weights: Path | None = None, *, device: torch.device | str = "cpu") -> None:
-        """`weights` is the published file; None fetches it (95 MB) into torch's cache. Raises `WeightsError`."""
+        """`weights` is the published file; None downloads it (95 MB) into torch's cache. Raises `WeightsError`."""
         path = weights or _fetch()
         try:
             data = path.read_bytes()
             found = torch.load(path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise WeightsError(f"{path}: cannot be read ({error.strerror})") from None
-        except Exception as error:  # torch.load names no class of its own
+        except Exception as error:  # torch.load documents no exception class
             raise WeightsError(f"{path}: is no file of weights ({error})") from None
         self.digest = hashlib.sha256(data).hexdigest()
         network = Network()

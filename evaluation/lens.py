@@ -1,7 +1,4 @@
-"""Which networks look at pictures, and what the figures that come of it are called.
-
-Figures are named after what was looked through: `emoji-clip-fid` is no one's Inception FID.
-"""
+"""Selects the feature networks, and names the figures after them: `emoji-clip-fid` is not an Inception FID."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ EMOJI, MLPERF = "emoji-clip", "mlperf"
 
 
 class Lens(NamedTuple):
-    """`distance` is what FID and KID look through; `clip` what CMMD and the captions' score do."""
+    """The networks for scores: `distance` is used by FID and KID, `clip` by CMMD and the caption score."""
 
     name: str
     distance: Extractor
@@ -39,8 +36,8 @@ def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> Lens:
 def mlperf(inception: Path | None = None, clip: Path | None = None, *, device: str = "cpu") -> Lens:
     """FID-Inception and OpenAI's ViT-B/32, as MLPerf's text-to-image test defines `fid` and `clip-score`.
 
-    Files of None are fetched. CMMD's published figures look through another CLIP (ViT-L/14, 336 pixels): ours says
-    which. Raises `inception.WeightsError`.
+    Files of None are downloaded. CMMD's published figures use another CLIP (ViT-L/14, 336 pixels): ours is named after
+    its model. Raises `inception.WeightsError`.
     """
     return Lens(
         MLPERF, Inception(inception, device=device), Clip(clip or OPENAI, device=device),

@@ -1,8 +1,7 @@
-"""MLPerf's LoadGen drives a panel: it decides when which sample is asked for, and judges the timing.
+"""Runs MLPerf's LoadGen, which decides when samples are requested and judges the timing.
 
-Knows LoadGen's calls, files and configuration; knows nothing of engines and scores. LoadGen's numbers for a model (of
-pictures: 5,000 samples, 600 s, 20 s at the 99th percentile) are in LoadGen itself; what a run changes lies in its
-user.conf.
+LoadGen contains its own numbers for a model (for images: 5,000 samples, 600 s, 20 s at the 99th percentile); a run's
+changes are in its user.conf.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from evaluation.pixels import Pixels
 
 SCENARIOS = ("Offline", "Server", "SingleStream")
 ACCURACY, PERFORMANCE = "accuracy", "performance"
-# LoadGen's kinds of configuration: the one within it, whatever file is named, and a user's. The first call of a process
-# reads its own in any case, later ones do not: so it is asked for each time.
+# LoadGen's kinds of configuration: its built-in one, whatever file is named, and a user's. The first call of a process
+# reads the built-in one in any case, later ones do not: so it is requested each time.
 _OWN, _USER = 0, 1
-# What makes a run shorter than the official one where it is less.
+# Settings that make a run shorter than the official one when lowered.
 _LENGTHS = ("min_duration_ms", "min_query_count", "performance_sample_count_override")
-_CONFIDENCE = 0.99  # that LoadGen's early stopping wants
+_CONFIDENCE = 0.99  # required by LoadGen's early stopping
 
 
 class LoadGenError(RuntimeError):
@@ -37,7 +36,7 @@ class LoadGenError(RuntimeError):
 
 
 class Test(NamedTuple):
-    """What LoadGen is told. None: as its own configuration has it."""
+    """LoadGen's settings for a test. None: as in its own configuration."""
 
     scenario: str
     mode: str = PERFORMANCE
@@ -48,8 +47,9 @@ class Test(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of a test. `summary` are the lines of LoadGen's own by their names, and `told` its verdict with what it
-    recommends; `short` says in what the test is less than an official one."""
+    """The result of a test. `summary` are LoadGen's summary lines by name, `told` is its verdict with its
+    recommendations; `short` says in what respect the test is less than an official one.
+    """
 
     valid: bool | None  # None in accuracy mode, which is not timed
     summary: Mapping[str, str]
@@ -58,7 +58,7 @@ class Result(NamedTuple):
 
 
 class Answering:
-    """The system under test: submits what LoadGen asks for, and hands each answer's bytes back as it is done."""
+    """The system under test: submits requested samples, and returns each answer's bytes when it is done."""
 
     def __init__(self, panel: Panel, *, token_latencies: bool) -> None:
         self.failed = 0
@@ -70,16 +70,16 @@ class Answering:
 
     def issue(self, samples: Sequence[Any]) -> None:
         for sample in samples:
-            id = sample.id  # read now: LoadGen takes the sample back when this call ends
+            id = sample.id  # read now: LoadGen frees the sample when this call ends
             try:
                 future = self._panel.submit(sample.index, partial(self._begun, id))
-            except Exception as error:  # LoadGen waits for an answer to each sample: it must get one
+            except Exception as error:  # LoadGen waits for an answer to each sample, so it must get one
                 future = Future()
                 future.set_exception(error)
             future.add_done_callback(partial(self._answer, id))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
     def _begun(self, id: int) -> None:
         if self._token_latencies:
@@ -96,7 +96,7 @@ class Answering:
                 self.problem = self.problem or error
             found = Answer(np.zeros(0, np.uint8), 1)
         data = np.ascontiguousarray(found.data)
-        # Copied before the call returns, where it is logged at all.
+        # Copied before the call returns, if it is logged at all.
         address = data.ctypes.data if data.size else 0
         counted = () if found.tokens is None or not self._token_latencies else (found.tokens,)
         self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(id, address, data.nbytes, *counted)])
@@ -105,7 +105,7 @@ class Answering:
 def run(test: Test, panel: Panel, out: Path, warn: Callable[[str], None] = lambda text: None) -> Result:
     """Run one test; LoadGen's logs and the user.conf go into `out`. Raises `LoadGenError`.
 
-    `warn` is told before the test where its length alone makes it INVALID.
+    `warn` is called before the test if its length alone makes it INVALID.
     """
     library = _library()
     settings, short = _settings(test, panel, out)
@@ -133,9 +133,9 @@ def run(test: Test, panel: Panel, out: Path, warn: Callable[[str], None] = lambd
 
 
 def too_few(test: Test, settings: Any) -> str | None:
-    """Why a timed test with these settings of LoadGen's issues too few queries to be VALID; None where it may be.
+    """Why a timed test with these settings of LoadGen's issues too few queries to be VALID; None if it may be VALID.
 
-    LoadGen's early stopping wants to be 99% sure that the target percentile of latencies is met (MLPerf Inference
+    LoadGen's early stopping requires 99% confidence that the target percentile of latencies is met (MLPerf Inference
     Rules, "Early stopping"). Offline is one query, and has no such bound.
     """
     if test.mode != PERFORMANCE or test.scenario == "Offline":
@@ -144,7 +144,7 @@ def too_few(test: Test, settings: Any) -> str | None:
     percentile = (
         settings.server_target_latency_percentile if server else settings.single_stream_target_latency_percentile
     )
-    # SingleStream's estimate leaves the slowest query out; Server may hope that none is late.
+    # SingleStream's estimate leaves out the slowest query; for Server the best case is that none is late.
     needed = fewest_queries(percentile, late=0 if server else 1)
     issued = int(settings.min_query_count)
     if server:
@@ -203,7 +203,9 @@ def read_accuracy(path: Path, side: tuple[int, int]) -> Iterator[tuple[int, Pixe
 
 
 def _settings(test: Test, panel: Panel, out: Path) -> tuple[Any, list[str]]:
-    """LoadGen's settings from its own configuration and a user.conf, and in what they are less than official ones."""
+    """LoadGen's settings from its own configuration and a user.conf, and in what respect they are less than official
+    ones.
+    """
     library = _library()
     official, chosen = library.TestSettings(), library.TestSettings()
     conf = out / "user.conf"
@@ -223,7 +225,7 @@ def _settings(test: Test, panel: Panel, out: Path) -> tuple[Any, list[str]]:
 
 
 def _user_conf(test: Test, panel: Panel) -> str:
-    """LoadGen's configuration for this run: the user's own file, and over it what the command line says."""
+    """LoadGen's configuration for this run: the user's own file, overridden by the command line."""
     lines = []
     if test.user_conf is not None:
         try:

@@ -1,7 +1,6 @@
-"""MLPerf Inference's text-to-image test: its protocol, its fixed latent, and the windows that its scores must lie in.
+"""MLPerf Inference's text-to-image test: its protocol, its fixed latent, and the required ranges of its scores.
 
-From the closed division's rules and reference implementation (mlcommons/inference, text_to_image, v4.0 to v5.1). Knows
-the test's numbers; knows nothing of how pictures are drawn, scored or timed.
+From the closed division's rules and reference implementation (mlcommons/inference, text_to_image, v4.0 to v5.1).
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ WINDOWS = {"fid": (23.01085758, 23.95007626), "clip-score": (31.68631873, 31.813
 
 
 class ProtocolError(ValueError):
-    """Something that the protocol needs and that cannot be used. The message names it."""
+    """A file that the protocol needs cannot be used. The message names it."""
 
 
 class Verdict(NamedTuple):
-    """Of one figure. `within` is None where the figure is not the test's own: another lens, model or number."""
+    """The verdict on one figure. `within` is None if the figure is not the test's own: another network, model or
+    number.
+    """
 
     figure: str
     value: float | None
@@ -39,7 +40,7 @@ class Verdict(NamedTuple):
 def read_latent(path: Path, shape: Sequence[int] | None = None) -> tuple[torch.Tensor, str]:
     """The starting latent, fp32 [1, C, h, w], and its file's digest. Raises `ProtocolError`.
 
-    `shape` is what the model's pictures begin from; None leaves that to whoever knows the model.
+    `shape` is what the model's pictures begin from; None: the caller checks it against the model.
     """
     import numpy as np
     import torch
@@ -62,9 +63,9 @@ def read_latent(path: Path, shape: Sequence[int] | None = None) -> tuple[torch.T
 
 
 def verdicts(scores: Mapping[str, Any]) -> list[Verdict]:
-    """What `scores.json` says of the closed division's windows.
+    """Compare `scores.json` with the closed division's windows.
 
-    A figure is held against its window only where all 5,000 captions were drawn at 1024×1024 by the protocol.
+    A figure is compared only if all 5,000 captions were generated at 1024×1024 by the protocol.
     """
     values: dict[str, float] = {name: score["value"] for name, score in scores["scores"].items()}
     for held in scores["against"].values():

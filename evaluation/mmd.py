@@ -1,7 +1,7 @@
 """Maximum mean discrepancy between two sets of features: KID and CMMD.
 
-Knows kernels and sums over pairs; knows nothing of pictures. Pairs are walked in blocks, so memory does not grow with
-their number, and all resamples of one set are taken in the same walk.
+Pairs are processed in blocks, so memory does not grow with their number, and all resamples of one set are computed in
+the same pass.
 """
 
 from __future__ import annotations

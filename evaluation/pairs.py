@@ -1,7 +1,4 @@
-"""How far two pictures of the same caption and noise are apart: PSNR and SSIM.
-
-Knows pixels only.
-"""
+"""Distances between two images of the same caption and noise: PSNR and SSIM."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What LoadGen drives: pictures from an engine or a service, and texts from either.
-
-Knows how a sample is asked for and what bytes its answer is; knows nothing of LoadGen's calls and files.
-"""
+"""Adapters for LoadGen: images from an engine or a service, and texts from either."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _ANSWER_S = 3600.0
 
 
 class Answer(NamedTuple):
-    """What goes into LoadGen's accuracy log, and how many tokens it is; None of a picture."""
+    """The entry in LoadGen's accuracy log, and its number of tokens; None for an image."""
 
     data: npt.NDArray[Any]
     tokens: int | None = None
@@ -46,16 +43,16 @@ class Panel(Protocol):
     def __len__(self) -> int: ...
 
     def submit(self, index: int, first: Callable[[], None]) -> Future[Any]:
-        """Begin a sample, from any thread; `first` is called once, when an answer's first token is there."""
+        """Start a sample, from any thread; `first` is called once, at an answer's first token."""
         ...
 
     def answer(self, result: Any) -> Answer:
-        """What a future's result comes to."""
+        """The answer from a future's result."""
         ...
 
 
 class Pictures:
-    """`drafts` are what each caption is asked for with. Answers are uint8 [H, W, 3], as the reference logs them."""
+    """`drafts` are the requests of the captions. Answers are uint8 [H, W, 3], as the reference logs them."""
 
     model, samples = mlperf.MODEL, mlperf.CAPTIONS
 
@@ -78,7 +75,7 @@ class Texts:
     model, samples = TEXT_MODEL, TEXT_SAMPLES
 
     def __init__(self, engine: Engine, panel: TextPanel, prompts: Sequence[str], *, max_tokens: int) -> None:
-        """Raises `Invalid` for a prompt that the model does not take."""
+        """Raises `Invalid` for a prompt that the model does not accept."""
         self._engine = engine
         self._wanted = [
             panel.requests(TextJob([{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0.0))[0]

@@ -1,7 +1,4 @@
-"""Reads pictures from files, a few at a time, and refuses what is none, by name.
-
-Knows image files; knows nothing of what is looked for in them.
-"""
+"""Reads images from files in batches, and rejects unreadable ones by name."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 class PictureError(ValueError):
-    """A file that is no whole picture. The message names it."""
+    """A file that is not a complete image. The message names it."""
 
 
 def read(path: Path) -> Pixels:
-    """A picture as uint8 [H, W, 3]; transparent ones are laid on white."""
+    """An image as uint8 [H, W, 3]; transparent ones are composed on white."""
     try:
         with Image.open(path) as image:
             image.load()
@@ -37,7 +34,7 @@ def read(path: Path) -> Pixels:
 
 
 def listing(folder: Path) -> Sequence[Path]:
-    """A folder's pictures by name, hidden ones left out. Raises `PictureError` where there are none."""
+    """A folder's images by name, without hidden ones. Raises `PictureError` if there are none."""
     found = sorted(
         path
         for path in folder.iterdir()

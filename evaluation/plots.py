@@ -1,7 +1,4 @@
-"""Plots as inline SVG, coloured by the page's own variables so that they follow light and dark.
-
-Knows numbers and coordinates; knows nothing of runs.
-"""
+"""Plots as inline SVG, coloured by the page's own variables so that they follow light and dark."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Bar(NamedTuple):
     high: float
     least: float | None
     most: float | None
-    verdict: str  # "" where nothing is asked
+    verdict: str  # "" without a gate
     series: int
 
 
@@ -69,7 +66,7 @@ def scatter(dots: Sequence[Dot], across: str, up: str) -> str:
 
 
 def whiskers(bars: Sequence[Bar], unit: str) -> str:
-    """A line for each ratio, with what it must stay within shaded behind it."""
+    """A line for each ratio, over its shaded gate."""
     ends = [end for bar in bars for end in (bar.low, bar.high, bar.least, bar.most, 0.0) if end is not None]
     x0, x1 = _padded(ends)
     row, top, left = 40, 12, 168

@@ -1,7 +1,4 @@
-"""What a run is held against: a folder of pictures, a file of statistics, or another run.
-
-Knows how each is told from the others and what can be asked of it; knows nothing of scores.
-"""
+"""References that a run is scored against: a folder of images, a file of statistics, or another run."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from evaluation.run import Run
 
 
 class UnusableReference(ValueError):
-    """A reference that cannot be used. The message names it."""
+    """An unusable reference. The message names it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """`distance` and `clip` are its pictures' features [N, D]: None of statistics, whose pictures are gone."""
+    """`distance` and `clip` are its images' features [N, D]: None for statistics, which have no images."""
 
     name: str
     kind: str  # "folder", "statistics", "run"
@@ -39,7 +36,7 @@ class Reference:
 
 
 def kind(path: Path) -> str:
-    """What lies there, by its looks. Raises `UnusableReference`."""
+    """The kind of reference at this path. Raises `UnusableReference`."""
     if (path / "run.json").is_file():
         return "run"
     if path.is_dir():
@@ -50,7 +47,7 @@ def kind(path: Path) -> str:
 
 
 def look(path: Path, lens: Lens, store: Path, tick: Tick) -> Reference:
-    """Take a reference's features; those of a run are kept in the run's folder, those of a folder in `store`.
+    """Compute a reference's features; those of a run are cached in the run's folder, those of a folder in `store`.
 
     Raises `UnusableReference`, `run.RunError`, `fid.StatisticsError` and `pixels.PictureError`, naming the file.
     """
@@ -75,7 +72,7 @@ def look(path: Path, lens: Lens, store: Path, tick: Tick) -> Reference:
 
 
 def of_run(run: Run, lens: Lens, tick: Tick) -> tuple[Tensor, Tensor]:
-    """A run's features for distances and for captions, kept in its folder."""
+    """A run's features for distances and for captions, cached in its folder."""
     files, digest = run.files(), run.digest()
 
     def taken(extractor: Extractor) -> Tensor:
@@ -85,7 +82,7 @@ def of_run(run: Run, lens: Lens, tick: Tick) -> tuple[Tensor, Tensor]:
 
 
 def captions_of(run: Run, lens: Lens) -> Tensor:
-    """Features [N, D] of a run's captions, kept in its folder."""
+    """Features [N, D] of a run's captions, cached in its folder."""
     texts: Sequence[str] = [caption.text for caption in run.captions]
     kept = run.folder / "features" / f"{lens.clip.name}-captions"
     return features.of_captions(texts, lens.clip.read, lens.clip.width, lens.clip.digest, kept)

@@ -1,7 +1,6 @@
-"""A run, or a comparison of runs, as one page that needs nothing else: pictures, scores, gates, speed, worst cases.
+"""Renders a run, or a comparison of runs, as one self-contained page: images, scores, gates, speed, worst cases.
 
-Knows what `compare` found and where pictures lie; knows nothing of how figures are made. The page's frame, style and
-script are report.html beside this file.
+The page's frame, style and script are report.html beside this file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from evaluation.run import Run
 
 _FRAME = Path(__file__).with_name("report.html")
 _WORST = 6  # cases of each run
-_SIDE = 384  # no picture is shown larger
+_SIDE = 384  # no image is shown larger
 _AMPLIFIED = 16
 _SERIES = 6  # colours of the page
 
@@ -104,7 +103,7 @@ def _figure(one: Mapping[str, float] | None) -> str:
 
 
 def _gates(found: Mapping[str, Any]) -> str:
-    """For FID and the captions' score a plot each, of all runs that are held against the base."""
+    """One plot each for FID and the caption score, of all runs compared with the base."""
     parts = []
     for name in (found["lens"]["fid"], found["lens"]["score"]):
         bars = []
@@ -184,7 +183,7 @@ def _case(base: Run, run: Run, index: int, psnr: float, ssim: float) -> str:
 
 
 def _settings(found: Mapping[str, Any]) -> str:
-    """What the runs were asked for and drawn with, a column a run; rows that differ stand out."""
+    """The runs' request settings and generators, one column per run; differing rows are highlighted."""
     columns = [
         dict(run["settings"]) | {f"drawn by: {k}": v for k, v in run["drawn_by"].items()} for run in found["runs"]
     ]
@@ -203,7 +202,7 @@ def _settings(found: Mapping[str, Any]) -> str:
 
 
 def _grid(found: Mapping[str, Any], runs: Sequence[Run], shown: int) -> list[dict[str, Any]]:
-    """Captions spread evenly over the list, with each run's picture."""
+    """Captions spread evenly over the list, with each run's image."""
     places = [{(c.id, c.text): c.index for c in run.captions} for run in runs]
     wanted = [key for key in places[0] if all(key in place for place in places)]
     count = min(shown, len(wanted))

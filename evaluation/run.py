@@ -1,11 +1,10 @@
-"""A run's folder: its settings, its captions, its pictures, and one record of each picture that is done.
+"""A run's folder: its settings, its captions, its images, and one record of each finished image. Survives a killed
+process.
 
-Knows files and what is left of them when a process is killed; knows nothing of how pictures are drawn or scored.
-
-    run.json        what the pictures were asked for with, and what drew them
+    run.json        the request settings, and what generated the images
     captions.json   the captions, in order
     pictures/       the PNGs
-    pictures.jsonl  a line for each finished PNG, appended after it is whole: what is not recorded is drawn again
+    pictures.jsonl  a line for each finished PNG, appended after it is whole: unrecorded images are generated again
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from evaluation import captions as texts
 from evaluation.captions import Caption
 
 VERSION = 1
-# What must be the same for all pictures of a run. What else a fingerprint holds may differ, and is said.
+# What must be equal for all images of a run. Other parts of the fingerprint may differ, which is reported.
 SAME = ("model", "weights", "precision")
 
 
 class RunError(ValueError):
-    """A run's folder that cannot be used. The message names folder, file and line."""
+    """An unusable run folder. The message names folder, file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One finished picture. `seconds` are since its session began to draw, on a clock that never goes back."""
+    """One finished image. `seconds` are since its session started, on a monotonic clock."""
 
     index: int
     id: str
@@ -58,7 +57,7 @@ class Run:
         self.folder = folder
         self.settings = settings
         self.captions = captions
-        self.drawn_by = drawn_by  # the fingerprint of its first picture
+        self.drawn_by = drawn_by  # the fingerprint of its first image
         self.records: dict[int, Record] = {}
         self._lock: FileLock | None = None
         self._log: int | None = None
@@ -73,7 +72,7 @@ class Run:
 
     @property
     def missing(self) -> list[Caption]:
-        """What is still to be drawn, in order."""
+        """The missing images, in order."""
         return [caption for caption in self.captions if caption.index not in self.records]
 
     @property
@@ -81,22 +80,22 @@ class Run:
         return 1 + max((record.session for record in self.records.values()), default=-1)
 
     def digest(self) -> str:
-        """Tells these pictures, in this order, from any others."""
+        """A digest of these images, in this order."""
         whole = "".join(self.records[index].sha256 for index in sorted(self.records))
         return hashlib.sha256(whole.encode()).hexdigest()
 
     def files(self) -> list[Path]:
-        """The finished pictures' files, in the captions' order."""
+        """The finished images' files, in the captions' order."""
         return [self.pictures / self.records[index].file for index in sorted(self.records)]
 
     # -- opening -------------------------------------------------------------------------------------------------------
 
     @classmethod
     def draw_into(cls, folder: Path, settings: Mapping[str, Any], captions: list[Caption]) -> Self:
-        """Open a folder to draw into: a new one, or one whose run was stopped.
+        """Open a folder to draw into: a new one, or an interrupted run's.
 
-        Raises `RunError` where its settings or captions differ, naming the first difference; where another process
-        draws into it; and where it holds something else than a run.
+        Raises `RunError` if its settings or captions differ, naming the first difference; if another process draws into
+        it; and if it contains anything but a run.
         """
         asked = dict(settings) | {"captions": len(captions), "captions_sha256": texts.digest(captions)}
         head = folder / "run.json"
@@ -112,7 +111,7 @@ class Run:
             run = cls._load(folder) if head.exists() else None
             if run is not None and run.records:
                 _refuse_differences(f"{folder} holds a run with other settings", run.settings, asked, asked)
-            else:  # nothing is drawn: a command that was refused is no reason to refuse a better one
+            else:  # nothing is drawn: a rejected command must not block a corrected one
                 run = cls(folder, asked, captions, {})
                 write_json(folder / "captions.json", [[caption.id, caption.text] for caption in captions])
                 run._write_head()
@@ -126,7 +125,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """A finished run. Raises `RunError` for what is none, and for one with pictures missing or changed."""
+        """Open a finished run. Raises `RunError` for any other folder, and for images missing or changed."""
         run = cls._load(folder)
         if run.missing:
             left, whole = len(run.missing), len(run.captions)
@@ -153,12 +152,12 @@ class Run:
         return run
 
     def _read_records(self) -> None:
-        """The records whose picture is there and unchanged. A torn last line is what a kill leaves: it counts not."""
+        """The records whose image exists and is unchanged. A torn last line, left by a kill, is ignored."""
         try:
             lines = (self.folder / "pictures.jsonl").read_bytes().split(b"\n")
         except FileNotFoundError:
             return
-        for number, line in enumerate(lines[:-1], 1):  # what follows the last line end is torn, or nothing
+        for number, line in enumerate(lines[:-1], 1):  # the last element is torn, or empty
             try:
                 record = Record(**json.loads(line))
                 caption = self.captions[record.index]
@@ -174,7 +173,7 @@ class Run:
                 self.records[record.index] = record
 
     def _clean(self) -> None:
-        """Take away what a kill left: half a line, half a picture."""
+        """Remove what a kill left: half a line, half an image."""
         for partial in self.pictures.glob(".*.part"):
             partial.unlink(missing_ok=True)
         log = self.folder / "pictures.jsonl"
@@ -187,10 +186,10 @@ class Run:
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def confirm(self, fingerprint: Mapping[str, Any]) -> list[str]:
-        """Hold a picture's fingerprint against the first one's; returns a sentence for all that differs and may.
+        """Compare an image's fingerprint with the first one's; returns a sentence for each permitted difference.
 
-        An older version printed less: what only one of the two holds is then unknown, and told as that. Raises
-        `RunError` where model, weights or precision differ: those pictures are not of this run.
+        An older version wrote fewer parts: a part that only one of the two has counts as unknown, and is reported as
+        such. Raises `RunError` if model, weights or precision differ: those images are not of this run.
         """
         if not self.drawn_by:
             self.drawn_by = dict(fingerprint)
@@ -211,7 +210,7 @@ class Run:
         return said
 
     def add(self, caption: Caption, seed: int, file: str, png: bytes, *, session: int, seconds: float) -> None:
-        """Write a picture whole, then its record. Raises OSError, and then neither is there."""
+        """Write an image completely, then its record. Raises OSError, and then neither exists."""
         assert self._log is not None, "not opened for drawing"
         write(self.pictures / file, png)
         record = Record(
@@ -223,10 +222,10 @@ class Run:
         self.records[caption.index] = record
 
     def speed(self) -> float | None:
-        """Pictures per second while the engine was full, over the longest session; None of fewer than 16 pictures.
+        """Images per second while the engine was full, over the longest session; None for fewer than 16 images.
 
-        Counted from the picture after which a quarter is done to the one before the last quarter: at both ends fewer
-        are in the making.
+        Counted from the image after which a quarter is done to the one before the last quarter: fewer are in progress
+        at both ends.
         """
         sessions: dict[int, list[float]] = {}
         for record in self.records.values():
@@ -261,7 +260,7 @@ class Run:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
         partial.write_bytes(data)
@@ -273,7 +272,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all. Raises ValueError for NaN and infinities."""
+    """Write JSON atomically. Raises ValueError for NaN and infinities."""
     write(path, (json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n").encode())
 
 

@@ -1,7 +1,4 @@
-"""The scores of a run: every figure with its 95% interval, over all captions and against each reference.
-
-Knows figures and their names; knows nothing of how pictures are drawn.
-"""
+"""The scores of a run: every figure with its 95% interval, over all captions and against each reference."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Look = Callable[[str, int, int], None]  # what, done, total
 
 
 class Pair(NamedTuple):
-    """Two pictures of one caption: how far they are apart."""
+    """Distances between two images of one caption."""
 
     place: int  # among the run's captions
     psnr: float
@@ -29,9 +26,9 @@ class Pair(NamedTuple):
 
 
 def of_run(run: Run, lens: Lens, held_against: Sequence[Reference], *, resamples: int, look: Look) -> dict[str, Any]:
-    """What `scores.json` holds.
+    """The content of `scores.json`.
 
-    Raises `pixels.PictureError`, `RunError` where a run has fewer than 2 pictures.
+    Raises `pixels.PictureError`, `RunError` if a run has fewer than 2 images.
     """
     if len(run.captions) < 2:
         raise RunError(f"{run.folder}: one picture is no distribution; scores need at least 2")
@@ -61,7 +58,7 @@ def of_run(run: Run, lens: Lens, held_against: Sequence[Reference], *, resamples
 
 
 def caption_score(run: Run, lens: Lens, clip: Tensor, counts: Tensor) -> Figure:
-    """100 × the cosine of picture and caption, the mean over captions; not clamped at 0 (as MLPerf has it)."""
+    """100 × the cosine of image and caption, the mean over captions; not clamped at 0 (as in MLPerf)."""
     return bootstrap.mean(100 * cosines(run, lens, clip), counts)
 
 
@@ -73,7 +70,7 @@ def cosines(run: Run, lens: Lens, clip: Tensor) -> Tensor:
 def distances(
     distance: Tensor, clip: Tensor, lens: Lens, reference: Reference, counts: Tensor, *, look: Look
 ) -> dict[str, Figure]:
-    """FID, and where the reference has pictures KID and CMMD. The reference itself is not resampled."""
+    """FID, and if the reference has images KID and CMMD. The reference itself is not resampled."""
     far = fid.Distance(reference.gaussian)
     drawn = []
     for number, once in enumerate(fid.resampled(distance, counts), 1):
@@ -92,7 +89,7 @@ def distances(
 
 
 def unpaired(run: Run, other: Run) -> str | None:
-    """Why pictures of two runs do not belong together one by one; None if they do."""
+    """Why images of two runs cannot be paired; None if they can."""
     if [(c.id, c.text) for c in run.captions] != [(c.id, c.text) for c in other.captions]:
         return "since its captions are others"
     if any(run.records[index].seed != other.records[index].seed for index in run.records):
@@ -123,7 +120,7 @@ def paired(found: Sequence[Pair], counts: Tensor) -> dict[str, Figure]:
 
 
 def few(name: str, count: int | None, lens: Lens) -> list[str]:
-    """A warning where a covariance cannot have full rank."""
+    """A warning if a covariance cannot have full rank."""
     width = lens.distance.width
     if count is None or count > width:
         return []
@@ -135,7 +132,7 @@ def few(name: str, count: int | None, lens: Lens) -> list[str]:
 
 
 def by_torchmetrics(distance: Tensor, reference: Reference) -> float | None:
-    """The same FID by torchmetrics, beside ours; None where it is not installed, or the reference has no pictures."""
+    """The same FID by torchmetrics, for comparison; None if it is not installed, or the reference has no images."""
     if reference.distance is None:
         return None
     try:
@@ -150,7 +147,7 @@ def by_torchmetrics(distance: Tensor, reference: Reference) -> float | None:
 
 
 class _Given(torch.nn.Module):
-    """Hands torchmetrics features where it expects pictures."""
+    """Passes features to torchmetrics where it expects images."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""A running service, asked over HTTP from many threads, again where it is full, stops or is not there yet.
-
-Knows addresses, keys and statuses; knows nothing of what is asked for.
-"""
+"""HTTP client of a running service for many threads; retries while it is full, restarting or not up yet."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 _ATTEMPTS = 8
-_WAIT_S = (0.5, 30.0)  # the first and the longest pause before a service is asked again
-_ANSWER_S = 3600.0  # a request's place may be behind a long queue
+_WAIT_S = (0.5, 30.0)  # the first and the longest pause before a retry
+_ANSWER_S = 3600.0  # a request may wait in a long queue
 
 
 class SourceError(RuntimeError):
-    """A source that cannot be used, or that refuses what it is asked for. The message is the source's own.
+    """An unusable source, or a rejected request. The message is the source's own.
 
-    `field` is what the source says is wrong of the request, where it says so.
+    `field` is the invalid request field, if the source names it.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -32,7 +29,7 @@ class SourceError(RuntimeError):
 
 
 class Service:
-    """One service. Requests are sent by threads of its own; `width` of them wait at once."""
+    """One service. Its own threads send the requests; `width` of them wait at once."""
 
     def __init__(self, url: str, key: str | None = None, *, width: int = 64) -> None:
         """Raises `SourceError` for an address of another kind."""
@@ -45,9 +42,9 @@ class Service:
         self._stopping = False
 
     def model(self, modality: str, name: str | None = None) -> tuple[str, dict[str, Any]]:
-        """Name and card of the model of this name; without one, of the first that is live.
+        """Name and card of the model of this name; without a name, of the first live one.
 
-        Raises `SourceError` where no service answers, or none has the model.
+        Raises `SourceError` if no service answers, or none has the model.
         """
         offered = [one for one in self._models() if one["diptych"]["modality"] == modality]
         found = [one for one in offered if one["id"] == name or (name is None and one["diptych"]["live"])]
@@ -61,7 +58,7 @@ class Service:
         return self._threads.submit(work, *given)
 
     def post(self, path: str, fields: dict[str, Any]) -> Any:
-        """The answer to a request that may be sent again. Raises `SourceError` for one that is refused or given up."""
+        """The response to a request, with retries. Raises `SourceError` if it is rejected or given up."""
         body = json.dumps(fields).encode()
         pause_s = _WAIT_S[0]
         for left in reversed(range(_ATTEMPTS)):
@@ -107,13 +104,13 @@ class Service:
             return json.loads(answer.read())
 
     def close(self) -> None:
-        """Leave what is under way, and take no more."""
+        """Abandon requests in progress, and accept no more."""
         self._stopping = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _said(error: urllib.error.HTTPError) -> tuple[str, str | None]:
-    """The message, and the field that it is about."""
+    """The error message, and the field that it is about."""
     try:
         with error:
             told = json.loads(error.read())["error"]

@@ -1,7 +1,4 @@
-"""Where pictures come from: an engine in this process, or a service that runs.
-
-Knows how each is asked and what it answers; knows nothing of runs and scores.
-"""
+"""Image sources: an engine in this process, or a running service."""
 
 from __future__ import annotations
 
@@ -26,23 +23,23 @@ if TYPE_CHECKING:
 
 
 class Drawn(NamedTuple):
-    """A picture's PNG, and what its user should know."""
+    """An image's PNG, and notes for its user."""
 
     png: bytes
     warnings: tuple[str, ...]
 
 
 class Source(Protocol):
-    """Asked from one thread. `width` requests keep it full."""
+    """Used from one thread. `width` requests keep it full."""
 
     width: int
 
     def submit(self, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
-        """Begin a picture; `tick` is called from any thread for each step, as far as steps are told."""
+        """Start an image; `tick` is called from any thread for each step, if steps are reported."""
         ...
 
     def take(self, result: Any) -> Drawn:
-        """What a future's result holds."""
+        """The image from a future's result."""
         ...
 
     def pixels(self, result: Any) -> Pixels:
@@ -54,7 +51,7 @@ class Local:
     """The engine of this process."""
 
     def __init__(self, works: Works) -> None:
-        self.width = 2 * works.settings.max_requests  # as many wait as are in the making
+        self.width = 2 * works.settings.max_requests  # as many wait as are running
         self._engine = works.engine
 
     def submit(self, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
@@ -74,10 +71,10 @@ class Local:
 
 
 class Remote:
-    """A service, through its `POST /v1/images/generations`. Each request waits on a thread of its own."""
+    """A service, through its `POST /v1/images/generations`. Each request waits on its own thread."""
 
     def __init__(self, url: str, model: str | None = None, *, width: int = 64) -> None:
-        """Raises `SourceError` where no service answers, or none has the model."""
+        """Raises `SourceError` if no service answers, or none has the model."""
         self._service = Service(url, width=width)
         self.width = width
         self.model, self.card = self._service.model("image", model)
@@ -100,7 +97,7 @@ class Remote:
             return np.asarray(image.convert("RGB"))
 
     def _draw(self, fields: dict[str, Any], steps: int, tick: Callable[[], None]) -> Any:
-        """One picture. It may be asked for again: a seed draws one picture."""
+        """One image. A retry is safe: a seed gives one image."""
         answer = self._service.post("/v1/images/generations", fields)
         for _ in range(steps):
             tick()
@@ -111,7 +108,7 @@ class Remote:
 
 
 def _schedule(wanted: ImageParameters) -> dict[str, Any] | str:
-    """DeepCache as a request has it; "off" is said, since a service may have another default."""
+    """DeepCache in a request's form; "off" is explicit, since a service may have another default."""
     if wanted.deepcache is None:
         return "off"
     given = dataclasses.asdict(wanted.deepcache)

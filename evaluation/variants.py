@@ -1,9 +1,9 @@
-"""What precision and DeepCache cost in quality: draws a list of captions in many ways, over all cores and a GPU.
+"""Quality cost of precision and DeepCache: generates a list of captions in many variants, over all cores and a GPU.
 
-`python -m evaluation.variants draw` leaves, for each variant, features of its pictures through emoji-clip and each
-picture's PSNR against fp32; `… score` turns them into a table with intervals. Pictures themselves are not kept. Drawn
-without the engine, in whole batches: a row's bits do not depend on its batch (tests/pipeline), so the engine's pictures
-are the same. `diptych evaluate` is what users have; this is for many variants at once.
+`python -m evaluation.variants draw` writes, for each variant, emoji-clip features of its images and each image's PSNR
+against fp32; `… score` turns them into a table with intervals. The images themselves are not kept. It works without the
+engine, in whole batches: a row's bits do not depend on its batch (tests/pipeline), so the engine's images are the same.
+Users have `diptych evaluate`; this is for many variants at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAMPLES = 48
 
 
 class Variant(NamedTuple):
-    """One way to draw. `alpha` is SmoothQuant's, 0 for a smoothing scale of 1 (plain INT8); None is fp32.
+    """One way to generate. `alpha` is SmoothQuant's, 0 for a smoothing scale of 1 (plain INT8); None is fp32.
 
     `published` is the interval of the DeepCache package's own helper on the stock pipeline.
     """
@@ -134,7 +134,7 @@ def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Dr
 
 
 def gpu_draw(model: Path, variant: Variant) -> Draw:
-    """torch in fp32 on a GPU, or on the CPU where there is none."""
+    """torch in fp32 on a GPU, or on the CPU without one."""
     import torch
 
     from pipeline.denoise import PackedKeys
@@ -186,7 +186,7 @@ def _published(model: Path, variant: Variant, device: str) -> Draw:
 
 
 class _Store:
-    """Pictures of the variants as files of pixels that several processes write side by side."""
+    """Images of the variants as pixel files that several processes write concurrently."""
 
     def __init__(self, folder: Path, captions: int, side: int) -> None:
         self._folder, self._shape = folder, (captions, side, side, 3)
@@ -203,7 +203,7 @@ class _Store:
         return np.lib.format.open_memmap(path, mode="r+")
 
     def done(self, name: str) -> list[int]:
-        """Places that are drawn."""
+        """Finished positions."""
         return sorted(
             place for path in self._folder.glob(f"{name}.*.done") for place in json.loads(path.read_text("utf-8"))
         )
@@ -216,7 +216,7 @@ class _Store:
 
 
 def _work(process: int, of: int, options: argparse.Namespace, captions: list[str], until: float) -> None:
-    """One process's share of every variant, in turn; the first one has the GPU's variants. Resumes."""
+    """One process's share of every variant, in turn; the first one runs the GPU's variants. Resumable."""
     import torch
 
     torch.set_num_threads(1)
@@ -267,7 +267,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def _look(options: argparse.Namespace, captions: list[str]) -> None:
-    """Features and PSNR of every variant that is whole, into `out`; and the first pictures of each."""
+    """Features and PSNR of every complete variant, into `out`; and the first images of each."""
     import torch
 
     from evaluation.clip import Clip
@@ -305,10 +305,10 @@ def _psnr(exact: Pixels, pixels: Pixels) -> NDArray[np.float32]:
 
 
 def score(options: argparse.Namespace) -> dict[str, Any]:
-    """FID and captions' score with 95% intervals, and paired ones of the difference and the ratio to fp32.
+    """FID and caption score with 95% intervals, and paired ones of the difference and the ratio to fp32.
 
-    `real` holds the real pictures. Beside these figures the FID between the two halves of these: what the
-    choice of pictures alone does.
+    `real` holds the real images. Also the FID between the two halves of these: the effect of the choice of images
+    alone.
     """
     import torch
 

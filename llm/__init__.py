@@ -1,1 +1,1 @@
-"""Text, from prompt to tokens. Knows nothing of pictures, queues or HTTP."""
+"""Text generation, from prompt to tokens."""

@@ -1,7 +1,7 @@
-"""Attention over pages as one of transformers' attention implementations: a model's own code then runs on our cache.
+"""Paged attention as a transformers attention implementation, so that transformers' model code runs on our KV cache.
 
-Knows transformers' attention interface and the cache; knows nothing of any model. Rows that decode are served by the
-kernel of `llm.decode_kernel` on a GPU; all else, and a CPU without our kernels, by SDPA over gathered pages.
+Decode rows use the kernel of `llm.decode_kernel` on a GPU; other rows, and CPUs without our kernels, use SDPA over
+gathered pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "diptych"
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """What a model's layers are told beside their input: the cache, and where each row stands."""
+    """What a model's layers receive beside their input: the cache, and each row's position."""
 
     cache: KVCache
     step: Step
@@ -38,7 +38,7 @@ class Paged:
 
 
 def register() -> None:
-    """Make it known to transformers, as `attn_implementation="diptych"`. Doing so again changes nothing."""
+    """Register it with transformers, as `attn_implementation="diptych"`. Idempotent."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Who sees whom follows from positions."""
+    """No mask: visibility follows from positions."""
 
 
 def attention(
@@ -62,7 +62,7 @@ def attention(
 def paged_attention(query: Tensor, paged: Paged, layer: int, scale: float) -> Tensor:
     """query [T, heads, d] on the pages of its rows' sequences, each up to its own position, to [T, heads, d].
 
-    Query heads that read the same keys stand side by side as queries of one head, so that keys are read once.
+    Query heads that share a key head are stacked as queries of one head, so that keys are read once.
     """
     step, cache = paged.step, paged.cache
     kv_heads = cache.kv_heads

@@ -1,6 +1,5 @@
-"""From a forward's logits to each request's next tokens: penalties, biases, grammars, greedy and drawn, in one pass.
-
-Knows logits and answers in the making; knows nothing of how logits are made.
+"""Selects each request's next tokens from a forward's logits: penalties, biases, grammars, greedy and sampled, in one
+pass.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NO_GUESS = Guess([])
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request whose next tokens are wanted: its logits begin at row `first`, one row more than it has guesses."""
+    """A request that needs next tokens: its logits begin at row `first`, one more row than it has guesses."""
 
     work: Work
     first: int
@@ -31,7 +30,7 @@ class Asked:
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is all that is wanted."""
+        """Whether greedy decoding without adjustments suffices."""
         work = self.work
         return work.settings is None and not (work.adjusted or self.guess.tokens) and work.parameters.logprobs is None
 
@@ -42,16 +41,17 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Chosen:
-    """The tokens that follow, and their log probabilities where they were asked for."""
+    """The next tokens, and their log probabilities where requested."""
 
     tokens: list[int]
     logprobs: list[Logprob]
 
 
 def look(logits: Tensor, asked: Sequence[Asked], known: Tensor | None = None) -> list[int]:
-    """The likeliest token of each row of logits [L, V], -1 where they are not all finite: one copy from the device.
+    """The most likely token of each row of logits [L, V], -1 where they are not all finite: one copy from the device.
 
-    `known` are they, where the forward found them. Where nobody asked is greedy any token may stand for the likeliest.
+    `known` are these, if the forward computed them. If no request is greedy, any token may stand for the most likely
+    one.
     """
     if known is None and any(ask.work.settings is None for ask in asked):
         known = sample.likeliest(logits)
@@ -64,14 +64,14 @@ def look(logits: Tensor, asked: Sequence[Asked], known: Tensor | None = None) ->
 def choose(
     logits: Tensor, asked: Sequence[Asked], best: Sequence[int] | None = None
 ) -> list[Chosen | Invalid]:  # fmt: skip
-    """What follows for each request, all of whose logits must be finite. logits [L, V] may be overwritten.
+    """The next tokens of each request, all of whose logits must be finite. logits [L, V] may be overwritten.
 
-    `best` is what `look` found in them, if somebody looked. `Invalid`: what was asked for leaves no token to follow.
+    `best` is the result of `look`, if it was called. `Invalid`: the request's constraints leave no token.
     """
     if not asked:
         return []
     best = look(logits, asked) if best is None else best
-    if all(ask.plain for ask in asked):  # most steps of most servers: hundreds of rows, and nothing to be done for any
+    if all(ask.plain for ask in asked):  # most steps of most servers: hundreds of rows without any adjustment
         return [Chosen([best[ask.first]], []) for ask in asked]
     told = _told(logits, asked)
     adjusted, refused = _adjust_(logits, asked)
@@ -107,8 +107,8 @@ def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
 
 
 def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> tuple[set[int], dict[int, Invalid]]:
-    """Penalties, biases and grammars, which only requests without guesses have; returns their rows, and by request why
-    none of its tokens is left (its logits are then still finite).
+    """Apply penalties, biases and grammars, which only requests without guesses have; returns their rows, and by
+    request why none of its tokens is left (its logits are then still finite).
     """
     with_seen = [(ask, seen, said) for ask in asked
                  if (seen := ask.work.seen) is not None and (said := ask.work.said) is not None]  # fmt: skip
@@ -131,7 +131,7 @@ def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> tuple[set[int], dict[int
 
 
 def _constrained(row: Tensor, work: Work) -> Tensor:
-    """Logits [V] with the request's bias, and of the tokens alone that its grammar allows. Raises `Invalid`."""
+    """Logits [V] with the request's bias, restricted to the tokens that its grammar allows. Raises `Invalid`."""
     row = row.clone()
     if work.bias is not None:
         sample.bias_(row, work.bias)
@@ -143,7 +143,7 @@ def _constrained(row: Tensor, work: Work) -> Tensor:
 
 
 def _told(logits: Tensor, asked: Sequence[Asked]) -> dict[int, Tensor]:
-    """The logits as the model gave them, of requests that want their log probabilities."""
+    """The model's unmodified logits, of requests that want log probabilities."""
     return {i: logits[list(ask.rows)] for i, ask in enumerate(asked) if ask.work.parameters.logprobs is not None}
 
 

@@ -1,8 +1,8 @@
-"""Attention of prompts' chunks over pages on a GPU: a tile is some neighbouring rows of one sequence, and all query
-heads that read one key head.
+"""Triton prefill attention over pages on a GPU: a tile is some neighbouring rows of one sequence, and all query heads
+of one key head.
 
-What a chunk's rows see among themselves lies in pages by then, like all that came before. Knows rows and pages; knows
-nothing of models. The plain twin is `llm.decode_kernel.decode_reference`.
+The chunk's own keys and values are already in pages, like all earlier ones. The reference is
+`llm.decode_kernel.decode_reference`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _chunks(  # type: ignore[no-untyped-def]
     own = ((first + token) * H + heads).to(tl.int64)[:, None] * D + channel[None]
     x = tl.load(q + own, real[:, None], other=0.0)
     count = tl.load(positions + first + rows - 1) + 1  # positions count up
-    top = tl.full([M], -1e30, tl.float32)  # finite: rows of nobody see nothing
+    top = tl.full([M], -1e30, tl.float32)  # finite: padding rows see nothing
     total = tl.zeros([M], tl.float32)
     made = tl.zeros([M, D], tl.float32)
     for start in range(0, count, BLOCK):
@@ -60,7 +60,7 @@ def _chunks(  # type: ignore[no-untyped-def]
         page = tl.load(pages + seen // SIZE, mask=held, other=0).to(tl.int64) * KV + head
         within = seen % SIZE
         k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=held[:, None], other=0.0)
-        # [D, BLOCK], whose pages hold a channel's tokens side by side
+        # [D, BLOCK]; a page stores a channel's tokens contiguously
         at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]
         v = tl.load(values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=held[None], other=0.0)
         s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * scale  # [M, BLOCK]

@@ -1,7 +1,4 @@
-"""Holds an answer to a JSON schema, token by token, with llguidance.
-
-Knows grammars and token masks; knows nothing of requests. llguidance is an optional extra, "text".
-"""
+"""Constrains an answer to a JSON schema, token by token, with llguidance (the optional extra "text")."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from torch import Tensor
 from contract.errors import Invalid
 from llm.instances import has_finite_instance
 
-_SPACE = r"[ \n]{0,2}"  # between two marks; without a bound a model may go on with it for ever
+_SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
 
 
 class Constraints:
-    """Makes matchers for one tokenizer, whose form llguidance reads once, when it is first needed."""
+    """Makes matchers for one tokenizer, which llguidance reads once, on first use."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -28,7 +25,7 @@ class Constraints:
         self._known: Any = None
 
     def check(self, schema: str) -> None:
-        """Raise `Invalid` for what is no JSON schema, one that llguidance does not know, or one that nothing fits."""
+        """Raise `Invalid` for an invalid schema, one that llguidance does not support, or one without instances."""
         try:
             parsed = json.loads(schema)
         except ValueError:
@@ -43,7 +40,7 @@ class Constraints:
         matcher.allowed()
 
     def matcher(self, schema: str) -> Matcher:
-        """Raises `Invalid` for a schema that cannot be held to."""
+        """Raises `Invalid` for a schema that cannot be enforced."""
         try:
             import llguidance
             import llguidance.hf
@@ -64,14 +61,14 @@ class Constraints:
 
 
 class Matcher:
-    """Where one answer stands in its grammar."""
+    """An answer's state in its grammar."""
 
     def __init__(self, inner: Any, vocabulary: int) -> None:
         self._inner = inner
         self._vocabulary = vocabulary
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V]. Raises `Invalid` where there are none and the answer is not whole."""
+        """Which tokens may come next, bool [V]. Raises `Invalid` if there are none and the answer is incomplete."""
         mask = self._inner.compute_bitmask()
         self._check()
         words = torch.frombuffer(bytearray(mask), dtype=torch.int32)
@@ -79,18 +76,18 @@ class Matcher:
         return bits.bool().flatten()[: self._vocabulary]
 
     def take(self, token: int) -> None:
-        """The next token. Raises RuntimeError for one that was not allowed."""
+        """Advance by a token. Raises RuntimeError for one that was not allowed."""
         if not self._inner.consume_token(token):
             raise RuntimeError(f"token {token} does not fit the grammar: {self._inner.get_error()}")
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is whole and nothing can follow. Raises `Invalid` where it is cut off instead."""
+        """Whether the answer is complete and nothing can follow. Raises `Invalid` if it is cut off instead."""
         self._check()
         return bool(self._inner.is_stopped())
 
     def _check(self) -> None:
-        """llguidance stops in an error, and then offers the end token, where the grammar has no way on."""
+        """llguidance reports an error, and then offers the end token, where the grammar has no continuation."""
         if self._inner.is_error():
             reason = self._inner.stop_reason()
             raise Invalid("json_schema", f"no token goes on with the answer so that it could fit ({reason})")

@@ -1,7 +1,7 @@
-"""Decoding as CUDA graphs: one for each bucket of rows and reach of attention, replayed on inputs at fixed places.
+"""CUDA graphs for decode steps: one per bucket of rows and reach of attention, replayed on inputs at fixed addresses.
 
-Rows that only fill a bucket up stand at position -1: they write into no page and read none. Knows one fused model; what
-has other rows than one of each sequence is run without a graph by `llm.execution`.
+Padding rows are at position -1: they write no page and read none. Steps with other rows than one per sequence run
+without a graph in `llm.execution`.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Columns = npt.NDArray[np.int32]  # [3, T]: tokens, positions, sequences
 
 
 def bucket(rows: int) -> int | None:
-    """The rows of the graph that serves so many; None where there is none."""
+    """The rows of the graph that fits so many; None if there is none."""
     return next((size for size in BUCKETS if size >= rows), None)
 
 
 def rung(parts: int) -> int:
-    """The reach of the graph that serves sequences of so many parts."""
+    """The reach of the graph that fits sequences of so many parts."""
     return next(size for size in REACHES if size >= parts)
 
 
 class DecodeGraphs:
-    """Runs steps of decoding rows, one of each sequence, all of whose logits are wanted.
+    """Runs decode steps, one row per sequence, all of whose logits are wanted.
 
-    Called by one thread, on one stream. What has not been captured by `prepare` is when it is first needed.
+    Called by one thread, on one stream. Graphs not captured by `prepare` are captured on first use.
     """
 
     def __init__(self, model: FusedLlama, sequences: int, context: int, device: torch.device) -> None:
-        """Of at most so many sequences, of at most `context` tokens."""
+        """For at most so many sequences, of at most `context` tokens."""
         self._model = model
         self._most = bucket(sequences) or BUCKETS[-1]
         self.rungs = [size for size in REACHES if size <= rung(reach(context))]
-        width = max(4, self._most)  # 16 bytes, which kernels are compiled for
+        width = max(4, self._most)  # 16-byte alignment, which kernels are compiled for
         self._inputs = torch.zeros(3, width, dtype=torch.int32, device=device)
         self._given = torch.zeros(3, width, dtype=torch.int32)
         self._copied: torch.cuda.Event | None = None
@@ -76,7 +76,7 @@ class DecodeGraphs:
         parts = rung(reach(int(columns[1].max()) + 1))
         graph = self._graph(size, parts)
         if self._copied is not None:
-            self._copied.synchronize()  # what was given last may still be on its way
+            self._copied.synchronize()  # the previous copy may still be in progress
         given = self._given.numpy()
         given[:, :rows] = columns
         given[:, rows:size] = [[0], [-1], [0]]
@@ -102,7 +102,7 @@ class DecodeGraphs:
         if self._inputs.device.type != "cuda":
             return run
         self._inputs[1].fill_(-1)
-        run()  # compiles what was not compiled yet, which a capture must not
+        run()  # compiles outside of the capture, which must not compile
         try:
             return self._recorded(run)
         except RuntimeError as error:
@@ -110,13 +110,13 @@ class DecodeGraphs:
             return run
 
     def _recorded(self, run: Callable[[], object]) -> Callable[[], object]:
-        """`run` as a graph, with the priority of the current stream; all graphs share one memory."""
+        """Capture `run` as a graph, with the priority of the current stream; all graphs share one memory pool."""
         current = torch.cuda.current_stream()
         stream = current if current != torch.cuda.default_stream() else torch.cuda.Stream()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            # Other threads go on using the device meanwhile.
+            # Other threads keep using the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()

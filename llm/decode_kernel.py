@@ -1,9 +1,8 @@
-"""Attention of decoding rows over pages on a GPU: one Triton kernel, query heads of one key head packed into a tile.
+"""Triton decode attention over pages on a GPU: one kernel, with the query heads of one key head packed into a tile.
 
-A long sequence is cut into parts, by its own length alone, whose results a second kernel puts together: so a row's bits
-depend neither on its companions nor on the most that a sequence may come to. The grid depends on the number of rows and
-on `reach`, so that it may be captured in a CUDA graph. Knows rows and pages; knows nothing of models. The plain twin is
-`decode_reference`.
+A long sequence is split into parts, by its own length only, which a second kernel combines: so a row's bits depend
+neither on other rows nor on the maximum sequence length. The grid depends only on the number of rows and on `reach`, so
+that it can be captured in a CUDA graph. The reference is `decode_reference`.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from llm.launching import enter, kernel, options
 from llm.pages import PAGE
 
 PART = 256  # tokens of a part, at least
-PARTS = 16  # of a sequence, at most
-_UNIT = 128  # tokens that a part is a multiple of, and of which a block is no more
-_LEAST = 16  # rows of a tile that tensor cores take
+PARTS = 16  # parts of a sequence, at most
+_UNIT = 128  # a part's tokens are a multiple of it, and a block has no more
+_LEAST = 16  # minimum tile rows of the tensor cores
 
-# Keys at a time, warps, and blocks in flight, by the bytes of a number: the fastest of those tried on an H200
+# Keys at a time, warps, and blocks in flight, by bytes per number: the fastest of those tried on an H200
 # (`benchmarks/h200/text_kernels.py`).
 shapes = {1: (32, 2, 2), 2: (32, 2, 2), 4: (64, 4, 2)}
 
 
 def lacks(cache: KVCache) -> str | None:
-    """Why the kernel is not for this cache, or None."""
+    """Why the kernel does not support this cache, or None."""
     if (why := language.lacks()) is not None:
         return why
     if not cache.turned:
@@ -39,14 +38,14 @@ def lacks(cache: KVCache) -> str | None:
 
 
 def reach(tokens: int) -> int:
-    """Into how many parts a sequence of so many tokens is cut."""
+    """Into how many parts a sequence of so many tokens is split."""
     part = max(PART, -(-tokens // (PARTS * _UNIT)) * _UNIT)
     return max(1, -(-tokens // part))
 
 
 @kernel()
 def _part(count, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tokens of a part of a sequence of `count`."""
+    """Tokens per part of a sequence of `count`."""
     return tl.maximum(PART, (count + PARTS * UNIT - 1) // (PARTS * UNIT) * UNIT)
 
 
@@ -57,19 +56,19 @@ def _parts(  # type: ignore[no-untyped-def]
     REACH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
     SIZE: tl.constexpr, OUT_INT8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`scale` is of powers of two: that of the scores times log2(e)."""
+    """`scale` is for powers of two: that of the scores times log2(e)."""
     enter(EARLY)
     place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = place
     if index is not None:
         row = tl.load(index + place)
-    count = tl.load(positions + row) + 1  # 0 of a row that only fills up a batch
+    count = tl.load(positions + row) + 1  # 0 for padding rows
     part = _part(count, PART, PARTS, UNIT)
     start = split * part
     if (start < count) | (split == 0):
         pages = table + tl.load(sequences + row) * table_stride
         group, channel = tl.arange(0, M), tl.arange(0, D)
-        heads = head * G + group  # [M]: query heads that read this key head
+        heads = head * G + group  # [M]: query heads that share this key head
         x = tl.load(q + (row * H + heads)[:, None] * D + channel[None], mask=(group < G)[:, None], other=0.0)
         top = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
@@ -77,12 +76,12 @@ def _parts(  # type: ignore[no-untyped-def]
         end = tl.minimum(start + part, count)
         for first in range(start, end, BLOCK):
             token = first + tl.arange(0, BLOCK)
-            # By whole pages, so that loads stay wide: what lies behind the end of a page in use is finite.
+            # By whole pages, so that loads stay wide: values beyond the sequence's end in its last page are finite.
             held = token // SIZE * SIZE < end
             page = tl.load(pages + token // SIZE, mask=held, other=0).to(tl.int64) * KV + head
             within = token % SIZE
             k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=held[:, None], other=0.0)
-            # [D, BLOCK], whose pages hold a channel's tokens side by side
+            # [D, BLOCK]; a page stores a channel's tokens contiguously
             at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]
             v = tl.load(
                 values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=held[None], other=0.0
@@ -121,7 +120,7 @@ def _together(  # type: ignore[no-untyped-def]
     PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, OUT_INT8: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums over all parts that there could be, so that they are made in one order whatever the grid's reach."""
+    """Combine all possible parts, in one order whatever the grid's reach."""
     enter(EARLY)
     place, head = tl.program_id(0), tl.program_id(1)
     row = place
@@ -164,11 +163,10 @@ def decode(
 ) -> Tensor:
     """q [T, heads, d] on one layer's pages, each row on its sequence up to its own position, to [T, heads, d].
 
-    keys [pages, kv_heads, 16, d], values [pages, kv_heads, d, 16]: floats, or int8 or E4M3 with scales
-    [pages, kv_heads, 16]. table int32 [S, pages of one]; positions and sequences int32 [T]. A row at position -1
-    reads nothing and gets zeros. `parts` is at least the `reach` of the longest sequence; default: that of the
-    table's width. Only rows `index`, where given. `inverse` [heads · d] quantizes to the levels of `out`, which
-    receives the result.
+    keys [pages, kv_heads, 16, d], values [pages, kv_heads, d, 16]: floats, or int8 or E4M3 with scales [pages,
+    kv_heads, 16]. table int32 [S, pages of one]; positions and sequences int32 [T]. A row at position -1 reads nothing
+    and gets zeros. `parts` is at least the `reach` of the longest sequence; default: that of the table's width. Only
+    rows `index`, if given. `inverse` [heads · d] quantizes to the levels of `out`, which receives the result.
     """
     rows, heads, d = q.shape
     rows = rows if index is None else len(index)

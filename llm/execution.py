@@ -1,7 +1,4 @@
-"""How a model's forward is run on its pages of keys and values: by our kernels where they know it, else by torch.
-
-Knows a model, its cache and what a forward costs; knows nothing of requests.
-"""
+"""Runs a model's forward on its KV cache: by our kernels where they support the model, else by torch."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Execution:
     ) -> None:
         """`kernels` are the CPU kernels, if there are any; `beside` is a cache whose table is shared.
 
-        Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any.
+        Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any CPU.
         """
         self.model = model
         self.kernels_reason = ""  # why no faster kernels run it
@@ -62,7 +59,7 @@ class Execution:
 
     @property
     def best(self) -> Tensor | None:
-        """`sample.likeliest` of the last step's logits, where it was found with them."""
+        """`sample.likeliest` of the last step's logits, if computed with them."""
         return None if self._fused is None else self._fused.best
 
     @property
@@ -72,7 +69,7 @@ class Execution:
             return identity(self._library).instructions
         if self._fused is None:
             return TORCH
-        in_8_bits = is_quantized(self.model.precision)  # whose products alone may be Hopper's
+        in_8_bits = is_quantized(self.model.precision)  # only its products may be Hopper's
         return HOPPER if in_8_bits and driver.lacks(self.model.device) is None else TRITON
 
     @property
@@ -80,17 +77,17 @@ class Execution:
         return KERNELS if self._programs is not None else TORCH if self._fused is None else FUSED
 
     def prepare(self, sequences: int, rows: int) -> None:
-        """Compile and capture what decoding so many sequences, and steps of up to so many rows, need, if anything."""
+        """Compile and capture what is needed to decode so many sequences, and for steps of up to so many rows."""
         if self._fused is not None:
             self._fused.prepare(sequences, rows)
 
     def release(self) -> None:
-        """Hold weights once: where our kernels have packed them, the model's own are let go of, for good."""
+        """Free duplicate weights: once our kernels have packed them, the model's own are dropped for good."""
         if self._programs is not None:
             self._programs.release()
 
     def __call__(self, step: Step) -> Tensor:
-        """Logits [L, V] in fp32 of the step's picked rows. They may be overwritten, and are by the next call."""
+        """Logits [L, V] in fp32 of the step's picked rows, overwritten by the next call."""
         if self._programs is not None:
             return self._programs(step)
         self.cache.settle()
@@ -148,7 +145,7 @@ class Execution:
 
 
 class Fused:
-    """Steps on a fused model: a graph where rows decode, one of each sequence; kernel by kernel else."""
+    """Runs a fused model: in CUDA graphs for decode steps with one row per sequence; otherwise kernel by kernel."""
 
     def __init__(self, model: FusedLlama, cache: KVCache, sequences: int, context: int) -> None:
         self.model = model
@@ -158,7 +155,7 @@ class Fused:
 
     @torch.inference_mode()
     def prepare(self, sequences: int, rows: int) -> None:
-        """As `Execution`. Rows of nobody stand in for those to come: they write nowhere."""
+        """As `Execution`. Padding rows stand in for later ones: they write nothing."""
         self.graphs.prepare(sequences)
         nobody = torch.full((rows,), -1, dtype=torch.int32, device=self._device)
         zeros = torch.zeros_like(nobody)
@@ -184,7 +181,7 @@ class Fused:
         return self.model(self._rows(columns, picked, firsts))
 
     def _rows(self, columns: np.ndarray[Any, np.dtype[np.int32]], picked: np.ndarray[Any, Any], firsts: Any) -> Rows:
-        """All that a forward is told, carried over in one copy."""
+        """All of a forward's inputs, copied to the device at once."""
         rows = columns.shape[1]
         counts = np.diff(firsts, append=rows)
         singles = firsts[counts == 1]
@@ -196,7 +193,7 @@ class Fused:
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
         parts = rung(decode_kernel.reach(int(columns[1, singles].max()) + 1)) if len(singles) else 1
         given = [part.astype(np.int32) for part in (*columns, picked, singles, cut.ravel())]
-        # Each at an address that is a multiple of 16 bytes: kernels are compiled anew for one that is not.
+        # Each 16-byte aligned: kernels would be recompiled for other alignments.
         padded = [np.pad(part, (0, -len(part) % 4)) for part in given]
         whole = torch.from_numpy(np.concatenate(padded)).to(self._device)
         found = whole.split([len(part) for part in padded])

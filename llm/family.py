@@ -1,7 +1,4 @@
-"""What models of the Llama family have in common, as transformers lays them out: what our kernels may assume.
-
-Knows configs and modules; knows no kernel.
-"""
+"""The properties of Llama-family models, as transformers lays them out, that our kernels rely on."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ import torch
 from torch import Tensor
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position only
 
 
 def check(network: Any) -> None:
-    """Refuse, by name, what our kernels would compute differently from transformers. Raises ValueError."""
+    """Reject, by name, what our kernels would compute differently from transformers. Raises ValueError."""
     config = network.config
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"our kernels know {', '.join(MODEL_TYPES)}, not {config.model_type}")

@@ -1,9 +1,9 @@
-"""A Llama on a GPU as a sequence of fused kernels: nine for each layer while decoding, and none that torch would start.
+"""A Llama on a GPU as a sequence of fused kernels: nine per layer in decode, and none of torch's.
 
-What `llm.program` is to a CPU. Weights stay those of transformers' modules, which get views of what was put side by
-side, so that they are held once; linear layers may be plain, INT8 or FP8. Up to `MOST_ROWS` rows a product is a stream
-of weights whose parts the next kernel adds up; beyond, the 8-bit kernel of `core.quant`. Knows the layout of
-transformers' Llama and of what shares it (Mistral, Qwen2); knows nothing of requests.
+The GPU counterpart of `llm.program`. Weights stay in transformers' modules, which become views of the concatenated
+ones, so that they are stored once; linear layers may be plain, INT8 or FP8. Up to `MOST_ROWS` rows a product streams
+the weights, and the next kernel sums its parts; beyond, the 8-bit kernel of `core.quant` is used. Supports
+transformers' Llama layout, which Mistral and Qwen2 share.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from llm.pages import PAGE
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The tokens of one forward on the device, as in `Step`, and how attention takes them apart."""
+    """The tokens of one forward on the device, as in `Step`, and their grouping for attention."""
 
     tokens: Tensor  # int32 [T]
-    positions: Tensor  # int32 [T]; -1: a row that only fills up a batch
+    positions: Tensor  # int32 [T]; -1: a padding row
     sequences: Tensor  # int32 [T]
     picked: Tensor | None  # int32 [L]; None: all, in order
     singles: Tensor | None  # int32: rows alone of their sequence; None: all
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """One linear layer, or several that read one input, as one. 8-bit ones have `scale` and `inverse`."""
+    """One linear layer, or several with the same input, as one product. 8-bit ones have `scale` and `inverse`."""
 
     weight: Tensor  # [N, K], int8, E4M3 or floats
     scale: Tensor | None  # fp32 [N]
@@ -53,7 +53,7 @@ class Product:
 
     @classmethod
     def of(cls, *layers: nn.Module) -> Product:
-        """Raises ValueError for layers that are not one product. They keep views of what it holds."""
+        """Raises ValueError for layers that cannot be one product. They become views of its tensors."""
         kinds = {type(layer) for layer in layers}
         if len(kinds) != 1 or not kinds <= {nn.Linear, Int8Linear, Fp8Linear}:
             raise ValueError(f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} are not one product")
@@ -102,7 +102,7 @@ class _Layer:
 
 
 def lacks(network: Any, cache: KVCache) -> str | None:
-    """Why this model cannot be run by these kernels, on this cache, or None."""
+    """Why these kernels cannot run this model on this cache, or None."""
     if (why := decode_kernel.lacks(cache)) is not None:
         return why
     try:
@@ -131,7 +131,7 @@ class FusedLlama:
     """Runs a Llama on a cache, by one thread at a time, on the current stream."""
 
     def __init__(self, network: Any, cache: KVCache) -> None:
-        """Raises ValueError for a model that `lacks` tells the reason of."""
+        """Raises ValueError for a model for which `lacks` gives a reason."""
         if (why := lacks(network, cache)) is not None:
             raise ValueError(why)
         config = network.config
@@ -161,12 +161,12 @@ class FusedLlama:
 
     @staticmethod
     def _can_be_early(device: torch.device) -> bool:
-        """Whether kernels may be launched before those that they wait for have ended: Hopper and later can."""
+        """Whether programmatic dependent launch is available: Hopper and later."""
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     @property
     def weight_bytes(self) -> int:
-        """That a token's forward reads: of all layers and the head, without embeddings."""
+        """Bytes of weights that a token's forward reads: all layers and the head, without embeddings."""
         held = [p.weight for layer in self._layers for p in (layer.qkv, layer.out, layer.wide, layer.down)]
         return sum(weight.nbytes for weight in (*held, self._head.weight))
 
@@ -202,7 +202,7 @@ class FusedLlama:
         return self._logits(a, out)
 
     def _onwards(self, product: Product, b: Tensor, x: Tensor, norm: Tensor, then: Product, few: bool) -> Tensor:
-        """x plus the product of b, in x; returns its norm for the product that comes then."""
+        """Add the product of b to x in place; returns its norm for the following product."""
         if few:
             sums = product.few(b, early=self.early)
             return add_norm(x, norm, self._eps, then.inverse, then.input, sums=sums, kept=x, early=self.early)
@@ -242,7 +242,7 @@ class FusedLlama:
 
 
 def _tile(x: Tensor, columns: int) -> Tile | None:
-    """The tile of the next power of two of rows: steps are of any number, and each other tile is another kernel."""
+    """The tile for the next power of two of rows: each distinct tile is another compiled kernel."""
     if driver.lacks(x.device) is not None:
         return None
     rows, depth = x.shape
@@ -251,6 +251,6 @@ def _tile(x: Tensor, columns: int) -> Tile | None:
 
 
 def _beside(weights: Sequence[Tensor]) -> Tensor:
-    if weights[0].dtype == torch.float8_e4m3fn:  # which torch does not concatenate everywhere
+    if weights[0].dtype == torch.float8_e4m3fn:  # torch does not concatenate it everywhere
         return torch.cat([weight.view(torch.uint8) for weight in weights]).view(torch.float8_e4m3fn)
     return torch.cat(list(weights))

@@ -1,7 +1,7 @@
-"""What stands between a decoder's products on a GPU, each one kernel: norm, positions and cache, gate.
+"""Fused Triton kernels between a decoder's products on a GPU: norm; rotary positions and cache write; gate.
 
-Each adds up the parts that a product left (`llm.stream_kernel`), finishes it (scales, bias, residual) and leaves what
-the next product reads, in that one's type. Knows rows and channels; knows no model. Plain twins at the end.
+Each sums the parts that a product left (`llm.stream_kernel`), finishes it (scales, bias, residual) and writes the next
+product's input in that one's type. References at the end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from llm.pages import PAGE
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """What a product left: [splits, T, N], to be added up, times `scale` [N], plus `bias` [N] (fp32, or absent)."""
+    """A product's unsummed result: [splits, T, N], to be summed, times `scale` [N], plus `bias` [N] (fp32, or
+    absent).
+    """
 
     parts: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
 
     def whole(self) -> Tensor:
-        """[T, N] in fp32: what the kernels here make of it on their way."""
+        """[T, N] in fp32: the sum that the kernels here compute inline."""
         y = self.parts.sum(0).float()
         y = y if self.scale is None else y * self.scale
         return y if self.bias is None else y + self.bias
@@ -55,7 +57,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < N
-    # All that is read comes before anything is written: no load may be moved over a store.
+    # All reads come before any write: no load may be moved over a store.
     factor = tl.load(weight + c, inside, other=0.0).to(tl.float32)
     if inverse is not None:
         factor *= tl.load(inverse + c, inside, other=0.0)
@@ -69,7 +71,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     if kept is not None:
         rounded = y.to(kept.dtype.element_ty)
         tl.store(kept + row * N + c, rounded, inside)
-        y = rounded.to(tl.float32)  # what others will read is what is normed
+        y = rounded.to(tl.float32)  # the norm is of the rounded values that others will read
     y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps) * factor
     if inverse is not None:
         tl.store(out + row * N + c, levels(y, INT8), inside)
@@ -79,7 +81,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _unit(lo, hi, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale of one head's numbers, by its largest; a head of zeros gets 1."""
+    """The scale of one head's numbers, by its largest magnitude; a head of zeros gets 1."""
     largest = tl.maximum(tl.max(tl.abs(lo), 0), tl.max(tl.abs(hi), 0))
     return tl.where(largest > 0, tl.div_rn(largest, TOP), 1.0)
 
@@ -90,16 +92,16 @@ def _rotate(  # type: ignore[no-untyped-def]
     table_stride, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, SIZE: tl.constexpr, INT8: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and key head: its query heads are turned and written, key and value go into their page."""
+    """One program per row and key head: rotates and writes its query heads, writes key and value into their page."""
     enter(EARLY)
     HALF: tl.constexpr = D // 2
     N: tl.constexpr = (H + 2 * KV) * D
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
-    here = position >= 0  # rows that only fill up a batch belong to nobody's sequence
+    here = position >= 0  # padding rows belong to no sequence
     at = tl.maximum(position, 0)
     c = tl.arange(0, HALF)
-    # All that is read comes before anything is written: no load may be moved over a store.
+    # All reads come before any write: no load may be moved over a store.
     page = tl.load(table + tl.load(sequences + row) * table_stride + at // SIZE).to(tl.int64) * KV + head
     cosine, sine = tl.load(angles + at * D + c), tl.load(angles + at * D + HALF + c)
     g = tl.arange(0, GROUP)
@@ -169,7 +171,7 @@ def add_norm(
 ) -> Tensor:
     """RMSNorm of x [T, C] (its rows `index` [T], where given) plus `sums`, times `inverse` [C] in `dtype`'s levels.
 
-    Without `inverse` as `dtype`, a float type. `kept` [T, C] receives what was normed; it may be x itself, without
+    Without `inverse` as `dtype`, a float type. `kept` [T, C] receives the norm's input; it may be x itself, without
     `index`.
     """
     rows, channels = (len(x) if index is None else len(index)), x.shape[1]
@@ -196,7 +198,7 @@ def rotate(
     *,
     early: int = 0,
 ) -> Tensor:
-    """Queries [T, heads, d] as `dtype` of a product's `sums`, with positions; keys and values go into the cache.
+    """Rotated queries [T, heads, d] as `dtype` from a product's `sums`; keys and values go into the cache.
 
     `angles` [positions, d] fp32: cosines of the first half, then sines. Rows at position -1 write nothing there.
     """
@@ -226,7 +228,7 @@ def gate(x: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
 def add_norm_reference(
     x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None, dtype: torch.dtype, sums: Sums | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What is normed, as x's type, and its norm."""
+    """The norm's input, as x's type, and its norm."""
     y = x.float() if sums is None else x.float() + sums.whole()
     kept = y.to(x.dtype)
     y = F.rms_norm(kept.float(), (x.shape[1],), weight.float(), eps)
@@ -234,7 +236,7 @@ def add_norm_reference(
 
 
 def rotate_reference(y: Tensor, angles: Tensor, positions: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values [T, heads, d] of y [T, (heads + 2 · kv_heads) · d], the first two with positions."""
+    """Queries, keys and values [T, heads, d] of y [T, (heads + 2 · kv_heads) · d], the first two rotated."""
     d = angles.shape[1]
     q, k, v = y.float().unflatten(1, (-1, d)).split([heads, kv_heads, kv_heads], dim=1)
     cosine, sine = angles[positions.long()][:, None].chunk(2, dim=-1)

@@ -1,7 +1,4 @@
-"""Who is guessed for, how far, and what came of it: speculate.py's guesses for the requests of one runner.
-
-Knows works in the making and what guesses and rows cost; knows nothing of the scheduler and of the model itself.
-"""
+"""Speculative decoding for one runner: decides who gets how many guesses, makes them, and records the acceptance."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from llm.work import Work
 
 
 class Guessing:
-    """By a draft, by looking up what was said before, or not at all."""
+    """With a draft model, prompt lookup, or off."""
 
     def __init__(self, draft: Draft | None = None, *, lookup: bool = False) -> None:
         self.draft = draft
         self.lookup = lookup
         self.guessed = self.accepted = 0  # tokens, since the start
         self._line = Line()
-        self._guess_s = 0.0  # of one turn of the draft's
+        self._guess_s = 0.0  # per forward of the draft
 
     def make(self, parts: Sequence[Part]) -> list[Guess]:
-        """For each part as much as was planned; the draft's take so many forwards of its own."""
+        """Make the planned number of guesses for each part; those of the draft take as many forwards of its own."""
         made = [Guess(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
         asking = [i for i, part in enumerate(parts) if part.work.guesses and made[i] is NO_GUESS]
         if self.draft is not None and asking:
@@ -40,7 +37,7 @@ class Guessing:
         return made
 
     def read_along(self, parts: Sequence[Part]) -> None:
-        """The draft reads prompts in the same chunks."""
+        """Prefill the draft with the same chunks."""
         if self.draft is None:
             return
         reading = [part for part in parts if part.count > 1 and part.work.drafted == part.start]
@@ -51,7 +48,7 @@ class Guessing:
             self.draft.read(Step.of(tokens, positions, sequences, []))
 
     def settle(self, part: Part, guess: Guess, kept: int) -> None:
-        """Take in what an iteration came to: the first `kept` tokens of the guess were right."""
+        """Take in an iteration's result: the first `kept` tokens of the guess were right."""
         work, count = part.work, len(guess.tokens)
         if part.count > 1 and work.drafted == part.start:
             work.drafted = part.start + part.count
@@ -64,25 +61,25 @@ class Guessing:
             work.drafted = part.start + 1 + min(kept, count - 1)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """What a forward of the model took, without the making of guesses."""
+        """Record the time of a forward of the model, without making guesses."""
         self._line.observe(rows, seconds)
 
     def lengths(self, decoding: int) -> Lengths | None:
-        """How many guesses pay where so many requests bring tokens; None where nobody guesses."""
+        """The model of how many guesses pay off with so many requests; None if speculation is off."""
         if self.draft is None and not self.lookup:
             return None
-        # What a guess costs all that are decoding now: its turn of the draft, and their rows in the forward.
+        # A guess's cost over all that are decoding now: its forward of the draft, and their rows in the forward.
         n = max(1, decoding)
         forward_s, row_s = self._line(n)
         return Lengths(forward_s, self._guess_s + n * row_s)
 
     def plan(self, work: Work, lengths: Lengths | None = None) -> None:
-        """Set the guesses of the next iteration, of an answer that is being written."""
+        """Set the number of guesses of a decoding answer's next iteration."""
         work.guesses = 0
         if not work.guessable or (self.draft is None and not self.lookup):
             return
         nominal = NOMINAL["lookup" if self.lookup else "draft"]
-        # Whoever gave a seed is to get the same text whatever the load: it then must not decide how far is guessed.
+        # With a seed the text must not depend on the load, which then must not decide the number of guesses.
         bound = work.settings is not None and work.parameters.seed is not None
         pays = nominal if bound or lengths is None else lengths
         most = work.most_guesses(pays(work.pace.acceptance))

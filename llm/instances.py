@@ -1,4 +1,4 @@
-"""Whether a JSON schema has a finite instance at all: `{"$ref": "#"}` has none, and an answer to it would never end."""
+"""Decides whether a JSON schema has a finite instance: `{"$ref": "#"}` has none, and its answer would never end."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
-Node = int  # the identity of a schema, or one that was made for a part of it
+Node = int  # the identity of a schema, or a number for a part of it
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 def has_finite_instance(schema: dict[str, Any]) -> bool:
-    """False only where no finite JSON can fit: by `$ref`s that lead back to themselves through what must be there.
+    """False only if no finite JSON fits: due to required `$ref`s that lead back to themselves.
 
-    A schema is fitted by something finite if all that it requires is: which is a Horn formula, whose least model is
-    found in linear time (Dowling and Gallier, 1984). What is not looked at (patterns, formats, bounds, `not`,
-    `patternProperties`) counts as fitted. JSON Schema 2020-12, and `items` in lists as before it.
+    A schema has a finite instance if everything it requires has: this is a Horn formula, whose least model is found in
+    linear time (Dowling and Gallier, 1984). Unsupported keywords (patterns, formats, bounds, `not`,
+    `patternProperties`) count as satisfiable. JSON Schema 2020-12, and `items` in lists as before it.
     """
     return _Formula(schema).holds()
 
 
 class _Formula:
-    """Rules `head ← body`: the head is fitted by something finite if every node of the body is."""
+    """Rules `head ← body`: the head has a finite instance if every node of the body has."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._made = -1  # nodes of parts count downwards, so that they are no schema's identity
-        self._missing: list[int] = []  # by rule: how many nodes of its body are not known to be fitted
+        self._made = -1  # nodes of parts count downwards, so that they collide with no schema's identity
+        self._missing: list[int] = []  # by rule: how many nodes of its body are not yet known to be satisfiable
         self._heads: list[Node] = []
         self._uses: dict[Node, list[int]] = defaultdict(list)  # node → rules in whose body it is
         self._pending: list[dict[str, Any]] = []
@@ -59,7 +59,7 @@ class _Formula:
         self._missing.append(len(needed))
 
     def _part(self, *bodies: Iterable[Node | None]) -> Node:
-        """A node that is fitted if all of one of these bodies is."""
+        """A node that is satisfied if all nodes of one of these bodies are."""
         self._made -= 1
         node = self._made
         for body in bodies:
@@ -67,7 +67,7 @@ class _Formula:
         return node
 
     def _node(self, schema: Any) -> Node | None:
-        """The node of a schema; None for one that everything fits, or that is none."""
+        """The node of a schema; None for one that everything fits, or that is no schema."""
         if schema is False:
             return self._part()
         if not isinstance(schema, dict):
@@ -92,7 +92,7 @@ class _Formula:
         self._rule(id(schema), parts)
 
     def _contents(self, schema: dict[str, Any], type: Any) -> list[Node | None]:
-        """What an instance of this type must hold."""
+        """What an instance of this type must contain."""
         if type == "object":
             properties = schema.get("properties")
             known = properties if isinstance(properties, dict) else {}
@@ -109,7 +109,7 @@ class _Formula:
         return []
 
     def _target(self, reference: str) -> Any:
-        """What a JSON pointer leads to (RFC 6901); None where it is another kind of reference, or leads nowhere."""
+        """The target of a JSON pointer (RFC 6901); None for another kind of reference, or one without a target."""
         start, *names = unquote(reference).split("/")
         found: Any = self._root if start == "#" else None
         for name in (name.replace("~1", "/").replace("~0", "~") for name in names):

@@ -1,6 +1,6 @@
-"""The memory of keys and values: pages for all layers, in floats, int8 or E4M3, and the tables that say whose they are.
+"""The KV cache's memory: pages for all layers, in floats, int8 or E4M3, and the page tables of sequences.
 
-Knows tensors and page numbers; who holds which page is kept by `llm.pages`.
+`llm.pages` allocates pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = Literal["float", "int8", "fp8"]
 class Step:
     """The tokens of one forward, of any sequences at any positions: rows of one matrix.
 
-    Rows of one sequence lie side by side, at positions that count up; each sees its sequence up to itself.
+    Rows of one sequence are adjacent, at increasing positions; each attends to its sequence up to itself.
     """
 
     tokens: Tensor  # int32 [T]
@@ -48,9 +48,9 @@ class KVCache:
     """Keys [layers, pages, kv_heads, d, 16] and values [layers, pages, kv_heads, 16, d]; on a GPU [..., 16, d] and
     [..., d, 16].
 
-    A vector of a processor then holds one channel of a page's tokens. What a GPU's tensor cores sum over, channels of
-    keys and tokens of values, wants to lie side by side instead: bytes are not turned round on their way there.
-    `table` [sequences, pages of one] is what readers follow; its rows are written by `place`.
+    On a CPU a vector register then holds one channel of a page's tokens. A GPU's tensor cores need the summed dimension
+    contiguous (channels of keys, tokens of values), since bytes are not transposed while loading. `table` [sequences,
+    pages of one] is what readers use; its rows are written by `place`.
     """
 
     def __init__(
@@ -68,14 +68,15 @@ class KVCache:
         beside: KVCache | None = None,
         turned: bool | None = None,
     ) -> None:
-        """`sequences` of at most `context` tokens may be in the cache at once. `beside`: whose table it shares.
+        """At most `sequences` of at most `context` tokens are in the cache at once. `beside`: the cache whose table it
+        shares.
 
-        `turned`: as on a GPU; by default as the device wants it.
+        `turned`: the GPU layout; default: by device.
         """
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.turned = torch.device(device).type != "cpu" if turned is None else turned
         held = {"float": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind]
-        # Zeros, not whatever memory held: a page is read by whole vectors, also where no token was written yet.
+        # Zeros, not uninitialized memory: a page is read by whole vectors, also where no token was written yet.
         page = (PAGE, head_dim) if self.turned else (head_dim, PAGE)
         self.keys = torch.zeros(layers, pages, kv_heads, *page, dtype=held, device=device)
         self.values = torch.zeros(layers, pages, kv_heads, *reversed(page), dtype=held, device=device)
@@ -96,7 +97,7 @@ class KVCache:
 
     @property
     def top(self) -> float:
-        """The largest level of keys and values that have scales; 0 of those that have none."""
+        """The largest level of keys and values that have scales; 0 without scales."""
         return 0.0 if self.key_scales is None else top(self.keys.dtype)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -106,9 +107,9 @@ class KVCache:
         return self.keys[layer], self.values[layer], self.key_scales[layer], self.value_scales[layer]
 
     def place(self, sequence: int, pages: list[int], start: int = 0) -> None:
-        """Say that the pages of a sequence from the one of number `start` on are these.
+        """Set the pages of a sequence from page number `start` on.
 
-        On a GPU readers know it after the next `settle`: whoever places runs beside the forwards, on no stream.
+        On a GPU readers see it after the next `settle`: the caller runs beside the forwards, on no stream.
         """
         if self.table.device.type != "cpu":
             self._placed.append((sequence, start, list(pages)))
@@ -116,7 +117,7 @@ class KVCache:
         self.table[sequence, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def settle(self) -> None:
-        """Write what was placed into the table, in order, on the current stream."""
+        """Write the placed pages into the table, in order, on the current stream."""
         width = self.table.shape[1]
         found: dict[int, int] = {}
         while self._placed:
@@ -127,14 +128,14 @@ class KVCache:
             self.table.view(-1)[both[0].long()] = both[1]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, step: Step) -> None:
-        """Put keys and values [T, kv_heads, d] of a step's tokens into their pages."""
+        """Write keys and values [T, kv_heads, d] of a step's tokens into their pages."""
         at, within = self._at(step)
         if self.key_scales is not None and self.value_scales is not None:
             keys, scale = quantize_kv(keys, self.keys.dtype)
             self.key_scales[layer][at, :, within] = scale
             values, scale = quantize_kv(values, self.keys.dtype)
             self.value_scales[layer][at, :, within] = scale
-        # As bytes where they are of one: indexing knows no E4M3.
+        # 8-bit ones as bytes: indexing does not support E4M3.
         held_keys, held_values = self._pages(layer)
         held_keys[at, :, :, within] = keys.to(self.keys.dtype).view(held_keys.dtype)
         held_values[at, :, within] = values.to(self.keys.dtype).view(held_keys.dtype)
@@ -151,7 +152,7 @@ class KVCache:
         return keys.to(self.dtype), values.to(self.dtype)
 
     def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys by channel and values by token, however they lie; E4M3 as bytes."""
+        """Keys by channel and values by token, in either layout; E4M3 as bytes."""
         plain = torch.uint8 if self.keys.dtype == torch.float8_e4m3fn else self.keys.dtype
         keys, values = self.keys[layer].view(plain), self.values[layer].view(plain)
         return (keys.mT, values.mT) if self.turned else (keys, values)

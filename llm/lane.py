@@ -1,7 +1,7 @@
-"""The text panel's own queue on a GPU: a lane whose thread submits to a stream of high priority.
+"""The text panel's lane on a GPU: its thread submits to a stream of high priority.
 
-Decoding reads weights and computes little; beside pictures, whose forwards do the opposite, its short kernels go first
-and both overlap. Knows streams; knows nothing of what runs on them.
+Decode reads weights and computes little; beside images, whose forwards do the opposite, its short kernels go first and
+both overlap.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from core.batching.runner import Lane
 
 
 class StreamLane(Lane):
-    """A lane all of whose work is submitted to one stream of the device, before others' where both are ready."""
+    """A lane whose work is all submitted to one stream of the device, scheduled before others where both are ready."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device

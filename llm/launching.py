@@ -1,8 +1,9 @@
-"""How this folder's Triton kernels are compiled and chained: once for any number of rows, and early where asked.
+"""Compiles and launches this folder's Triton kernels: once for any number of rows, with programmatic dependent launch
+on request.
 
-While decoding, a microsecond or two pass between a kernel's end and the next one's beginning, as long as the smaller
-ones take. A kernel that is launched early (CUDA's programmatic dependent launch) is on its multiprocessors by then, and
-waits there for what went before. Knows Triton's decorator and Hopper's instructions; knows nothing of what is computed.
+In decode, a microsecond or two pass between a kernel's end and the next one's start, as long as the smaller kernels
+take. A kernel launched early (CUDA's programmatic dependent launch) is on its multiprocessors by then, and waits there
+for the previous one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from core.quant.kernels.cuda.language import tl, triton
 
 
 def kernel(*free: str) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit` that compiles nothing anew for special values (1, multiples of 16) of the arguments named.
+    """`triton.jit` that does not specialize on values (1, multiples of 16) of the arguments named.
 
-    The function itself where there is no Triton; it then cannot be launched.
+    Returns the function itself without Triton; it then cannot be launched.
     """
 
     def made(function: Callable[..., None]) -> Any:
@@ -25,14 +26,15 @@ def kernel(*free: str) -> Callable[[Callable[..., None]], Any]:
     return made
 
 
-LATE, EAGER = 1, 2  # when a kernel lets the next one come: once it has waited itself, or at once; 0 is never
+LATE, EAGER = 1, 2  # when a kernel lets the next one start: after its own wait, or at once; 0 is never
 
 
 @kernel()
 def enter(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a kernel does before it reads what others write, or writes: wait until all those before it have ended.
+    """Wait until all previous kernels have ended: called before a kernel reads others' results, or writes.
 
-    Everybody waits, and nobody ends before he has waited, so that all kernels before have ended, not the last one only.
+    Every kernel waits, and none ends before it has waited, so that all previous kernels have ended, not only the last
+    one.
     """
     if EARLY == 2:
         tl.extra.cuda.gdc_launch_dependents()
@@ -43,5 +45,5 @@ def enter(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def options(early: int) -> dict[str, Any]:
-    """Launch options: only where they are wanted, since the interpreter knows none of them."""
+    """Launch options: only where needed, since the interpreter supports none of them."""
     return {"launch_pdl": True} if early else {}

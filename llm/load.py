@@ -1,7 +1,6 @@
-"""Loads any decoder-only model of the Llama family in transformers' format, and refuses what cannot be served.
+"""Loads decoder-only models of the Llama family in transformers' format, and rejects unsupported ones.
 
-Modelling and weights are transformers' own; attention is ours (llm.attention). Knows files, devices and configs; knows
-nothing of how a model is run.
+Modelling code and weights are transformers' own; attention is ours (llm.attention).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SAMPLE_BYTES, _WHOLE_BYTES, _BLOCK_BYTES = 4096, 256 << 20, 1 << 20
 
 
 def variant(scheme: str) -> str:
-    """The name of the folder of a model's quantized variant, in its own."""
+    """The subfolder of a model's quantized variant."""
     return f"model-{scheme}"
 
 
@@ -37,7 +36,7 @@ class TextModelError(ValueError):
 
 @dataclass(eq=False)
 class TextModel:
-    """A network in evaluation mode on one device, and its tokenizer. `digest` tells its weights from any others."""
+    """A network in evaluation mode on one device, and its tokenizer. `digest` identifies its weights."""
 
     name: str
     digest: str
@@ -58,7 +57,7 @@ class TextModel:
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and answer that the model was made for."""
+        """The model's maximum of prompt and answer tokens."""
         return int(self.config.max_position_embeddings)
 
     @property
@@ -88,7 +87,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
         precision: fp32, bf16, fp16, or int8 or fp8 for a model whose folder holds `model-int8` or `model-fp8`.
 
     Raises:
-        TextModelError: if it is missing, damaged, no decoder-only language model, or the device is not there.
+        TextModelError: if it is missing, damaged, no decoder-only language model, or the device does not exist.
     """
     import torch
 
@@ -160,7 +159,7 @@ def _find(name: str) -> Path:
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["original/*"]))
-    except Exception as error:  # of many libraries: all say that it cannot be had
+    except Exception as error:  # of many libraries, all with the same meaning
         raise TextModelError(f"{short}: cannot be downloaded ({type(error).__name__}: {_first_line(error)})") from error
 
 
@@ -176,7 +175,7 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             output_loading_info=True,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # many libraries, many exceptions: all say that it does not load
+    except Exception as error:  # many libraries, many exceptions: the model does not load
         raise TextModelError(f"{folder}: does not load ({type(error).__name__}: {_first_line(error)})") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(what) or ())
@@ -210,7 +209,7 @@ def _check(name: str, network: Any, tokenizer: Any) -> None:
 
 
 def variants(name: str) -> set[str]:
-    """The schemes in 8 bits that a model's folder holds a variant of. Raises `TextModelError` for no model."""
+    """The 8-bit schemes that a model's folder has a variant of. Raises `TextModelError` if there is no model."""
     from core.quant import store
 
     if name in tiny.SHAPES:
@@ -233,7 +232,7 @@ def _quantized(name: str, folder: Path | None, network: Any, digest: str, scheme
 
 
 def _ends(network: Any, tokenizer: Any) -> frozenset[int]:
-    """What the generation config, the config and the tokenizer say: models name a turn's end in any of them."""
+    """End tokens of the generation config, the config and the tokenizer: models may name them in any of these."""
     found: set[int] = set()
     generation = getattr(network, "generation_config", None)
     for value in (getattr(generation, "eos_token_id", None), network.config.eos_token_id, tokenizer.eos_token_id):
@@ -242,7 +241,7 @@ def _ends(network: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _digest(folder: Path) -> str:
-    """SHA-256 (16 hex digits) over all that makes the model what it is, wherever its folder lies.
+    """SHA-256 (16 hex digits) over all that determines the model, independent of its folder's path.
 
     Of a weight file over 256 MB it reads the header and 4 KiB from the middle of each tensor.
     """
@@ -272,7 +271,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Loading is shown by our own progress; transformers' bars and advice would talk over it."""
+    """Silences transformers' progress bars and advice: loading has its own progress display."""
     from transformers.utils import logging as transformers_logging
 
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()

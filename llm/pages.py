@@ -1,6 +1,6 @@
-"""Who holds which page of keys and values: pages over slots, shared by equal beginnings, and room for newcomers.
+"""Allocates KV cache pages to sequences, shares pages of equal prefixes, and evicts unused ones.
 
-Pure bookkeeping: knows tokens and page numbers; what a page's memory looks like is `llm.kv_cache`'s business.
+Pure bookkeeping of tokens and page numbers; `llm.kv_cache` owns the memory.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ PAGE = 16  # tokens
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """The pages of one sequence, in order. The first `shared` were found, not made: nobody may write to them."""
+    """The pages of one sequence, in order. The first `shared` were found in the cache: nobody may write to them."""
 
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     published: int = 0  # of these pages others may find the first so many
-    key: int = 0  # of the last one that was found or published, which the next one's key begins with
+    key: int = 0  # of the last page found or published, which the next page's key begins with
 
     @property
     def room(self) -> int:
-        """Tokens for which there are pages."""
+        """Tokens that fit in its pages."""
         return len(self.pages) * PAGE
 
 
 class Pages:
-    """`capacity` pages. A full page whose tokens are known may be found by whoever begins with the same tokens.
+    """`capacity` pages. A full page with known tokens can be found by sequences with the same prefix.
 
-    A page that nobody holds any longer keeps its contents until its place is needed, the longest unused one first.
+    A released page keeps its contents until it is evicted, least recently used first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -40,7 +40,7 @@ class Pages:
         self._holders: dict[int, int] = {}
         self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (key before, tokens) → page, key
         self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # page → what it is found by
-        self._idle: OrderedDict[int, None] = OrderedDict()  # found by name, held by nobody
+        self._idle: OrderedDict[int, None] = OrderedDict()  # findable, held by nobody
         self._keys = 0
         self.hits = 0  # tokens that were found instead of computed
 
@@ -50,7 +50,7 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that can be had: empty ones, and those that nobody holds."""
+        """Allocatable pages: empty ones, and released ones."""
         return self._slots.free + len(self._idle)
 
     @property
@@ -58,9 +58,9 @@ class Pages:
         return len(self._holders)
 
     def find(self, holding: Holding, tokens: Sequence[int]) -> None:
-        """Begin an empty holding with the pages that hold the first of these tokens, if others made them.
+        """Start a holding with the cached pages of the longest known prefix of these tokens.
 
-        The last token is never among them: somebody has to compute what follows it.
+        Never includes the last token: its forward is needed to compute what follows.
         """
         if holding.pages:
             raise IntegrityError("a holding that has pages cannot begin with others")
@@ -76,7 +76,7 @@ class Pages:
         self.hits += holding.room
 
     def extend(self, holding: Holding, tokens: int) -> bool:
-        """Make room for so many tokens in all. False where there are too few pages: then nothing is taken."""
+        """Allocate pages for so many tokens in all. False if there are too few pages: then nothing is allocated."""
         count = -(-tokens // PAGE) - len(holding.pages)
         if count <= 0:
             return True
@@ -94,9 +94,9 @@ class Pages:
         return True
 
     def publish(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
-        """Let others find the full pages among the first `computed` of these tokens.
+        """Make the full pages among the first `computed` of these tokens findable.
 
-        Two that computed the same at the same time keep a page each; the first one is found.
+        If two sequences computed the same at once each keeps its page; the first one is found.
         """
         while (holding.published + 1) * PAGE <= computed:
             start = holding.published * PAGE
@@ -111,8 +111,8 @@ class Pages:
             holding.key = known[1]
 
     def release(self, holding: Holding) -> None:
-        """Give all pages back. Raises `IntegrityError` for one that is not held."""
-        for page in reversed(holding.pages):  # the end of a sequence is forgotten before its beginning
+        """Release all pages. Raises `IntegrityError` for one that is not held."""
+        for page in reversed(holding.pages):  # a sequence's end is evicted before its beginning
             count = self._holders.get(page, 0)
             if count < 1:
                 raise IntegrityError(f"page {page} is given back but not held")

@@ -1,7 +1,4 @@
-"""What text is asked for with, what comes back, and what is refused.
-
-Knows the limits of values; knows nothing of weights, devices or HTTP, and imports no torch.
-"""
+"""Parameters and results of text generation, with validation. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,14 +28,13 @@ Finish = Literal["stop", "length"]
 class TextParameters:
     """One continuation of `prompt`, which is token ids.
 
-    Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 leave all tokens in; of those that are left in by all
-    three one is drawn. `repetition_penalty` divides the logits of what prompt and answer hold (Keskar et al., 2019),
-    `presence_penalty` and `frequency_penalty` are OpenAI's, over the answer alone. `logprobs` n ≥ 0 asks for the log
-    probabilities of the tokens and of the n likeliest, as the model gives them, before any of the above; None asks for
-    none. `logit_bias` is OpenAI's: to the logits of these tokens these values are added, of which -100 leaves a token
-    out and 100 leaves all others out.
-    `json_schema` is a schema as text, or "{}" for any JSON. `stop` is left out of the text, and so are the tokens
-    that end it. `seed` None is any.
+    Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off; a token is sampled from those that pass all
+    three. `repetition_penalty` divides the logits of tokens in prompt and answer (Keskar et al., 2019),
+    `presence_penalty` and `frequency_penalty` are OpenAI's, over the answer only. `logprobs` n ≥ 0 requests log
+    probabilities of the tokens and of the n most likely, from the model's unmodified logits; None requests none.
+    `logit_bias` is OpenAI's: values added to the logits of these tokens; -100 excludes a token, and 100 excludes all
+    others. `json_schema` is a schema as text, or "{}" for any JSON. `stop` strings are left out of the text, and so are
+    the tokens that end it. `seed` None is random.
     """
 
     prompt: tuple[int, ...]
@@ -68,7 +64,7 @@ class TextParameters:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log probability, and those of the likeliest tokens at its place, the likeliest first."""
+    """A token's log probability, and those of the most likely tokens at its place, in descending order."""
 
     token: int
     logprob: float
@@ -77,7 +73,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an iteration added: tokens, and the text that is certain by now."""
+    """An iteration's addition: tokens, and the text that is final by now."""
 
     text: str
     tokens: tuple[int, ...]
@@ -86,7 +82,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A finished continuation. `cached` of its prompt's tokens were found instead of computed."""
+    """A finished continuation. `cached` of its prompt's tokens were found in the KV cache instead of computed."""
 
     text: str
     tokens: tuple[int, ...]
@@ -97,7 +93,7 @@ class Text:
 
 
 def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
-    """Raise `Invalid` naming the first field that is wrong. Text is not echoed."""
+    """Raise `Invalid` naming the first invalid field. Text is not echoed."""
     if not isinstance(wanted.prompt, tuple) or not all(type(token) is int for token in wanted.prompt):
         raise Invalid("prompt", "must be a tuple of token ids")
     if not wanted.prompt:

@@ -1,7 +1,4 @@
-"""What requests bring into one forward: rows of tokens, and which of them are to be answered.
-
-Knows works in the making; knows nothing of models.
-"""
+"""Collects the token rows that requests contribute to one forward, and which of them need logits."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ class Part:
     work: Work
     start: int
     count: int
-    last: bool  # whether what follows is wanted
+    last: bool  # whether the next token is wanted
 
 
 def gathered(parts: Sequence[Part], guesses: Sequence[Guess]) -> tuple[Step, dict[int, Asked]]:
-    """All parts as one step, and by their numbers those that want what follows."""
+    """All parts as one step, and by index those that want a next token."""
     tokens: list[int] = []
     positions: list[int] = []
     sequences: list[int] = []
@@ -33,7 +30,7 @@ def gathered(parts: Sequence[Part], guesses: Sequence[Guess]) -> tuple[Step, dic
     asked: dict[int, Asked] = {}
     for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
         work, start = part.work, part.start
-        if part.count == 1 and not guess.tokens:  # of hundreds, most
+        if part.count == 1 and not guess.tokens:  # most of hundreds
             tokens.append(work.tokens[start])
             positions.append(start)
             sequences.append(work.row)

@@ -1,4 +1,4 @@
-"""Chooses what a text model is computed in where nobody says."""
+"""Chooses a text model's precision where none is configured."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contract.precision import SCHEMES, is_quantized
 if TYPE_CHECKING:
     from llm.load import TextModel
 
-_BF16, _E4M3 = (8, 0), (8, 9)  # compute capabilities from which on a GPU multiplies these
+_BF16, _E4M3 = (8, 0), (8, 9)  # minimum compute capabilities for multiplying these
 
 
 def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lacks: str | None) -> tuple[str, str]:
     """The precision, and the reason in a few words.
 
     Args:
-        variants: the schemes in 8 bits that the model has a variant of.
+        variants: the 8-bit schemes that the model has a variant of.
         capability: the GPU's compute capability; None for a CPU.
-        lacks: why our kernels do not run on the device; None where they do.
+        lacks: why our kernels do not run on the device; None if they do.
     """
     runs = [scheme for scheme in SCHEMES if scheme in variants]
     if capability is None or capability < _E4M3:
@@ -40,7 +40,7 @@ def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lac
 
 
 def load(name: str, asked: str, *, device: str, lacks: str | None) -> tuple[TextModel, str]:
-    """Load a model in the precision that was asked for, or for "auto" in what `choose` says; and the reason.
+    """Load a model in the configured precision, or for "auto" in that of `choose`; and the reason.
 
     `lacks` as for `choose`. Raises `llm.load.TextModelError`.
     """

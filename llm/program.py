@@ -1,7 +1,7 @@
 """A Llama as programs of CPU kernels, one for each number of tokens: embeddings to logits in two calls.
 
-A row's bits depend neither on the rows beside it, nor on their number, nor on where its pages lie. Knows the layout of
-transformers' Llama and of what shares it (Mistral, Qwen2); knows nothing of requests.
+A row's bits depend neither on the other rows, nor on their number, nor on which pages it uses. Supports transformers'
+Llama layout, which Mistral and Qwen2 share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llm.pages import PAGE
 
 
 def check(network: Any) -> None:
-    """Refuse, by name, what these programs would compute differently from transformers. Raises ValueError."""
+    """Reject, by name, what these programs would compute differently from transformers. Raises ValueError."""
     family.check(network)
     config = network.config
     width = network.model.layers[0].self_attn.head_dim
@@ -49,11 +49,11 @@ class _Head(NamedTuple):
 class LlamaPrograms:
     """Runs a Llama on a cache, for any number of tokens, by one thread at a time.
 
-    Weights are packed at once; programs are written when first needed, in milliseconds, and kept.
+    Weights are packed at once; programs are built on first use, in milliseconds, and kept.
     """
 
     def __init__(self, library: ctypes.CDLL, network: Any, cache: KVCache, *, half: bool = False) -> None:
-        """Raises ValueError for a model that `check` refuses. `half` keeps what is not in INT8 in bf16."""
+        """Raises ValueError for a model that `check` rejects. `half` keeps unquantized layers in bf16."""
         check(network)
         if cache.keys.dtype == torch.float8_e4m3fn:
             raise ValueError("our CPU kernels read keys and values in floats or int8, not in E4M3")
@@ -67,7 +67,7 @@ class LlamaPrograms:
         self._blocks = Blocks(), Blocks()  # a head reads what a trunk wrote
         self._trunks: dict[int, _Trunk] = {}
         self._heads: dict[int, _Head] = {}
-        self._trunk(1)  # packs all layers, and finds any that do not fit
+        self._trunk(1)  # packs all layers, and finds any that are unsupported
         self._head(1)
 
     @torch.inference_mode()
@@ -87,12 +87,12 @@ class LlamaPrograms:
         return head.logits
 
     def release(self) -> None:
-        """Let go of the weights that were packed: from then on the model's own forward is no use."""
+        """Drop the original weights of packed layers: the model's own forward cannot be used afterwards."""
         self._layers.release()
 
     @property
     def size_bytes(self) -> int:
-        """Of packed weights."""
+        """Bytes of packed weights."""
         return self._layers.size_bytes
 
     def _trunk(self, rows: int) -> _Trunk:
@@ -117,7 +117,7 @@ class LlamaPrograms:
             b = p.paged_attention(q, places, pages, heads=heads, scale=attention.scaling, inverse=out.inverse)
             p.product(b, out.weights, grid=grid, residual=x, out=x)
             p.give_back(a, made, b)
-            # In the order in which the kernels read a gated layer: what is gated, then the gate.
+            # In the order in which the kernels read a gated layer: the gated half, then the gate.
             wide, down = layers(mlp.up_proj, mlp.gate_proj, geglu=True), layers(mlp.down_proj)
             a = _norm(p, x, layer.post_attention_layernorm, wide.inverse)
             b = p.product(a, wide.weights, grid=grid, inverse=down.inverse, silu=True)

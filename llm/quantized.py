@@ -1,7 +1,4 @@
-"""Makes a language model's INT8 or FP8 variant: watches it read texts, then quantizes by the recipe.
-
-Knows texts, recipes and the store; leaves arithmetic to `core.quant`.
-"""
+"""Creates a language model's INT8 or FP8 variant: calibrates it on texts, then quantizes by the recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from llm.recipe import llama
 
 
 def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe) -> Statistics:
-    """Statistics of the recipe's layers over texts of token ids. `model` must be in floats; it is left as it is.
+    """Statistics of the recipe's layers over texts of token ids. `model` must be unquantized, and is not changed.
 
     Raises `StatisticsError` without texts.
     """
@@ -43,7 +40,7 @@ def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe) 
 def quantize(
     model: TextModel, texts: Sequence[Sequence[int]], *, recipe: Recipe | None = None, scheme: Scheme = "int8"
 ) -> TextModel:
-    """A copy of the model in INT8 or FP8; what becomes quantized is not copied before.
+    """A copy of the model in INT8 or FP8; layers to be quantized are not copied first.
 
     Raises what `calibrate` and `quantize_` raise.
     """

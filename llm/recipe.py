@@ -1,7 +1,6 @@
-"""Which layers of a Llama are quantized, how, and why each other layer is not.
+"""The quantization recipe for Llamas: which layers are quantized, how, and why each other layer is not.
 
-SmoothQuant (Xiao et al., 2023) on every linear layer of the blocks. Knows names of layers; knows nothing of ranges and
-kernels.
+SmoothQuant (Xiao et al., 2023) on every linear layer of the blocks.
 """
 
 from __future__ import annotations

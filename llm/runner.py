@@ -1,7 +1,7 @@
-"""Text for the engine: the Runner of the text modality.
+"""The text modality's Runner for the engine.
 
-Prompts are read in chunks and answers written token by token, all in one forward whose rows are tokens: a long prompt
-never holds up answers. Knows what a request holds and what an iteration costs; leaves order and width to the scheduler.
+Prefill runs in chunks and decode token by token, all in one forward whose rows are tokens: a long prompt never delays
+running answers. The scheduler decides order and width.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from llm.work import Work
 PREFILL, DECODE = "prefill", "decode"
 GROUP = "text"
 _GUESS_S = 0.005  # of an iteration, before anything was measured
-_ROWS, _GPU_ROWS = (192, 64), (2048, 512)  # of a forward, and of these of one prompt
+_ROWS, _GPU_ROWS = (192, 64), (2048, 512)  # of a forward, and of one prompt in it
 
 
 class TextRunner:
-    """Writes text with one model on one lane."""
+    """Generates text with one model on one lane."""
 
     modality = "text"
 
@@ -59,10 +59,10 @@ class TextRunner:
         patience_s: float = 2.0,
         pace_s: float = 0.1,
     ) -> None:
-        """`max_rows` bounds the tokens of one forward, `chunk` what it reads of one prompt, `pages` the cache.
+        """`max_rows` limits the tokens of one forward, `chunk` those of one prompt in it, `pages` the KV cache.
 
-        `context` is the most tokens that one request may come to; default: the model's own. `draft` makes guesses:
-        a smaller model of the same vocabulary, or "lookup" for what was said before. Objectives: the first token within
+        `context` limits one request's tokens; default: the model's own. `draft` enables speculative decoding: a smaller
+        model of the same vocabulary, or "lookup" for prompt lookup. Latency objectives: the first token within
         `patience_s`, the others every `pace_s`. Raises `TextModelError`.
         """
         self.model = model
@@ -91,17 +91,17 @@ class TextRunner:
             self._executions.append(self.guessing.draft.execution)
         self._constraints = Constraints(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._costs = CostTable(guess_s=_GUESS_S)
-        self._decoding = 0  # requests in the last iteration that brought tokens
+        self._decoding = 0  # requests with new tokens in the last iteration
         self._chunk_now = self._chunk
 
     @property
     def guessed(self) -> int:
-        """Tokens, since the start."""
+        """Guessed tokens, since the start."""
         return self.guessing.guessed
 
     @property
     def accepted(self) -> int:
-        """Of the guessed tokens those that were right."""
+        """Accepted guesses, since the start."""
         return self.guessing.accepted
 
     def _check_draft(self, draft: TextModel) -> None:
@@ -111,7 +111,7 @@ class TextRunner:
                 f"{self.model.name} has {self.model.vocabulary} and {self.context}"
             )
 
-    # -- what the scheduler asks -----------------------------------------------------------------------------------
+    # -- called by the scheduler ------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         wanted = request.parameters
@@ -129,7 +129,7 @@ class TextRunner:
         work: Work = request.work or self._work(request.parameters, row)
         self.pages.find(work.holding, work.tokens)
         others = self._slots.taken - 1
-        # A page for each of the others to grow into, or whoever comes last would be sent away again at once.
+        # A page for each of the others to grow into, or the last one admitted would be preempted at once.
         if not self.pages.extend(work.holding, len(work.tokens) + 1) or self.pages.free < others:
             self.pages.release(work.holding)
             self._slots.give(row)
@@ -184,7 +184,7 @@ class TextRunner:
         return self.iterations(request) * self.cost(GROUP, rows)
 
     def then(self, request: Request) -> None:
-        """Nobody can know when an answer ends."""
+        """The end of an answer cannot be predicted."""
 
     def limit(self, group: Hashable) -> int:
         return self._max_rows
@@ -204,7 +204,7 @@ class TextRunner:
         def compute() -> tuple[list[Chosen | BaseException | None], list[Guess], int, float]:
             with torch.inference_mode():
                 guesses = self.guessing.make(parts)
-                started = time.perf_counter()  # making guesses has a price of its own
+                started = time.perf_counter()  # making guesses is timed separately
                 made, rows = self._forward(parts, guesses)
             return made, guesses, rows, time.perf_counter() - started
 
@@ -248,7 +248,7 @@ class TextRunner:
         return made, len(step.tokens)
 
     def _committed(self, request: Request, part: Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
-        """What goes wrong with one request's text must not have the others written twice."""
+        """An error with one request's text must not regenerate the others'."""
         try:
             return self._commit(request, part, made, guess)
         except Exception as error:
@@ -270,7 +270,7 @@ class TextRunner:
         return Outcome(progress=(work.answered, total), token=news, result=whole, finished=whole is not None)
 
     def _publish(self, work: Work) -> None:
-        """What is complete may be found by others: the draft's part of it, too."""
+        """Make complete pages findable, including the draft's."""
         computed = min(work.computed, len(work.tokens) - 1)
         if self.guessing.draft is not None:
             computed = min(computed, work.drafted)
@@ -306,7 +306,7 @@ class TextRunner:
             work.guesses = 0
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
-        """Compile what decoding needs, then time likely widths for so many seconds. Not while the engine runs."""
+        """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs."""
         self._lane.call(lambda: self._measure(measure_s))
 
     def _measure(self, measure_s: float) -> None:
@@ -322,17 +322,17 @@ class TextRunner:
                 if time.monotonic() >= until:
                     return
                 started = time.perf_counter()
-                look(self.execution(step), [], self.execution.best)  # which waits for the device
-                if run:  # the first one warms up and does not count
+                look(self.execution(step), [], self.execution.best)  # waits for the device
+                if run:  # the first run is warm-up
                     self._costs[GROUP].observe(width, time.perf_counter() - started)
 
     def release_weights(self) -> None:
-        """Hold weights once, where our kernels have packed them. The models cannot be run otherwise then."""
+        """Free duplicate weights, where our kernels have packed them. The models can then only run on these."""
         for execution in self._executions:
             execution.release()
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
-        """What was measured: seconds by rows."""
+        """Measured seconds by rows."""
         return self._costs.measured()
 
     def close(self) -> None:

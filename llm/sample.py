@@ -1,8 +1,7 @@
-"""Drawing tokens: all rows in one pass, each by its own settings and its own seed, as if it were alone.
+"""Samples tokens: all rows in one pass, each by its own settings and seed, independent of the batch.
 
-What is drawn for a row is a function of its logits, its settings, its seed and the number of the token, and of nothing
-else: no generator has a state that others could move, and an iteration that is tried again draws the same. Knows
-logits; knows nothing of requests.
+A row's token is a function of its logits, settings, seed and token index only: there is no generator state that other
+rows could advance, and a retried iteration draws the same.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from contract.text import MAX_BIAS
 
-TOKEN, DRAFT, ACCEPT = range(3)  # what a number is drawn for
-_SHORT = 1024  # of the likeliest, among which are nearly always all that may be drawn
+TOKEN, DRAFT, ACCEPT = range(3)  # what a random number is used for
+_SHORT = 1024  # most likely tokens, which nearly always include all candidates
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 Seeds = npt.NDArray[np.uint64]
@@ -42,7 +41,7 @@ class Settings:
 
 
 def gathered(settings: Sequence[Settings]) -> Settings:
-    """Those of many rows, one after the other."""
+    """Concatenate the settings of many rows."""
     return Settings(
         temperature=torch.cat([s.temperature for s in settings]),
         top_k=torch.cat([s.top_k for s in settings]),
@@ -66,19 +65,19 @@ def _mixed(z: Seeds) -> Seeds:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row of logits [L, V], -1 where they are not all finite: int64 [L]."""
+    """The most likely token of each row of logits [L, V], -1 where they are not all finite: int64 [L]."""
     return torch.where(logits.sum(-1).isfinite(), logits.argmax(-1), -1)
 
 
 def probabilities(logits: Tensor, settings: Settings) -> Tensor:
-    """What each row's token is drawn from, [n, V] fp32, not normalized: zero for all that is left out.
+    """The distribution of each row's token, [n, V] fp32, not normalized: zero for excluded tokens.
 
     In the order of transformers' warpers: temperature, then the top k, then the fewest of these that reach `top_p`
-    (Holtzman et al., 2020), then those of at least `min_p` times the likeliest (Nguyen et al., 2024).
+    (Holtzman et al., 2020), then those of at least `min_p` times the most likely (Nguyen et al., 2024).
     """
     device = logits.device
     p = torch.softmax(logits.float() / settings.temperature.to(device)[:, None], dim=-1)
-    narrow = ((settings.top_k > 0) | (settings.top_p < 1)).nonzero()[:, 0]  # settings lie on the host: nothing waits
+    narrow = ((settings.top_k > 0) | (settings.top_p < 1)).nonzero()[:, 0]  # settings are on the host: no device sync
     if len(narrow):
         _narrow_(p, narrow.to(device), settings.top_k[narrow].to(device), settings.top_p[narrow].to(device))
     if bool((settings.min_p > 0).any()):
@@ -87,10 +86,10 @@ def probabilities(logits: Tensor, settings: Settings) -> Tensor:
 
 
 def _narrow_(p: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """Leave of these rows of p [n, V] the top k, and of them the fewest that reach `top_p`.
+    """Restrict these rows of p [n, V] to the top k, and of them the fewest that reach `top_p`.
 
-    On a GPU the `_SHORT` likeliest are looked at first, since to sort a large vocabulary takes longer than the model;
-    which of equals at the border are left is torch's choice there, and else that of the least numbers.
+    On a GPU the `_SHORT` most likely are tried first, since sorting a large vocabulary takes longer than the model;
+    ties at the border are resolved by torch there, and by lowest token id otherwise.
     """
     whole = p if len(rows) == len(p) else p[rows]
     sums = whole.sum(-1, keepdim=True, dtype=torch.float64)
@@ -105,7 +104,7 @@ def _narrow_(p: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor) -> None:
     ranked = ranked.masked_fill(torch.arange(ranked.shape[1], device=p.device) >= most[:, None], 0)
     sums = torch.where(top_k[:, None] > 0, ranked.sum(-1, keepdim=True, dtype=torch.float64), sums)
     before = ranked.cumsum(-1, dtype=torch.float64) - ranked
-    # Where all are wanted, rounding must not cost the last of them.
+    # Where all are wanted, rounding must not lose the last of them.
     ranked.masked_fill_((before >= top_p[:, None] * sums) & (top_p[:, None] < 1), 0)
     p[rows] = torch.zeros_like(whole).scatter_(1, order, ranked)
 
@@ -119,7 +118,7 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Penalties:
-    """Of n rows, [n]; `seen` bool [n, V] is what prompt and answer hold, `counts` [n, V] how often the answer does."""
+    """Of n rows, [n]; `seen` bool [n, V]: tokens in prompt and answer, `counts` [n, V]: occurrences in the answer."""
 
     repetition: Tensor
     presence: Tensor
@@ -129,7 +128,7 @@ class Penalties:
 
 
 def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
-    """Logits [n, V], less for what was said before: repetition as in Keskar et al. (2019), then OpenAI's penalties."""
+    """Logits [n, V] with repetition penalties: Keskar et al. (2019), then OpenAI's."""
     repetition = penalties.repetition[:, None]
     weaker = torch.where(logits > 0, logits / repetition, logits * repetition)
     counts = penalties.counts.float()
@@ -146,7 +145,7 @@ class Bias:
 
 
 def bias_(row: Tensor, bias: Bias) -> None:
-    """Add a bias to logits [V]. -100 leaves its token out, 100 leaves out all others, whatever they are."""
+    """Add a bias to logits [V]. -100 excludes its token, 100 excludes all others, whatever their logits are."""
     tokens, values = bias.tokens.to(row.device), bias.values.to(row.device)
     row[tokens] = (row[tokens].float() + values).to(row.dtype)
     only = tokens[values >= MAX_BIAS]
@@ -158,7 +157,9 @@ def bias_(row: Tensor, bias: Bias) -> None:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities of tokens [n] under logits [n, V], and the `most` likeliest: [n], [n, most], ids [n, most]."""
+    """Log probabilities of tokens [n] under logits [n, V], and the `most` most likely: [n], [n, most], ids [n,
+    most].
+    """
     logs = logits.float().log_softmax(-1)
     top, ids = logs.topk(most, dim=-1) if most else (logs[:, :0], logs[:, :0].long())
     return logs.gather(1, tokens[:, None])[:, 0], top, ids

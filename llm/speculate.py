@@ -1,7 +1,7 @@
-"""Guesses of what comes next, by a smaller model or by what was said before, and how many of them are worth checking.
+"""Speculative decoding: guesses by a draft model or prompt lookup, their verification, and how many pay off.
 
-What is guessed is checked in one forward of the model itself (Leviathan et al., 2023; Chen et al., 2023): answers are
-distributed as without guesses, and greedy ones equal. Knows tokens and distributions; knows nothing of requests' lives.
+The model verifies all guesses in one forward (Leviathan et al., 2023; Chen et al., 2023): answers have the same
+distribution as without guesses, and greedy ones are equal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from llm.kv_cache import Step
 MOST = 8  # guesses at a time
 _NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)
 _LEVELS = 32  # of acceptance, for the table of lengths
-_RATE = 0.08  # of learning how often guesses are right
-_NOMINAL = (0.05, 0.12)  # what a guess costs against a forward, looked up or drafted, where load may not decide
+_RATE = 0.08  # learning rate of the acceptance
+_NOMINAL = (0.05, 0.12)  # cost of a guess relative to a forward, lookup or draft, where load may not decide
 
 
 class Lookup:
-    """Where in one sequence its last tokens stood before."""
+    """Finds earlier occurrences of a sequence's last tokens."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens: list[int] = []
@@ -34,13 +34,13 @@ class Lookup:
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            for n in _NGRAMS:  # what ends here is found only by those who come later
+            for n in _NGRAMS:  # an n-gram ending here can be found only later
                 if len(self._tokens) >= n:
                     self._after[tuple(self._tokens[-n:])] = len(self._tokens)
             self._tokens.append(token)
 
     def guess(self, most: int) -> list[int]:
-        """What followed the last tokens when they stood there before; fewer than `most`, or none, where unknown."""
+        """The tokens that followed the last ones at an earlier occurrence; fewer than `most`, or none, if unknown."""
         for n in _NGRAMS:
             at = self._after.get(tuple(self._tokens[-n:])) if len(self._tokens) >= n else None
             if at is not None:
@@ -49,13 +49,13 @@ class Lookup:
 
 
 class Pace:
-    """How often one request's guesses are right."""
+    """The acceptance rate of one request's guesses."""
 
     def __init__(self) -> None:
         self.acceptance = 0.7
 
     def learn(self, guessed: int, accepted: int) -> None:
-        """Of so many guesses the first `accepted` were right; of those after a wrong one nothing is known."""
+        """Of so many guesses the first `accepted` were right; those after a wrong one tell nothing."""
         for _ in range(accepted):
             self.acceptance += _RATE * (1 - self.acceptance)
         if accepted < guessed:
@@ -63,9 +63,10 @@ class Pace:
 
 
 class Line:
-    """Seconds of a forward as a line over its rows, by what was seen lately: its slope is what one more row costs.
+    """Seconds of a forward as a linear function of its rows, fitted to recent ones: its slope is the cost of one more
+    row.
 
-    Least squares with forgetting. The cost curve's own points lie too close together, and are too old, for a slope.
+    Least squares with forgetting. The cost curve's own points are too close together, and too old, for a slope.
     """
 
     _KEPT, _FIXED_ROWS, _PRIOR = 0.98, 6, 16.0
@@ -81,25 +82,25 @@ class Line:
         )
 
     def __call__(self, rows: int) -> tuple[float, float]:
-        """Seconds of so many rows, and of one more. Zeros where nothing was seen."""
+        """Seconds of so many rows, and of one more. Zeros without observations."""
         if not self._weight:
             return 0.0, 0.0
         x, y = self._x / self._weight, self._y / self._weight
         variance, covariance = self._xx / self._weight - x * x, self._xy / self._weight - x * y
-        usual = y / (x + self._FIXED_ROWS)  # where rows hardly differ they tell nothing of a slope
+        usual = y / (x + self._FIXED_ROWS)  # nearly equal row counts do not determine a slope
         slope = max(0.0, (covariance + self._PRIOR * usual) / (variance + self._PRIOR))
         return max(y + slope * (rows - x), y * 0.1), slope
 
 
 class Lengths:
-    """How many guesses pay, by acceptance: the number that brings the most tokens a second.
+    """How many guesses pay off, by acceptance: the number that maximizes tokens per second.
 
-    With acceptance a, k guesses bring (1 − a^(k+1)) / (1 − a) tokens (Leviathan et al., 2023, equation 1), in one
+    With acceptance a, k guesses yield (1 − a^(k+1)) / (1 − a) tokens (Leviathan et al., 2023, equation 1), in one
     forward and the time of k guesses.
     """
 
     def __init__(self, forward_s: float, guess_s: float) -> None:
-        """`forward_s` without guesses, `guess_s` for each more of everybody's: made and checked."""
+        """`forward_s` without guesses, `guess_s` for one more guess of every sequence: made and verified."""
         a = np.linspace(0, 0.99, _LEVELS)[:, None]
         k = np.arange(MOST + 1)
         rate = (1 - a ** (k + 1)) / (1 - a) / (forward_s + k * guess_s)
@@ -125,24 +126,24 @@ class Ask:
 
 @dataclass(frozen=True, eq=False)
 class Guess:
-    """`tokens` k, and what they were drawn from: [k, V], or None where they were certain."""
+    """`tokens` k, and the distributions they were drawn from: [k, V], or None for deterministic guesses."""
 
     tokens: list[int]
     q: Tensor | None = None
 
 
 class Draft:
-    """A smaller model of the same vocabulary, whose keys and values lie in pages of the same numbers."""
+    """The draft model, of the same vocabulary; its KV cache uses the same page numbers."""
 
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
 
     def read(self, step: Step) -> None:
-        """Read what the model itself reads."""
+        """Prefill the tokens that the model itself prefills."""
         self.execution(Step(step.tokens, step.positions, step.sequences, step.picked[:0]))
 
     def guess(self, asks: Sequence[Ask]) -> list[Guess]:
-        """Guesses for all at once: as many forwards as the longest has guesses."""
+        """Guesses for all sequences at once: as many forwards as the longest has guesses."""
         made: list[list[int]] = [[] for _ in asks]
         drawn: list[list[Tensor]] = [[] for _ in asks]
         for turn in range(max((ask.count for ask in asks), default=0)):
@@ -166,7 +167,7 @@ class Draft:
 
     @staticmethod
     def _step(asks: Sequence[Ask], made: Sequence[list[int]]) -> Step:
-        """What the draft has not read yet, of each; the first time that is at least a sequence's last token."""
+        """The tokens that the draft has not read yet, of each; the first time at least a sequence's last token."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
@@ -182,9 +183,9 @@ class Draft:
 
 
 def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:
-    """What a greedy answer goes on with: the guesses up to the first that is not the best token, then that one.
+    """A greedy answer's next tokens: the guesses up to the first wrong one, then the model's own token.
 
-    `best` [k + 1] are the likeliest tokens at the places of the k guesses and behind them.
+    `best` [k + 1] are the most likely tokens at the places of the k guesses and after them.
     """
     if not guesses:
         return [best[0]]
@@ -195,10 +196,10 @@ def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:
 def accepted(
     p: Tensor, firsts: Sequence[int], guesses: Sequence[Guess], settings: sample.Settings, index: sample.Counts
 ) -> list[list[int]]:
-    """What each sampled answer goes on with, by rejection sampling (Chen et al., 2023, algorithm 2). All rows at once.
+    """Each sampled answer's next tokens, by rejection sampling (Chen et al., 2023, algorithm 2). All rows at once.
 
     p [rows, V] are normalized distributions: those of request r at rows firsts[r] … firsts[r] + k_r, for its k_r
-    guesses and what follows them. `settings` and `index` [R] are of requests and of their first token to come.
+    guesses and the token after them. `settings` and `index` [R] are of requests and of their next token.
     """
     counts = [len(guess.tokens) for guess in guesses]
     rows = [first + j for first, count in zip(firsts, counts, strict=True) for j in range(count)]
@@ -224,14 +225,14 @@ def accepted(
 
 
 def _proposed(guess: Guess) -> Tensor:
-    """The likelihood of each guess where it was drawn, [k]."""
+    """The proposal probability of each guess where it was drawn, [k]."""
     if guess.q is None:
         return torch.ones(len(guess.tokens))
     return guess.q.gather(1, torch.tensor(guess.tokens, device=guess.q.device)[:, None])[:, 0]
 
 
 def _left(p: Tensor, guess: Guess, place: int) -> Tensor:
-    """What the token after the last accepted guess is drawn from, [V]: p, less what the rejected guess stood for."""
+    """The distribution of the token after the last accepted guess, [V]: p minus the rejected guess's proposal."""
     if place == len(guess.tokens):
         return p
     if guess.q is None:
@@ -239,4 +240,4 @@ def _left(p: Tensor, guess: Guess, place: int) -> Tensor:
         left[guess.tokens[place]] = 0
     else:
         left = (p - guess.q[place]).clamp_min(0)
-    return left if bool(left.sum() > 0) else p  # equal but for rounding: nothing is ever rejected there
+    return left if bool(left.sum() > 0) else p  # equal up to rounding: nothing is ever rejected there

@@ -1,9 +1,10 @@
-"""Products of few rows with large weights on a GPU: decoding is bound by reading the weights once, at full speed.
+"""Triton products of few rows with large weights on a GPU: decode is bound by reading the weights once, at full
+bandwidth.
 
-A program reads a tile of weights over a part of the depth, and meets all rows at once; so many programs that every
-multiprocessor has loads in flight. Sums of parts are left as they are: whatever kernel comes next adds them up on its
-way (`llm.fused_kernels`), in one order. int8 sums are exact, so a row's bits depend on no tile; E4M3 and bf16 sums are
-made in the same order for any number of rows up to `FEW`. Knows matrices; knows no model. Plain twins at the end.
+A program reads a tile of weights over a part of the depth for all rows; there are enough programs that every
+multiprocessor has loads in flight. Partial sums are left unsummed: the next kernel sums them inline
+(`llm.fused_kernels`), in a fixed order. int8 sums are exact, so a row's bits depend on no tile; E4M3 and bf16 sums use
+the same order for any number of rows up to `FEW`. References at the end.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from core.quant.kernels.cuda.language import tl
 from core.quant.kernels.cuda.quantize import levels, to_levels
 from llm.launching import enter, kernel, options
 
-MOST_ROWS = 256  # for more, arithmetic decides and other kernels are better
-FEW = 64  # rows up to which everything is split alike
+MOST_ROWS = 256  # beyond, compute dominates and other kernels are better
+FEW = 64  # up to which the split is the same
 _H200_MULTIPROCESSORS = 132
 
 
@@ -43,12 +44,12 @@ def choose(
 ) -> Tile:
     """The tile for `rows` × `columns` over `depth` elements of `size` bytes; of a gated product half of `columns`.
 
-    The model behind it: what a multiprocessor needs in flight is latency times bandwidth (4.8 TB/s · 0.8 µs / 132 =
-    29 KB); 64 weights, the fewest that its tensor cores take, by 128 bytes of depth, one line of a swizzled tile, six
-    of them in flight, up to three programs a multiprocessor, are several times that. So the depth is split until there
-    are about as many programs. A gated product is never split: its programs hold gate and up of the same columns and
-    finish them. So are those as wide as a vocabulary. The tiles that it names were the fastest, or within 3%, of those
-    around them on an H200 (`benchmarks/h200/text_kernels.py`). Small depths (of models for tests) get small tiles.
+    The model behind it: the bytes in flight that a multiprocessor needs are latency times bandwidth (4.8 TB/s · 0.8 µs
+    / 132 = 29 KB); 64 weights, the fewest that its tensor cores take, by 128 bytes of depth, one line of a swizzled
+    tile, six of them in flight, up to three programs per multiprocessor, are several times that. So the depth is split
+    until there are about as many programs. A gated product is never split: its programs hold gate and up of the same
+    columns and finish them. Nor are products as wide as a vocabulary. The tiles were the fastest, or within 3%, of
+    their neighbours on an H200 (`benchmarks/h200/text_kernels.py`). Small depths (of models for tests) get small tiles.
     """
     tall = 16 if rows <= 16 else 64 if rows <= FEW else 128
     deep = min(max(128 // size, 32), max(32, 1 << (depth - 1).bit_length()))
@@ -66,7 +67,7 @@ def _stream(  # type: ignore[no-untyped-def]
     x, weight, out, rows, N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr,
     INT8: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Weights are the left operand: tensor cores take 64 of their rows at a time, and as few of the others as 16."""
+    """Weights are the left operand: tensor cores take 64 of their rows at a time, and as few as 16 of the others."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     split = tl.program_id(2)
@@ -110,7 +111,7 @@ def _gated(  # type: ignore[no-untyped-def]
     there = n < N
     g = tl.zeros((BN, BM), tl.int32 if INT8 else tl.float32)
     u = tl.zeros((BN, BM), tl.int32 if INT8 else tl.float32)
-    if scale is not None:  # nobody writes them: they come while this program waits
+    if scale is not None:  # constants: loaded while this program waits
         gate_scale = tl.load(scale + n, there, other=0.0)
         up_scale = tl.load(scale + N + n, there, other=0.0)
     if inverse is not None:
@@ -156,10 +157,10 @@ def _whole(tile: Tile, columns: int, depth: int) -> bool:
 
 
 def stream(x: Tensor, weight: Tensor, *, out: Tensor | None = None, tile: Tile | None = None, early: int = 0) -> Tensor:
-    """Sums over parts of the depth: x [T, K] · weight [N, K]ᵀ as [splits, T, N], int32 of int8, else fp32.
+    """Sums over parts of the depth: x [T, K] · weight [N, K]ᵀ as [splits, T, N], int32 for int8, else fp32.
 
     T is at most `MOST_ROWS`. Both are int8, both E4M3, or both of one float type, contiguous. `out` [T, N] fp32
-    receives the product of floats where it is not split. `tile` overrides the model. `early`: see `launching`.
+    receives the product of floats where it is not split. `tile` overrides the default. `early`: see `launching`.
     """
     (rows, depth), columns = x.shape, weight.shape[0]
     tile = tile or choose(rows, columns, depth, x.element_size())
@@ -190,7 +191,7 @@ def gated(
 ) -> Tensor:
     """silu(gate) · up of x [T, K] and weight [2N, K] (the gate's rows first), [T, N] as `dtype`.
 
-    scale and bias [2N] fp32. Where `inverse` [N] is given, times that, in `dtype`'s levels: int8 or E4M3.
+    scale and bias [2N] fp32. With `inverse` [N], times that, in `dtype`'s levels: int8 or E4M3.
     """
     (rows, depth), columns = x.shape, weight.shape[0] // 2
     tile = tile or choose(rows, columns, depth, x.element_size(), gated=True)

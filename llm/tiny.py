@@ -1,4 +1,4 @@
-"""Llamas with seeded random weights, made in code, for tests and benchmarks. What they write means nothing."""
+"""Llamas with seeded random weights, built in code, for tests and benchmarks. Their output is meaningless."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What distinguishes one Llama from another. Its tokens are bytes; a larger vocabulary has tokens of no text."""
+    """The dimensions of a Llama. Its tokens are bytes; a larger vocabulary has tokens without text."""
 
     vocabulary: int = 262
     width: int = 32
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def large(self) -> bool:
-        """Whether weights are drawn where they will lie, in the type that they will have."""
+        """Whether weights are drawn directly on the target device and in the target dtype."""
         return self.parameters > 10**9
 
 
@@ -71,10 +71,10 @@ SHAPES = {
 
 
 def make(shape: Shape, seed: int = 0, *, device: str = "cpu", dtype: str = "float32") -> tuple[Any, Any]:
-    """A network and its tokenizer. Equal seeds, equal weights; the random state of torch stays as it was.
+    """A network and its tokenizer. Equal seeds give equal weights; torch's random state is unchanged.
 
-    Small ones are the same on every device. A large one is drawn on `device` and as `dtype`, and is another one on
-    another kind of device.
+    Small ones are the same on every device. A large one is drawn on `device` and as `dtype`, and differs on another
+    kind of device.
     """
     import torch
     from transformers.models.llama.configuration_llama import LlamaConfig
@@ -112,11 +112,11 @@ def make(shape: Shape, seed: int = 0, *, device: str = "cpu", dtype: str = "floa
 
 
 def _settle_(network: Any, shape: Shape) -> None:
-    """Let every layer add a little to what embeddings begin with, as trained ones do.
+    """Scale weights so that every layer adds little to the embeddings, as in trained models.
 
-    Branches are scaled by one over the root of their number (GPT-2; Radford et al., 2019), and embeddings are of
-    deviation 1. With neither, the first layers drown the embeddings and each layer magnifies rounding: after 32 of
-    them no two precisions would agree.
+    Branches are scaled by one over the root of their number (GPT-2; Radford et al., 2019), and embeddings have a
+    deviation of 1. Without that the first layers drown the embeddings and each layer magnifies rounding: after 32
+    layers no two precisions would agree.
     """
     network.model.embed_tokens.weight.data.mul_(1 / network.config.initializer_range)
     for layer in network.model.layers:

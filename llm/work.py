@@ -1,7 +1,4 @@
-"""What is held for one request on its way: its tokens, where it stands in the cache, and the text so far.
-
-Knows one answer; knows nothing of batches, lanes or the scheduler.
-"""
+"""The state of one text request: its tokens, its position in the KV cache, and the text so far."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from llm.writer import Writer
 
 
 class Work:
-    """One answer in the making. `row` is its sequence's in the cache's table; -1 while it holds none."""
+    """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
 
     __slots__ = (
         "bias", "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup",
@@ -40,7 +37,7 @@ class Work:
         self.computed = 0  # tokens whose keys and values are in the cache
         self.drafted = 0  # and in the draft's
         self.cached = 0
-        self.guesses: list[int] | int = 0  # for the next iteration: as many, or these
+        self.guesses: list[int] | int = 0  # for the next iteration: how many, or these tokens
         self.matcher = matcher
         self.writer = Writer(tokenizer, parameters.stop)
         self.logprobs: list[Logprob] = []
@@ -50,7 +47,7 @@ class Work:
         self.settings = None if parameters.greedy else _settings(parameters)
         self.bias = _bias(parameters)
         self.seen: Tensor | None = None  # bool [V]: in prompt or answer
-        self.said: Tensor | None = None  # int32 [V]: how often in the answer
+        self.said: Tensor | None = None  # int32 [V]: occurrences in the answer
         if parameters.penalized:
             self.seen = torch.zeros(vocabulary, dtype=torch.bool)
             self.seen[self.tokens] = True
@@ -58,33 +55,32 @@ class Work:
 
     @property
     def answered(self) -> int:
-        """Tokens of the answer."""
+        """The number of answer tokens."""
         return len(self.tokens) - self.prompt
 
     @property
     def decoding(self) -> bool:
-        """Whether only the last token is to be read."""
+        """Whether only the last token is left to process."""
         return self.answered > 0 and self.computed >= len(self.tokens) - 1
 
     @property
     def unread(self) -> int:
-        """Tokens to read before the next one can be asked for: all of a prompt, and all but the last of an answer.
+        """Tokens to process before the next one can be sampled: all of a prompt, and all but the last of an answer.
 
-        So an answer that was sent away goes on exactly where it was, with the guesses that it would have had.
+        So a preempted answer resumes exactly where it was, with the guesses that it would have had.
         """
         return len(self.tokens) - self.computed - (self.answered > 0)
 
     @property
     def guessable(self) -> bool:
-        """What may come next must not depend on what comes: penalties and grammars look at every token in turn.
-
-        And guesses are made without an eye to a bias.
+        """False with penalties and grammars, which depend on each token in turn, and with a bias, which guesses
+        ignore.
         """
         return not self.adjusted
 
     @property
     def adjusted(self) -> bool:
-        """Whether the model's logits are changed before a token is chosen."""
+        """Whether the model's logits are modified before a token is chosen."""
         return self.seen is not None or self.matcher is not None or self.bias is not None
 
     @property
@@ -92,7 +88,7 @@ class Work:
         return self.guesses if isinstance(self.guesses, int) else len(self.guesses)
 
     def most_guesses(self, most: int) -> int:
-        """The last token is never worth a guess."""
+        """The answer's last token needs no guess."""
         return min(most, self.parameters.max_tokens - self.answered - 1)
 
     def penalties(self) -> tuple[float, float, float]:
@@ -102,7 +98,9 @@ class Work:
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[Logprob], ends: Collection[int]
     ) -> tuple[Delta, Text | None]:
-        """Take what an iteration brought, up to the end of the answer; returns the news, and all where it ended."""
+        """Take an iteration's tokens, up to the end of the answer; returns the addition, and the whole text at the
+        end.
+        """
         text, taken = "", 0
         for token in tokens:
             taken += 1

@@ -1,7 +1,4 @@
-"""Turns tokens into text as they come: whole characters only, and nothing that might still become a stop.
-
-Knows a tokenizer and stop strings; knows nothing of requests.
-"""
+"""Detokenizes a token stream into text: whole characters only, and nothing that may still become a stop string."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 
 class Writer:
-    """The text of one answer. `ended` says that a stop string was met: what comes after it is dropped."""
+    """The text of one answer. `ended`: a stop string was found; what comes after it is dropped."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         from tokenizers.decoders import DecodeStream
@@ -29,13 +26,13 @@ class Writer:
         return self._text
 
     def add(self, token: int) -> str:
-        """One more token; returns the text that is certain by now and was not told yet."""
+        """Add a token; returns the new text that is final by now."""
         self._tokens.append(token)
         piece = self._stream.step(self._tokenizer, token)
         return self._grown(piece) if piece else ""
 
     def finish(self) -> str:
-        """No more tokens: returns what was held back. Half a character becomes U+FFFD."""
+        """End of tokens: returns the text held back. An incomplete character becomes U+FFFD."""
         told = ""
         if not self.ended:
             whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
@@ -56,7 +53,7 @@ class Writer:
         return self._tell(len(self._text) - self._pending())
 
     def _pending(self) -> int:
-        """How many characters at the end may be the beginning of a stop."""
+        """How many characters at the end may be the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(self._text)), 0, -1):
             end = self._text[-length:]
             if any(stop.startswith(end) for stop in self._stop):

@@ -1,1 +1,1 @@
-"""SDXL, from prompt to picture. Knows nothing of text models, queues or HTTP."""
+"""SDXL, from prompt to image."""

@@ -1,8 +1,7 @@
-"""A model's UNet and text encoders once more, over the same weights: each row gets what its own LoRAs add.
+"""A copy of a model's UNet and text encoders over the same weights, in which each row of a batch applies its own LoRAs.
 
-A forward of a batch adds scale · up(down(x)) to every layer that a row's LoRA knows, to that row alone, as Punica (Chen
-et al., 2023) and S-LoRA (Sheng et al., 2023) do; nothing is merged and no weight is copied. Knows layers and rows;
-knows nothing of files and of requests.
+A forward adds scale · up(down(x)) to every layer that a row's LoRA contains, for that row only, as Punica (Chen et al.,
+2023) and S-LoRA (Sheng et al., 2023) do; nothing is merged and no weight is copied.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ At = tuple[str, str]  # a part and the name of a layer in it
 
 
 class _Share(NamedTuple):
-    """What some rows get of one LoRA."""
+    """One LoRA's contribution to some rows."""
 
     rows: slice | Tensor  # [n]
     scale: float | Tensor  # [n]
@@ -41,7 +40,7 @@ _Table = dict[At, list[tuple[_Share, Factor]]]
 
 
 class Adapted:
-    """By one thread at a time. Its modules are the model's in all but what rows get inside `rows`."""
+    """For one thread at a time. Its modules equal the model's, except inside `rows`."""
 
     def __init__(self, model: Model) -> None:
         unet, *encoders = (_twin(part) for part in (model.unet, *model.text_encoders))
@@ -56,15 +55,15 @@ class Adapted:
 
     @contextmanager
     def rows(self, owners: Owners, *, apart: bool = False) -> Iterator[None]:
-        """While it is open, row i of every forward gets `owners[i]`.
+        """Context: row i of every forward gets the LoRAs `owners[i]`.
 
-        `apart` computes what is added for one row at a time, so that its bits depend on nothing but the row.
+        `apart` computes the addition for one row at a time, so that its bits depend on nothing but the row.
         """
         key = (apart, tuple(tuple((id(use.factors), use.scale) for use in uses) for uses in owners))
-        last = self._last  # which another thread may forget
+        last = self._last  # another thread may clear it
         if last is None or last[0] != key:
             shares = _each(owners) if apart else _together(owners, self.model.device, self.model.dtype)
-            # The owners are kept beside what was made of them, so that no other can take over their identity.
+            # The owners are kept with the result, so that no other object can take over their identity.
             last = self._last = (key, owners, _by_layer(shares))
         self._now = last[2]
         try:
@@ -74,7 +73,7 @@ class Adapted:
 
     @contextmanager
     def every(self, uses: tuple[Use, ...]) -> Iterator[None]:
-        """While it is open, all rows of every forward get these, however many there are."""
+        """Context: all rows of every forward get these LoRAs."""
         self._now = _by_layer([_Share(slice(None), use.scale, use.factors) for use in uses])
         try:
             yield
@@ -82,11 +81,11 @@ class Adapted:
             self._now = {}
 
     def forget(self) -> None:
-        """Let go of the last rows' LoRAs. On any thread."""
+        """Drop the last rows' LoRAs. Thread-safe."""
         self._last = None
 
     def _add(self, at: At, layer: Any, given: tuple[Tensor, ...], made: Tensor) -> None:
-        """The hook of a layer: `made` [B, …] is what it says of `given` [B, …]."""
+        """A layer's forward hook: `made` [B, …] is its output for the input `given` [B, …]."""
         for share, factor in self._now.get(at, ()):
             x = given[0][share.rows]
             run = partial(_convolved, layer) if factor.down.dim() == 4 else _multiplied
@@ -118,12 +117,12 @@ def _by_layer(shares: Sequence[_Share]) -> _Table:
 
 
 def _each(owners: Owners) -> list[_Share]:
-    """A share for each row of each LoRA, in the order of the row's own."""
+    """One share per row and LoRA, in the order of the row's own."""
     return [_Share(slice(i, i + 1), use.scale, use.factors) for i, uses in enumerate(owners) for use in uses]
 
 
 def _together(owners: Owners, device: torch.device, dtype: torch.dtype) -> list[_Share]:
-    """A share for each LoRA, with all rows that get it: the fewest products."""
+    """One share per LoRA, with all rows that use it: the fewest products."""
     wanted: dict[int, list[tuple[int, Use]]] = {}
     for row, uses in enumerate(owners):
         for use in uses:
@@ -140,6 +139,6 @@ def _together(owners: Owners, device: torch.device, dtype: torch.dtype) -> list[
 
 
 def _twin(module: Any) -> Any:
-    """A copy of the module that holds the very parameters and buffers of the original."""
+    """A copy of the module that shares the original's parameters and buffers."""
     shared = {id(tensor): tensor for tensor in chain(module.parameters(), module.buffers())}
     return copy.deepcopy(module, shared)

@@ -1,7 +1,7 @@
-"""LoRAs that requests bring along: files of one folder, read when they are first named, the last used ones kept.
+"""Per-request LoRAs: files of one folder, read when first requested and cached by last use.
 
-As S-LoRA (Sheng et al., 2023) keeps adapters: the small factors only, within a budget, while the model's own weights
-stay as they are. Knows files, memory and who uses what; leaves adding them to `pipeline.adapted`.
+As in S-LoRA (Sheng et al., 2023): only the small factors are kept, within a budget, and the model's own weights are
+unchanged. `pipeline.adapted` applies them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """A LoRA, ready on the model's device, and how much of it a request wants."""
+    """A LoRA on the model's device, and its scale in a request."""
 
     name: str
     digest: str
@@ -40,26 +40,26 @@ class Use:
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """One file as it was when it was read."""
+    """A file as last read."""
 
     name: str
     stamp: tuple[int, ...]
     digest: str
     size_bytes: int  # of its factors in the model's precision
-    factors: Factors | None  # None: they were let go
-    ready: bool = False  # on the model's device, in its precision, and every number is one
-    pins: int = 0  # requests in the making that use it
+    factors: Factors | None  # None: evicted
+    ready: bool = False  # on the model's device, in its precision, and checked to be finite
+    pins: int = 0  # requests that use it
 
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """What one request uses, from its admission to its end."""
+    """The LoRAs held by one request, from admission to end."""
 
     files: list[tuple[_File, float]] = field(default_factory=list)
 
 
 def refused(model: Model) -> str | None:
-    """Why requests cannot bring LoRAs to this model; None where they can."""
+    """Why this model does not support per-request LoRAs; None if it does."""
     if not is_quantized(model.precision):
         return None
     *most, last = (name for name in PRECISIONS if not is_quantized(name))
@@ -69,12 +69,12 @@ def refused(model: Model) -> str | None:
 class Adapters:
     """The LoRAs of one folder for one model. Thread-safe.
 
-    Files are read by whoever checks a request, before it reaches the engine; what had to be let go until the request's
-    turn came is read once more. A file that changes is read anew: requests that have begun go on with the old one.
+    Files are read by the caller that checks a request, before it reaches the engine; a file evicted before the request
+    runs is read again. A changed file is read anew: running requests keep the old version.
     """
 
     def __init__(self, folder: Path, model: Model, capacity_bytes: int) -> None:
-        """`capacity_bytes` is what factors may take in the model's precision, those in use first of all."""
+        """`capacity_bytes` limits the factors' size in the model's precision, including those in use."""
         self.folder = folder.expanduser()
         self.capacity_bytes = capacity_bytes
         self.reads = 0
@@ -86,11 +86,11 @@ class Adapters:
         self._reading = threading.Lock()
 
     def names(self) -> list[str]:
-        """What requests may name now."""
+        """The names that requests may use now."""
         return lora.offered(self.folder)
 
     def check(self, text: str) -> None:
-        """See that what `name:scale,name` means is there and fits. Raises `ModelError`, naming the LoRA."""
+        """Check that the LoRAs in `name:scale,name` exist and fit. Raises `ModelError`, naming the LoRA."""
         files = [self._find(named.name) for named in names.read(text)]
         needed = sum(file.size_bytes for file in files)
         if needed > self.capacity_bytes:
@@ -100,7 +100,7 @@ class Adapters:
             raise ModelError(f"lora {named}: needs {needed} bytes, and there is room for {room} (DIPTYCH_LORA_MIB)")
 
     def take(self, text: str) -> Taken | None:
-        """What a checked request will use; None means not yet: others' fill the memory. Reads no file."""
+        """Reserve a checked request's LoRAs; None means not yet: other requests' fill the memory. Reads no file."""
         with self._lock:
             wanted = [(self._files[named.name], named.scale) for named in names.read(text)]
             more = sum(file.size_bytes for file, _ in wanted if not file.pins)
@@ -112,7 +112,7 @@ class Adapters:
             return Taken(wanted)
 
     def give(self, taken: Taken) -> None:
-        """The request has ended."""
+        """Release them after the request has ended."""
         with self._lock:
             for file, _ in taken.files:
                 file.pins -= 1
@@ -121,24 +121,24 @@ class Adapters:
             self._evict()
 
     def uses(self, taken: Taken) -> tuple[Use, ...]:
-        """Ready to be added. On the thread that computes. Raises `ModelError`, naming the LoRA."""
+        """Load them to the device. On the thread that computes. Raises `ModelError`, naming the LoRA."""
         return tuple(Use(file.name, file.digest, self._ready(file), scale) for file, scale in taken.files)
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Bytes of the factors that are kept now, by name, least recently used first."""
+        """Bytes of the cached factors, by name, least recently used first."""
         with self._lock:
             return {name: file.size_bytes for name, file in self._files.items() if file.factors is not None}
 
     def _find(self, name: str) -> _File:
-        """The file as it is now, read where that has changed or its factors are gone."""
+        """The file's current content, read if it has changed or was evicted."""
         path = self.folder / f"{name}{lora.SUFFIX}"
         with self._reading:
             try:
                 found = path.stat()
             except OSError:
                 found = None
-            if found is None or not stat.S_ISREG(found.st_mode):  # what is no file might never end
+            if found is None or not stat.S_ISREG(found.st_mode):  # reading a special file might never end
                 raise ModelError(f"lora {name}: is not known: there is no {path.name} among the LoRAs")
             stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
             with self._lock:
@@ -183,7 +183,7 @@ class Adapters:
         return found
 
     def _evict(self, but: _File | None = None) -> None:
-        """Let go of what was used least recently, as far as that is needed and nobody uses it. Under the lock."""
+        """Evict least recently used files that nobody uses, as far as needed. Under the lock."""
         held = sum(file.size_bytes for file in self._files.values() if file.factors is not None)
         for file in list(self._files.values()):
             if held <= self.capacity_bytes:
@@ -198,19 +198,19 @@ def _parts(model: Model) -> dict[str, object]:
 
 
 def same(uses: Sequence[Use]) -> tuple[tuple[str, float], ...]:
-    """Equal for what gives equal embeddings."""
+    """A key, equal for LoRAs that give equal embeddings."""
     return tuple((use.digest, use.scale) for use in uses)
 
 
 def check_loras(adapters: Adapters | None, model: Model, text: str) -> None:
-    """Raise `Invalid` for LoRAs that requests cannot bring to this model; None: no folder of theirs is named."""
+    """Raise `Invalid` for LoRAs that this model does not offer; None: no LoRA folder is configured."""
     if adapters is None:
         raise Invalid("lora", refused(model) or "no folder with LoRAs is named (DIPTYCH_LORA_DIR)")
     named(lambda: adapters.check(text))
 
 
 def named(ask: Callable[[], T]) -> T:
-    """Ask for LoRAs; what is wrong with one is wrong with the request's field."""
+    """Context that turns a LoRA's `ModelError` into an error of the request's field."""
     try:
         return ask()
     except ModelError as error:

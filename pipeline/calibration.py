@@ -1,6 +1,6 @@
-"""Draws prompts and collects the ranges of what the layers of a model's UNet and VAE read meanwhile.
+"""Generates images from prompts and collects the input ranges of a model's UNet and VAE layers.
 
-One way for `diptych quantize`, for variants that are made as a model is loaded, and for benchmarks.
+Used by `diptych quantize`, for variants created while a model is loaded, and by benchmarks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DECODED = 2  # latents that are decoded together: a decoder at 1024² needs 5 GiB for each
+_DECODED = 2  # latents decoded together: a decoder at 1024² needs 5 GiB for each
 _PROMPTS = Path(__file__).resolve().with_name("calibration_prompts.txt")
 
 
 @cache
 def default_prompts() -> tuple[str, ...]:
-    """The captions that come with the code, for models that are quantized without prompts of their own."""
+    """The bundled captions, for models quantized without prompts of their own."""
     return tuple(_PROMPTS.read_text("utf-8").splitlines())
 
 
@@ -53,10 +53,10 @@ def collect(
     checkpoints: Mapping[Part, Path] | None = None,
     tell: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Statistics]:
-    """Statistics of these layers over the prompts, drawn in the model's own type on its device, at its native size.
+    """Statistics of these layers over the prompts, run in the model's own dtype on its device, at its native size.
 
-    Without layers of the VAE no step is drawn that is not watched. With `kernels` a model in fp32 is drawn by the CPU's
-    kernels if they know its layout. The model is left as it is. Raises what `calibrate` raises.
+    Without layers of the VAE only the observed steps are run. With `kernels` an fp32 model runs on the CPU's kernels if
+    they support its layout. The model is not changed. Raises what `calibrate` raises.
     """
     settings = settings or CalibrationSettings()
     until = settings.steps if "vae" in layers else settings.watched_steps
@@ -80,7 +80,7 @@ def collect(
 
 
 def seed(prompt: str) -> int:
-    """A seed from the prompt's text: the same whatever batch it comes in."""
+    """A seed derived from the prompt's text: independent of its batch."""
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4])
 
 
@@ -105,7 +105,7 @@ def _network(model: Model, kernels: ctypes.CDLL | None) -> Iterator[_Network]:
             observe: dict[Part, Observe] = {"unet": observe_programs(unet), "vae": observe_programs(decoder)}
             yield _Network(unet.keys, unet, decoder, observe)
             return
-    if model.device.type == "cuda":  # as cuDNN's kernels in half precision read convolutions' weights
+    if model.device.type == "cuda":  # cuDNN's half precision kernels read convolution weights in this layout
         model.unet.to(memory_format=torch.channels_last)
         model.vae.to(memory_format=torch.channels_last)
     processors = dict(model.unet.attn_processors)

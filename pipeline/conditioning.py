@@ -1,7 +1,5 @@
-"""What a request's prompts come to for the UNet: embeddings, keys and values, size, guidance; and what was cut off.
-
-Knows which prompts a request has, encoders, and which LoRAs they read them with; knows nothing of the order in which
-requests run.
+"""Computes a request's conditioning for the UNet: embeddings, keys and values, size, guidance; reports truncated
+prompts.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class Conditioner:
     def __call__(
         self, wanted: Sequence[ImageParameters], works: Sequence[Work], bucket: int = 0, *, of: Hashable = None
     ) -> list[Told]:
-        """For each request: all prompts go through the encoders together.
+        """The conditioning of each request: all prompts go through the encoders in one batch.
 
         `bucket` and `of` are as for `Encoder.encode`.
         """
@@ -75,7 +73,7 @@ class Conditioner:
 
 
 class AdaptedConditioner(Conditioner):
-    """The same for requests with LoRAs of their own: one by one, each by encoders and projections with its own."""
+    """The same for requests with LoRAs: one by one, each with its own encoders and projections."""
 
     def __init__(self, adapted: Adapted, adapters: Adapters) -> None:
         super().__init__(adapted.model, Encoder(adapted.model), adapted.keys)
@@ -85,7 +83,7 @@ class AdaptedConditioner(Conditioner):
     def __call__(
         self, wanted: Sequence[ImageParameters], works: Sequence[Work], bucket: int = 0, *, of: Hashable = None
     ) -> list[Told]:
-        """Also makes ready what the requests use. Raises `ModelError`, naming the LoRA."""
+        """As `Conditioner`; also loads the requests' LoRAs. Raises `ModelError`, naming the LoRA."""
         made = []
         for one, work in zip(wanted, works, strict=True):
             assert work.taken is not None

@@ -1,7 +1,4 @@
-"""One UNet forward for rows of different requests, and one step of each with its own sampler.
-
-Knows the UNet, cross-attention and guidance; knows nothing of requests, queues or pixels.
-"""
+"""One UNet forward for rows of different requests, and one step of each request with its own sampler."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from pipeline import sigmas
 
 
 class PackedCrossAttention:
-    """Cross-attention that reads keys and values which were computed once, when the request was admitted.
+    """Cross-attention on keys and values computed once, when the request was admitted.
 
-    They depend on the prompt alone, so computing them at every step is waste: 140 matrix products a forward in SDXL.
-    `encoder_hidden_states` is every layer's keys and values side by side, [B, T, sum of 2·d]; `offset` is where this
-    layer's begin. Self-attention and cross-attention as in diffusers' AttnProcessor2_0 otherwise.
+    They depend only on the prompt, so computing them at every step is waste: 140 matrix products a forward in SDXL.
+    `encoder_hidden_states` holds every layer's keys and values side by side, [B, T, sum of 2·d]; `offset` is where this
+    layer's begin. Otherwise self-attention and cross-attention are as in diffusers' AttnProcessor2_0.
     """
 
     def __init__(self, offset: int, width: int) -> None:
@@ -50,7 +47,9 @@ class PackedCrossAttention:
 
 
 class PackedKeys:
-    """Gives a UNet packed cross-attention, and computes what it reads. `width` is the packed width, 2·d over layers."""
+    """Installs packed cross-attention in a UNet, and computes its keys and values. `width` is the packed width, 2·d
+    over layers.
+    """
 
     def __init__(self, unet: Any) -> None:
         processors = dict(unet.attn_processors)
@@ -74,7 +73,7 @@ class PackedKeys:
 
 
 def _check_plain(name: str, layer: Any) -> None:
-    """Refuse attention that this processor would compute differently from diffusers."""
+    """Reject attention that this processor would compute differently from diffusers."""
     for what in ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "residual_connection"):
         if getattr(layer, what, None):
             raise ValueError(f"unet {name}: {what} is set, which SDXL's cross-attention does not have")
@@ -84,7 +83,7 @@ def _check_plain(name: str, layer: Any) -> None:
 
 @dataclass(slots=True, eq=False)
 class Conditioning:
-    """What a request's rows read at every step; R is 2 with guidance (negative, then positive), else 1."""
+    """A request's constant UNet inputs; R is 2 with classifier-free guidance (negative, then positive), else 1."""
 
     kv: torch.Tensor  # [R, T, width]
     pooled: torch.Tensor  # [R, P]
@@ -98,24 +97,24 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What of a picture is not drawn anew, for a UNet that was not trained to inpaint.
+    """The region of an image that is kept, for a UNet that was not trained to inpaint.
 
-    After every step it is put back at the noise level that comes next (diffusers' inpainting with four channels;
-    Lugmayr et al., 2022, section 4.1).
+    After every step it is restored at the next step's noise level (diffusers' inpainting with four channels; Lugmayr et
+    al., 2022, section 4.1).
     """
 
-    mask: torch.Tensor  # [1, 1, h, w] fp32: 1 where it is drawn anew, else 0
-    latents: torch.Tensor  # [1, C, h, w] fp32: the picture's own
+    mask: torch.Tensor  # [1, 1, h, w] fp32: 1 where it is repainted, else 0
+    latents: torch.Tensor  # [1, C, h, w] fp32: of the source image
     noise: torch.Tensor  # [1, C, h, w] fp32: the starting noise
 
     def put_back(self, x: torch.Tensor, signal: float, noise: float) -> torch.Tensor:
-        """The sample [1, C, h, w] with it put back at this level of signal and noise."""
+        """The sample [1, C, h, w] with the kept region restored at this level of signal and noise."""
         return (1 - self.mask) * (signal * self.latents + noise * self.noise) + self.mask * x
 
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """Where a request stands on its way from noise to picture. Replaced, never changed, by a step."""
+    """A request's state between noise and image. Immutable: a step returns a new one."""
 
     table: sigmas.Table
     step: int
@@ -137,7 +136,7 @@ returns begins with the model output, [B, C, h, w]."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """A UNet's arguments for `rows` rows, of which those beyond the requests' own are padding."""
+    """A UNet's arguments for `rows` rows; rows beyond the requests' own are padding."""
 
     sample: torch.Tensor  # [B, C, h, w]
     timestep: torch.Tensor  # [B]
@@ -147,7 +146,7 @@ class Inputs:
     time_cond: torch.Tensor | None  # [B, G]
 
     def run(self, unet: Forward, *before: Any) -> tuple[torch.Tensor, ...]:
-        """The model output, [B, C, h, w], and whatever else it returns. `before` are arguments that come first."""
+        """The model output, [B, C, h, w], and any further outputs. `before` are arguments that come first."""
         return unet(
             *before,
             self.sample,
@@ -160,19 +159,19 @@ class Inputs:
 
 
 class _Made(NamedTuple):
-    """The riders' conditioning side by side, and whose each row is."""
+    """The batched conditioning of these requests, and which request each row belongs to."""
 
     kv: torch.Tensor
     pooled: torch.Tensor
     time_ids: torch.Tensor
     time_cond: torch.Tensor | None
-    rider: torch.Tensor  # [B]: the rider's number
+    rider: torch.Tensor  # [B]: the request's index
 
 
 class Gatherer:
-    """Puts rows of many requests side by side, and keeps the last conditioning that it made.
+    """Batches the rows of many requests, and caches the last batched conditioning.
 
-    Between two steps the same requests usually ride together, and only their latents and timesteps are new.
+    Consecutive steps usually have the same requests, and only latents and timesteps are new.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -180,7 +179,7 @@ class Gatherer:
         self._last: tuple[tuple[int, ...], list[Conditioning], _Made] | None = None
 
     def inputs(self, riders: Sequence[Trajectory], rows: int) -> Inputs:
-        """Arguments of `rows` rows; padding repeats the first rider's row, which keeps it finite."""
+        """Arguments of `rows` rows; padding repeats the first request's row, which keeps it finite."""
         made = self._conditioning([r.conditioning for r in riders], rows - sum(r.conditioning.rows for r in riders))
         scaled = sigmas.model_input(torch.cat([rider.x for rider in riders]), _coefficients(riders))
         times = torch.stack([rider.table.timesteps[rider.step] for rider in riders]).to(scaled.device)
@@ -202,7 +201,7 @@ class Gatherer:
             assert kv is not None and pooled is not None and time_ids is not None
             own = [number for number, rider in enumerate(riders) for _ in range(rider.rows)]
             rider = torch.tensor(own + [0] * padding, device=kv.device)
-            # The riders are kept beside what was made of them, so that no other can take over their identity.
+            # The requests are kept with the result, so that no other object can take over their identity.
             self._last = (key, riders, _Made(kv, pooled, time_ids, gather("time_cond"), rider))
         return self._last[2]
 
@@ -211,7 +210,7 @@ class Gatherer:
 
 
 def guide(output: torch.Tensor, riders: Sequence[Trajectory]) -> torch.Tensor:
-    """Classifier-free guidance (Ho and Salimans, 2022) where a request brought two rows: to fp32 [requests, …]."""
+    """Classifier-free guidance (Ho and Salimans, 2022) for requests with two rows: to fp32 [requests, …]."""
     count = len(riders)
     if all(rider.conditioning.rows == 2 for rider in riders):
         pairs = output[: 2 * count].float().unflatten(0, (count, 2))
@@ -233,7 +232,7 @@ def guide(output: torch.Tensor, riders: Sequence[Trajectory]) -> torch.Tensor:
 def advance(
     riders: Sequence[Trajectory], output: torch.Tensor, noise: Sequence[torch.Tensor | None]
 ) -> list[Trajectory]:
-    """Each rider's next trajectory, from the UNet's output for all of their rows. The riders stay as they are."""
+    """Each request's next trajectory, from the UNet's output for all rows. The inputs are unchanged."""
     m = guide(output, riders)
     x = torch.cat([rider.x for rider in riders])
     x0 = torch.cat([rider.x0 for rider in riders])
@@ -243,7 +242,7 @@ def advance(
     else:
         drawn = torch.zeros_like(x)
     x, x0 = sigmas.step(x, m, x0, drawn, _coefficients(riders))
-    # Parts of the whole: a latent that waits keeps its companions' of that step, which is little.
+    # Views of the whole batch: a waiting latent keeps its companions' of that step alive, which is little.
     return [
         replace(rider, step=rider.step + 1, x=_put_back(rider, own), x0=own_x0)
         for rider, own, own_x0 in zip(riders, torch.split(x, 1), torch.split(x0, 1), strict=True)
@@ -251,7 +250,7 @@ def advance(
 
 
 def _coefficients(riders: Sequence[Trajectory]) -> torch.Tensor:
-    """Of each rider's next step, fp32 [requests, 7]."""
+    """Of each request's next step, fp32 [requests, 7]."""
     return torch.stack([rider.table.coefficients[rider.step] for rider in riders]).to(riders[0].x.device)
 
 

@@ -1,7 +1,4 @@
-"""Draws a batch of prompts together, from noise to latents, outside the engine: for calibration and for comparison.
-
-Knows the model's parts and the samplers' tables; knows nothing of requests, and of engines nothing either.
-"""
+"""Generates a batch of prompts from noise to latents without the engine: for calibration and for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from pipeline.load import Model
 class Drawing:
     """A model whose UNet `forward` may be any callable with its arguments, with keys and values packed.
 
-    It draws what a request for the native size with the model's own sampler would get.
+    The result equals that of a request for the native size with the model's own sampler.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Drawing:
 
     def _condition(self, prompt: str) -> denoise.Conditioning:
         width = self.model.unet.config.time_cond_proj_dim
-        if width is not None or self._guidance <= 1:  # distilled models are told how much guidance, in one row
+        if width is not None or self._guidance <= 1:  # distilled models take the guidance scale as an input, in one row
             found = self._encoder.encode([prompt])
         elif self.model.force_zeros:
             found = [self._encoder.zero, *self._encoder.encode([prompt])]

@@ -1,7 +1,6 @@
-"""What an edit adds to a picture's life: its image as latents, the noise on them, and what is kept of it in the end.
+"""Image-to-image and inpainting: encodes the source image, adds noise, and restores the kept region.
 
-Follows diffusers' image-to-image and inpainting pipelines of SDXL. Knows pixels, latents and samplers' levels; knows
-nothing of requests and of order.
+Follows diffusers' image-to-image and inpainting pipelines of SDXL.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def latents(model: Model, wanted: ImageParameters, generator: torch.Generator) -
 def begin(
     wanted: ImageParameters, table: Table, image: torch.Tensor, noise: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, Kept | None]:
-    """The sample before the first step that is made, and what is kept where there is a mask.
+    """The sample before the first step, and the kept region if there is a mask.
 
-    `image` are its latents, `noise` is of unit variance; both fp32 [1, C, h, w].
+    `image` are the source's latents, `noise` is of unit variance; both fp32 [1, C, h, w].
     """
     assert wanted.edit is not None
     signal, level = table.levels[0].tolist()
@@ -36,15 +35,15 @@ def begin(
     if wanted.edit.mask is None:
         return x, None
     if wanted.edit.strength == 1:
-        x = noise * table.init_noise_sigma  # nothing is left of the image where it is drawn anew
-    # diffusers encodes the masked image too, and a UNet of four channels does not read it: but its noise is drawn.
+        x = noise * table.init_noise_sigma  # nothing of the image is left where it is repainted
+    # diffusers encodes the masked image too, which a UNet of four channels does not read: but its noise is drawn.
     torch.randn(noise.shape, generator=generator)
     mask = _mask(wanted).float()[None, None].to(image.device)  # [1, 1, H, W]
     return x, Kept(F.interpolate(mask, size=image.shape[-2:]), image, noise)
 
 
 def finish(wanted: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:
-    """The picture, uint8 [H, W, 3] on the CPU, with the image's own pixels wherever the mask leaves them."""
+    """The image, uint8 [H, W, 3] on the CPU, with the source's own pixels outside the mask."""
     if wanted.edit is None or wanted.edit.mask is None:
         return pixels
     return torch.where(_mask(wanted)[..., None], pixels, _pixels(wanted))
@@ -52,11 +51,11 @@ def finish(wanted: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:
 
 def _pixels(wanted: ImageParameters) -> torch.Tensor:
     assert wanted.edit is not None
-    # A copy: torch warns of buffers that it may not write to.
+    # A copy: torch warns of read-only buffers.
     return torch.frombuffer(bytearray(wanted.edit.image), dtype=torch.uint8).view(wanted.height, wanted.width, 3)
 
 
 def _mask(wanted: ImageParameters) -> torch.Tensor:
-    """bool [H, W]: where it is drawn anew."""
+    """bool [H, W]: where it is repainted."""
     assert wanted.edit is not None and wanted.edit.mask is not None
     return torch.frombuffer(bytearray(wanted.edit.mask), dtype=torch.uint8).view(wanted.height, wanted.width) > 127

@@ -1,7 +1,6 @@
-"""Prompts to embeddings: both of SDXL's text encoders, and a cache of what they said.
+"""Encodes prompts with both of SDXL's text encoders, and caches the embeddings.
 
-Knows tokenizers and text encoders; knows nothing of the UNet that reads the embeddings. What weights do to an embedding
-is weighting.py's.
+weighting.py applies prompt weights.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
-    """What a prompt became. `dropped` is the part of it that was beyond the encoders' reach, if any."""
+    """A prompt's embedding. `dropped` is the part of the prompt beyond the encoders' context, if any."""
 
     hidden: torch.Tensor  # [T, D]: the encoders' penultimate layers side by side
     pooled: torch.Tensor  # [P]: the second encoder's projection
@@ -39,7 +38,7 @@ def embed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, T] of each encoder to their penultimate layers side by side [B, T, D], and pooled text [B, P].
 
-    `seen` [B, T] of each encoder is 1 where a token may be looked at, and 0 where it is hidden; default: all are seen.
+    `seen` [B, T] of each encoder is the attention mask, 1 for visible tokens; default: all are visible.
     """
     masks = [None] * len(ids) if seen is None else [mask.to(model.device) for mask in seen]
     first, second = (
@@ -50,7 +49,7 @@ def embed(
 
 
 class Encoder:
-    """Encodes prompts in batches and remembers the last `capacity` of them (least recently used go first).
+    """Encodes prompts in batches and caches the last `capacity` of them (LRU).
 
     Follows SDXL (Podell et al., 2023, section 2.1) as diffusers implements it: penultimate hidden states of both
     encoders concatenated, pooled output of the second.
@@ -74,16 +73,16 @@ class Encoder:
 
     @property
     def zero(self) -> Embedding:
-        """What stands for an absent negative prompt in models that were trained so."""
+        """The zero embedding for an absent negative prompt, in models trained with it."""
         return self._zero
 
     def encode(self, prompts: Sequence[Prompt], bucket: int = 0, *, of: Hashable = None) -> list[Embedding]:
-        """An embedding for each prompt, in order; what is not remembered goes through the encoders in one batch.
+        """An embedding for each prompt, in order; uncached prompts go through the encoders in one batch.
 
-        With `bucket` > 0 prompts go through `bucket` at a time, padded, and are remembered apart from others: the
-        last bits of an embedding depend on the size of the batch that it came from. A weighted prompt goes alone either
-        way, in batches whose sizes follow from it. `of` names what the encoders are now, where that is not always the
-        same: what they said as others is not taken for it.
+        With `bucket` > 0 prompts go through `bucket` at a time, padded, and are cached separately: the last bits of an
+        embedding depend on the batch size. A weighted prompt is encoded alone in either case, in batches whose sizes
+        follow from it. `of` identifies the encoders' state where it varies: embeddings of one state are not used for
+        another.
         """
         unknown = list(dict.fromkeys(p for p in prompts if (p, bucket, of) not in self._known))
         self.misses += len(unknown)
@@ -118,10 +117,10 @@ class Encoder:
                     continue
                 whole = tokenizer(prompt, verbose=False, return_offsets_mapping=True)
                 if len(whole.input_ids) > length:
-                    # The prompt's own letters, from the first token that had to make room for the end token.
+                    # The prompt's own text, from the first token that was dropped for the end token.
                     dropped[row] = prompt[whole.offset_mapping[length - 1][0] :].strip()
         joined, pooled = self._compute(ids)
-        # Clones: a view would keep the whole batch alive for as long as one of its prompts is remembered.
+        # Clones: a view would keep the whole batch alive for as long as one of its prompts is cached.
         return [Embedding(joined[row].clone(), pooled[row].clone(), text) for row, text in enumerate(dropped)]
 
     @torch.inference_mode()

@@ -1,7 +1,4 @@
-"""How a phase of the picture is run, by which code and at which padded width, and what that costs.
-
-Knows shapes, executables and measured seconds; knows nothing of requests.
-"""
+"""Selects how an image phase runs: executable, padded width and cost, and records measured times."""
 
 from __future__ import annotations
 
@@ -48,19 +45,19 @@ from unet_opt.program import UNetPrograms
 
 
 class Group(NamedTuple):
-    """Requests that may share a forward. `mode` sets deterministic requests apart, "eager" and "compiled".
+    """Requests that may share a forward. `mode` separates deterministic requests, "eager" and "compiled".
 
-    `adapted`: those with LoRAs of their own, which run on torch alone.
+    `adapted`: those with their own LoRAs, which run on torch only.
     """
 
     phase: str
-    size: tuple[int, int]  # (width, height) in pixels; (0, 0) where it does not matter
+    size: tuple[int, int]  # (width, height) in pixels; (0, 0) where irrelevant
     mode: str = ""
     adapted: bool = False
 
 
 class Way(NamedTuple):
-    """One way to run an iteration: `rows` counts padding, `seconds` is what it is expected to take."""
+    """A way to run an iteration: `rows` includes padding, `seconds` is the expected time."""
 
     function: Callable[..., Any]
     compiled: bool
@@ -69,7 +66,7 @@ class Way(NamedTuple):
 
 
 class Execution:
-    """Executables of one model, and their cost curves."""
+    """The executables of one model, and their cost curves."""
 
     def __init__(
         self,
@@ -86,12 +83,12 @@ class Execution:
         adapted: Model | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`kernels` are the CPU kernels that UNet and VAE run on, where there are any: then nothing is compiled.
+        """`kernels` are the CPU kernels for UNet and VAE, if there are any: then nothing is compiled.
 
-        `fused`: all runs on fused layers, recorded as graphs by `recorder` (default: as CUDA graphs on a GPU, not at
-        all elsewhere). `frugal`: the model's own weights are let go once they are packed for the CPU kernels.
-        `adapted` is the same model as requests with LoRAs need it: it keeps the UNet's. Raises `ModelError` for a model
-        that kernels or layers do not know.
+        `fused`: everything runs on fused layers, recorded by `recorder` (default: as CUDA graphs on a GPU, not at all
+        elsewhere). `frugal`: the model's own weights are dropped once they are packed for the CPU kernels. `adapted` is
+        the model for requests with LoRAs: it keeps the UNet's weights. Raises `ModelError` for a model that kernels or
+        layers do not support.
         """
         self.deterministic_rows = deterministic_rows
         self._model = model
@@ -102,7 +99,7 @@ class Execution:
         self._packed: tuple[UNetPrograms, DecoderPrograms] | None = None
         self._fused: FusedUNet | None = None
         self._recordings: Recordings | None = None
-        self._timed: set[Key] = set()  # what ran without its graph, and is warm
+        self._timed: set[Key] = set()  # shapes that ran without their graph, and are warm
         phases = on_torch(model)
         self._adapted = {} if adapted is None else on_torch(adapted)
         if fused:
@@ -125,14 +122,14 @@ class Execution:
         )
 
     def told(self, mode: str, *, adapted: bool) -> str:
-        """What a request of this mode may have met on its way, for its fingerprint."""
+        """The executables that a request of this mode may have used, for its fingerprint."""
         own = KERNELS if self.programs else GRAPHS if self._recordings is not None else ""
         if adapted and own:
             return f"eager and {own}"
         return mode or own or ("eager or compiled" if self._executables.enabled else "eager")
 
     def fixed_way(self, size: tuple[int, int], depth: str = "", *, adapted: bool = False) -> str:
-        """The mode for a deterministic request that begins now, which it keeps to: compiled, or in graphs, once all
+        """The mode for a deterministic request that begins now, which it keeps: compiled, or in CUDA graphs, once all
         that it needs is compiled or recorded.
 
         cuBLAS and cuDNN may choose other algorithms while a graph is recorded, so that bits differ from the same
@@ -149,7 +146,7 @@ class Execution:
         return "eager" if any(self._executables.find(key) is None for key in keys) else "compiled"
 
     def cheapest(self, group: Group, rows: int) -> Way:
-        """How one iteration of so many rows is run. For a mode, always in the same bucket by the same executable."""
+        """The cheapest way to run an iteration of so many rows. For a mode, always the same bucket and executable."""
         phase, size, mode, adapted = group
         if phase in (ENCODE, IMAGE):
             return Way(self._nothing, False, rows, self._curve(group, False)(rows))
@@ -157,7 +154,7 @@ class Execution:
             bucket = self.deterministic_rows if mode else rows
             return Way(self._adapted[phase], False, bucket, self._curve(group, False)(bucket))
         eager = self._executables.eager(phase)
-        if self.programs:  # a row's bits depend neither on its companions nor on their number: nothing is padded
+        if self.programs:  # a row's bits do not depend on the batch: no padding
             return Way(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
         if self._recordings is not None:
             return self._graphed(self._recordings, group, self._key(self._recordings, group, rows))
@@ -172,20 +169,20 @@ class Execution:
             if bucket < rows:
                 continue
             found, curve = self._executables.find(Key(phase, bucket, size)), self._curve(group, True)
-            # An executable that was never timed is taken once, to be timed.
+            # An executable without a measured time is used once, to measure it.
             if found is not None and (bucket not in curve.measured or curve(bucket) < best.seconds):
                 best = Way(found, True, bucket, curve(bucket))
             break
         return best
 
     def choose(self, group: Group, rows: int) -> Way:
-        """`cheapest`, for an iteration that now runs so: where it misses its graph, that is recorded next."""
+        """`cheapest`, for an iteration that now runs so: a missing graph is recorded next."""
         if self._recordings is not None and group.phase not in (ENCODE, IMAGE) and not group.adapted:
             self._recordings.missed(self._key(self._recordings, group, rows))
         return self.cheapest(group, rows)
 
     def feature_shapes(self, depth: str, size: tuple[int, int], *, adapted: bool = False) -> list[tuple[int, int, int]]:
-        """What a shallow step of this depth reads: the shape of one row of each map, as `deep` returns it."""
+        """The shape of one row of each feature map that a shallow step of this depth reads, as `deep` returns it."""
         scale = self._model.vae_scale
         found = shapes(self._model.unet, depth, size[1] // scale, size[0] // scale)
         channels_last = (self.programs or self._fused is not None) and not adapted
@@ -193,7 +190,7 @@ class Execution:
                 for channels, height, width in found]  # fmt: skip
 
     def keys(self, hidden: torch.Tensor, torch_keys: denoise.PackedKeys) -> torch.Tensor:
-        """`PackedKeys` by our own kernels; by torch's without them."""
+        """`PackedKeys` on our own kernels; on torch's without them."""
         if self._fused is not None:
             with torch.inference_mode():
                 return self._fused.keys(hidden)
@@ -202,30 +199,32 @@ class Execution:
     def embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """`encode.embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
 
-        They may lie in memory that the next call of anything here overwrites.
+        The results may be overwritten by the next call of any method.
         """
         if self._recordings is None:
             return encode.embed(self._model, ids)
         rows = len(ids[0])
         key = Key(TEXT, self._recordings.width(TEXT, rows), (0, 0))
         padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self._model.device) for part in ids]
-        # Not later: embeddings are remembered, and must not depend on when they were made.
+        # Not later: embeddings are cached, and must not depend on when they were computed.
         self._recordings.record_now(key, self._record)
         hidden, pooled = self._recordings.function(key)(padded)
         return hidden[:rows], pooled[:rows]
 
     def synchronize(self) -> None:
-        """Wait until all that this thread asked for is done, so that a clock tells what it took."""
+        """Wait for all work this thread has submitted, so that measured times include it."""
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Pictures of finished latents, uint8 [B, H, W, 3], without compiled code."""
+        """Decode finished latents to uint8 [B, H, W, 3], without compiled code."""
         pixels: torch.Tensor = self._executables.eager(VAE)(latents)
         return pixels
 
     def observe(self, group: Group, rows: int, compiled: bool, seconds: float) -> None:
-        """Refine a curve by what an iteration took, but for the first of a shape without its graph, which compiles."""
+        """Update a cost curve with an iteration's time, except the first of a shape without its graph, which
+        compiles.
+        """
         key = Key(group.phase, rows, group.size)
         if self._recordings is not None and not compiled and key not in self._timed:
             self._timed.add(key)
@@ -233,11 +232,11 @@ class Execution:
         self._curve(group, compiled).observe(rows, seconds)
 
     def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
-        """Ask for compiled executables at a size (default: the native one), and time what runs now.
+        """Request compiled executables at a size (default: the native one), and time what runs now.
 
-        Timing stops after `measure_s` seconds, the likeliest widths first; what was not reached is learnt from the
-        first requests. Where graphs are recorded, that is what happens in this time; the rest of them stay `pending`,
-        for `record_next`. Not to be called while the engine runs.
+        Timing stops after `measure_s` seconds, the most likely widths first; the rest is learnt from the first
+        requests. CUDA graphs are recorded within this time; remaining ones stay `pending`, for `record_next`. Not to be
+        called while the engine runs.
         """
         size = size or (self._model.native, self._model.native)
         shallow = SHALLOW[AUTO.depth]
@@ -250,7 +249,7 @@ class Execution:
             while time.monotonic() < until and self.record_next():
                 pass
             return
-        # Other depths last: few ask for them.
+        # Other depths last: they are rarely requested.
         others = [phase for phase in SHALLOW.values() if phase != shallow]
         decodes = [(VAE, rows) for rows in (VAE_WIDTHS[1:] if self._recordings is not None else (VAE_ROWS,))]
         steps = [(DEEP, 2), (shallow, 2), *steps, *decodes, *((p, r) for p in others for r in self._buckets)]
@@ -269,18 +268,18 @@ class Execution:
                     with torch.inference_mode():
                         example(fn)
                         self.synchronize()
-                    if run:  # the first one warms up and does not count
+                    if run:  # the first run is warm-up
                         self.observe(Group(phase, size), rows, compiled, time.perf_counter() - started)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until all that was asked for is compiled or has failed to compile."""
+        """Block until all requested executables are compiled or have failed."""
         return self._executables.wait(timeout_s)
 
     @property
     def size_bytes(self) -> dict[str, int]:
-        """Bytes of the CPU kernels' packed weights, and of what each of their programs works in; empty without them.
+        """Bytes of the CPU kernels' packed weights, and of each program's buffers; empty without them.
 
-        Programs of one network share their memory: together they hold what the largest needs.
+        Programs of one network share buffers: together they use what the largest needs.
         """
         if self._packed is None:
             return {}
@@ -293,7 +292,7 @@ class Execution:
         return {"unet weights": weights, "vae weights": decoder.size_bytes, **held}
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
-        """What was measured without LoRAs of requests: seconds by rows, for each (phase, size, compiled)."""
+        """Measured seconds by rows, for each (phase, size, compiled), without LoRAs."""
         measured: dict[Any, Mapping[int, float]] = {**self._costs.measured()}
         return {key[:3]: curve for key, curve in measured.items() if not key[3]}
 
@@ -307,11 +306,11 @@ class Execution:
 
     @property
     def graphs(self) -> tuple[int, int]:
-        """How many graphs are recorded, and how many are wanted so far; (0, 0) where none ever are."""
+        """How many graphs are recorded, and how many are wanted; (0, 0) without CUDA graphs."""
         return (0, 0) if self._recordings is None else self._recordings.counts
 
     def record_next(self) -> bool:
-        """Record and time the graph that is needed most; False where none is left. On the thread that runs phases."""
+        """Record and time the most needed graph; False if none is left. On the thread that runs phases."""
         return self._recordings is not None and self._recordings.record_next(self._record)
 
     def _record(self, key: Key, record: Callable[..., Any]) -> None:
@@ -325,13 +324,13 @@ class Execution:
                 started = time.perf_counter()
                 example(self._function(key))
                 self.synchronize()
-                if run:  # the first replay brings the graph to the device
+                if run:  # the first replay uploads the graph to the device
                     self.observe(Group(key.phase, size), key.rows, True, time.perf_counter() - started)
 
     def _key(self, recordings: Recordings, group: Group, rows: int) -> Key:
-        """The graph for so many rows. Of deterministic requests it is always the same one.
+        """The graph for so many rows. For deterministic requests always the same one.
 
-        Costs are asked of more rows than any forward has; nothing wider than the widest graph ever runs.
+        Costs are queried for more rows than any forward has; nothing wider than the widest graph ever runs.
         """
         phase, size, mode, _ = group
         if mode:
@@ -339,15 +338,15 @@ class Execution:
         return Key(phase, recordings.width(phase, rows), size)
 
     def _graphed(self, recordings: Recordings, group: Group, key: Key) -> Way:
-        """The graph; while it is missing the next wider one where that is known to cost less, else the same kernels at
-        the same width one by one. A mode keeps to one width, and to graphs or to none.
+        """The graph; while it is missing, the next wider one if that is known to cost less, else the same kernels at
+        the same width one by one. A mode keeps one width, and either graphs or none.
         """
         graph, eager = self._curve(group, True), self._curve(group, False)
         if group.mode == LAYERS:
             return Way(self._executables.eager(group.phase), False, key.rows, eager(key.rows))
         if recordings.has(key):
             return Way(self._function(key), True, key.rows, graph(key.rows))
-        # As long as it was never timed it is taken for as fast as a graph, and so is timed.
+        # Until it is timed it is assumed as fast as a graph, and so is timed.
         measured = key.rows in eager.measured
         seconds = eager(key.rows) if measured or not graph.measured else graph(key.rows)
         wider = None if group.mode or not measured else recordings.wider(key)
@@ -370,7 +369,7 @@ class Execution:
         depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
         features = [] if depth is None else self.feature_shapes(depth, size)
 
-        # Its own: a recording that fails may leave the device's default generator unusable.
+        # A generator of its own: a failed recording may leave the device's default one unusable.
         generator = torch.Generator(model.device).manual_seed(seed)
 
         def random(*shape: int) -> torch.Tensor:

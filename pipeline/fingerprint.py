@@ -1,7 +1,7 @@
-"""The fingerprint of a picture: all that can change its bits beside its parameters.
+"""Computes an image's fingerprint: everything beside its parameters that can change its bits.
 
-Equal parameters and equal fingerprints give equal bytes where the request was deterministic. It holds no time, no name
-of a machine and no path, so that equal installations of equal code print the same.
+Equal parameters and equal fingerprints give equal bytes for deterministic requests. It contains no time, machine name
+or path, so that equal installations of equal code give the same.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pipeline.load import Model
 
 ROOT = Path(__file__).resolve().parent.parent
-# The sources that a picture's bits come from: every module of ours that drawing imports and that computes or decides
-# something about it, and what writes WebP and JPEG. Paths below ROOT.
+# The sources that an image's bits depend on: every module of ours that generation imports and that computes or decides
+# something about it, and the encoders of WebP and JPEG. Paths below ROOT.
 CODE = (
     "contract/bounds.py", "contract/card.py", "contract/characters.py", "contract/image.py", "contract/loras.py",
     "contract/markup.py", "contract/plan.py", "contract/precision.py", "core/cuda_graphs.py", "core/graphs.py",
@@ -33,7 +33,7 @@ CODE = (
 )  # fmt: skip
 _CUDA = ("core/quant/kernels/cuda", "unet_opt/fused")
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "numpy")
-# By these a user has torch's libraries compute otherwise.
+# These variables change how torch's libraries compute.
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -41,7 +41,7 @@ _VARIABLES = (
 
 
 class Kernels(NamedTuple):
-    """What a model's UNet and VAE run on: a name of `core.quant.kernels.device`, and what it was made of.
+    """The kernels of a model's UNet and VAE: a name of `core.quant.kernels.device`, and their origin.
 
     `digest` is of their sources and, on a CPU, of what compiled them by `compiler`; all but the name are empty for
     torch's.
@@ -53,7 +53,7 @@ class Kernels(NamedTuple):
 
     @classmethod
     def of(cls, model: Model, library_: ctypes.CDLL | None, *, fused: bool) -> Kernels:
-        """Of a model on the compiled CPU kernels, on fused layers, or, without either, on torch."""
+        """The kernels of a model on the compiled CPU kernels, on fused layers, or, without either, on torch."""
         if library_ is not None:
             return cls(*library.identity(library_))
         if not fused or model.device.type != "cuda":  # on a CPU fused layers run on torch
@@ -63,16 +63,16 @@ class Kernels(NamedTuple):
 
 
 def code_digest() -> str:
-    """A digest of our sources, as they were when it was first asked for in this process."""
+    """A digest of our sources, as they were at the first call in this process."""
     return digest(ROOT, CODE)
 
 
 def fingerprint(model: Model, *, executable: str, bucket: int | None, kernels: Kernels | None = None) -> dict[str, Any]:
-    """What can change the bits of a picture that this model draws in this process.
+    """The fingerprint of an image that this model generates in this process.
 
-    `executable` is "eager", "compiled", or "eager or compiled" where the engine chose at each step; "kernels" and
-    "graphs" run on `kernels`. `bucket` is the fixed number of rows of a deterministic request's forwards. None says
-    that the request shared batches of any size, and that its last bits may depend on them.
+    `executable` is "eager", "compiled", or "eager or compiled" if the engine chose at each step; "kernels" and "graphs"
+    run on `kernels`. `bucket` is the fixed number of rows of a deterministic request's forwards. None: the request
+    shared batches of any size, and its last bits may depend on them.
     """
     kernels = kernels or Kernels()
     found: dict[str, Any] = {
@@ -102,13 +102,13 @@ def fingerprint(model: Model, *, executable: str, bucket: int | None, kernels: K
 def _version(package: str) -> str | None:
     try:
         return version(package)  # reads a file each time
-    except PackageNotFoundError:  # of ours: a checkout that was never installed
+    except PackageNotFoundError:  # our own package: a source checkout that was never installed
         return None
 
 
 @functools.cache
 def _pillow() -> str:
-    """Pillow and the libraries that write PNG, JPEG and WebP for it, which its wheels bring along."""
+    """Versions of Pillow and of its bundled PNG, JPEG and WebP libraries."""
     from PIL import features
 
     codecs = {
@@ -122,6 +122,6 @@ def _pillow() -> str:
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    # Sums are split over threads, vector lanes and blocks that fit a processor's caches: all show in the last bits.
+    # Sums are split over threads, vector lanes and cache-sized blocks: all affect the last bits.
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     return f"cpu {library.processor()} {capability} {threads} threads"

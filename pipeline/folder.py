@@ -1,7 +1,4 @@
-"""Finds a model's folder and checks its files one by one, before anything heavy is imported or loaded.
-
-Knows diffusers' layout and the formats of its files; knows nothing of modules, and imports no torch of its own.
-"""
+"""Finds a model's folder and validates its files in diffusers' layout, before anything heavy is imported or loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def find(name: str, variant: str | None) -> Path:
 
 
 def local(name: str) -> Path | None:
-    """The folder of a model, or None for a hub id. Raises `ModelError` where the name is neither."""
+    """The folder of a model, or None for a hub id. Raises `ModelError` if the name is neither."""
     if not name:
         raise ModelError("the name is empty; a model is a folder in diffusers' format or a hub id")
     short = _short(name)
@@ -72,7 +69,7 @@ def _download(name: str, short: str, variant: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # The files of one variant only: a repository often holds the same weights three times over.
+    # Only one variant's files: a repository often holds the same weights three times.
     wanted = ["model_index.json", "*/*.json", "*/*.txt"]
     for part, stem in WEIGHTS.items():
         if variant:
@@ -83,7 +80,7 @@ def _download(name: str, short: str, variant: str | None) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except HFValidationError as error:
         raise ModelError(f"{short}: no such folder, and not a hub id of the form owner/name") from error
-    except HfHubHTTPError as error:  # not there, or not for everyone
+    except HfHubHTTPError as error:  # missing, or access denied
         raise ModelError(f"{short}: no such folder, and the hub says: {first_line(error)}") from error
     except OSError as error:
         what = "the hub cannot be reached and its cache does not hold it"
@@ -91,7 +88,7 @@ def _download(name: str, short: str, variant: str | None) -> Path:
 
 
 def check(folder: Path, variant: str | None) -> tuple[dict[str, Any], dict[str, list[Path]]]:
-    """Read what can be read without loading: (model_index.json, the weight files of each part).
+    """Read everything possible without loading: (model_index.json, the weight files of each part).
 
     Raises:
         ModelError: for another kind of pipeline or part, and for a file that is missing, damaged or of another format.
@@ -116,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short enough for one line."""
+    """The first line of an error's message, shortened."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -142,7 +139,7 @@ def _check_class(path: Path, part: str, found: object) -> None:
 
 
 def _check_part(where: Path, part: str, variant: str | None) -> list[Path]:
-    """The weight files of a part, each one complete; none for a part without weights."""
+    """The weight files of a part, each checked to be complete; none for a part without weights."""
     if part == "scheduler":
         read_json(where / "scheduler_config.json")
         return []
@@ -159,7 +156,7 @@ def _check_part(where: Path, part: str, variant: str | None) -> list[Path]:
 
 
 def _check_tokenizer(where: Path) -> None:
-    # Without these files the library makes a tokenizer all the same, one that knows no words.
+    # Without these files the library creates a tokenizer anyway, with an empty vocabulary.
     read_json(where / "tokenizer_config.json")
     if (where / "tokenizer.json").exists():
         read_json(where / "tokenizer.json")
@@ -198,7 +195,7 @@ def _weight_files(where: Path, stem: str, variant: str | None) -> list[Path]:
 
 
 def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
-    """A whole file of floats. `old_buffers`: text encoders of old carry integer position ids, which nobody reads."""
+    """Check a complete file of floats. `old_buffers`: older text encoders contain unused integer position ids."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -217,7 +214,7 @@ def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
 
 
 def digest(folder: Path, files: Mapping[str, list[Path]]) -> str:
-    """SHA-256 (16 hex digits) over all that makes the model what it is, wherever its folder lies.
+    """SHA-256 (16 hex digits) over all that determines the model, independent of its folder's path.
 
     Of a weight file over 256 MB it reads the header and 4 KiB from the middle of each tensor.
     """

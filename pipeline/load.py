@@ -1,6 +1,6 @@
-"""Loads any SDXL model in diffusers' format, from a folder or a hub id, and refuses what is not one, part by part.
+"""Loads SDXL models in diffusers' format, from a folder or a hub id, and rejects others, naming the part.
 
-Knows the parts and how they fit together; leaves files to `pipeline.folder`, and knows nothing of how parts are run.
+`pipeline.folder` checks the files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import torch
 
 _TRANSFORMERS = ("text_encoder", "text_encoder_2")
-_ANY_STEPS = 4  # few enough for every sampler, to try a scheduler's config
-_SAMPLE_SIZE = 128  # what diffusers takes for a UNet that does not say its own
+_ANY_STEPS = 4  # enough to build every sampler's table
+_SAMPLE_SIZE = 128  # diffusers' default for a UNet without a sample size
 
 
 @dataclass(eq=False)
 class Model:
-    """The parts of one SDXL model, in evaluation mode on one device. `digest` tells its weights from any others."""
+    """The parts of one SDXL model, in evaluation mode on one device. `digest` identifies its weights."""
 
     name: str
     digest: str
@@ -47,18 +47,18 @@ class Model:
 
     @property
     def vae_scale(self) -> int:
-        """Pixels a side for each latent."""
+        """Pixels per latent, along one side."""
         return int(2 ** (len(self.vae.config.block_out_channels) - 1))
 
     @property
     def native(self) -> int:
-        """The side of the square picture that the model was made for, in pixels."""
+        """The native side length of a square image, in pixels."""
         sample = self.unet.config.sample_size or _SAMPLE_SIZE
         return int(sample if isinstance(sample, int) else max(sample)) * self.vae_scale
 
     @property
     def multiple(self) -> int:
-        """What every side must be a multiple of, so that each UNet level halves evenly. In pixels."""
+        """Every side must be a multiple of this many pixels, so that each UNet level halves evenly."""
         return int(self.vae_scale * 2 ** (len(self.unet.config.block_out_channels) - 1))
 
 
@@ -101,13 +101,13 @@ def load(
     else:
         folder = folders.find(name, variant)
         index, files = folders.check(folder, variant)
-        # The VAE in fp32 until its config is read: rounded to fp16 it could not be brought back. And what is quantized
-        # until it was: rounded first it would be quantized to another model.
+        # The VAE in fp32 until its config is read: rounding to fp16 is irreversible. So are layers before quantization:
+        # rounding first would give another quantized model.
         late = {"vae"} if dtype is torch.float16 else {"unet", "vae"} if is_quantized(precision) else set()
         dtypes = {part: torch.float32 if part in late else dtype for part in PARTS}
         loaded = {part: _load_part(folder, part, dtypes[part], variant) for part in PARTS}
         force_zeros = bool(index.get("force_zeros_for_empty_prompt", True))
-        # A folder is called by its own name, however the path to it was written; a hub id by its last word.
+        # A folder is called by its own name, independent of the path given; a hub id by its last word.
         short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
         digest = folders.digest(folder, files)
     _check_fit(name, loaded)
@@ -148,18 +148,18 @@ def load(
 
 
 def seeded(name: str) -> bool:
-    """Whether this names a model with random weights, made in code."""
+    """Whether this names a model with random weights, built in code."""
     return name == sdxl.NAME or name in tiny.SHAPES
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that leads to no model, before anything heavy is imported. Raises `ModelError`."""
+    """Reject a name that leads to no model, before anything heavy is imported. Raises `ModelError`."""
     if not seeded(name):
         folders.local(name)
 
 
 def weights_digest(name: str, *, variant: str | None = None, device: str = "cpu") -> str:
-    """The digest that a model has which is loaded neither quantized nor with LoRAs. Raises `ModelError`."""
+    """The digest of the model's weights without quantization and LoRAs. Raises `ModelError`."""
     if seeded(name):
         return _seeded_digest(name, _device(device))
     folder = folders.find(name, variant)
@@ -197,14 +197,14 @@ def _load_part(folder: Path, part: str, dtype: torch.dtype, variant: str | None)
                 return CLIPTokenizer.from_pretrained(str(folder / part), local_files_only=True)
             options: dict[str, Any] = {"variant": variant, "use_safetensors": True, "output_loading_info": True}
             if part in _TRANSFORMERS:
-                options["ignore_mismatched_sizes"] = True  # it then names them, and they are refused below
+                options["ignore_mismatched_sizes"] = True  # mismatches are then listed, and rejected below
             loaded, info = _class(part).from_pretrained(
                 str(folder), subfolder=part, local_files_only=True, torch_dtype=dtype, **options
             )
-    except Exception as error:  # many libraries, many exceptions: all say that this part does not load
-        reason = folders.first_line(error).split(". If you want")[0]  # what follows is advice for programmers
+    except Exception as error:  # many libraries, many exceptions: this part does not load
+        reason = folders.first_line(error).split(". If you want")[0]  # advice for programmers follows
         raise ModelError(f"{folder}/{part}: does not load ({type(error).__name__}: {reason})") from error
-    # What a text encoder has too much may be of use to others; a UNet with more weights than its config is another one.
+    # Unused weights of a text encoder are harmless; a UNet with more weights than its config is a different one.
     wrong = ["missing_keys", "mismatched_keys"] + (["unexpected_keys"] if part == "unet" else [])
     for what in wrong:
         keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(what) or ())
@@ -217,7 +217,7 @@ def _load_part(folder: Path, part: str, dtype: torch.dtype, variant: str | None)
 
 
 def _class(part: str) -> Any:
-    # Module paths in full: diffusers' and transformers' top levels import slowly.
+    # Full module paths: diffusers' and transformers' top levels import slowly.
     if part == "unet":
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
@@ -232,7 +232,7 @@ def _class(part: str) -> Any:
 
 
 def _check_fit(name: str, loaded: Mapping[str, Any]) -> None:
-    """Refuse parts that load but do not make an SDXL together, before the first picture fails."""
+    """Reject parts that load but do not form an SDXL together, before the first image fails."""
     from pipeline import sigmas
 
     unet, vae = loaded["unet"].config, loaded["vae"].config
@@ -272,7 +272,7 @@ def _check_fit(name: str, loaded: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Loading is shown by our own progress; the libraries' bars and advice would talk over it."""
+    """Silences the libraries' progress bars and advice: loading has its own progress display."""
     from transformers.utils import logging as transformers_logging
 
     loud = [logging.getLogger("diffusers"), logging.getLogger("transformers")]

@@ -1,7 +1,6 @@
-"""LoRA files by name, from one folder, and adding them to a model's weights as it is loaded (Hu et al., 2021).
+"""Finds LoRA files by name in one folder, and merges them into a model's weights at load time (Hu et al., 2021).
 
-Knows names, files and digests; leaves what a file holds to `pipeline.lora_file`, and requests' own LoRAs to
-`pipeline.adapters`.
+`pipeline.lora_file` reads the files; `pipeline.adapters` serves per-request LoRAs.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """One file, and how much of it is added."""
+    """A LoRA file and its scale."""
 
     name: str
     path: Path
     scale: float = 1.0
 
     def data(self) -> bytes:
-        """The file. Raises `ModelError`, naming the LoRA."""
+        """The file's bytes. Raises `ModelError`, naming the LoRA."""
         try:
             return self.path.read_bytes()
         except OSError as error:
@@ -35,7 +34,7 @@ class Lora:
 
 
 def find(text: str, folder: str) -> tuple[Lora, ...]:
-    """What `name:scale,name` means: files `name.safetensors` in the folder. Raises `ModelError`, naming the LoRA."""
+    """Resolve `name:scale,name` to files `name.safetensors` in the folder. Raises `ModelError`, naming the LoRA."""
     try:
         named = names.read(text)
     except ValueError as error:
@@ -52,7 +51,7 @@ def find(text: str, folder: str) -> tuple[Lora, ...]:
 
 
 def offered(folder: Path) -> list[str]:
-    """The names of the folder's files, sorted; none where it cannot be read."""
+    """The names of the folder's files, sorted; none if it cannot be read."""
     try:
         stems = [path.name.removesuffix(SUFFIX) for path in folder.iterdir() if path.name.endswith(SUFFIX)]
     except OSError:
@@ -61,7 +60,7 @@ def offered(folder: Path) -> list[str]:
 
 
 def digest(model: str, loras: Sequence[Lora]) -> str:
-    """Of the weights that come of those of digest `model`. Raises `ModelError`."""
+    """The digest of the merged weights, where `model` is the unmerged ones'. Raises `ModelError`."""
     made = hashlib.sha256(model.encode())
     for lora in loras:
         made.update(f"{hashlib.sha256(lora.data()).hexdigest()}:{lora.scale!r}".encode())
@@ -69,7 +68,7 @@ def digest(model: str, loras: Sequence[Lora]) -> str:
 
 
 def fuse_(parts: Mapping[str, Any], loras: Sequence[Lora]) -> None:
-    """Add them to the weights of UNet and text encoders, in place, one after another, in fp32.
+    """Merge them into the weights of UNet and text encoders, in place, one after another, in fp32.
 
     Raises `ModelError`, naming the LoRA, for one that does not fit this model.
     """

@@ -1,7 +1,7 @@
-"""What a LoRA file holds: pairs of small matrices for layers of an SDXL's UNet and text encoders (Hu et al., 2021).
+"""Parses LoRA files: low-rank matrix pairs for layers of an SDXL's UNet and text encoders (Hu et al., 2021).
 
-Reads the layouts that diffusers reads, by diffusers' own tables of names: kohya's, diffusers' old and new ones, peft's.
-Knows files and layers; knows nothing of requests, and needs no peft.
+Supports the layouts that diffusers reads, by diffusers' own name tables: kohya's, diffusers' old and new ones, peft's.
+Does not need peft.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.folder import ModelError, first_line
 
 PARTS = ("unet", "text_encoder", "text_encoder_2")
 _KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
-_UNKNOWN = {  # what marks tensors of kinds that add something else than a product of two matrices
+_UNKNOWN = {  # keys of adapter types that are not a product of two matrices
     "dora_scale": "DoRA",
     "lora_magnitude_vector": "DoRA",
     "hada_": "LoHa",
@@ -32,10 +32,10 @@ _UNKNOWN = {  # what marks tensors of kinds that add something else than a produ
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """What one layer gets: `scale` · up(down(x)).
+    """One layer's addition: `scale` · up(down(x)).
 
-    Of a linear layer `down` is [rank, in] and `up` [out, rank]; of a convolution [rank, in, height, width] and
-    [out, rank, 1, 1]. `scale` is alpha / rank.
+    Of a linear layer `down` is [rank, in] and `up` [out, rank]; of a convolution [rank, in, height, width] and [out,
+    rank, 1, 1]. `scale` is alpha / rank.
     """
 
     down: Tensor
@@ -48,24 +48,24 @@ Factors = Mapping[tuple[str, str], Factor]
 
 
 def read(name: str, data: bytes, parts: Mapping[str, Any]) -> dict[tuple[str, str], Factor]:
-    """What the file of the LoRA `name` holds for these parts, in the file's own precision.
+    """The factors of the LoRA `name` for these parts, in the file's own precision.
 
     `parts` has at least `PARTS`. Computes nothing, so that it may run on any thread. Raises `ModelError`, naming the
-    LoRA, for a file that is damaged, of a kind that is not known, or does not fit these parts.
+    LoRA, for a file that is damaged, of an unknown kind, or does not fit these parts.
     """
     try:
         state, alphas, config = _diffusers(data, parts["unet"].config)
         factors = dict(_factors(state, alphas, config, parts))
         if not factors:
             raise ValueError("nothing in it is for an SDXL")
-    except Exception as error:  # of several libraries: all say that it does not fit
+    except Exception as error:  # of several libraries: it does not fit
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ModelError(f"lora {name}: does not fit ({kind}{first_line(error)[:300]})") from error
     return factors
 
 
 def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], Factor]:
-    """The same on a device, in a precision, in memory of its own."""
+    """A copy on a device, in a precision."""
     return {
         at: replace(
             factor,
@@ -77,7 +77,7 @@ def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tu
 
 
 def check_finite(name: str, factors: Factors) -> None:
-    """Raise `ModelError`, naming the LoRA, where a number in it is none."""
+    """Raise `ModelError`, naming the LoRA, for NaN and infinities."""
     for (_, layer), factor in factors.items():
         if not all(bool(torch.isfinite(part).all()) for part in (factor.down, factor.up)):
             raise ModelError(f"lora {name}: {layer} holds what is no finite number")
@@ -85,7 +85,7 @@ def check_finite(name: str, factors: Factors) -> None:
 
 @torch.no_grad()
 def add_(parts: Mapping[str, Any], factors: Factors, scale: float) -> None:
-    """Add so much of it to the layers' weights, in place; computed in fp32 and rounded once."""
+    """Add it, scaled, to the layers' weights, in place; computed in fp32 and rounded once."""
     for (part, layer), factor in factors.items():
         weight = parts[part].get_submodule(layer).weight
         product = factor.up.float().flatten(1) @ factor.down.float().flatten(1)
@@ -94,7 +94,7 @@ def add_(parts: Mapping[str, Any], factors: Factors, scale: float) -> None:
 
 
 def _diffusers(data: bytes, unet_config: Any) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Any]]:
-    """The tensors under diffusers' names, kohya's alphas under its names, and the config that diffusers writes."""
+    """The tensors under diffusers' names, kohya's alphas under their own, and the config that diffusers writes."""
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
     from diffusers.loaders.lora_pipeline import StableDiffusionXLLoraLoaderMixin
     from safetensors.torch import load
@@ -139,7 +139,7 @@ def _factors(
 
 
 def _renamed(part: str, keys: list[str]) -> dict[str, str]:
-    """Each key as peft would have it, with what it is called in the file."""
+    """Each key under peft's name, with its name in the file."""
     from diffusers.utils import state_dict_utils as tables
 
     own = {key: key for key in keys}
@@ -153,7 +153,7 @@ def _renamed(part: str, keys: list[str]) -> dict[str, str]:
 
 
 def _layer(part: str, model: Any, name: str) -> tuple[str, nn.Module]:
-    """The layer of this name. Of text encoders some versions of transformers have one level less than others."""
+    """The layer of this name. In some versions of transformers text encoders have one level less."""
     text = "text_model."
     others = () if part == "unet" else (name.removeprefix(text) if name.startswith(text) else text + name,)
     for candidate in (name, *others):
@@ -166,7 +166,7 @@ def _layer(part: str, model: Any, name: str) -> tuple[str, nn.Module]:
 
 
 def _fitted(name: str, module: nn.Module, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Both matrices as this layer's kind wants them. Raises ValueError where they do not fit."""
+    """Both matrices in the shape of this layer's kind. Raises ValueError where they do not fit."""
     if not (down.is_floating_point() and up.is_floating_point()):
         raise ValueError(f"{name} is not in floats")
     rank = down.shape[0] if down.dim() else 0
@@ -178,19 +178,19 @@ def _fitted(name: str, module: nn.Module, down: Tensor, up: Tensor) -> tuple[Ten
     else:
         raise ValueError(f"{name} is a {type(module).__name__}, which takes none")
     for given, wanted in zip((down, up), sizes, strict=True):
-        # Ones at the end are no difference: a linear layer is a 1×1 convolution.
+        # Trailing dimensions of one make no difference: a linear layer is a 1×1 convolution.
         if not rank or _bare(given.shape) != _bare(wanted):
             raise ValueError(f"{name} has {[*given.shape]}, and this model needs {[*wanted]}")
     return down.reshape(sizes[0]), up.reshape(sizes[1])
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the ones at the end of a convolution's."""
+    """Shape without a convolution's trailing ones."""
     return shape[:2] if len(shape) == 4 and tuple(shape[2:]) == (1, 1) else tuple(shape)
 
 
 def _alpha(alphas: Mapping[str, float], down: str) -> float | None:
-    """kohya's, which diffusers files under the matrix's whole name, or under what stands before its last words."""
+    """kohya's alpha, which diffusers stores under the matrix's whole name, or under its prefix."""
     for name in (down, down.partition(".lora.")[0]):
         if f"{name}.alpha" in alphas:
             return alphas[f"{name}.alpha"]
@@ -198,7 +198,7 @@ def _alpha(alphas: Mapping[str, float], down: str) -> float | None:
 
 
 def _scale(layer: str, rank: int, alpha: float | None, config: Mapping[str, Any]) -> float:
-    """alpha / rank; without an alpha 1, as diffusers has it. `config` is what peft calls a LoraConfig."""
+    """alpha / rank; without an alpha 1, as in diffusers. `config` is peft's LoraConfig."""
     root = False
     if config:
         if config.get("use_dora"):
@@ -217,5 +217,5 @@ def _names(pattern: str, layer: str) -> bool:
 
 
 def _shown(text: str) -> str:
-    """A name from a file: it may be anything."""
+    """Sanitize a name from a file, which may be anything."""
     return ascii(text[:120])

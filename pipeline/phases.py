@@ -1,4 +1,4 @@
-"""The phases of a picture by name, and what computes them: torch, fused layers on a GPU, or the CPU kernels."""
+"""Names an image's phases and provides their implementations: torch, fused layers on a GPU, or the CPU kernels."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from unet_opt.fused.decoder import FusedDecoder
 from unet_opt.fused.network import FusedUNet
 from unet_opt.program import UNetPrograms
 
-KERNELS = "kernels"  # of our own, on a CPU
-GRAPHS = "graphs"  # of fused layers, on a GPU
+KERNELS = "kernels"  # our own, on a CPU
+GRAPHS = "graphs"  # CUDA graphs of fused layers
 LAYERS = "layers"  # the same without graphs, kernel by kernel
 ENCODE, DEEP, VAE = "encode", "deep", "vae"
-IMAGE = "image"  # what is edited becomes latents
+IMAGE = "image"  # encodes an edit's source image
 SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
 STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step further
-VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch makes everyone wait
+VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch delays everyone
 VAE_WIDTHS = (1, 2, VAE_ROWS)  # of graphs
 TEXT = "text"  # the encoders' part of `ENCODE`
 TEXT_WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
 def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[Key]:
-    """Every graph of this size: first what one picture needs, then the widest, which a busy server runs; other depths
-    than DeepCache's default last. `buckets` are the widths of steps."""
+    """Every graph of this size: first those for one image, then the widest, for a busy server; other depths than
+    DeepCache's default last. `buckets` are the widths of steps.
+    """
     shallow = SHALLOW[AUTO.depth]
     one = [Key(TEXT, 2, (0, 0)), Key(VAE, 1, size), Key(DEEP, 2, size), Key(shallow, 2, size)]
     busy = [Key(phase, max(buckets), size) for phase in (DEEP, shallow)]
@@ -50,7 +51,7 @@ Phases = dict[str, Callable[..., Any]]
 
 
 def on_torch(model: Model) -> Phases:
-    """Raises `ModelError` for a UNet that is not laid out as SDXL's."""
+    """Raises `ModelError` for a UNet without SDXL's layout."""
     try:
         split = Split(model.unet)
     except ValueError as error:
@@ -60,12 +61,12 @@ def on_torch(model: Model) -> Phases:
 
 
 def on_gpu(model: Model, rows: int) -> tuple[FusedUNet, Phases]:
-    """Raises `ModelError` for parts that the fused layers do not know."""
+    """Raises `ModelError` for parts that the fused layers do not support."""
     try:
         unet, decoder = FusedUNet(model.unet, rows=rows), FusedDecoder(model.vae)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    # What undoes the scaling, as tensors that are there already: graphs cannot fetch any from the host.
+    # Constants as existing tensors: graphs cannot copy any from the host.
     none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
     shift = vae.unscale(none, model.vae.config)
     gain = vae.unscale(none + 1, model.vae.config) - shift
@@ -79,7 +80,7 @@ def on_gpu(model: Model, rows: int) -> tuple[FusedUNet, Phases]:
 
 
 def packed(model: Model, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPrograms]:
-    """Raises `ModelError` for parts that the CPU kernels do not know."""
+    """Raises `ModelError` for parts that the CPU kernels do not support."""
     half = model.precision != "fp32"
     try:
         return UNetPrograms(kernels, model.unet, half=half), DecoderPrograms(kernels, model.vae, half=half)
@@ -97,7 +98,9 @@ def on_kernels(model: Model, unet: UNetPrograms, decoder: DecoderPrograms) -> Ph
 
 
 def without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A shallow step reads no text, and its graph would hold a copy. Other phases are as they are."""
+    """Remove the text input from a shallow step, which does not read it and whose graph would hold a copy. Other phases
+    are unchanged.
+    """
     if phase not in SHALLOW.values():
         return run
     return lambda features, sample, timestep, encoder_hidden_states, **rest: run(features, sample, timestep, **rest)

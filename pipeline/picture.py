@@ -1,6 +1,5 @@
-"""A finished picture, and what is written into its file: parameters and fingerprint, with no id and no time.
-
-Knows PNG text chunks; knows nothing of how the picture was drawn. Equal pictures give equal files.
+"""A finished image and its PNG file, with parameters and fingerprint but no id or time: equal images give equal
+files.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """What a request for a picture ends in. `warnings` are for people: a prompt that was cut, for one."""
+    """The result of an image request. `warnings` are for people, e.g. of a truncated prompt."""
 
     image: Image
     parameters: ImageParameters
@@ -42,9 +41,9 @@ class Picture:
         return stream.getvalue()
 
     def write(self, path: Path) -> None:
-        """Write the PNG whole or not at all. Raises OSError, and then leaves nothing behind."""
+        """Write the PNG fully or not at all. Raises OSError, and then leaves nothing behind."""
         data = self.png()
-        # Short, since `path` may use up what a name may have; and random, since others may write the same picture.
+        # Short, since `path` may have the maximum length; and random, since others may write the same image.
         partial = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
             with partial.open("xb") as stream:
@@ -57,7 +56,7 @@ class Picture:
 
 
 def file_name(parameters: ImageParameters, name: str = "") -> str:
-    """What a picture's file may be called: `name` if it has one, words of its prompt, its seed. Below 200 bytes."""
+    """File name of an image: `name` if it has one, words of its prompt, its seed. Below 200 bytes."""
     plain = unicodedata.normalize("NFKD", parameters.prompt[:200]).encode("ascii", "ignore").decode().lower()
     words = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].rstrip("-") or "picture"
     safe = re.sub(r"[^\w.-]+", "_", name).strip(".").encode()[:96].decode("utf-8", "ignore")

@@ -1,6 +1,5 @@
-"""Reads prompt files: one prompt a line, or a table with a caption column.
-
-Knows text formats, and names file and row where one is wrong. Imports no torch.
+"""Reads prompt files: one prompt per line, or a table with a caption column. Errors name file and row. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class PromptsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `row` counts from 1 as an editor shows it; `name` is what a picture's file may begin with."""
+    """One prompt. `row` counts from 1 as in an editor; `name` is the start of the image's file name."""
 
     text: str
     row: int
@@ -73,14 +72,14 @@ def _tabs(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _commas(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """(the row where it begins, cells) of a table whose quoted cells may hold line ends."""
+    """(first row, cells) of a table whose quoted cells may hold line ends."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     row = 1
     try:
         for cells in reader:
             yield row, cells
             row = reader.line_num + 1
-    except csv.Error as error:  # a quote that is never closed, a cell beyond all reason
+    except csv.Error as error:  # an unclosed quote, an oversized cell
         raise PromptsError(f"{path}: row {row} cannot be read as CSV ({error})") from None
 
 
@@ -94,7 +93,7 @@ def _table(
     header = [cell.strip().lower() for cell in first[1]]
     column = next((header.index(name) for name in columns if name in header), None)
     if column is None:
-        there = ascii(", ".join(header)[:200])  # quoted: it may be anything, a whole picture or a terminal's commands
+        there = ascii(", ".join(header)[:200])  # quoted: it may hold binary data or terminal escapes
         raise PromptsError(f"{path}: row {first[0]} names no column {' or '.join(columns)}; it has {there}")
     number = next((header.index(name) for name in names if name in header), None)
     seen: dict[str, int] = {}

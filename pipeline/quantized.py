@@ -1,6 +1,6 @@
-"""Makes a model's quantized UNet and VAE. `pipeline.quantized_parts` says where they lie and puts them in place.
+"""Creates a model's quantized UNet and VAE: calibrates on prompts, quantizes, and writes them.
 
-Prompts are drawn by `pipeline.calibration`, arithmetic is `core.quant`'s.
+`pipeline.quantized_parts` finds and loads them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Ranges = Mapping[str, Statistics]  # by part
 
 
 def recipes_of(model: Model, alpha: float | None = recipes.ALPHA) -> dict[Part, Recipe]:
-    """What is done with each part's layers. `alpha` None is plain INT8."""
+    """The recipe for each part. `alpha` None is plain INT8."""
     return {"unet": recipes.unet(model.unet, alpha=alpha), "vae": recipes.decoder(model.vae)}
 
 
 def ranges(model: Model, prompts: Sequence[str], *, alpha: float | None = recipes.ALPHA, **options: Any) -> Ranges:
-    """What flows into the layers that are to be quantized; options as `calibration.collect` has them."""
+    """Input ranges of the layers to be quantized; options as for `calibration.collect`."""
     return collect(model, _targets(model, recipes_of(model, alpha)), prompts, **options)
 
 
 def in_8_bits(
     model: Model, part: Part, found: Ranges, *, scheme: Scheme = "int8", alpha: float | None = recipes.ALPHA
 ) -> tuple[Any, Report]:
-    """The part in 8 bits, and what was done. The model's own part stays as it is.
+    """The part in 8 bits, and a report. The model's own part is unchanged.
 
-    Tensors of layers that are not quantized are shared with it: those that are take half or a quarter of its memory.
+    Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory.
     """
     own = getattr(model, part)
     module = copy.deepcopy(own, {id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())})
@@ -62,11 +62,11 @@ def make(
     kernels: ctypes.CDLL | None = None,
     tell: Callable[[int], None] = lambda count: None,
 ) -> dict[Part, tuple[Report, int]]:
-    """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumes.
+    """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumable.
 
-    The model is in fp32, bf16 or fp16, and is left as it is. `kernels` are the CPU's. Returns what was done and the
-    bytes written, by part. Raises what calibration, recipes and the store raise: `StatisticsError`, `RecipeError`,
-    `StoreError`; and OSError where `out` cannot be made.
+    The model is in fp32, bf16 or fp16, and is not changed. `kernels` are the CPU's. Returns the report and the bytes
+    written, by part. Raises what calibration, recipes and the store raise: `StatisticsError`, `RecipeError`,
+    `StoreError`; and OSError if `out` cannot be created.
     """
     settings = settings or CalibrationSettings()
     made: dict[Part, tuple[Report, int]] = {}
@@ -92,13 +92,13 @@ def make(
 
 
 def calibration_of(prompts: Sequence[str], settings: CalibrationSettings) -> dict[str, Any]:
-    """What a manifest says of the calibration."""
+    """The manifest's description of the calibration."""
     said = "\n".join(prompts).encode("utf-8", "surrogatepass")
     return asdict(settings) | {"prompts": len(prompts), "prompts_sha256": hashlib.sha256(said).hexdigest()}
 
 
 def watch(model: Model, prompts: Sequence[str], path: Path, *, settings: CalibrationSettings | None = None) -> None:
-    """Calibrate the UNet alone and keep its statistics in `path`; resumes. To compare recipes on equal statistics."""
+    """Calibrate only the UNet and keep its statistics in `path`; resumable. To compare recipes on equal statistics."""
     layers = recipes.unet(model.unet).targets(model.unet)
     collect(model, {"unet": layers}, prompts, settings=settings, checkpoints={"unet": path})
 

@@ -1,4 +1,4 @@
-"""Where a model's quantized UNet and VAE lie, and putting them in place of the model's own."""
+"""Finds a model's quantized UNet and VAE, and loads them in place of the original parts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def folder(parent: Path, part: Part, scheme: str) -> Path:
-    """Where a model keeps a quantized part: `unet-int8` beside `unet`."""
+    """A model's folder for a quantized part: `unet-int8` beside `unet`."""
     return parent / f"{part}-{scheme}"
 
 
 def variant(parent: Path | None, scheme: str, unet: Path | None = None) -> dict[Part, Path]:
-    """The folders of a model's quantized parts; `unet` is one elsewhere. Raises `ModelError` where there is no UNet.
+    """The folders of a model's quantized parts; `unet` overrides the UNet's. Raises `ModelError` if there is no UNet.
 
-    A VAE without a quantized variant stays as it is. Beside a UNet that lies elsewhere its own VAE is looked for first.
+    A VAE without a quantized variant stays unquantized. Beside an overriding UNet its own VAE is looked for first.
     """
     found: dict[Part, Path] = {}
     beside = [] if unet is None else [unet.parent]
@@ -41,7 +41,7 @@ def variant(parent: Path | None, scheme: str, unet: Path | None = None) -> dict[
 
 
 def apply_(modules: Mapping[str, Any], folders: Mapping[Part, Path], *, digest: str) -> str:
-    """Put quantized parts in place; returns a digest of them and the weights. Raises `ModelError`, naming the file.
+    """Load quantized parts; returns a digest of them and the weights. Raises `ModelError`, naming the file.
 
     `folders` names the parts to replace. `digest` is of the weights that they must have been made from.
     """
@@ -56,7 +56,7 @@ def apply_(modules: Mapping[str, Any], folders: Mapping[Part, Path], *, digest: 
 
 
 def check_scales_alone(where: Path) -> None:
-    """Raise `ModelError` for a quantized UNet that brings weights of its own: changed ones would be lost with it."""
+    """Raise `ModelError` for a quantized UNet that contains weights: the model's LoRA-merged ones would be lost."""
     try:
         if store.read_manifest(where).weights:
             raise ModelError(f"lora: {where} holds weights of its own; `diptych quantize` makes one of scales alone")

@@ -1,4 +1,4 @@
-"""Which phases of a model are recorded as graphs, in which order, and how that goes on beside traffic."""
+"""Records a model's phases as CUDA graphs in priority order, in the background of live requests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from core.threads import UninterruptibleThread
 
 log = logging.getLogger(__name__)
 
-_SHARE = 0.1  # of the device's time that recording may take while there is traffic
-_POLL_S = 0.02  # how often it is looked whether traffic has ended
+_SHARE = 0.1  # of the device's time that recording may take under load
+_POLL_S = 0.02  # interval of checks whether the load has ended
 
 
 class Recordings:
-    """The graphs of one model: which widths there are, which graphs are recorded, and which are to be, in order.
+    """The graphs of one model: possible widths, recorded graphs, and the queue of those to record.
 
-    What live traffic missed comes first, in the order in which it was missed; then what was planned. Functions of
-    graphs and `record_next` run on one thread, the lane's; everything else may be called on any.
+    Graphs that live requests missed come first, in order; then planned ones. Graph functions and `record_next` run on
+    one thread, the lane's; everything else may be called on any.
     """
 
     def __init__(self, graphs: Graphs, widths: Mapping[str, Sequence[int]]) -> None:
@@ -36,7 +36,7 @@ class Recordings:
         self._missed: dict[Key, None] = {}
         self._planned: dict[Key, None] = {}
         self._lock = threading.Lock()
-        self.failed: dict[Key, str] = {}  # what could not be recorded, and why; it is not tried again
+        self.failed: dict[Key, str] = {}  # failed recordings, and why; not retried
         self.spent_s = 0.0  # on all recordings so far
 
     def width(self, phase: str, rows: int) -> int:
@@ -45,28 +45,28 @@ class Recordings:
 
     @property
     def records(self) -> bool:
-        """Whether anything is ever recorded. Where not, everything counts as recorded."""
+        """Whether it records at all. If not, everything counts as recorded."""
         return self._graphs.records
 
     def has(self, key: Key) -> bool:
         return not self.records or self._graphs.has(key.phase, (key.rows, key.size))
 
     def wider(self, key: Key) -> Key | None:
-        """The narrowest graph of this phase and size that is recorded and wider."""
+        """The narrowest recorded graph of this phase and size that is wider."""
         wider = (replace(key, rows=width) for width in self._widths[key.phase] if width > key.rows)
         return next((candidate for candidate in wider if self.has(candidate)), None)
 
     def function(self, key: Key) -> Callable[..., Any]:
-        """The phase at this shape: replayed once it is recorded, its kernels launched one by one until then."""
+        """The phase at this shape: replayed once it is recorded, launched kernel by kernel until then."""
         return partial(self._graphs.run, key.phase, (key.rows, key.size))
 
     def plan(self, keys: Iterable[Key]) -> None:
-        """Have these recorded, in this order, after whatever was asked for before."""
+        """Queue these for recording, in this order, after earlier ones."""
         with self._lock:
             self._planned |= dict.fromkeys(key for key in keys if not self.has(key) and key not in self.failed)
 
     def missed(self, key: Key) -> None:
-        """Traffic needs this graph now: it is recorded before all that is only planned."""
+        """A live request needs this graph: it is recorded before planned ones."""
         if not self.has(key) and key not in self._missed and key not in self.failed:
             with self._lock:
                 self._missed[key] = None
@@ -78,17 +78,17 @@ class Recordings:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many graphs are recorded, and how many are wanted: those, those to come, and those that failed."""
+        """How many graphs are recorded, and how many are wanted: recorded, queued and failed ones."""
         with self._lock:
             waiting = len(self._missed.keys() | self._planned.keys())
         recorded = len(self._graphs)
         return recorded, recorded + waiting + len(self.failed)
 
     def record_next(self, record: Callable[[Key, Callable[..., Any]], None]) -> bool:
-        """Record the next one; False where nothing is left. One that fails runs without a graph, as the log says.
+        """Record the next one; False if none is left. A failed one is logged and runs without a graph.
 
         `record(key, run)` calls `run` with arguments of that shape, within `torch.inference_mode`: that records them.
-        Raises only where the device itself is lost.
+        Raises only if the device itself is lost.
         """
         with self._lock:
             key = next(iter(self._missed or self._planned), None)
@@ -124,8 +124,8 @@ class Recordings:
 class BackgroundRecorder:
     """Records on the lane between iterations, from a thread that ends when nothing is left to record.
 
-    While there is traffic, recording takes at most `share` of the time: after each one it pauses accordingly. Without
-    traffic it goes straight on; a request that comes meanwhile waits for one recording at most.
+    Under load, recording takes at most `share` of the time: it pauses after each one accordingly. Without load it does
+    not pause; a request that comes meanwhile waits for one recording at most.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class BackgroundRecorder:
         share: float = _SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`record_next` records one graph, on the lane's thread, and says whether there was one; `busy`: is there
-        traffic?"""
+        """`record_next` records one graph, on the lane's thread, and returns whether there was one; `busy` returns
+        whether requests are running.
+        """
         self._lane = lane
         self._record_next = record_next
         self._busy = busy
@@ -150,7 +151,7 @@ class BackgroundRecorder:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Go on recording, if that is not going on already. On any thread, the lane's too."""
+        """Start recording, unless it is running. On any thread, the lane's too."""
         with self._lock:
             self._again = True
             if self._thread is None and not self._closing.is_set():
@@ -165,7 +166,7 @@ class BackgroundRecorder:
         return thread is None or not thread.is_alive()
 
     def close(self) -> None:
-        """End after the recording that is under way, if one is. Not on the lane's thread."""
+        """End after the recording in progress. Not on the lane's thread."""
         with self._lock:
             self._closing.set()
             thread = self._thread
@@ -179,7 +180,7 @@ class BackgroundRecorder:
                 found, took_s = self._one()
                 if not found:
                     with self._lock:
-                        if not self._again:  # nobody asked for more since
+                        if not self._again:  # nothing was queued since
                             self._thread = None
                             return
                     continue
@@ -188,7 +189,7 @@ class BackgroundRecorder:
                     if self._closing.wait(_POLL_S):
                         return
         except Exception:
-            # Of what failed each iteration falls back on kernels one by one; a lost device ends the engine itself.
+            # After a failure each iteration falls back to single kernels; a lost device ends the engine itself.
             log.exception("no more graphs are recorded")
 
     def _one(self) -> tuple[bool, float]:

@@ -1,7 +1,4 @@
-"""Pictures for the engine: the Runner of the image modality.
-
-Knows a picture's phases, what each costs and what a request holds; leaves order and width to the scheduler.
-"""
+"""The image modality's Runner for the engine. The scheduler decides order and width."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ _ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive p
 
 
 class ImageRunner:
-    """Draws pictures with one model on one lane."""
+    """Generates images with one model on one lane."""
 
     modality = "image"
 
@@ -65,12 +62,11 @@ class ImageRunner:
         adapters: Adapters | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`max_rows` bounds one UNet forward; `max_requests` bounds what is held. `cache` keeps compiled code.
+        """`max_rows` limits one UNet forward; `max_requests` limits admitted requests. `cache` stores compiled code.
 
-        `memory_bytes` bounds what requests hold together, features first of all (default: no bound). `kernels` are
-        the CPU kernels (core.quant.kernels.cpu) to run on instead of torch's; `fused`, `frugal` and `recorder` as for
-        `Execution`.
-        `adapters` are the LoRAs that requests may bring along; they take a model that is not quantized.
+        `memory_bytes` limits what requests hold together, mainly features (default: no limit). `kernels` are the CPU
+        kernels (core.quant.kernels.cpu) to use instead of torch's; `fused`, `frugal` and `recorder` as for `Execution`.
+        `adapters` are the LoRAs that requests may use; they need an unquantized model.
         """
         if deterministic_rows < 2 or max_rows < 2:
             raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
@@ -88,7 +84,7 @@ class ImageRunner:
         self._gatherer = denoise.Gatherer(model.dtype)
         self._preview: vae.Preview | None = None
         self._latent: tuple[torch.Tensor, str] | None = None
-        code_digest()  # of the sources as they are now, not as they may be when a picture is done
+        code_digest()  # of the sources as they are now; they may change before an image is done
         self.kernels = Kernels.of(model, kernels, fused=fused)
         self.execution = Execution(
             model,
@@ -110,7 +106,7 @@ class ImageRunner:
             self._conditioners[True] = AdaptedConditioner(self._adapted, self.adapters)
         self.holdings = Holdings(model, self.execution, keys.width, max_requests, memory_bytes, self.adapters)
 
-    # -- what the scheduler asks -----------------------------------------------------------------------------------
+    # -- called by the scheduler ------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         wanted = request.parameters
@@ -154,7 +150,7 @@ class ImageRunner:
         adapted = bool(wanted.lora) and phase in (ENCODE, *STEPS)
         if phase == ENCODE:
             return Group(ENCODE, (0, 0), mode, adapted)
-        # On our own kernels bits do not depend on the batch: deterministic requests ride with all others.
+        # On our own kernels bits do not depend on the batch: deterministic requests share it with all others.
         free = self.execution.programs and not adapted
         return Group(phase, (wanted.width, wanted.height), "" if free else mode, adapted)
 
@@ -187,7 +183,7 @@ class ImageRunner:
         if phase == VAE:
             return 1 if mode else VAE_ROWS
         if phase == IMAGE:
-            return 1  # alone: on torch the last bits of a row depend on how many there are
+            return 1  # alone: on torch the last bits of a row depend on the batch size
         return _ENCODE_ROWS
 
     def lane(self, group: Hashable) -> str:
@@ -218,7 +214,7 @@ class ImageRunner:
 
         def compute() -> torch.Tensor:
             started = time.perf_counter()
-            made = edit.latents(self.model, wanted, work.generator)  # alone, so that it is never tried again
+            made = edit.latents(self.model, wanted, work.generator)  # one by one, so that a retry does not repeat it
             self.execution.observe(group, 1, False, time.perf_counter() - started)
             return made
 
@@ -242,7 +238,7 @@ class ImageRunner:
                     work.x, work.kept = self._start(w, work)
             self.execution.synchronize()
             weighted = any(w.prompt_weighting for w in wanted)
-            # Remembered prompts say nothing of what encoding costs.
+            # Cached prompts say nothing about the cost of encoding.
             if conditioner.encoder.misses > before and not weighted:
                 rows = sum(work.rows for work in works)
                 self.execution.observe(group, rows, False, time.perf_counter() - started)
@@ -339,16 +335,16 @@ class ImageRunner:
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def _own_rows(self, group: Group, works: Sequence[Work]) -> AbstractContextManager[None]:
-        """While it is open, each row of a forward gets its request's LoRAs."""
+        """Context: each row of a forward gets its request's LoRAs."""
         if not group.adapted:
             return nullcontext()
         assert self._adapted is not None
         return self._adapted.rows([work.uses for work in works for _ in range(work.rows)], apart=bool(group.mode))
 
     def _start(self, wanted: ImageParameters, work: Work) -> tuple[torch.Tensor, denoise.Kept | None]:
-        """Starting noise, for an edit on its image, and what is kept of that.
+        """Starting noise, for an edit added to its image, and the kept region.
 
-        Drawn on the CPU in fp32: a seed means the same noise on every device and precision.
+        Drawn on the CPU in fp32: a seed gives the same noise on every device and precision.
         """
         scale = self.model.vae_scale
         shape = (1, self.model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
@@ -360,10 +356,10 @@ class ImageRunner:
         return edit.begin(wanted, work.table, work.image, noise.to(self.model.device), work.generator)
 
     def fix_noise(self, latent: torch.Tensor) -> None:
-        """Begin every picture from this latent, fp32 [1, C, h, w] of unit variance, whatever its seed.
+        """Start every image from this latent, fp32 [1, C, h, w] of unit variance, whatever its seed.
 
-        MLPerf's text-to-image test has one for all prompts. The latent is named in fingerprints; what samplers add
-        later still comes from seeds. Not to be called while the engine has requests.
+        MLPerf's text-to-image test uses one for all prompts. The latent is named in fingerprints; noise that samplers
+        add later still comes from seeds. Not to be called while the engine has requests.
         """
         self._latent = (latent, hashlib.sha256(latent.contiguous().numpy().tobytes()).hexdigest()[:12])
 
@@ -382,7 +378,9 @@ class ImageRunner:
         return self._preview(moved.x0)
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
-        """`Execution.prepare` at the native size, on the lane's thread; what it leaves is recorded beside traffic."""
+        """`Execution.prepare` at the native size, on the lane's thread; remaining graphs are recorded in the
+        background.
+        """
         self._lane.call(lambda: self.execution.prepare(measure_s=measure_s))
         if self.execution.pending:
             self.recording.start()

@@ -1,7 +1,6 @@
-"""SDXL base 1.0 in its published shape with seeded random weights: for measurements, which weights do not change.
+"""SDXL base 1.0's architecture with seeded random weights, for performance measurements; its images are noise.
 
-It is built on the device that it is for: 3.5 billion parameters take a minute on a CPU. Knows configurations; what it
-draws is noise.
+It is built on its target device: 3.5 billion parameters take a minute on a CPU.
 """
 
 from __future__ import annotations

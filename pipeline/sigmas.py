@@ -1,6 +1,8 @@
-"""Samplers as tables: seven numbers per step, so that rows at different steps, with different step counts and
-different samplers, are stepped together by one formula. Knows neither the UNet, nor guidance, nor random
-generators: model outputs and noise are handed in."""
+"""Samplers as tables of seven numbers per step, so that rows at different steps, with different step counts and
+samplers, are stepped together by one formula.
+
+Model outputs, after guidance, and noise are arguments.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "timestep_spacing": ("linspace", "leading", "trailing"),
     "final_sigmas_type": ("zero", "sigma_min"),
 }
-# What each sampler accepts. An absent field takes the class's default, which is always accepted; a field not
-# listed is harmless or, as when a diffusers pipeline switches schedulers, ignored.
+# The settings supported for each sampler. An absent field takes the class's default, which is always supported; a field
+# not listed is harmless or, as when a diffusers pipeline switches schedulers, ignored.
 _ACCEPTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "euler": {
         "prediction_type": ("epsilon", "v_prediction", "sample", "original_sample"),
@@ -144,7 +146,7 @@ def step(
     """
     _, a_x, a_m, b_x, b_0, b_p, b_n = coefficients_rows.reshape(-1, 7, 1, 1, 1).unbind(1)
     x0 = a_x * x + a_m * m
-    # Selected, not multiplied by zero: a NaN that a failed request left in a slot must not reach this row.
+    # Selected, not multiplied by zero: a NaN left in a slot by a failed request must not reach this row.
     history = torch.where(b_p == 0, 0.0, b_p * x0_previous)
     drawn = torch.where(b_n == 0, 0.0, b_n * noise)
     return b_x * x + b_0 * x0 + history + drawn, x0
@@ -193,7 +195,7 @@ def _table(config_json: str, name: str, steps: int, begin: int) -> Table:
 
 
 def _scheduler(config: dict[str, Any], name: str, steps: int) -> Any:
-    """The diffusers object for `name`, its timesteps set; refuses first what the tables cannot express."""
+    """The diffusers object for `name`, its timesteps set; first rejects what the tables cannot express."""
     unused = config.get("_use_default_values", ())  # a live config lists what it never was given
     for field, accepted in _ACCEPTED[name].items():
         if field in config and field not in unused and config[field] not in accepted:
@@ -207,7 +209,7 @@ def _scheduler(config: dict[str, Any], name: str, steps: int) -> Any:
         # the rest of another class's fields would only be logged as unexpected.
         read = {*inspect.signature(cls).parameters, "sigma_min", "sigma_max", "_use_default_values"}
         with warnings.catch_warnings():
-            # numpy 2 deprecates how diffusers copies tensors; division by zero ends as a refusal, not finite.
+            # numpy 2 deprecates how diffusers copies tensors; a division by zero is rejected later, as not finite.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", RuntimeWarning)
             scheduler = cls.from_config({key: config[key] for key in config.keys() & read})

@@ -1,13 +1,13 @@
-"""The sizes that a model is asked for."""
+"""The image sizes that a model offers."""
 
 from __future__ import annotations
 
 
 def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
-    """The (width, height) that a model of this native size is asked for, in pixels.
+    """The (width, height) pairs for a model of this native size, in pixels.
 
-    Squares at and at half the native size, and the rectangles of about the native area with sides up to 1:2, every
-    side a multiple of `multiple`: SDXL's own training buckets lie on such a grid (Podell et al., 2023, appendix I).
+    Squares at and at half the native size, and the rectangles of about the native area with sides up to 1:2, every side
+    a multiple of `multiple`: SDXL's own training buckets lie on such a grid (Podell et al., 2023, appendix I).
     """
     step = multiple * max(1, native // (16 * multiple))  # SDXL: 64
     offered = {(native, native)}

@@ -1,7 +1,7 @@
-"""Small SDXL-shaped models: what distinguishes one from another, and such models with seeded random weights.
+"""Small SDXL-shaped models: their dimensions, and such models with seeded random weights.
 
-They have every part of SDXL. With random weights, for tests and benchmarks, they draw nothing that a person would
-recognise; training/ trains them. Knows no weights that were trained.
+They have every part of SDXL. Random weights are for tests and benchmarks, and their images show nothing; training/
+trains them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 EMOJI_XL = "random:emoji-xl"
 TINY = "random:tiny"
 
-FACTOR = 8  # pixels of a latent's side
+FACTOR = 8  # pixels per latent, along one side
 TOKENS = 77  # of a prompt
 TIMESTEPS = 1000
 BETAS = (0.00085, 0.012)  # first and last, "scaled_linear"
@@ -21,10 +21,10 @@ BETAS = (0.00085, 0.012)  # first and last, "scaled_linear"
 
 @dataclass(frozen=True)
 class Shape:
-    """What distinguishes one SDXL-shaped model from another. `native` is in pixels, `channels` are the UNet's.
+    """The dimensions of an SDXL-shaped model. `native` is in pixels, `channels` are the UNet's.
 
     Both text encoders are `text_width` wide, and their feed-forward layers `text_factor` times that. Methods give the
-    configurations that diffusers and transformers make parts from.
+    configurations of the parts for diffusers and transformers.
     """
 
     native: int = 32
@@ -121,7 +121,7 @@ class Shape:
         }
 
 
-# What ships as models/emoji-xl: 19M UNet parameters, 16×16 latents.
+# Shipped as models/emoji-xl: 19M UNet parameters, 16×16 latents.
 EMOJI = Shape(
     native=128,
     channels=(64, 96, 192),
@@ -170,7 +170,7 @@ def make(shape: Shape, seed: int = 0) -> Any:
         first, second = CLIPTextModel(first_text), CLIPTextModelWithProjection(second_text)
         unet = UNet2DConditionModel(**shape.unet())
         vae = AutoencoderKL(**shape.vae())
-        # Fresh weights predict next to nothing and decode to grey: louder heads make errors visible in the picture.
+        # Fresh weights predict almost nothing and decode to grey: larger heads make errors visible in the image.
         with torch.no_grad():
             unet.conv_out.weight.mul_(3.0)
             vae.decoder.conv_out.weight.mul_(3.0)

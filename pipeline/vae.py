@@ -1,7 +1,4 @@
-"""Latents to pixels, pixels to latents, and a quick look at latents that are not finished yet.
-
-Knows the VAE; knows nothing of how the latents came about.
-"""
+"""Decodes latents to pixels, encodes pixels to latents, and previews unfinished latents."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def unscale(latents: torch.Tensor, config: Any) -> torch.Tensor:
-    """Undo the scaling with which diffusion works: [B, C, h, w], as the VAE's own config says."""
+    """Undo diffusion's latent scaling: [B, C, h, w], by the VAE's config."""
     scale = float(config.scaling_factor)
     mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if mean is None or std is None:
@@ -29,7 +26,7 @@ def unscale(latents: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
-    """The reverse of `unscale`."""
+    """The inverse of `unscale`."""
     factor = float(config.scaling_factor)
     mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if mean is None or std is None:
@@ -40,22 +37,22 @@ def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
 
 @torch.inference_mode()
 def encode(model: Model, pixels: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Latents of pictures: uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this `noise`.
+    """Latents of images: uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this `noise`.
 
-    As diffusers' pipelines encode what they begin with: a sample, not the mean.
+    As in diffusers' pipelines: a sample, not the mean.
     """
     values = pixels.permute(0, 3, 1, 2).float() / 255 * 2 - 1
     posterior = model.vae.encode(values.to(model.device, model.vae.dtype), return_dict=False)[0]
     drawn = posterior.mean + posterior.std * noise.to(model.device, model.vae.dtype)
-    # In the one order of memory that all latents have: convolutions of others round otherwise.
+    # All latents have this memory format: convolutions of others round differently.
     return scale(drawn.float(), model.vae.config).contiguous()
 
 
 @torch.inference_mode()
 def decode(model: Model, latents: torch.Tensor) -> torch.Tensor:
-    """Pictures of finished latents: [B, C, h, w] to uint8 [B, H, W, 3].
+    """Decode finished latents: [B, C, h, w] to uint8 [B, H, W, 3].
 
-    In the VAE's own precision, which is fp32 for one that says `force_upcast` in an fp16 model.
+    In the VAE's own precision, which is fp32 for a `force_upcast` one in an fp16 model.
     """
     pixels: torch.Tensor = model.vae.decode(unscale(latents.to(model.vae.dtype), model.vae.config), return_dict=False)[
         0
@@ -69,7 +66,7 @@ def levels(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(pixels: torch.Tensor) -> torch.Tensor:
-    """On the CPU; from a GPU by way of memory that its copy engine writes itself."""
+    """Copy to the CPU; from a GPU through pinned memory."""
     if not pixels.is_cuda:
         return pixels
     host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
@@ -79,17 +76,17 @@ def to_host(pixels: torch.Tensor) -> torch.Tensor:
 
 
 class Preview:
-    """Small pictures straight from latents by a linear map, fitted once to the model's own VAE.
+    """Small previews computed from latents by a linear map, fitted once to the model's own VAE.
 
     A latent's four channels nearly determine the mean colour of its 8×8 pixels, so least squares over a few decoded
-    latents gives a usable look at hardly any cost. The estimate of the finished latent is what should be shown.
+    latents gives a usable preview at hardly any cost. Pass the estimate of the finished latent.
     """
 
     _SAMPLES = 8
     _SIDE = 16
 
     def __init__(self, model: Model, pictures: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """`pictures` decodes latents [B, C, h, w] to uint8 [B, H, W, 3]; default: the model's own VAE, by torch."""
+        """`pictures` decodes latents [B, C, h, w] to uint8 [B, H, W, 3]; default: the model's own VAE, on torch."""
         generator = torch.Generator().manual_seed(0)
         channels = model.vae.config.latent_channels
         coarse = torch.randn((self._SAMPLES, channels, 4, 4), generator=generator)

@@ -1,7 +1,7 @@
-"""Quantized variants in the cache folder: made once of a model that has none of its own, and found again.
+"""Caches quantized variants of models that have none of their own.
 
-A variant lies in `quantized/DIGEST` of the cache, where the digest is of all that it was made from. It is written
-beside its place and renamed when it is whole; processes that want the same one wait for the first.
+A variant is stored in `quantized/DIGEST` of the cache, where the digest covers all that it was made from. It is written
+next to its place and renamed when complete; other processes that need it wait for the first.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from unet_opt.recipe import ALPHA
 if TYPE_CHECKING:
     from pipeline.load import Model
 
-_VERSION = 1  # to be raised when recipes or the way that ranges are collected change: variants are then made anew
+_VERSION = 1  # to be raised when recipes or the collection of ranges change: variants are then rebuilt
 
 
 @dataclass(frozen=True)
 class CachedVariant:
-    """A variant's place; it may not be there yet."""
+    """A variant's path; it may not exist yet."""
 
     folder: Path
     scheme: Scheme
@@ -56,12 +56,11 @@ class CachedVariant:
         tell: Callable[[int, int], None] = lambda done, total: None,
         wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """Quantize the model and put the variant into its place, unless another process has by then.
+        """Quantize the model and store the variant, unless another process already has.
 
-        `open_model` returns the model, not quantized, and the CPU's kernels; it is not called where nothing is left to
-        do. `tell` is given the prompts done and their number; `wait` is called once before waiting for another process.
-        A calibration that was stopped goes on where it was. Raises `ModelError`, also for a cache that cannot be
-        written, and what `open_model` raises.
+        `open_model` returns the unquantized model, and the CPU's kernels; it is called only if needed. `tell` receives
+        the prompts done and their number; `wait` is called once before waiting for another process. An interrupted
+        calibration resumes. Raises `ModelError`, also for a cache that is not writable, and what `open_model` raises.
         """
         prompts, partial = default_prompts(), self._beside(".part")
         try:
@@ -74,7 +73,7 @@ class CachedVariant:
                     model, prompts, partial, scheme=self.scheme, kernels=kernels,
                     tell=lambda done: tell(done, len(prompts)),
                 )  # fmt: skip
-                if self.folder.exists():  # somebody removed a part of it
+                if self.folder.exists():  # a part of it was deleted
                     shutil.rmtree(self.folder)
                 partial.rename(self.folder)
         except OSError as error:
@@ -94,7 +93,7 @@ class CachedVariant:
 
 
 def find(cache: Path, source: str, scheme: Scheme, precision: str) -> CachedVariant:
-    """The place of the variant of a model whose weights have the digest `source`, calibrated in `precision`."""
+    """The path for the variant of a model whose weights have the digest `source`, calibrated in `precision`."""
     made_from = {
         "version": _VERSION,
         "weights": source,

@@ -1,7 +1,7 @@
-"""Weights of a prompt's parts, put on what the text encoders made of it.
+"""Applies prompt weights to text embeddings.
 
-Follows compel (damian0815/compel, `EmbeddingsProvider`, with its default way of weighting down). Knows tokenizers and
-arithmetic; leaves reading the marks to `contract.markup` and running the encoders to `pipeline.encode`.
+Follows compel (damian0815/compel, `EmbeddingsProvider`, with its default way of down-weighting). `contract.markup`
+parses the weights, `pipeline.encode` runs the encoders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from contract.markup import Weighted
 
-_LEAST = 1e-5  # in place of a weight of 0, whose share would be infinite
+_LEAST = 1e-5  # replaces a weight of 0, whose share would be infinite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,13 +23,13 @@ class Tokens:
     """A prompt as one encoder reads it."""
 
     ids: torch.Tensor  # [T]
-    weights: torch.Tensor  # [T], fp32: 1 for start, end and what pads
-    parts: torch.Tensor  # [T]: the number of the part that a token belongs to; -1 for start, end and what pads
-    dropped: str  # what was beyond reach
+    weights: torch.Tensor  # [T], fp32: 1 for start, end and padding
+    parts: torch.Tensor  # [T]: the index of the token's part; -1 for start, end and padding
+    dropped: str  # the truncated text
 
 
 def tokens(tokenizer: Any, prompt: Weighted) -> Tokens:
-    """Each part's tokens one after the other, cut where the encoder's reach ends, and padded to that length."""
+    """Each part's tokens concatenated, truncated to the encoder's context, and padded to that length."""
     reach = tokenizer.model_max_length - 2
     ids: list[int] = []
     weights: list[float] = []
@@ -57,7 +57,7 @@ def tokens(tokenizer: Any, prompt: Weighted) -> Tokens:
 
 
 def lowered(prompt: Weighted, read: Sequence[Tokens]) -> list[int]:
-    """The numbers of the parts below 1 that any encoder reads: what is said without them has to be known too."""
+    """Indices of the parts below 1 that any encoder reads: each needs an embedding of the prompt without it."""
     seen = {int(number) for one in read for number in one.parts.unique()}
     return [number for number, (_, weight) in enumerate(prompt.parts) if weight < 1 and number in seen]
 
@@ -65,9 +65,9 @@ def lowered(prompt: Weighted, read: Sequence[Tokens]) -> list[int]:
 def apply(hidden: torch.Tensor, empty: torch.Tensor, weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
     """The weighted embedding [T, D], fp32.
 
-    `hidden` [1 + L, T, D] is the prompt, and the prompt with one of the L parts below 1 hidden from it; `empty` [T, D]
-    the empty prompt; `weights` [T, D]. Every token is moved away from the empty prompt's, or towards it, by its weight.
-    Then what each part's absence makes of the prompt is mixed in by its `share`.
+    `hidden` [1 + L, T, D] is the prompt, and the prompt with each of the L parts below 1 masked; `empty` [T, D] the
+    empty prompt; `weights` [T, D]. Every token is moved away from the empty prompt's, or towards it, by its weight.
+    Then the embeddings without each part are mixed in by its `share`.
     """
     hidden, empty = hidden.float(), empty.float()
     moved = torch.where(weights == 1, hidden, empty + (hidden - empty) * weights)
@@ -76,5 +76,5 @@ def apply(hidden: torch.Tensor, empty: torch.Tensor, weights: torch.Tensor, shar
 
 
 def share(weight: float) -> float:
-    """How much the prompt without a part of this weight, below 1, counts, against 1 for the prompt with it."""
+    """The weight of the prompt without a part of this weight, below 1, relative to 1 for the prompt with it."""
     return math.tan((1 - max(_LEAST, weight)) * math.pi / 2)

@@ -1,8 +1,4 @@
-"""What an admitted picture holds from its admission to its end: its place, its schedule, its noise, its features.
-
-Knows how much memory that is, and where features are kept between a deep step and the shallow ones after it; knows
-nothing of the order in which requests run.
-"""
+"""What an admitted image request holds until its end: step, schedule, noise and features, and their memory."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from unet_opt.deepcache import Features, kept
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One admitted request's."""
+    """The state of one admitted request."""
 
     slot: list[int]
     size_bytes: int
@@ -34,15 +30,15 @@ class Work:
     table: sigmas.Table
     generator: torch.Generator
     plan: tuple[bool, ...]  # which steps are deep
-    depth: str  # of its shallow steps; "" where there are none
+    depth: str  # of its shallow steps; "" without any
     features: list[torch.Tensor]  # [rows, …] each: of the last deep step, for shallow ones
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
-    image: torch.Tensor | None = None  # [1, C, h, w] fp32: the latents of what is edited
+    image: torch.Tensor | None = None  # [1, C, h, w] fp32: the source's latents
     kept: denoise.Kept | None = None
     trajectory: denoise.Trajectory | None = None
-    noise: tuple[int, torch.Tensor] | None = None  # (step, what was drawn for it): a retry must not draw again
+    noise: tuple[int, torch.Tensor] | None = None  # (step, its noise): a retry must not draw again
     warnings: list[str] = field(default_factory=list)
-    taken: Taken | None = None  # the LoRAs that it brought along
+    taken: Taken | None = None  # its LoRAs
     uses: tuple[Use, ...] = ()  # the same, once its prompts are encoded
 
     @property
@@ -51,14 +47,14 @@ class Work:
         return 0 if self.trajectory is None else self.trajectory.step
 
     def phase(self, step: int) -> str:
-        """Before this step; after the last one latents are decoded."""
+        """The phase before this step; after the last one latents are decoded."""
         if step == len(self.plan):
             return VAE
         return DEEP if self.plan[step] else SHALLOW[self.depth]
 
 
 class Holdings:
-    """The books of what all requests hold together."""
+    """Accounts for the memory that all requests hold together."""
 
     def __init__(
         self,
@@ -77,13 +73,13 @@ class Holdings:
         self._adapters = adapters
 
     def check(self, wanted: ImageParameters) -> None:
-        """Raise `Invalid` for what could never be held."""
+        """Raise `Invalid` for a request that could never fit."""
         needed = self.size_bytes(wanted)
         if needed > self.memory.capacity:
             raise Invalid("size", f"it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
 
     def take(self, wanted: ImageParameters, scheduler: str) -> Work | None:
-        """All that the request will hold; None means not yet, and then nothing is held."""
+        """Reserve all that the request will hold; None means not yet, and then nothing is reserved."""
         needed = self.size_bytes(wanted)
         if not self.memory.take(needed):
             return None
@@ -115,7 +111,7 @@ class Holdings:
             self._adapters.give(taken)
 
     def size_bytes(self, wanted: ImageParameters) -> int:
-        """What it holds: latents, keys and values, and features."""
+        """Its size: latents, keys and values, and features."""
         scale, channels = self._model.vae_scale, int(self._model.unet.config.in_channels)
         held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
@@ -140,7 +136,7 @@ class Holdings:
         cached, rows = wanted.deepcache, self._rows(wanted)
         plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
         depth = "" if cached is None or all(plan) else cached.depth
-        # A deterministic request is run in one way to its end, whatever is compiled meanwhile.
+        # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
         size = (wanted.width, wanted.height)
         mode = self._execution.fixed_way(size, depth, adapted=bool(taken)) if wanted.deterministic else ""
         features = [
@@ -154,7 +150,7 @@ class Holdings:
 def keep(features: Sequence[torch.Tensor], works: Sequence[Work]) -> None:
     """Copy each request's rows of a deep step's features to where its shallow steps read them.
 
-    Only where a shallow step comes next. A retry writes the same again, and before that nothing reads it.
+    Only if a shallow step comes next. A retry writes the same again, and nothing reads it before.
     """
     start = 0
     for work in works:
@@ -166,7 +162,7 @@ def keep(features: Sequence[torch.Tensor], works: Sequence[Work]) -> None:
 
 
 def gather(works: Sequence[Work], rows: int) -> Features:
-    """The features of the requests' own last deep steps, one above another; padding repeats the first row."""
+    """The features of each request's last deep step, concatenated; padding repeats the first row."""
     missing = rows - sum(work.rows for work in works)
     parts = zip(*(work.features for work in works), strict=True)
     return tuple(torch.cat([*part, *[part[0][:1]] * missing]) for part in parts)

@@ -1,4 +1,4 @@
-"""How the embedded models are made: data, stages, exports and the judge.
+"""Trains the embedded models: data, stages, exports and evaluation.
 
 Nothing that serves a request imports this package.
 """

@@ -1,7 +1,4 @@
-"""Every stage in order, each for its share of `--minutes`, then export, judge and cards.
-
-Knows only the order.
-"""
+"""Runs every stage in order, each for its share of `--minutes`, then export, judge and cards."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ STAGES: dict[str, Callable[[Run], object]] = {
     "lm": lm.train,
     "draft": lambda run: lm.train(run, draft=True),
 }
-FILES = {"tokens": "lm", "latents": "latents.pt"}  # what tells that an unbudgeted stage has been done
+FILES = {"tokens": "lm", "latents": "latents.pt"}  # outputs that mark an unbudgeted stage as done
 
 
 def train(run: Run, only: list[str] | None = None) -> None:
-    """Runs the stages (or those named); what is already done is not done again.
+    """Run the stages (or those named); finished ones are skipped.
 
     `minutes` is shared out among the stages by `SHARES`; `iterations` and `batch` apply to each.
     """

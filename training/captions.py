@@ -1,7 +1,7 @@
-"""The picture model's language: what a caption may say, how it is drawn at random, and how it is read back.
+"""The image model's caption grammar: composes random captions, and parses them.
 
-Grammar: `SUBJECT [on a|an COLOUR background]`, where SUBJECT is a CLDR name, with or without its skin tone,
-alone or with keywords. Knows words and colours; no tokens and no pixels.
+Grammar: `SUBJECT [on a|an COLOUR background]`, where SUBJECT is a CLDR name, with or without its skin tone, alone or
+with keywords.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Writes the model cards: what a model is, what it was made from, how well it was measured to do, where it
-ends.
+"""Writes the model cards: what a model is, its training data, its measured quality, its limits.
 
-Knows the curves and the judge's figures as files; never states a figure that is in neither.
+Every figure comes from the curves' or the judge's files.
 """
 
 from __future__ import annotations

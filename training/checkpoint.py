@@ -1,7 +1,4 @@
-"""Saves and restores a stage's whole state so that a killed run goes on as if it had not been.
-
-Knows how to write atomically; not what the state means.
-"""
+"""Saves and restores a stage's whole state atomically, so that a killed run resumes as if uninterrupted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Stage `clip`: trains `emoji-clip` and, beside it, the two text towers that the picture model starts from.
+"""Stage `clip`: trains `emoji-clip` and the two text towers that the image model starts from.
 
-Knows pictures and captions as pairs (contrastive, Radford et al. 2021); not diffusion. The second text tower
-is `emoji-clip`'s own; the first is a smaller one trained against the same vision tower.
+Contrastive training on pairs of image and caption (Radford et al. 2021). The second text tower is `emoji-clip`'s own;
+the first is a smaller one trained against the same vision tower.
 """
 
 from __future__ import annotations

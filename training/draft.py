@@ -1,7 +1,4 @@
-"""Stage `draft`: the small imitator of the language model, for speculative decoding.
-
-Only the command lives here.
-"""
+"""Stage `draft`: trains the language model's draft model, for speculative decoding. The training itself is in `lm`."""
 
 from __future__ import annotations
 

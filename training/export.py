@@ -1,8 +1,4 @@
-"""Stage `export`: writes the trained models in the formats that diffusers and transformers read, with their
-cards.
-
-Knows file layouts and sizes; nothing about training beyond where its results lie.
-"""
+"""Stage `export`: writes the trained models in the formats of diffusers and transformers, with their cards."""
 
 from __future__ import annotations
 

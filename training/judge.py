@@ -1,8 +1,6 @@
-"""Stage `judge`: measures the exported models with stock diffusers and transformers, and writes
-`judge/figures.json`.
+"""Stage `judge`: evaluates the exported models with stock diffusers and transformers, and writes `judge/figures.json`.
 
-Knows the exported folders and the data, as a stranger would; nothing of the trainer's own weights. What is
-measured lies in `judge_pictures` and `judge_text`.
+Uses only the exported folders and the data. The measurements are in `judge_pictures` and `judge_text`.
 """
 
 from __future__ import annotations

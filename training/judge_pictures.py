@@ -1,8 +1,6 @@
-"""Measures `emoji-xl` and `emoji-clip`: right subject, right background, right tone, right caption; draws
-sheets.
+"""Evaluates `emoji-xl` and `emoji-clip`: right subject, background, tone and caption; writes contact sheets.
 
-Knows the exported models through diffusers' and transformers' own classes, and the true pictures; not how
-either was trained.
+Uses the exported models through diffusers' and transformers' own classes, and the true images.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Measures `emoji-lm` and its draft: held-out perplexity, expansions that name the asked subject, agreement.
+"""Evaluates `emoji-lm` and its draft: held-out perplexity, expansions that name the requested subject, agreement.
 
-Knows the exported models through transformers' own classes, and n-gram baselines counted here; not how they
-were trained.
+Uses the exported models through transformers' own classes, and n-gram baselines counted here.
 """
 
 from __future__ import annotations

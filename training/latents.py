@@ -1,7 +1,6 @@
-"""Stage `latents`: fixes the codec's scale and encodes every picture on every background, once.
+"""Stage `latents`: fixes the codec's scale and encodes every image on every background, once.
 
-Knows the codec and pixels; not the captions' words. The palette is small enough that all latents fit in
-memory, so the UNet never waits for an encoder.
+The palette is small enough that all latents fit in memory, so the UNet never waits for an encoder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Stages `lm` and `draft`: a Llama that expands short prompts into captions, and a cheaper one that imitates
+"""Stages `lm` and `draft`: a Llama that expands short prompts into captions, and a smaller draft model distilled from
 it.
 
-Knows token rows and the two losses (next token; and the target's distribution, Hinton et al. 2015); not how
-text is served.
+Two losses: next token; and the target's distribution (Hinton et al. 2015).
 """
 
 from __future__ import annotations

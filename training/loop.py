@@ -1,6 +1,6 @@
-"""The one training loop: budget, learning-rate schedule, averaged weights, curves, checkpoints, pausing.
+"""The training loop of all stages: budget, learning-rate schedule, averaged weights, curves, checkpoints, pausing.
 
-Knows no model: a stage brings modules and a loss.
+A stage provides modules and a loss.
 """
 
 from __future__ import annotations

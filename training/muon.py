@@ -1,6 +1,6 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied (Jordan et al. 2024).
+"""The Muon optimizer: momentum whose matrices are orthogonalized before they are applied (Jordan et al. 2024).
 
-Knows parameters' shapes only. Convolutions count as matrices [out, in * k * k].
+Convolutions count as matrices [out, in * k * k].
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the language model reads: chats that expand a short prompt into a caption, and COCO's captions.
-
-Knows words; not the model and not the pictures.
-"""
+"""Training texts of the language model: chats that expand a short prompt into a caption, and COCO's captions."""
 
 from __future__ import annotations
 

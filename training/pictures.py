@@ -1,7 +1,4 @@
-"""Reads the emoji pictures and their names, resizes them, and lays them on plain backgrounds.
-
-Knows pixels and table rows; not what a caption says about them and not what is trained on them.
-"""
+"""Reads the emoji images and their names, resizes them, and composes them on plain backgrounds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Writes the real pictures as PNGs, each on white as its plain name asks for: what `diptych evaluate --against` takes.
+"""Writes the real images as PNGs, each on white as its plain name asks for, for `diptych evaluate --against`.
+
+Usage:
 
     python -m training.real --data data --out real
-
-Knows pictures and files; knows nothing of scores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What every training command shares: its options, its device, and its folder of checkpoints.
-
-Knows no model and no data.
-"""
+"""Shared by all training commands: options, device, and folder of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The architectures of the embedded models as plain configuration.
 
-Knows sizes only: no weights, no data and no training. `EMOJI` is what ships; `SMOKE` is the same family of
-shapes at a size that trains in seconds, for tests. The picture model's shape is pipeline.tiny's.
+`EMOJI` is what ships; `SMOKE` has the same architectures at a size that trains in seconds, for tests. The image model's
+is in pipeline.tiny.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contact sheets: pictures in a grid with a line of text under each. Knows nothing of models."""
+"""Contact sheets: images in a grid with a line of text under each."""
 
 from __future__ import annotations
 

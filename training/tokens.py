@@ -1,7 +1,7 @@
-"""Stage `tokens`: trains the vocabularies, one for the pictures' text towers and one for the language model.
+"""Stage `tokens`: trains the vocabularies, one for the images' text towers and one for the language model.
 
-Knows text only. The picture vocabulary has CLIP's own layout (lower-cased bytes, `</w>`, two special tokens
-last), so that `CLIPTokenizer` of any version reads its `vocab.json` and `merges.txt`.
+The image vocabulary has CLIP's own layout (lower-cased bytes, `</w>`, two special tokens last), so that `CLIPTokenizer`
+of any version reads its `vocab.json` and `merges.txt`.
 """
 
 from __future__ import annotations

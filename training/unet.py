@@ -1,7 +1,6 @@
 """Stage `unet`: trains the denoiser and, with it, both text towers, on latents and token tables.
 
-Knows the diffusion objective (epsilon, SDXL's `scaled_linear` noise); not how pictures are sampled or
-exported.
+The objective is epsilon prediction with SDXL's `scaled_linear` noise schedule.
 """
 
 from __future__ import annotations

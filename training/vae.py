@@ -1,7 +1,6 @@
-"""Stage `vae`: trains the picture codec, `AutoencoderKL` with factor 8.
+"""Stage `vae`: trains the image codec, `AutoencoderKL` with factor 8, on images on plain backgrounds.
 
-Knows pictures on plain backgrounds; not their captions. Without any trained perceptual network: what keeps
-edges sharp is a loss on gradients at three scales.
+It uses no trained perceptual network: a loss on gradients at three scales keeps edges sharp.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is particular to making SDXL's UNet fast. Knows nothing of prompts, requests or pictures."""
+"""Optimized execution of SDXL's UNet and VAE decoder."""

@@ -1,6 +1,6 @@
-"""Collects what flows into the layers of a UNet and of a VAE's decoder while a list of prompts is drawn, resumably.
+"""Collects input ranges of a UNet's and a VAE decoder's layers over a list of prompts, resumably.
 
-Drawing is the caller's: see `pipeline.calibration`.
+`pipeline.calibration` generates the images.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from unet_opt.program import UNetPrograms
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How prompts are drawn while ranges are collected: 20 steps with guidance 8, of which the UNet's first 8 count.
+    """How prompts are run while ranges are collected: 20 steps with guidance 8, of which the UNet's first 8 count.
 
     That is the published INT8 recipe for SDXL (NVIDIA's MLPerf Inference v4.0 submission), which takes the largest
     magnitudes over 32 to 500 prompts. The decoder reads the finished latents. There is no negative prompt: keys and
-    values of the text are not quantized, so the layers that are never see what is particular about one.
+    values of the text are not quantized, so no quantized layer reads what is particular about one.
     """
 
     steps: int = 20
@@ -47,7 +47,7 @@ Run = Callable[[Sequence[str], Around], None]
 
 @dataclass(frozen=True)
 class Part:
-    """Layers to observe, how, and the file that keeps what was collected so far."""
+    """Layers to observe, how, and the file of their statistics so far."""
 
     layers: Sequence[str]
     observe: Observe
@@ -65,9 +65,9 @@ def calibrate(
 ) -> dict[str, Statistics]:
     """Statistics of each part's layers over all prompts, `settings.batch` at a time.
 
-    With checkpoints what was collected is kept there after each batch, and a run that finds them goes on from there.
-    `tell` is given the number of prompts done. Raises `StatisticsError` without prompts, for a checkpoint that cannot
-    be read or written, and for one of another model, other layers, other settings or other prompts.
+    With checkpoints the statistics are saved after each batch, and a later run resumes from them. `tell` receives the
+    number of prompts done. Raises `StatisticsError` without prompts, for a checkpoint that cannot be read or written,
+    and for one of another model, other layers, other settings or other prompts.
     """
     settings = settings or CalibrationSettings()
     if not prompts:
@@ -120,7 +120,9 @@ def observe_programs(programs: UNetPrograms | DecoderPrograms) -> Observe:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep torch off the other cores, where the kernels' threads wait for work: both would take twice as long."""
+    """Limit torch to one thread: otherwise its threads compete with the kernels' waiting ones, and both take twice as
+    long.
+    """
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -146,7 +148,7 @@ def _resume(part: Part, digest: str, prompts: Sequence[str], settings: Calibrati
     found = Statistics.load(checkpoint)
     if found.model != digest or set(found.largest) != set(part.layers):
         raise StatisticsError(f"{checkpoint.name}: was begun with another model or recipe; remove it to begin anew")
-    if len(set(found.batches)) > 1:  # stopped within a batch of several steps: never saved so by us
+    if len(set(found.batches)) > 1:  # interrupted within a batch of several steps: not a checkpoint of ours
         with contextlib.suppress(OSError):
             checkpoint.unlink()
         return Statistics(digest)

@@ -1,6 +1,6 @@
 """SDXL's VAE decoder as programs of CPU kernels, one for each number of latents and size.
 
-Knows the layout of diffusers' AutoencoderKL; knows nothing of scaling factors, pixels' levels or requests.
+Supports the layout of diffusers' AutoencoderKL. Scaling of latents and rounding of pixels are the caller's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from unet_opt.writer import Map, Watch, Writer
 class DecoderPrograms:
     """Runs a VAE's decoder at any number of latents, by one thread at a time.
 
-    A picture's bits do not depend on the others of its batch.
+    An image's bits do not depend on the rest of its batch.
     """
 
     def __init__(self, library: ctypes.CDLL, vae: Any, *, half: bool = False) -> None:
-        """Raises ValueError for a decoder that is not laid out as SDXL's. `half` as for `Layers`."""
+        """Raises ValueError for a decoder without SDXL's layout. `half` as for `Layers`."""
         check(vae)
         self.vae = vae
         self.library = library
@@ -30,7 +30,7 @@ class DecoderPrograms:
         self.layers = Layers(library, vae, half=half)
         self._programs: dict[tuple[int, int, int], tuple[Writer, Tensor, Tensor]] = {}
         self._lock = threading.Lock()  # programs share their buffers among runs
-        self._write(1, 1, 1)  # packs all layers, and finds any that do not fit
+        self._write(1, 1, 1)  # packs all layers, and finds any unsupported ones
 
     def __call__(self, latents: Tensor) -> Tensor:
         """Latents [B, C, h, w] as the decoder reads them, to pixels [B, H, W, 3] in about [-1, 1], fp32.
@@ -90,7 +90,7 @@ _WANTED: dict[str, tuple[Any, ...]] = {"act_fn": ("silu", "swish"), "norm_type":
 
 
 def check(vae: Any) -> None:
-    """Refuse, by name, what these programs would compute differently from diffusers. Raises ValueError."""
+    """Reject, by name, what these programs would compute differently from diffusers. Raises ValueError."""
     if getattr(vae.config, "up_block_types", None) is None or not hasattr(vae.decoder, "conv_norm_out"):
         raise ValueError(f"vae: our kernels know AutoencoderKL, and this is {type(vae).__name__}")
     kinds = {*vae.config.up_block_types} - {"UpDecoderBlock2D"}

@@ -1,9 +1,10 @@
-"""An SDXL UNet in two callables over its own modules: `deep` runs all of it, `shallow` its end on features of `deep`.
+"""Splits an SDXL UNet into two callables over its own modules: `deep` runs all of it, `shallow` only its end, on
+features of `deep`.
 
 DeepCache (Ma et al., 2023) in the variant of NVIDIA's MLPerf v4.0 submission: a shallow step computes conv_in, the last
-up block (or only its last residual block) and the head anew; what flows into that block from below, and the skips of
-all but conv_in, are features of the last deep step. Knows diffusers' UNet2DConditionModel, quantized or not; knows
-nothing of requests, steps and schedules. CPU kernels have the same two in `unet_opt.program`.
+up block (or only its last residual block) and the head anew; that block's input from below, and the skips of all but
+conv_in, are features of the last deep step. Supports diffusers' UNet2DConditionModel, quantized or not.
+`unet_opt.program` has the same two for CPU kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Features = tuple[Tensor, ...]
 def kept(features: Sequence[Tensor], depth: str) -> Features:
     """Of all that `deep` returns, what a shallow step of this depth reads.
 
-    `deep` returns n + 1 maps for n residual blocks in the last up block: what flows into the first of them, the skips
-    of all but the last, and what flows into the last.
+    `deep` returns n + 1 maps for n residual blocks in the last up block: the first one's input, the skips of all but
+    the last, and the last one's input.
     """
     return tuple(features[:-1]) if depth == BLOCK else (features[-1],)
 
@@ -39,7 +40,7 @@ def shapes(unet: Any, depth: str, height: int, width: int) -> list[tuple[int, in
 
 
 def _skip_widths(unet: Any) -> list[int]:
-    """Channels of the skips that the last up block reads, in the order in which it does; the last is conv_in's."""
+    """Channels of the skips that the last up block reads, in its order; the last is conv_in's."""
     first = unet.down_blocks[0]
     widths = [unet.conv_in.out_channels, *(resnet.out_channels for resnet in first.resnets)]
     return widths[::-1][: len(unet.up_blocks[-1].resnets)]
@@ -76,7 +77,7 @@ class Split:
             count = len(block.resnets)
             own, skips = skips[-count:], skips[:-count]
             text = _text(block, encoder_hidden_states)
-            # Sides that do not halve evenly come back as the next skip has them.
+            # Sides that do not halve evenly are restored to the next skip's size.
             x = block(hidden_states=x, temb=emb, res_hidden_states_tuple=own, upsample_size=skips[-1].shape[2:], **text)
         waiting = list(skips[::-1])
         eps, inputs = self._end(x, waiting, emb, encoder_hidden_states)
@@ -115,7 +116,7 @@ class Split:
         return emb, unet.conv_in(sample)
 
     def _end(self, x: Tensor, skips: Sequence[Tensor], emb: Tensor, text: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The last up block from where so many skips are left, and the head; and what flowed into each of its parts."""
+        """The last up block from where so many skips are left, and the head; and the input of each of its parts."""
         unet, block, inputs = self.unet, self.unet.up_blocks[-1], []
         attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
         count = len(skips)

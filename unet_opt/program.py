@@ -1,8 +1,7 @@
 """An SDXL UNet as programs of CPU kernels, one for each number of rows and size, whole and as DeepCache's shallow end.
 
 Cross-attention reads keys and values that were computed once (pipeline.denoise.PackedKeys). A row's bits depend neither
-on how many rows ride along nor on its place among them. Knows the layout of diffusers' UNet2DConditionModel; knows
-nothing of requests.
+on the number of rows nor on its place among them. Supports the layout of diffusers' UNet2DConditionModel.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from unet_opt.writer import Map, Watch, Writer
 class UNetPrograms:
     """Runs a UNet at any number of rows, by one thread at a time.
 
-    Weights are packed at once; programs are written when first needed, in milliseconds, and kept.
+    Weights are packed at once; programs are built on first use, in milliseconds, and kept.
     """
 
     def __init__(self, library: ctypes.CDLL, unet: Any, *, half: bool = False) -> None:
-        """Raises ValueError for a UNet that is not laid out as SDXL's. `half` as for `Layers`."""
+        """Raises ValueError for a UNet without SDXL's layout. `half` as for `Layers`."""
         check(unet)
         self.unet = unet
         self.library = library
@@ -54,7 +53,7 @@ class UNetPrograms:
         self._programs: dict[tuple[str, int, int, int], UNetProgram] = {}
         self._lock = threading.Lock()  # programs share their buffers among runs
         self._multiple = 2 ** (len(unet.config.block_out_channels) - 1)
-        UNetProgram(self, "", 1, self._multiple, self._multiple)  # packs all layers, and finds any that do not fit
+        UNetProgram(self, "", 1, self._multiple, self._multiple)  # packs all layers, and finds any unsupported ones
 
     def __call__(
         self,
@@ -203,7 +202,7 @@ class UNetProgram:
         return self._next(h, self.writer.transformer(h, block))
 
     def _next(self, before: Map, after: Map) -> Map:
-        """Nothing reads `before` again, unless it is a skip that waits or a feature."""
+        """Nothing reads `before` again, unless it is a pending skip or a feature."""
         if not any(before.x is kept.x for kept in (*self._skips, *self._features)):
             self.writer.program.give_back(before.x)
         return after
@@ -288,7 +287,7 @@ _WANTED: dict[str, tuple[Any, ...]] = {
 
 
 def check(unet: Any) -> None:
-    """Refuse, by name, what these programs would compute differently from diffusers. Raises ValueError."""
+    """Reject, by name, what these programs would compute differently from diffusers. Raises ValueError."""
     config = unet.config
     for name, allowed in _WANTED.items():
         if getattr(config, name, allowed[0]) not in allowed:

@@ -1,7 +1,7 @@
-"""Which layers of an SDXL UNet and of its VAE's decoder are quantized, how, and why each other layer is not.
+"""The quantization recipe of an SDXL UNet and VAE decoder: which layers are quantized, how, and why each other layer is
+not.
 
-Follows the INT8 recipe of NVIDIA's MLPerf submissions (v4.0: SmoothQuant on linear layers, INT8 on convolutions). Knows
-names of layers; knows nothing of ranges and kernels.
+Follows the INT8 recipe of NVIDIA's MLPerf submissions (v4.0: SmoothQuant on linear layers, INT8 on convolutions).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 from core.quant.convert import Recipe, Rule
 
-ALPHA = 0.8  # of 0, 0.3, 0.5, 0.65 and 0.8 the one that keeps emoji-xl best: docs/results.md
+ALPHA = 0.8  # best quality for emoji-xl of 0, 0.3, 0.5, 0.65 and 0.8: docs/results.md
 
 
 def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
@@ -42,7 +42,7 @@ def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
 
 
 def decoder(model: nn.Module) -> Recipe:
-    """The recipe for a VAE, of which only the decoder works for us: convolutions of all but the first up block."""
+    """The recipe for a VAE, of which only the decoder is used here: convolutions of all but the first up block."""
     first = r"decoder\.up_blocks\.0\..*"
     return Recipe(
         name="sdxl-vae-decoder",

@@ -1,6 +1,6 @@
-"""Writes the blocks that SDXL's UNet and its VAE are made of into a program: residual blocks, attention, resampling.
+"""Adds the blocks of SDXL's UNet and VAE to a program: residual blocks, attention, resampling.
 
-Knows diffusers' ResnetBlock2D, Transformer2DModel, Downsample2D and Upsample2D; knows nothing of whole networks.
+Supports diffusers' ResnetBlock2D, Transformer2DModel, Downsample2D and Upsample2D.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Watch = Callable[[Layer, Tensor], None]
 
 
 class Writer:
-    """Writes for one number of images. Buffers are given back as soon as nothing that follows reads them."""
+    """Writes for one number of images. Buffers are released as soon as no later call reads them."""
 
     def __init__(self, library: ctypes.CDLL, layers: Layers, images: int) -> None:
         self.program = Program(library, layers.blocks)
@@ -69,7 +69,7 @@ class Writer:
         return self.program.product(a, layer.weights, grid=(1, 1, a.shape[0]), **options)
 
     def resnet(self, h: Map, skip: Map | None, block: Any, time: Tensor | None) -> Map:
-        """ResnetBlock2D of h with the skip's channels behind it; `time` [images, n] is added after the first half."""
+        """ResnetBlock2D of h concatenated with the skip; `time` [images, n] is added after the first half."""
         p = self.program
         y = None if skip is None else skip.x
         first, second = self.layers(block.conv1), self.layers(block.conv2)
@@ -84,7 +84,7 @@ class Writer:
         return h._replace(x=out)
 
     def _shortcut(self, x: Tensor, y: Tensor | None, conv: Any) -> Tensor:
-        """A 1×1 convolution in floats, of two inputs one after the other."""
+        """A 1×1 convolution in floats, of two concatenated inputs."""
         width = x.shape[-1]
         out = self.linear(x, self.layers.columns(conv, 0, width, bias=True))
         if y is not None:
@@ -154,7 +154,7 @@ class Writer:
 
     def downsample(self, h: Map, block: Any) -> Map:
         """Downsample2D: a 3×3 convolution of stride 2."""
-        before = block.padding  # 0 pads the right and the bottom alone, as autoencoders do
+        before = block.padding  # 0 pads only the right and the bottom, as autoencoders do
         out = self._resampled(h, block.conv, stride=2, before=before)
         return Map(out, (h.height + before - 2) // 2 + 1, (h.width + before - 2) // 2 + 1)
 

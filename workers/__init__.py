@@ -1,1 +1,1 @@
-"""Processes that own a device. Knows how runners and engine are put together; knows nothing of HTTP."""
+"""Worker processes: each owns a device, builds the engine and its runners, and serves jobs from the queues."""

@@ -1,7 +1,7 @@
-"""The Celery application of a worker: one task for each queue, and how a message is sent.
+"""The worker's Celery application: one task per queue, and how messages are sent.
 
-`celery -A workers.app worker` runs the same worker as `diptych worker`. Knows Celery; leaves what a message means to
-tasks.py, and the process to boot.py.
+`celery -A workers.app worker` runs the same worker as `diptych worker`. tasks.py serves a message, boot.py runs the
+process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _USUAL_PRIORITY = 5
 
 
 class Application(Celery):  # type: ignore[misc]
-    """A Celery application with a station. Nothing of it runs, nor is anything loaded, before Celery's worker does."""
+    """A Celery application with a station. Nothing runs or is loaded before Celery's worker starts."""
 
     def __init__(self, settings: Settings, build: Build) -> None:
         """Raises `SettingsError`."""
@@ -34,8 +34,8 @@ class Application(Celery):  # type: ignore[misc]
             worker_pool="threads",
             worker_consumer="workers.intake:Steady",
             worker_disable_rate_limits=True,
-            worker_enable_prefetch_count_reduction=False,  # what is in hand is counted by the intake
-            broker_channel_error_retry=True,  # such as of a Redis that is full
+            worker_enable_prefetch_count_reduction=False,  # the intake limits unacknowledged messages
+            broker_channel_error_retry=True,  # e.g. of a full Redis
         )
         self.settings = settings
         self.build = build
@@ -46,12 +46,12 @@ class Application(Celery):  # type: ignore[misc]
             self.task(_serve, bind=True, base=Served, name=task_name(queue), queue=queue)
 
     def post(self, envelope: Envelope) -> None:
-        """Send a message. Raises what Celery and kombu raise."""
+        """Send a message. Raises Celery's and kombu's errors."""
         self.send_task(task_name(envelope.queue), args=[envelope.id], queue=envelope.queue, priority=envelope.priority)
 
 
 class Served(Task):  # type: ignore[misc]
-    """A task whose messages are counted while they are in hand."""
+    """A task whose messages are counted while unacknowledged."""
 
     Request = "workers.intake:Received"
 
@@ -64,7 +64,7 @@ def _serve(self: Any, id: str = "", *_: Any) -> None:
 def _build(settings: Settings, say: Say) -> Equipment:
     from pipeline.load import check_name
 
-    check_name(settings.model_name)  # torch and its like are imported for seconds
+    check_name(settings.model_name)  # importing torch and its dependencies takes seconds
     from workers.build import build
     from workers.equipment import equip
     from workers.metrics import METER
@@ -72,16 +72,16 @@ def _build(settings: Settings, say: Say) -> Equipment:
     return equip(build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick))
 
 
-_MEASURE_S = 5.0  # for cost curves, at most; what is not reached is learnt from the first jobs
+_MEASURE_S = 5.0  # limit for measuring cost curves; the rest is learnt from the first jobs
 
 
 def create(settings: Settings, build: Build | None = None) -> Application:
-    """The application. `build` makes what the worker drives, by default a model with its engine."""
+    """Create the application. `build` makes what the worker runs, by default a model with its engine."""
     return Application(settings, build or _build)
 
 
 def __getattr__(name: str) -> Application:
-    """`workers.app.app`, made of the environment when Celery's command line asks for it."""
+    """Create `workers.app.app` from the environment when Celery's command line asks for it."""
     if name != "app":
         raise AttributeError(name)
     globals()["app"] = app = create(read())

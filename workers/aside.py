@@ -1,7 +1,7 @@
-"""Messages about jobs that name a model which is not served here: held for a moment, then sent again.
+"""Delays and requeues messages for jobs whose model is not served by this worker.
 
-So workers of several models share one queue for as long as one takes over from another. What is held is in no list
-meanwhile; where this process dies with it, the store's sweep sends those jobs again. Knows messages and time.
+This lets workers of several models share one queue while one replaces another. A held message is in no Redis list; if
+this process dies with it, the store's sweep sends it again.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Callable
 
 from core.jobs.broker import Envelope
 
-HOLD_S = 1.0  # time for a worker of that model to take another message, before this one comes round again
-_EVERY_S = 0.01  # from one to the next: thousands that wait for their worker must not keep this one busy
+HOLD_S = 1.0  # lets a worker of that model take another message before this one returns
+_EVERY_S = 0.01  # between sends: keeps thousands of messages without a worker from saturating this one
 
 
 class Aside:
-    """Thread-safe. Its thread begins with the first message."""
+    """Thread-safe. Its thread starts with the first message."""
 
     def __init__(self, send: Callable[[Envelope], None], hold_s: float = HOLD_S) -> None:
-        """`send` does not raise."""
+        """`send` must not raise."""
         self._send = send
         self._hold_s = hold_s
-        self._held: dict[str, tuple[float, Envelope]] = {}  # by job, in the order in which they are due
+        self._held: dict[str, tuple[float, Envelope]] = {}  # by job, in order of due time
         self._due = 0.0  # of the last one
         self._closed = False
         self._change = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="aside", daemon=True)
 
     def put(self, envelope: Envelope) -> None:
-        """Hold it; one more about a job of which one is held already is dropped. Once closed: send it at once."""
+        """Hold the message; a second one for the same job is dropped. After `close` it is sent at once."""
         with self._change:
             if not self._closed:
                 if envelope.id not in self._held:
@@ -43,7 +43,7 @@ class Aside:
         self._send(envelope)
 
     def close(self) -> None:
-        """Send all that is held, for others to take, and hold nothing more. May be called again."""
+        """Send all held messages at once, and hold no more. Idempotent."""
         with self._change:
             self._closed = True
             self._change.notify()
@@ -63,6 +63,6 @@ class Aside:
             self._send(envelope)
 
     def _wait_s(self) -> float:
-        """Until the first one is due."""
+        """Seconds until the first one is due."""
         first = next(iter(self._held.values()), None)
         return float("inf") if first is None else first[0] - time.monotonic()

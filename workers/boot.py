@@ -1,7 +1,4 @@
-"""The worker's process: what is loaded first, which signals end it, and that it ends whatever the parts of it do.
-
-Knows Celery's worker program, signals and exit codes; leaves the worker itself to its station.
-"""
+"""Runs the worker process: loads in order, handles signals, and ends the process even if a part hangs."""
 
 from __future__ import annotations
 
@@ -34,11 +31,11 @@ _PATIENCE_S = 3.0  # for what was stopped to be handed back by its own thread
 
 
 def run(settings: Settings, build: Build | None = None) -> int:
-    """Work until told to stop by SIGTERM or SIGINT; returns the exit code.
+    """Run until SIGTERM or SIGINT; returns the exit code.
 
-    `build` makes the engine and its panels; by default they come from the settings. Raises what it raises
-    (`pipeline.load.ModelError`), and `SettingsError`. Where code is being compiled or a graph recorded at the end, it
-    does not return: neither can be interrupted, and an interpreter that ends around it aborts.
+    `build` makes the engine and its panels, by default from the settings. Raises what `build` raises
+    (`pipeline.load.ModelError`), and `SettingsError`. If code is being compiled or a CUDA graph recorded at the end, it
+    does not return: neither can be interrupted, and an interpreter that ends around them aborts.
     """
     _speak_plainly()
     sys.setswitchinterval(_SWITCH_S)
@@ -55,7 +52,7 @@ class Process(Worker):  # type: ignore[misc]
         self._ending = Ending(station)
         self._ending.install()
         station.open()
-        # Imports make millions of objects that stay: looking through them for garbage is a tenth of the start.
+        # Imports create millions of long-lived objects; scanning them for garbage takes a tenth of the start-up time.
         gc.disable()
         try:
             station.equip(self.app.build(self.app.settings, station.say))
@@ -66,8 +63,8 @@ class Process(Worker):  # type: ignore[misc]
             gc.freeze()
             gc.enable()
         self.pool_cls = "threads"
-        self.concurrency = sum(station.intake.limits.values())  # a thread for each message that may be in hand
-        # Nobody listens to workers' events, and each worker would leave its binding in Redis for ever.
+        self.concurrency = sum(station.intake.limits.values())  # one thread for each message that may be in flight
+        # Nobody consumes worker events, and each worker would leave its binding in Redis for ever.
         options |= dict.fromkeys(("without_gossip", "without_mingle", "without_heartbeat"), True)
         super().setup_instance(**options)
 
@@ -76,14 +73,14 @@ class Process(Worker):  # type: ignore[misc]
         self._ending.finish()
 
     def stop(self, in_sighandler: bool = False, exitcode: int | None = None) -> None:
-        self._ending.ask(exitcode or 0)  # Celery may end of itself: what is in hand is drained all the same
+        self._ending.ask(exitcode or 0)  # Celery may end by itself: jobs in flight are drained all the same
         super().stop(in_sighandler, exitcode)
 
     def on_consumer_ready(self, consumer: Any) -> None:
         super().on_consumer_ready(consumer)
         self.app.station.ready()
 
-    # What Celery's program does to the terminal, the log and the signals of its process is done here in our way.
+    # Replaces what Celery's program does to the terminal, log and signals of its process.
 
     def setup_logging(self, colorize: bool | None = None) -> bool:
         return True
@@ -99,32 +96,32 @@ class Process(Worker):  # type: ignore[misc]
 
 
 class Ending:
-    """A thread that waits for a signal, and then ends the process in time.
+    """A thread that waits for a signal, and then ends the process within a time limit.
 
-    The first signal: nothing new, what has begun gets `drain_s`, the rest is handed back. A second one: everything is
-    handed back now.
+    At the first signal no new job starts, running ones get `drain_s`, and waiting ones are handed back. A second signal
+    hands everything back now.
     """
 
     def __init__(self, station: Station) -> None:
         self._station = station
         self._drain_s = station.settings.drain_s
-        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # may be put into by a handler of signals
+        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe to put into from a signal handler
         self._code = 0
         self._thread = threading.Thread(target=self._run, name="ending", daemon=True)
 
     def install(self) -> None:
-        """Take the signals over. On the main thread."""
+        """Install the signal handlers. Main thread only."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.ask())
         self._thread.start()
 
     def ask(self, code: int = 0) -> None:
-        """What a signal does. The process ends with the highest code that was given."""
+        """What a signal does. The process ends with the highest exit code given."""
         self._code = max(self._code, code)
         self._asked.put(None)
 
     def finish(self) -> None:
-        """Celery has ended: close everything. Returns unless the interpreter could not end in peace."""
+        """Close everything after Celery has ended. Returns unless the interpreter cannot exit cleanly."""
         self._station.close()
         traces.end()
         if uninterruptible():
@@ -144,7 +141,7 @@ class Ending:
 
     def _drain(self) -> None:
         station = self._station
-        if station.tasks is None:  # still loading: nothing is in hand
+        if station.tasks is None:  # still loading: no job is in flight
             station.forget()
             self._exit()
             return
@@ -156,7 +153,7 @@ class Ending:
         if station.idle(0):
             return
         station.tasks.stop()
-        if not station.idle(_PATIENCE_S):  # an iteration that does not end, a Redis that does not answer
+        if not station.idle(_PATIENCE_S):  # an iteration that hangs, or a Redis that does not reply
             station.tasks.hand_back_all()
             station.forget()
             self._exit()
@@ -168,14 +165,14 @@ class Ending:
 
 
 def _speak_plainly() -> None:
-    """One line for each event. What others say of a Redis that comes and goes, the outage says in two."""
+    """One log line per event: two lines of the outage replace what libraries log about lost Redis connections."""
     logging.basicConfig(format="%(levelname)s %(message)s")
-    inside = __name__.removesuffix("workers.boot")  # empty in a checkout
+    inside = __name__.removesuffix("workers.boot")  # empty in a source checkout
     for name in ("workers", "core", "pipeline"):
         logging.getLogger(f"{inside}{name}").setLevel(min(logging.INFO, logging.getLogger().level))
     for name in ("celery", "kombu", "core.jobs.reaper"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", SecurityWarning)  # of running as root, as in most containers: it reads JSON only
+    warnings.simplefilter("ignore", SecurityWarning)  # about root, as in most containers: only JSON is deserialized
     for handler in logging.getLogger().handlers:
         handler.addFilter(_without_traceback)
 

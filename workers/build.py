@@ -1,6 +1,6 @@
-"""Puts an engine together from settings: device, model, runners.
+"""Builds an engine from settings: device, model, runners.
 
-The one place that knows every runner. Knows nothing of queues and of Celery.
+The only module that imports every runner.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SHARE = 0.7  # of free memory: the rest is for forwards' own buffers
+_SHARE = 0.7  # of free memory: the rest is for the forwards' own buffers
 _CPU_BUCKETS = (2, 4, 8, 16, 32)
-_GPU_BUCKETS = (*range(2, 17, 2), *range(20, 129, 4))  # a forward costs what its rows cost, padding included
-_TEXT_SHARE = 0.1  # of free memory, for keys and values
+_GPU_BUCKETS = (*range(2, 17, 2), *range(20, 129, 4))  # a forward's cost follows its rows, padding included
+_TEXT_SHARE = 0.1  # of free memory, for the KV cache
 
 
 @dataclass(eq=False)
 class Works:
-    """An engine and what it drives. Closing it ends both."""
+    """An engine and its runners. Closing it ends both."""
 
     settings: Settings
     engine: Engine
     images: ImageRunner
     lane: Lane
     texts: TextRunner | None = None
-    text_lane: Lane | None = None  # where it is another than pictures'
+    text_lane: Lane | None = None  # if separate from the images' lane
     checker: Checker | None = None
-    decisions: tuple[Decision, ...] = ()  # which kernels draw, and why
+    decisions: tuple[Decision, ...] = ()  # which kernels run, and why
 
     def close(self) -> None:
         self.engine.close()
@@ -77,9 +77,10 @@ class Works:
 
 
 def load_model(settings: Settings, say: Say = log.info, count: Count | None = None) -> Model:
-    """The settings' model on the settings' device. Raises `pipeline.load.ModelError`.
+    """Load the settings' model on the settings' device. Raises `pipeline.load.ModelError`.
 
-    In 8 bits a model without such a variant is quantized first, once, into the cache; `count` is told of the prompts.
+    For 8 bits, a model without a quantized variant is quantized first, once, into the cache; `count` receives the
+    number of prompts done.
     """
     import torch
 
@@ -106,9 +107,9 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
 
 
 def plain_model(settings: Settings, scheme: str) -> tuple[Model, ctypes.CDLL | None]:
-    """The settings' model to be quantized, in its device's own precision, and the CPU kernels that calibrate it.
+    """Load the settings' model for quantization, in its device's own precision, with the CPU kernels that calibrate it.
 
-    Raises `ModelError` also where a model like this does not run in `scheme` here: before minutes are spent on it.
+    Raises `ModelError` also if such a model cannot run in `scheme` on this device, before minutes are spent on it.
     """
     device = device_of(settings)
     model = load(settings.model_name, precision=unquantized(device), device=device, variant=settings.variant)
@@ -118,7 +119,7 @@ def plain_model(settings: Settings, scheme: str) -> tuple[Model, ctypes.CDLL | N
 
 
 def device_of(settings: Settings) -> str:
-    """The device that the settings mean."""
+    """The device that the settings select."""
     import torch
 
     if settings.device != "auto":
@@ -127,11 +128,11 @@ def device_of(settings: Settings) -> str:
 
 
 def precision(settings: Settings, device: str) -> str:
-    """The settings' precision; for "auto" int8 if there is a variant and kernels run, else unquantized.
+    """The settings' precision; for "auto" int8 if a variant exists and the kernels run, else unquantized.
 
-    What "auto" means is said in the log, with the reason. It never quantizes: that takes minutes, which are asked for.
-
-    Raises `ModelError` for one that the device cannot compute in: emulated it would be slower than fp32.
+    What "auto" resolves to is logged, with the reason. "auto" never quantizes: that takes minutes and must be
+    requested. Raises `ModelError` for a precision that the device cannot compute in: emulation would be slower than
+    fp32.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
 
@@ -163,7 +164,7 @@ def precision(settings: Settings, device: str) -> str:
 
 
 def memory_bytes(settings: Settings, model: Model) -> int:
-    """What pictures in the making may hold together: as set, else most of what is free now."""
+    """Memory limit for images in progress: the setting, else most of the memory that is free now."""
     if settings.memory_mib:
         return settings.memory_mib * 2**20
     beside = settings.lora_mib * 2**20 if settings.lora_dir else 0
@@ -179,14 +180,14 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _adapters(settings: Settings, model: Model) -> Adapters | None:
-    """The LoRAs that requests may bring; None where no folder is named."""
+    """The LoRAs that requests may use; None if no folder is set."""
     if not settings.lora_dir:
         return None
     return Adapters(Path(settings.lora_dir), model, settings.lora_mib * 2**20)
 
 
 def text_lane(settings: Settings) -> Lane | None:
-    """Text's own lane where the device runs several queues at once; None where it takes turns with pictures."""
+    """A separate lane for text if the device runs several streams at once; None if it alternates with images."""
     import torch
 
     from llm.lane import StreamLane
@@ -196,9 +197,9 @@ def text_lane(settings: Settings) -> Lane | None:
 
 
 def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
-    """The settings' text model, ready to serve; None where none is wanted or embedded.
+    """The settings' text model, ready to serve; None if none is set or embedded.
 
-    Raises `ModelError`. What its keys and values may take is decided here, before pictures get the rest, and said.
+    Raises `ModelError`. The KV cache's memory is reserved here, before images get the rest, and logged.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
     from llm.load import TextModelError
@@ -244,7 +245,7 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
     except TextModelError as error:
         if settings.text_model:
             raise ModelError(f"text: {error}") from error
-        log.warning("no text is served, the embedded model does not load: %s", error)  # pictures are, all the same
+        log.warning("no text is served, the embedded model does not load: %s", error)  # images are served all the same
         return None
     runner.release_weights()
     cache = runner.execution.cache
@@ -256,7 +257,7 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
 
 
 def _pages(settings: Settings, model: TextModel) -> int:
-    """Pages for all answers at their longest, as far as memory allows; for one in any case."""
+    """Pages for all answers at full length, as far as memory allows; at least for one answer."""
     whole = -(-model.context // PAGE)
     each = 2 * model.layers * model.kv_heads * model.head_dim * PAGE
     each_bytes = each if settings.text_kv != "float" else each * (4 if model.device.type == "cpu" else 2)
@@ -274,14 +275,11 @@ def build(
     count: Count | None = None,
     on_tick: Callable[[Tick], None] | None = None,
 ) -> Works:
-    """Load the model and start an engine. `measure_s` is how long cost curves may be measured beforehand.
+    """Load the model and start an engine. `measure_s` limits the time for measuring cost curves.
 
-    `say` is told what happens now; `count` is told how far what can be counted is, and where it is None `say` is.
-
-    On a GPU graphs are recorded in this time, and what is left of them beside traffic.
-
-    With `text` the settings' text model is served beside it: by the same engine, on the same device. `on_tick` is told
-    of every iteration.
+    `say` receives the current step; `count` receives the progress of countable steps, or `say` does if `count` is None.
+    On a GPU, CUDA graphs are recorded within this time, and the remaining ones while serving. With `text` the settings'
+    text model is served too, by the same engine on the same device. `on_tick` is called after every iteration.
     """
     checker = load_checker(settings.checker)
     lane = lane or Lane("device")

@@ -1,7 +1,4 @@
-"""What a worker says of its model: name, sizes, limits, and what the measured cost curves mean for a whole picture.
-
-Knows the image runner; knows nothing of Redis and of jobs.
-"""
+"""Builds the model card of an image runner: name, sizes, limits, and whole-image costs from the measured curves."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pipeline.execution import Group
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
 
-_STEPS = 20  # of the picture that capacity is counted in, with guidance
+_STEPS = 20  # of the reference image that capacity is counted in, with guidance
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -24,21 +21,19 @@ def image_card(
 ) -> ImageCard:
     """The card of the runner's model, with its costs as known now. `deepcache` is for jobs that do not say.
 
-    `decisions` are which kernels draw, and why no faster ones.
-
-    Safe to call while the engine works, but for a KeyError or RuntimeError where a curve changes this very moment:
-    the next call succeeds.
+    `decisions` say which kernels run, and why no faster ones. May be called while the engine runs; raises KeyError or
+    RuntimeError if a curve changes during the call: then call again.
     """
     model = runner.model
     recorded, wanted = runner.execution.graphs
     native = (model.native, model.native)
-    # Only what was measured, and the native size in any case: others are told from these by their area.
+    # Only measured sizes, and always the native one: clients estimate others by area.
     known: dict[str, set[tuple[int, int]]] = {DEEP: {native}}
     for phase, size, _ in runner.execution.costs():
         known.setdefault(phase, set()).add(size)
     solo_s, row_s = _steps(runner, DEEP, known[DEEP])
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
-    encode_s = runner.cost(Group(ENCODE, (0, 0)), 2)  # two prompts, one picture
+    encode_s = runner.cost(Group(ENCODE, (0, 0)), 2)  # two prompts, one image
     vae_s = _best(runner, Group(VAE, native), range(1, VAE_ROWS + 1))
     return ImageCard(
         name=model.name,
@@ -69,7 +64,7 @@ def image_card(
 def _steps(
     runner: ImageRunner, phase: str, sizes: Iterable[tuple[int, int]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds by size: of a forward of two rows; and of one row of it at the best width."""
+    """Seconds by size: of a forward of two rows; and of one row at the best width."""
     groups = {_named(size): Group(phase, size) for size in sizes}
     solo_s = {size: runner.cost(group, 2) for size, group in groups.items()}
     return solo_s, {size: _best(runner, group, _WIDTHS) for size, group in groups.items()}
@@ -80,6 +75,6 @@ def _named(size: tuple[int, int]) -> str:
 
 
 def _best(runner: ImageRunner, group: Group, widths: Iterable[int]) -> float:
-    """Seconds of one row where the forward is as wide as is cheapest."""
+    """Seconds per row at the cheapest batch width."""
     limit = runner.limit(group)
     return min(runner.cost(group, rows) / rows for rows in {*widths, limit} if rows <= limit)

@@ -1,7 +1,6 @@
-"""A hook for whoever serves strangers: somebody else's callable looks at finished pictures and may refuse them.
+"""Optional content filter: a callable from the settings checks finished images and may reject them.
 
-None is built in, and none is asked unless a setting names it. Knows how it is found and asked; knows nothing of what it
-looks for.
+None is built in, and without the setting none is called.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ Checker: TypeAlias = Callable[[Any], object]
 
 
 class Filtered(Exception):
-    """A picture was refused."""
+    """An image was rejected."""
 
 
 def load(name: str) -> Checker | None:
-    """What `module:callable` names; None for nothing. Raises `ModelError`."""
+    """Import what `module:callable` names; None for an empty name. Raises `ModelError`."""
     if not name:
         return None
     module, _, path = name.partition(":")
@@ -32,7 +31,7 @@ def load(name: str) -> Checker | None:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever that module does when it is imported
+    except Exception as error:  # anything that module raises on import
         raise ModelError(f"checker {name}: is not there ({type(error).__name__}: {first_line(error)})") from error
     if not callable(found):
         raise ModelError(f"checker {name}: cannot be called")
@@ -40,6 +39,6 @@ def load(name: str) -> Checker | None:
 
 
 def check(checker: Checker | None, pictures: Sequence[Picture]) -> None:
-    """Raise `Filtered` where one of them is refused, and what the checker itself raises: then nothing is shown."""
+    """Raise `Filtered` if an image is rejected. Errors of the checker itself are raised too: then no image is shown."""
     if checker is not None and not all(checker(picture.image.copy()) for picture in pictures):
         raise Filtered

@@ -1,7 +1,4 @@
-"""Listens for what a worker is told while it works: which jobs nobody wants any more.
-
-Knows the worker's control stream; leaves what a message means for the engine to its caller.
-"""
+"""Listens on the worker's control stream for cancelled jobs."""
 
 from __future__ import annotations
 
@@ -15,16 +12,18 @@ from workers.outage import Outage
 log = logging.getLogger(__name__)
 
 _BLOCK_S = 0.5
-_PAUSE_S = 0.5  # after Redis did not answer
+_PAUSE_S = 0.5  # after Redis did not reply
 
 
 class Control:
-    """A thread that blocks in Redis. It survives Redis; whom it misses, the next renewal of leases finds."""
+    """A thread that blocks on Redis, and retries through outages; missed cancellations are found at the next lease
+    renewal.
+    """
 
     def __init__(
         self, registry: Registry, outage: Outage, worker: str, cancel: Callable[[str, str | None], object]
     ) -> None:
-        """`cancel` is called on the thread, with a job's id and the fencing token of the attempt that nobody wants."""
+        """`cancel` is called on the thread, with a job's id and the fencing token of the cancelled attempt."""
         self._registry = registry
         self._outage = outage
         self._worker = worker
@@ -36,7 +35,7 @@ class Control:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; returns when it has ended, after a second or so."""
+        """Stop the thread; returns when it has ended, after about a second."""
         self._stopped.set()
         self._thread.join()
 
@@ -50,21 +49,21 @@ class Control:
                 after = heard
 
     def _listen(self, after: str) -> str | None:
-        """Obey what has come after this message, and return the last one's id. None: Redis did not answer."""
+        """Handle the messages after this one, and return the last id. None: Redis did not reply."""
         try:
             messages = self._outage.once(lambda: self._registry.control(self._worker, after, _BLOCK_S), None)
             for id, message in messages or ():
                 after = id
                 if "cancel" in message:
                     self._cancel(message["cancel"], _fence(message))
-        except Exception:  # whatever a message holds: the next one must be heard too
+        except Exception:  # whatever a message contains, later ones must still be read
             log.exception("the control stream could not be read")
             return None
         return after if messages is not None else None
 
 
 def _fence(message: Mapping[str, str]) -> str | None:
-    """None in a message of a version that named the job alone."""
+    """None in a message of a version that sent only the job's id."""
     if not message.get("of"):
         return None
     return f"{message['attempt']}@{message['of']}"

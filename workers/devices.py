@@ -1,4 +1,4 @@
-"""What the settings' device can do: describes it, refuses what it lacks, and chooses and says which kernels draw."""
+"""Describes the settings' device, rejects what it cannot run, and selects and logs the kernels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 def describe(settings: Settings, device: str) -> Device:
-    """What the choice of kernels on this device depends on. On a CPU they are compiled for it, once."""
+    """The properties of this device that select kernels. On a CPU the kernels are compiled for it, once."""
     return description.describe(torch.device(device), settings.compiled_kernels)
 
 
 def check_gpu(settings: Settings, device: str, precision: str) -> None:
-    """Raises `ModelError` for 8 bits on a GPU that does not multiply them: emulated they would be slower than bf16."""
+    """Raises `ModelError` for 8 bits on a GPU without 8-bit matrix units: emulation would be slower than bf16."""
     if not is_quantized(precision):
         return
     found = describe(settings, device)
@@ -35,7 +35,7 @@ def check_gpu(settings: Settings, device: str, precision: str) -> None:
 def kernels(settings: Settings, model: Model) -> tuple[ctypes.CDLL | None, str]:
     """The CPU kernels for this model; or None, and on a CPU the reason why torch's are used.
 
-    Raises `ModelError` for INT8 without them: emulated it would be slower than fp32.
+    Raises `ModelError` for INT8 without them: emulation would be slower than fp32.
     """
     from core.quant.kernels.cpu.library import Unavailable, library
     from unet_opt.program import check
@@ -56,9 +56,9 @@ def kernels(settings: Settings, model: Model) -> tuple[ctypes.CDLL | None, str]:
 
 
 def fused(settings: Settings, model: Model) -> tuple[bool, str]:
-    """Whether fused layers in CUDA graphs draw with this model, and on a GPU the reason why not.
+    """Whether this model runs fused layers in CUDA graphs, and on a GPU the reason if not.
 
-    Raises `ModelError` for 8 bits without them: emulated they would be slower than bf16.
+    Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
     from unet_opt.decoder import check as check_decoder
     from unet_opt.fused.network import check_layout
@@ -83,9 +83,9 @@ def fused(settings: Settings, model: Model) -> tuple[bool, str]:
 
 
 def widest(settings: Settings, model: Model) -> int:
-    """The most rows of one forward: as set, but on a GPU no more than its tiles were measured for, which the log says.
+    """Maximum rows per forward: the setting, but on a GPU no more than its tiles were tuned for, which is logged.
 
-    A device without measurements gets what is set: its tiles are chosen by their estimated cost, at any width.
+    A device without tuning results uses the setting: its tiles are chosen by estimated cost, at any width.
     """
     from unet_opt.fused.widths import tuned_rows
 
@@ -106,7 +106,7 @@ def widest(settings: Settings, model: Model) -> int:
 
 
 def decided(settings: Settings, model: Model, why_torch: str) -> tuple[Decision, ...]:
-    """Which kernels draw with this model, each said in a line of the log; `why_torch` if torch's do."""
+    """Which kernels run this model, each logged; `why_torch` if they are torch's."""
     found: tuple[Decision, ...]
     if why_torch:
         where, found = str(model.device), (Decision(EVERY_LAYER, TORCH, why_torch),)
@@ -120,7 +120,7 @@ def decided(settings: Settings, model: Model, why_torch: str) -> tuple[Decision,
 
 
 def keep_compiled(settings: Settings, device: str) -> None:
-    """Have what is compiled for a GPU kept in the settings' cache, so that the next start finds it."""
+    """Store code compiled for a GPU in the settings' cache, so that the next start finds it."""
     if device == "cpu":
         return
     driver.keep_in(settings.compiled_kernels)

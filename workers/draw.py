@@ -1,6 +1,6 @@
-"""Draws a list of pictures with an engine of its own: keeps it full, shows how far it is, writes what is done.
+"""Generates a list of images with its own engine for the CLI: keeps the engine full, shows progress, writes files.
 
-Knows files and the terminal; leaves arguments to the command line. Light to import: it is there before torch is.
+Imports no torch at module level: it is loaded before torch is.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class OutError(ValueError):
-    """Pictures cannot be written. The message names the folder, and says how many were."""
+    """Images cannot be written. The message names the folder, and how many were written."""
 
 
 @contextlib.contextmanager
 def folder(path: Path) -> Iterator[None]:
-    """See that a folder is there and can be written; in the end take it away again if nothing came of it."""
+    """Ensure that a folder exists and is writable; remove it again afterwards if nothing was written."""
     made: list[Path] = []
     try:
-        made += [one for one in (path, *path.parents) if not one.exists()]  # the innermost first
+        made += [one for one in (path, *path.parents) if not one.exists()]  # innermost first
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
-            probe.write(bytes(4096))  # a full disk still makes empty files
+            probe.write(bytes(4096))  # a full disk still creates empty files
     except OSError as error:
         _remove(made)
         raise OutError(f"--out: {path} cannot be written ({error.strerror})") from error
@@ -45,7 +45,7 @@ def folder(path: Path) -> Iterator[None]:
 
 
 def _remove(made: Sequence[Path]) -> None:
-    with contextlib.suppress(OSError):  # what holds a picture stays
+    with contextlib.suppress(OSError):  # folders that hold an image stay
         for path in made:
             path.rmdir()
 
@@ -53,7 +53,7 @@ def _remove(made: Sequence[Path]) -> None:
 def draw(
     works: Works, jobs: Iterator[tuple[ImageParameters, Prompt]], total: int, each: int, out: Path, console: Console
 ) -> int:
-    """Keep the engine full with `total` pictures of `each` steps, and write what is done; hold none longer."""
+    """Keep the engine full with `total` images of `each` steps, and write finished ones; never keeps more in memory."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -73,7 +73,7 @@ def draw(
     taken: set[str] = set()
     pending: dict[Future[Any], Path] = {}
     try:
-        # Ctrl-C reaches the main thread alone: a file is written and counted in another, wholly or not at all.
+        # Ctrl-C interrupts only the main thread: another one writes and counts a file, fully or not at all.
         with ThreadPoolExecutor(1, "files") as files, Progress(*columns, console=console) as progress:
             steps = progress.add_task("steps", total=total * each)
             pictures = progress.add_task("pictures", total=total)
@@ -101,7 +101,7 @@ def draw(
 
 
 def _write(future: Future[Any], path: Path, console: Console, written: list[Path]) -> None:
-    """Write a picture that is done, count it, and say what its user should know. Raises OSError."""
+    """Write a finished image, count it, and print its notes. Raises OSError."""
     failure = future.exception()
     if failure is None:
         picture = future.result()
@@ -110,15 +110,15 @@ def _write(future: Future[Any], path: Path, console: Console, written: list[Path
         notes, style = picture.warnings, "yellow"
     else:
         notes, style = (f"{type(failure).__name__}: {failure}",), "red"
-    for note in notes:  # it may quote the prompt: that is no markup, and may be long
+    for note in notes:  # may quote the prompt: no markup, and possibly long
         line = f"{path.name}: {note if len(note) <= 300 else note[:300] + '…'}"
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """The name, numbered if this command has used it: equal prompts with equal seeds are two files all the same."""
+    """The file name, numbered if this command has used it: equal prompts with equal seeds make two files."""
     stem, number = name.removesuffix(".png"), 1
-    while name.casefold() in taken:  # some file systems do not tell cases apart
+    while name.casefold() in taken:  # some file systems are case-insensitive
         number += 1
         name = f"{stem}-{number}.png"
     taken.add(name.casefold())

@@ -1,6 +1,6 @@
-"""What a worker process drives: an engine, and for each queue a panel that turns its jobs into the engine's requests.
+"""What a worker runs: an engine, and for each queue a panel that turns jobs into the engine's requests.
 
-Light to import, as the panels are: it is there before torch is.
+Imports no torch at module level: it is loaded before torch is, as are the panels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Equipment(Protocol):
 
 @dataclass(eq=False)
 class WorksEquipment:
-    """The engine that settings ask for, with its panels. Closing it ends the engine."""
+    """The engine configured by the settings, with its panels. Closing it ends the engine."""
 
     works: Works
     panels: dict[str, Panel]
@@ -45,7 +45,7 @@ class WorksEquipment:
 
 
 def equip(works: Works) -> WorksEquipment:
-    """The works with a panel for each modality that they have a runner for."""
+    """Add a panel for each modality that has a runner."""
     return WorksEquipment(works, panels_of(works))
 
 
@@ -56,7 +56,7 @@ def panels_of(works: Works) -> dict[str, Panel]:
     def fetch(key: str) -> bytes:
         return Artifacts(settings.artifacts, settings.storage_s).get(
             key
-        )  # opened when it is needed: most engines see no edit
+        )  # opened on first use: most engines serve no edits
 
     deepcache = plan.parse(settings.deepcache)
     images = ImagePanel(works.images, deepcache, fetch, works.checker, works.decisions)

@@ -1,8 +1,8 @@
-"""A fuller prompt for each picture of a job, written by the worker's text model before the picture is begun.
+"""Expands each image prompt of a job with the worker's text model before the image is generated.
 
-It is a part of the picture's own job, and no job of its own: there is one record, one lease and one deadline, and a
-worker that dies between the two parts has both done again. What is written follows from the prompt and the picture's
-seed, so that it is the same then. Knows both panels' parameters; knows nothing of engines and queues.
+Expansion is part of the image's job, not a job of its own: one record, one lease, one deadline; a worker that dies in
+between has both parts repeated. The expansion depends only on the prompt and the image's seed, so that a repeat gives
+the same text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from workers.panels import Panel
 
 FIELD = "expand_prompt"
-MOST_TOKENS = 96  # what SDXL reads of a prompt, and some to spare
-TEMPERATURE = 0.7  # so that another seed brings another picture
+MOST_TOKENS = 96  # the length SDXL reads of a prompt, with some margin
+TEMPERATURE = 0.7  # so that another seed gives another image
 INSTRUCTION = (
     "You write prompts for an image generator. Rewrite what you are given as one fuller prompt: keep everything that "
     "it asks for, and add the subject's details, the setting, the light and the style. Answer with the prompt alone, "
@@ -31,7 +31,7 @@ INSTRUCTION = (
 
 
 def ask(pictures: Sequence[ImageParameters], panel: Panel | None) -> list[Any]:
-    """Requests of the text modality, one for each picture. Raises `Invalid`, naming expand_prompt."""
+    """Build text requests, one per image. Raises `Invalid`, naming expand_prompt."""
     if panel is None:
         raise Invalid(FIELD, "this worker serves no text model")
     instruction = panel.expansion_instruction or INSTRUCTION
@@ -44,11 +44,11 @@ def _requests(picture: ImageParameters, panel: Panel, instruction: str) -> list[
     try:
         return panel.requests(asked)
     except Invalid as error:
-        raise error.of(FIELD) from error  # the request is ours, the client's is what it was made for
+        raise error.of(FIELD) from error  # the client sent expand_prompt, not this request
 
 
 def expanded(pictures: Sequence[ImageParameters], texts: Sequence[str]) -> list[ImageParameters]:
-    """The pictures with what was written for each. What is no prompt leaves the one that was given."""
+    """The image parameters with their expanded prompts. An expansion that is no valid prompt leaves the original."""
     made = []
     for picture, text in zip(pictures, texts, strict=True):
         prompt = " ".join(text.split()).strip(' "“”')
@@ -58,7 +58,7 @@ def expanded(pictures: Sequence[ImageParameters], texts: Sequence[str]) -> list[
 
 
 def tell(result: dict[str, Any], pictures: Sequence[ImageParameters]) -> dict[str, Any]:
-    """The job's result, with what each of its pictures was drawn from."""
+    """The job's result, with the prompt that each image was generated from."""
     images = [
         {**image, "revised_prompt": picture.prompt} for image, picture in zip(result["images"], pictures, strict=True)
     ]

@@ -1,6 +1,6 @@
-"""A finished picture as bytes: PNG, WebP or JPEG, each with its parameters and fingerprint inside.
+"""Encodes a finished image as PNG, WebP or JPEG, with its parameters and fingerprint embedded.
 
-Knows picture files; knows nothing of where they are kept. Light to import: it is there before torch is.
+Imports no torch at module level: it is loaded before torch is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _USER_COMMENT, _EXIF = 0x9286, 0x8769
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a picture is written. `compression` 0 to 100 is for those that lose something; WebP at 100 loses nothing."""
+    """An output format. `compression` 0 to 100 applies to the lossy ones; WebP at 100 is lossless."""
 
     name: str = "png"
     compression: int | None = None
@@ -41,13 +41,13 @@ class Format:
 
 
 def encode(picture: Picture, wanted: Format) -> bytes:
-    """The picture's file. What was asked to be shown on the way changes no bit of it."""
+    """Encode the image file. Requested previews do not change a bit of it."""
     picture = dataclasses.replace(picture, parameters=dataclasses.replace(picture.parameters, preview_every=0))
     if wanted.name == "png":
         return picture.png()
     from PIL.Image import Exif
 
-    # EXIF's UserComment holds for these what the text chunks of a PNG hold.
+    # EXIF's UserComment holds what a PNG holds in text chunks.
     told = {"parameters": picture.parameters.told(), "fingerprint": picture.fingerprint}
     exif = Exif()
     exif.get_ifd(_EXIF)[_USER_COMMENT] = b"UNICODE\0" + json.dumps(
@@ -58,13 +58,13 @@ def encode(picture: Picture, wanted: Format) -> bytes:
         lossless = wanted.quality == _BEST
         picture.image.save(stream, format="WEBP", lossless=lossless, quality=wanted.quality, exif=exif)
     else:
-        # Without subsampling: these pictures are small, and full of edges between colours.
+        # No chroma subsampling: these images are small, and full of edges between colours.
         picture.image.save(stream, format="JPEG", quality=max(1, wanted.quality), subsampling=0, exif=exif)
     return stream.getvalue()
 
 
 def preview(pixels: NDArray[np.uint8]) -> str:
-    """A look at a picture in the making, uint8 [h, w, 3], as PNG in base64."""
+    """Encode a preview, uint8 [h, w, 3], as PNG in base64."""
     from PIL import Image
 
     stream = io.BytesIO()

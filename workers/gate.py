@@ -1,7 +1,4 @@
-"""Lets many jobs into the engine at once, or one alone: what was there when a worker crashed runs by itself.
-
-Knows threads and who waits; knows nothing of jobs, queues or engines.
-"""
+"""Admits many jobs to the engine at once, or one alone: a job suspected of crashing workers runs by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Callable
 
 
 class Gate:
-    """A lock for many or for one, thread-safe. Whoever must be alone goes before all that wait."""
+    """A shared/exclusive lock, thread-safe. Waiters for exclusive access go first."""
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
         """`on_change` is called when `narrow` has changed, on the thread that changed it."""
@@ -18,16 +15,16 @@ class Gate:
         self._condition = threading.Condition()
         self._many = 0
         self._alone = False
-        self._waiting = 0  # to be alone
+        self._waiting = 0  # for exclusive access
         self._closed = False
 
     @property
     def narrow(self) -> bool:
-        """Whether someone is alone inside or waits for that: nobody else gets in meanwhile."""
+        """Whether a job holds or waits for exclusive access: no other is admitted meanwhile."""
         return self._alone or self._waiting > 0
 
     def enter(self, *, alone: bool) -> bool:
-        """Wait for one's turn, and take it. False: the gate was closed first, and there is nothing to leave."""
+        """Wait for admission. False: the gate was closed first, and `leave` must not be called."""
         if not alone:
             with self._condition:
                 self._condition.wait_for(lambda: self._closed or not self.narrow)
@@ -49,7 +46,7 @@ class Gate:
         return False
 
     def leave(self) -> None:
-        """Give the turn back. To be called once for each `enter` that returned True."""
+        """Release. Call once for each `enter` that returned True."""
         with self._condition:
             was_alone, self._alone = self._alone, False
             if not was_alone:
@@ -59,7 +56,7 @@ class Gate:
             self._on_change()
 
     def close(self) -> None:
-        """Let nobody in any more, and let all that wait go."""
+        """Admit nobody from now on, and release all waiters."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()

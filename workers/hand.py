@@ -1,7 +1,4 @@
-"""The jobs that a worker has in hand, from their claim to their end: which requests of the engine belong to each.
-
-Knows claims, requests and how to stop them; knows nothing of models, Celery or Redis.
-"""
+"""The worker's active jobs, from claim to end, and the engine requests of each."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from core.jobs.record import Claim
 
 
 class Work:
-    """One claimed job and its requests. Thread-safe."""
+    """A claimed job and its requests. Thread-safe."""
 
     def __init__(self, claim: Claim, engine: Engine) -> None:
         self.claim = claim
@@ -24,19 +21,19 @@ class Work:
         self._lock = threading.Lock()
         self._requests: list[Request] = []
         self._stopped = False
-        self.artifacts: list[str] = []  # keys of what its result names
-        self.dropped = False  # nobody wants it any more, or it is another worker's now: nothing is to be written
+        self.artifacts: list[str] = []  # artifact keys that its result references
+        self.dropped = False  # cancelled, or claimed by another worker: nothing may be written
 
     @property
     def begun(self) -> bool:
-        """Whether any of its requests has left the engine's waiting line."""
+        """Whether any of its requests has left the engine's queue."""
         return any(request.state is not State.WAITING for request in tuple(self._requests))
 
     def make(self, requests: Sequence[Request]) -> list[Any]:
-        """Have the engine do all of them, and return what each came to.
+        """Submit all requests to the engine, and return their results.
 
-        If one fails the others are stopped, and its error is raised: the engine's, or `Aborted` where `stop` was
-        called. Either way nothing of it is left in the engine.
+        If one fails the others are stopped, and its error is raised: the engine's, or `Aborted` after `stop`. Either
+        way no request of the job is left in the engine.
         """
         futures: list[Future[Any]] = []
         try:
@@ -52,32 +49,32 @@ class Work:
                 self.stop()
                 wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:  # one that was stopped because of another's error says nothing
+        if errors:  # requests stopped because of another's error are ignored
             raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
         return [future.result() for future in futures]
 
     def stop(self) -> None:
-        """Take it out of the engine, at the next iteration."""
+        """Remove it from the engine, at the next iteration."""
         with self._lock:
             self._stopped = True
             for request in self._requests:
                 self._engine.abort(request.id)
 
     def drop(self) -> None:
-        """Stop it, and write nothing about it."""
+        """Stop it, and write no outcome."""
         self.dropped = True
         self.stop()
 
 
 class Hand:
-    """All of them, by id. Thread-safe."""
+    """All active jobs, by id. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._works: dict[str, Work] = {}
 
     def add(self, work: Work) -> None:
-        """Take a job in hand. An earlier attempt of it, which this worker has lost, is dropped."""
+        """Add a job. An earlier attempt of it, whose lease this worker has lost, is dropped."""
         with self._lock:
             before = self._works.get(work.claim.id)
             self._works[work.claim.id] = work
@@ -97,12 +94,12 @@ class Hand:
         return id in self._works
 
     def leases(self) -> dict[str, str]:
-        """Id to the attempt's fencing token."""
+        """Id → the attempt's fencing token."""
         with self._lock:
             return {id: work.claim.fence for id, work in self._works.items()}
 
     def drop(self, id: str, fence: str | None = None) -> bool:
-        """Drop a job, if it is in hand and (where given) is this attempt of it."""
+        """Drop a job, if it is active and (where given) is this attempt."""
         with self._lock:
             work = self._works.get(id)
         if work is None or fence not in (None, work.claim.fence):

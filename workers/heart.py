@@ -1,7 +1,7 @@
-"""One thread that keeps a worker alive in the eyes of others: it renews leases and shows the worker's card.
+"""Heartbeat thread: renews the leases of active jobs and announces the worker's card.
 
-It does so only while the engine makes headway; where that stands still, the process ends, and its jobs go to others.
-Knows the engine's pulse, leases and cards; knows nothing of what is computed.
+It does so only while the engine makes progress; if the engine hangs, the process exits, and its jobs go to other
+workers.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from workers.outage import Outage
 
 log = logging.getLogger(__name__)
 
-STUCK = 71  # the exit code
+STUCK = 71  # exit code
 _TICKING_S = 1.5  # the engine's thread ticks twice a second, whatever its device does
 _LOOK_S = 1.0
-_SHOWN_S = 3.0  # the least that a card is shown for: a busy machine may be late with the next
+_SHOWN_S = 3.0  # minimum validity of a card: a busy machine may send the next one late
 
 
 def end_process(reason: str) -> None:
-    """The default answer to an engine that stands still: say so, and end without another word to the device."""
+    """Default action for a hung engine: log it, and exit without another call to the device."""
     log.critical("the process ends, its jobs are left to others: %s", reason)
     logging.shutdown()
     os._exit(STUCK)
 
 
 class Pulse:
-    """Whether an engine makes headway, by looking at it now and then.
+    """Detects a hung engine by sampling its counters.
 
-    Only time in which this process was running counts: after SIGSTOP and SIGCONT nothing is stuck yet.
+    Only time in which this process ran counts: a process resumed by SIGCONT is not yet stuck.
     """
 
     def __init__(self, engine: Engine, stuck_s: float, look_s: float, now: float) -> None:
@@ -51,7 +51,7 @@ class Pulse:
         self._busy_s = 0.0  # in the oldest iteration
 
     def look(self, now: float) -> None:
-        """Take note of what has moved since the last look. `now` is seconds on a clock that never goes back."""
+        """Sample the counters. `now` is seconds on a monotonic clock."""
         passed_s = min(now - self._looked, self._longest_s)
         self._looked = now
         ticks, since = self._engine.ticks, self._engine.busy_since
@@ -61,12 +61,12 @@ class Pulse:
 
     @property
     def ticks(self) -> bool:
-        """Whether the engine's thread has ticked lately."""
+        """Whether the engine's thread has ticked recently."""
         return self._still_s < _TICKING_S
 
     @property
     def stuck(self) -> str:
-        """Why nothing can be expected of this engine any more; empty if something can."""
+        """The reason why this engine counts as hung; empty if it does not."""
         if not self._engine.alive:
             return "the engine's thread has ended"
         if self._still_s > self._stuck_s:
@@ -77,7 +77,7 @@ class Pulse:
 
 
 class Heart:
-    """Beats three times a lease. Survives Redis: it beats again as soon as that is back."""
+    """Beats three times per lease. Retries as soon as Redis is back."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Heart:
         stuck_s: float,
         end: Callable[[str], None] = end_process,
     ) -> None:
-        """`paused` is told with each beat which queues are."""
+        """`paused` is called at each beat with the paused queues."""
         self._store = store
         self._registry = registry
         self._outage = outage
@@ -111,19 +111,19 @@ class Heart:
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
 
     def start(self) -> None:
-        """Begin to show the card. There are no leases to renew before `watch`."""
+        """Start announcing the card. There are no leases to renew before `watch`."""
         self._thread.start()
 
     def watch(self, engine: Engine) -> None:
-        """Make everything depend on this engine's headway from now on."""
+        """From now on beat only while this engine makes progress."""
         self._pulse = Pulse(engine, self._stuck_s, self._look_s, time.monotonic())
 
     def poke(self) -> None:
-        """Beat now: the card says something new."""
+        """Beat now: the card has changed."""
         self._poked.set()
 
     def stop(self) -> None:
-        """End the thread; returns when it has ended. To be called before the engine is closed."""
+        """Stop the thread; returns when it has ended. Call before the engine is closed."""
         self._stopping = True
         self._poked.set()
         self._thread.join()
@@ -141,14 +141,14 @@ class Heart:
                 try:
                     if self._beat():
                         due = now + self._lease_s / 3
-                except Exception:  # whatever it was: a thread that ended would cost all jobs their leases
+                except Exception:  # an ended thread would cost all jobs their leases
                     log.exception("a heartbeat failed")
             if self._poked.wait(self._look_s):
                 self._poked.clear()
                 due = now
 
     def _beat(self) -> bool:
-        """Whether Redis has taken it."""
+        """Whether Redis has accepted it."""
         held = self._hand.leases()
         lost = self._outage.once(lambda: self._store.renew(self._worker, held), None)
         for id in lost or ():

@@ -1,7 +1,7 @@
-"""How many messages of each queue are in hand, and the part of Celery that takes no more than that.
+"""Limits the messages in flight per queue, and makes Celery's consumer respect the limit.
 
-Every queue is consumed on a channel of its own, so that a full one stops alone: its channel asks Redis for nothing
-until a message ends, and then at once. Knows Celery and kombu; knows nothing of jobs.
+Every queue is consumed on its own channel, so that backpressure on one does not stop the others: a full queue's channel
+asks Redis for nothing until a message is acknowledged, and then at once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from core.jobs import keys
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_RIGHTS_S = 1.0  # between looks whether Redis lets its user do what it did not
-_DEAD_KEPT = 1000  # entries that are no messages
+_RIGHTS_S = 1.0  # between checks whether Redis grants a missing right
+_DEAD_KEPT = 1000  # maximum number of dead letters
 
 
 class Intake:
-    """Counts messages from their reception to their acknowledgement. Thread-safe."""
+    """Counts messages from reception to acknowledgement. Thread-safe."""
 
     def __init__(self, queues: Sequence[str], held_up: Callable[[], bool] = lambda: False) -> None:
-        """While `held_up` returns True nothing is taken in; call `wake` when it no longer does."""
+        """While `held_up` returns True no message is taken; call `wake` when it no longer does."""
         self._lock = threading.Lock()
         self._limits = dict.fromkeys(queues, 0)
         self._counts = dict.fromkeys(queues, 0)
@@ -45,7 +45,7 @@ class Intake:
 
     @property
     def queues(self) -> list[str]:
-        """Those that are served here."""
+        """The queues served here."""
         return [queue for queue, limit in self._limits.items() if limit]
 
     @property
@@ -53,20 +53,20 @@ class Intake:
         return {queue: limit for queue, limit in self._limits.items() if limit}
 
     def serve(self, limits: Mapping[str, int]) -> None:
-        """Set how many messages of each queue may be in hand at once. To be called before Celery connects."""
+        """Set how many messages of each queue may be in flight. Call before Celery connects."""
         self._limits.update(limits)
 
     def counts(self) -> dict[str, int]:
-        """How many messages of each served queue are in hand."""
+        """Messages in flight, by served queue."""
         with self._lock:
             return {queue: self._counts[queue] for queue in self.queues}
 
     def room(self, queue: str) -> bool:
-        """Whether one more may be taken in now."""
+        """Whether one more may be taken now."""
         return self._counts[queue] < self._limits[queue] and queue not in self._paused and not self._held_up()
 
     def pause(self, queues: frozenset[str]) -> None:
-        """Take nothing more from these queues, and from all others again. What is in hand goes on."""
+        """Pause these queues, and resume all others. Messages in flight continue."""
         if queues != self._paused:
             self._paused = queues
             self.wake()
@@ -80,15 +80,14 @@ class Intake:
             self._counts[queue] -= 1
 
     def wake(self) -> None:
-        """Have Celery's loop look again for which queues there is room."""
+        """Make Celery's loop check again which queues have room."""
         if self._call_soon is not None:
             self._call_soon(_nothing)
 
     def close(self, timeout_s: float) -> None:
-        """Take nothing in any more. What Redis was about to hand out goes back into its queue.
+        """Stop taking messages. A message that Redis was about to deliver goes back into its queue.
 
-        Returns when nothing is asked of Redis any more, so that what is sent from now on goes to other workers; or
-        after `timeout_s`.
+        Returns when no read of Redis is pending, so that later messages go to other workers; or after `timeout_s`.
         """
         self._closed = True
         if self._call_soon is None or self._lines is None:
@@ -99,11 +98,11 @@ class Intake:
             time.sleep(_POLL_S)
 
     def attach(self, call_soon: Callable[[Callable[[], None]], object], lines: Lines) -> None:
-        """`lines` are connected, and `call_soon` runs something on their thread."""
+        """Called when `lines` are connected; `call_soon` runs a function on their thread."""
         self._call_soon, self._lines = call_soon, lines
 
     def channel(self, queue: str) -> Any:
-        """The queue's channel of the present connection; None while there is none."""
+        """The queue's channel of the current connection; None while disconnected."""
         return None if self._lines is None else self._lines.channel(queue)
 
     @property
@@ -116,7 +115,7 @@ def _nothing() -> None:
 
 
 class Received(Request):  # type: ignore[misc]
-    """Celery's request, counted from its reception until it is acknowledged or rejected, on whatever thread."""
+    """Celery's request, counted from reception until acknowledged or rejected, on any thread."""
 
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
@@ -124,7 +123,7 @@ class Received(Request):  # type: ignore[misc]
         self.app.intake.take(self.task.queue)
 
     def acknowledge(self) -> None:
-        self._give()  # before the loop is woken to acknowledge: there is room again when it looks
+        self._give()  # before the loop is woken to acknowledge: it must see the free slot
         super().acknowledge()
 
     def reject(self, requeue: bool = False) -> None:
@@ -138,9 +137,9 @@ class Received(Request):  # type: ignore[misc]
 
 
 class Bounded(redis.QoS):
-    """Lets a channel ask for a message only where there is room for it, and acknowledges what others took in.
+    """A channel that asks for a message only if there is room, and acknowledges messages of earlier connections.
 
-    kombu's own prefetch limit would forget, with each lost connection, what is still in hand.
+    kombu's own prefetch limit would forget, with each lost connection, the messages still in flight.
     """
 
     def __init__(self, channel: Any, intake: Intake, queue: str) -> None:
@@ -149,33 +148,33 @@ class Bounded(redis.QoS):
         self._queue = queue
 
     def can_consume(self) -> bool:
-        # What Redis was asked for already is always read: it may be a message, which nobody else would get.
+        # A reply already requested is always read: it may be a message, which nobody else would get.
         return bool(self.channel._in_poll) or self._intake.room(self._queue)
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Note a message as taken, in Redis too: unless that is full, which is no reason to drop the message."""
+        """Record a message as unacknowledged, in Redis too; if Redis is full, the message is kept all the same."""
         try:
             super().append(message, delivery_tag)  # type: ignore[no-untyped-call]
         except self.channel.ResponseError:
             virtual.QoS.append(self, message, delivery_tag)  # type: ignore[no-untyped-call]
 
     def ack(self, delivery_tag: str) -> None:
-        """By the connection that stands now, not by the one that the message came by.
+        """Acknowledge on the current connection, which may not be the one that delivered the message.
 
-        While none does the message stays noted as taken. Redis then has it delivered again after a day, to no effect.
+        Without a connection the message stays unacknowledged. Redis redelivers it after a day, to no effect.
         """
         virtual.QoS.ack(self, delivery_tag)  # type: ignore[no-untyped-call]
         channel = self._intake.channel(self._queue)
         if channel is not None:
-            unable = (*channel.connection_errors, channel.ResponseError)  # away, or it takes no writes now
+            unable = (*channel.connection_errors, channel.ResponseError)  # down, or it accepts no writes now
             with contextlib.suppress(*unable), channel.conn_or_acquire() as client:
-                # One by one, and not as kombu does it: a full Redis refuses every transaction, and takes these.
+                # One command at a time, unlike kombu: a full Redis refuses every transaction, and accepts these.
                 client.zrem(channel.unacked_index_key, delivery_tag)
                 client.hdel(channel.unacked_key, delivery_tag)
 
 
 def _screen(channel: Any) -> None:
-    """Have the channel put aside what is no message, as a dead letter: kombu would end the worker over it."""
+    """Make the channel move entries that are not messages to the dead letters: kombu would end the worker over one."""
     parse = channel.client.parse_response
 
     def screened(connection: Any, command: str, **options: Any) -> Any:
@@ -186,7 +185,7 @@ def _screen(channel: Any) -> None:
             channel.Message(json.loads(answer[1]), channel=channel)
         except Exception as error:
             queue, entry = answer
-            log.error(  # its content is nobody's business here
+            log.error(  # without its content, which may be private
                 "an entry of the queue %s is no message (%s); it lies in the list %s",
                 queue.decode("utf-8", "replace"), type(error).__name__, keys.DEAD_LETTERS,
             )  # fmt: skip
@@ -200,7 +199,7 @@ def _screen(channel: Any) -> None:
 
 
 class Lines:
-    """One consumer for each queue, each with its channel, in the shape of the one consumer that Celery expects."""
+    """One consumer with its own channel per queue, with the interface of the single consumer that Celery expects."""
 
     def __init__(self, consumers: Mapping[str, Any], intake: Intake) -> None:
         self._consumers = dict(consumers)
@@ -208,7 +207,7 @@ class Lines:
         self._on_message: Any = None
 
     def channel(self, queue: str) -> Any:
-        """None once they are abandoned."""
+        """None once abandoned."""
         consumer = self._consumers.get(queue)
         return None if consumer is None else consumer.channel
 
@@ -235,17 +234,17 @@ class Lines:
 
     @property
     def asking(self) -> bool:
-        """Whether Redis may still hand out a message to one of them."""
+        """Whether Redis may still deliver a message to one of them."""
         return any(
             consumer.channel._in_poll or consumer.channel.active_queues for consumer in tuple(self._consumers.values())
         )
 
     def abandon(self) -> None:
-        """Close what a lost connection leaves behind: kombu waits for a last answer first, and gives up over that."""
+        """Close what a lost connection leaves behind: kombu would wait for a last reply, and fail."""
         consumers, self._consumers = self._consumers, {}
         for consumer in consumers.values():
             consumer.channel._in_poll = None
-            with contextlib.suppress(Exception):  # half of it is gone already
+            with contextlib.suppress(Exception):  # partly closed already
                 consumer.channel.close()
 
     def qos(self, **_: Any) -> None:
@@ -253,7 +252,7 @@ class Lines:
 
 
 class Channels(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Puts `Lines` in the place of the consumer that Celery has just made. Runs anew for each connection."""
+    """Replaces the consumer that Celery has just created with `Lines`. Runs for each connection."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -264,7 +263,7 @@ class Channels(bootsteps.StartStopStep):  # type: ignore[misc]
             channel = c.connection.channel()
             channel.QoS = lambda channel, queue=queue: Bounded(channel, intake, queue)
             _screen(channel)
-            channel.do_restore = False  # what is in hand is not lost with its connection, nor left when all ends
+            channel.do_restore = False  # messages in flight survive the connection, and are handed back at the end
             consumers[queue] = c.app.amqp.TaskConsumer(
                 channel, queues=[c.app.amqp.queues[queue]], on_decode_error=c.on_decode_error
             )
@@ -273,8 +272,8 @@ class Channels(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 class Steady(Consumer):  # type: ignore[misc]
-    """Celery's consumer, quick to return to a Redis that is back: its own waits grow to half a minute. Where a right
-    lacks it asks for nothing.
+    """Celery's consumer, but reconnecting quickly: its own delays grow to half a minute. Consumes nothing while a Redis
+    right is missing.
     """
 
     class Blueprint(Consumer.Blueprint):  # type: ignore[misc]
@@ -285,7 +284,7 @@ class Steady(Consumer):  # type: ignore[misc]
             None, None, interval_start=0.1, interval_step=0.1, interval_max=1.0, callback=maybe_shutdown
         )
         self.first_connection_attempt = False
-        while not self.app.station.permitted():  # else kombu would ask, be refused and connect anew, for ever
+        while not self.app.station.permitted():  # else kombu would ask, be refused and reconnect, for ever
             maybe_shutdown()
             time.sleep(_RIGHTS_S)
         return conn
@@ -294,4 +293,4 @@ class Steady(Consumer):  # type: ignore[misc]
         if isinstance(self.task_consumer, Lines):
             self.task_consumer.abandon()
         super().on_connection_error_after_connected(exc)
-        self.hub.on_tick.clear()  # else the lost connection's callbacks would hold on to it, and run, for ever
+        self.hub.on_tick.clear()  # else callbacks of the lost connection would keep it alive, and run, for ever

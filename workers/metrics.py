@@ -1,7 +1,4 @@
-"""A worker's figures for Prometheus: batches by phase, jobs by how they ended, what is in hand, the device's memory.
-
-One set for the process, which is one worker. Knows ticks and outcomes; knows nothing of what is computed.
-"""
+"""Prometheus metrics of a worker: batches by phase, jobs by outcome, jobs in flight, device memory."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
 class Meter:
-    """Thread-safe. Everything is nought until it is told otherwise."""
+    """One set per process. Thread-safe. All metrics start at 0."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -49,7 +46,7 @@ class Meter:
         )  # fmt: skip
 
     def tick(self, tick: Tick) -> None:
-        """Note an iteration. On the engine's thread."""
+        """Count an iteration. On the engine's thread."""
         phase = str(getattr(tick.group, "phase", tick.modality))
         if tick.error is not None:
             self._failures.labels(tick.modality, phase).inc()
@@ -58,13 +55,13 @@ class Meter:
         self._rows.labels(tick.modality, phase).observe(tick.rows)
 
     def ended(self, modality: str, outcome: str, seconds: float) -> None:
-        """Note a job that this worker is done with: succeeded, failed, expired, handed_back, dropped or lost."""
+        """Count a job's outcome: succeeded, failed, expired, handed_back, dropped or lost."""
         self._jobs.labels(modality, outcome).inc()
         if outcome == "succeeded":
             self._job_seconds.labels(modality).observe(seconds)
 
     def serve(self, address: str, in_hand: Callable[[], dict[str, int]]) -> None:
-        """Answer on `host:port`, from a thread of its own, until the process ends. Raises OSError."""
+        """Serve on `host:port`, from its own thread, until the process ends. Raises OSError."""
         self.registry.register(_Now(in_hand))
         host, _, port = address.rpartition(":")
         start_http_server(int(port), addr=host.strip("[]"), registry=self.registry)
@@ -72,7 +69,7 @@ class Meter:
 
 
 class _Now(Collector):
-    """What is read when somebody asks."""
+    """Metrics read at scrape time."""
 
     def __init__(self, in_hand: Callable[[], dict[str, int]]) -> None:
         self._in_hand = in_hand
@@ -88,7 +85,7 @@ class _Now(Collector):
         for kind, count in TALLY.counts().items():
             unreadable.add_metric((kind,), count)
         yield unreadable
-        torch = sys.modules.get("torch")  # not imported for this
+        torch = sys.modules.get("torch")  # not imported just for this
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             used = GaugeMetricFamily("diptych_device_memory_bytes", "Of the GPU.", labels=("what",))
             free, total = torch.cuda.mem_get_info()

@@ -1,7 +1,4 @@
-"""Whether Redis answers: said once when it no longer does and once when it does again, and waited out together.
-
-Knows the store's errors; knows nothing of what is asked of it.
-"""
+"""Retries Redis calls through an outage, which is logged once when it begins and once when it ends."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from core.jobs.connection import StoreDown, StoreError, StoreFull
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SHORTEST_S, _LONGEST_S = 0.1, 1.0  # between two tries of one thread
+_SHORTEST_S, _LONGEST_S = 0.1, 1.0  # between two retries of one thread
 _SAY_AGAIN_S = 60.0
 
 
 class GivenUp(RuntimeError):
-    """What was to be done in Redis was no longer worth waiting for."""
+    """The awaited Redis call is no longer needed."""
 
 
 class Outage:
-    """Shared by all threads of a process that talk to the store."""
+    """Shared by all threads of a process that use the store."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,9 +35,9 @@ class Outage:
         return self._since is not None
 
     def patiently(self, call: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T:
-        """Call until the store does it. Raises `GivenUp` once `unless` returns True after a refusal.
+        """Call until the store succeeds. Raises `GivenUp` once `unless` returns True after a failure.
 
-        An error that waiting cannot mend is raised.
+        Errors that a retry cannot fix are raised.
         """
         wait_s = _SHORTEST_S
         while True:
@@ -53,12 +50,12 @@ class Outage:
             else:
                 self._answered()
                 return value
-            with self._changed:  # all that wait try again as soon as one of them was answered, else not in step
+            with self._changed:  # one success wakes all waiters; otherwise their retries are staggered
                 self._changed.wait(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_S)
 
     def once(self, call: Callable[[], T], otherwise: T) -> T:
-        """Call, and return `otherwise` if the store does not do it: for what is done again soon anyway."""
+        """Call once, and return `otherwise` if the store fails: for calls that are repeated soon anyway."""
         try:
             value = call()
         except (StoreDown, StoreFull) as error:
@@ -70,7 +67,7 @@ class Outage:
     def _refused(self, error: StoreError) -> None:
         now = time.monotonic()
         with self._changed:
-            if isinstance(error, StoreFull):  # it answers, and what ends a job still gets through
+            if isinstance(error, StoreFull):  # Redis replies, and writes that end a job still succeed
                 if now - self._said_full >= _SAY_AGAIN_S:
                     self._said_full = now
                     log.warning("%s: progress is not told, and nothing new is begun", error)

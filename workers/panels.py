@@ -1,7 +1,6 @@
-"""How a job becomes requests of the engine, and what they made becomes the job's result: one panel per modality.
+"""Panels, one per modality: turn a job into engine requests, and their outputs into the job's result.
 
-Knows jobs' parameters, progress and artifacts; knows nothing of queues, Redis or how anything is computed. Light to
-import: it is there before torch is.
+Imports no torch at module level: it is loaded before torch is.
 """
 
 from __future__ import annotations
@@ -29,13 +28,15 @@ if TYPE_CHECKING:
 
 
 class Tally(Protocol):
-    """One job's progress, and what its texts have come to, if it writes any."""
+    """One job's progress, and its texts so far, if it generates text."""
 
     @property
     def written(self) -> Written | None: ...
 
     def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
-        """What to tell after an iteration of the request of this index, on the engine's thread. None: nothing."""
+        """The progress to report after an iteration of the request with this index, on the engine's thread. None:
+        nothing.
+        """
         ...
 
 
@@ -44,7 +45,7 @@ class Panel(Protocol):
 
     @property
     def name(self) -> str:
-        """The model's, as jobs name it."""
+        """The model's name, as jobs name it."""
         ...
 
     @property
@@ -53,32 +54,32 @@ class Panel(Protocol):
         ...
 
     def card(self) -> ModelCard:
-        """The model as it is offered, with its costs as known now.
+        """The model's card, with the costs measured so far.
 
-        A KeyError or RuntimeError says that they changed this very moment: ask again.
+        Raises KeyError or RuntimeError if they change during the call: call again.
         """
         ...
 
     def read(self, parameters: Mapping[str, Any]) -> ImageJob | TextJob:
-        """A job's parameters as its record has them. Raises `Invalid`."""
+        """Parse a job's parameters from its record. Raises `Invalid`."""
         ...
 
     def requests(self, job: Any) -> list[Any]:
-        """The parameters of the requests that a job means. Raises `Invalid`."""
+        """The parameters of the job's engine requests. Raises `Invalid`."""
         ...
 
     def tally(self, requests: Sequence[Any]) -> Tally: ...
 
     def result(self, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
-        """The job's result, from what its requests came to; artifacts are on the shelf before it returns.
+        """The job's result, from its requests' outputs; artifacts are stored before it returns.
 
-        Raises `ArtifactError`, and `Filtered` where it may not be shown.
+        Raises `ArtifactError`, and `Filtered` for a rejected image.
         """
         ...
 
 
 class ImagePanel:
-    """Pictures: a job asks for n of them with seeds that count up."""
+    """Images: a job asks for n of them with consecutive seeds."""
 
     def __init__(
         self,
@@ -88,9 +89,9 @@ class ImagePanel:
         checker: Checker | None = None,
         decisions: Sequence[Decision] = (),
     ) -> None:
-        """`deepcache` is for jobs that do not say. `fetch` gets what edits begin with; without it there are none.
+        """`deepcache` is the default for jobs. `fetch` reads the source images of edits; without it edits are rejected.
 
-        `checker` may refuse pictures; with one nobody sees any before it did. `decisions` say which kernels draw.
+        `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
         """
         self._runner = runner
         self._deepcache = deepcache
@@ -128,9 +129,9 @@ class ImagePanel:
 def pictures(
     job: ImageJob, deepcache: DeepCache | None = None, fetch: Callable[[str], bytes] | None = None
 ) -> list[ImageParameters]:
-    """What a job's pictures are drawn from. Raises `Invalid`; what a picture may be, its runner checks.
+    """The parameters of a job's images. Raises `Invalid`; the image runner checks their values.
 
-    `deepcache` and `fetch` are as for the panel. Raises `ArtifactError` where `fetch` does.
+    `deepcache` and `fetch` are as for the panel. Raises `ArtifactError` if `fetch` does.
     """
     if job.source is None:
         return job.pictures(deepcache)
@@ -153,7 +154,7 @@ def _kept(picture: Picture, form: Format, shelf: Shelf) -> dict[str, Any]:
 
 
 class PictureTally:
-    """Steps done over all pictures of a job. Never goes back."""
+    """Steps done over all images of a job. Never decreases."""
 
     written: None = None
 

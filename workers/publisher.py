@@ -1,9 +1,8 @@
-"""Tells progress: one thread gathers what the engine's thread says and writes it in one round trip per tick, twenty a
-second at most.
+"""Publishes progress: one thread collects the engine thread's reports and writes them in one round trip per tick, at
+most twenty a second.
 
-Only a job's newest progress, and its pictures' newest previews, are kept while the thread is busy. Of a text nothing is
-left out: what was not told yet is told with the next progress, if anybody follows.
-Knows reports; knows nothing of what they tell.
+While the thread is busy, only a job's newest progress, and its images' newest previews, are kept. Text is never
+dropped: unsent pieces go with the next progress, if anybody follows.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ from workers.written import Written
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.02  # the longest it waits for the end of the tick that something was said in
-_PAUSE_S = 0.05  # between two round trips: where ticks are shorter than people can see, a stream would only fill up
+_TICK_S = 0.02  # longest wait for the end of the tick that a report came from
+_PAUSE_S = 0.05  # between round trips: faster updates would be invisible, and only fill the stream
 
 
 class Publisher:
-    """`say` never blocks. Progress that Redis does not take is dropped: the next one says more."""
+    """`say` never blocks. Progress that Redis does not accept is dropped: the next report supersedes it."""
 
     def __init__(
         self, store: JobStore, outage: Outage, ticks: Callable[[], int], stale: Callable[[str, Any], object]
     ) -> None:
-        """`ticks` counts the engine's. `stale` is told id and fencing token of what is no longer this worker's."""
+        """`ticks` counts the engine's ticks. `stale` is called with id and fencing token of attempts this worker has
+        lost.
+        """
         self._store = store
         self._outage = outage
         self._ticks = ticks
@@ -51,7 +52,7 @@ class Publisher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write what is left, and end the thread. Not called before `start`."""
+        """Write what is left, and end the thread. Must follow `start`."""
         self._stopping.set()
         self._wake.set()
         self._thread.join()
@@ -59,9 +60,9 @@ class Publisher:
     def say(
         self, id: str, attempt: int | str, data: dict[str, Any], look: Any = None, written: Written | None = None
     ) -> None:
-        """Progress of a job, on the engine's thread; `attempt` is its fencing token.
+        """Queue a job's progress, on the engine's thread; `attempt` is its fencing token.
 
-        `look` is a preview of its picture `data["image"]`, as pixels; `written` is what its texts have come to.
+        `look` is a preview of its image `data["image"]`, as pixels; `written` holds its texts so far.
         """
         with self._lock:
             if look is not None:
@@ -73,7 +74,7 @@ class Publisher:
         while not self._stopping.is_set():
             self._wake.wait()
             self._wake.clear()
-            # The engine tells all requests of a batch in turn: what belongs together is written together.
+            # The engine reports all requests of a batch in turn; they are written together.
             tick, until = self._ticks(), time.monotonic() + _TICK_S
             while self._ticks() == tick and time.monotonic() < until and not self._stopping.is_set():
                 time.sleep(0.001)
@@ -81,8 +82,8 @@ class Publisher:
             self._stopping.wait(_PAUSE_S)
 
     def flush(self) -> None:
-        """Write what was said so far. A job's last progress is told so, before its end is written."""
-        with self._writing:  # one after another: progress must not overtake itself
+        """Write all queued reports, so that a job's last progress precedes its end."""
+        with self._writing:  # serialized, so that progress stays in order
             with self._lock:
                 said, self._said = self._said, {}
                 looks, self._looks = self._looks, {}
@@ -101,7 +102,7 @@ class Publisher:
             reports.append(report)
         try:
             told = self._outage.once(lambda: self._store.tell(reports), None)
-        except Exception:  # a report that cannot be written must not end the thread
+        except Exception:  # a failed write must not end the thread
             log.exception("progress could not be told")
             return
         if told is None:
@@ -116,7 +117,7 @@ class Publisher:
 
 
 def _with(report: Report, looks: Mapping[int, Any]) -> Report:
-    """The report with previews, which only this thread has the time to encode."""
+    """The report with previews, encoded here to spare the engine's thread."""
     if not looks:
         return report
     encoded = {image: preview(pixels) for image, pixels in looks.items()}

@@ -1,6 +1,6 @@
-"""What an edit begins with, from the store of artifacts to pixels.
+"""Reads the source image and mask of an edit from the artifact store into pixels.
 
-Knows keys and the PNGs that the API made of what was handed in. Light to import: it is there before torch is.
+Reads only the PNGs that the API writes. Imports no torch at module level: it is loaded before torch is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from core.artifacts import NoArtifact
 
 
 def read(source: Source, fetch: Callable[[str], bytes]) -> Edit:
-    """The edit that a job's source comes to. Raises `Invalid`, naming the field, and `ArtifactError`."""
+    """Read a job's source as an edit. Raises `Invalid`, naming the field, and `ArtifactError`."""
     if not isinstance(source.image, str):
         raise Invalid("image", "is missing")
     mask = None if source.mask is None else _pixels("mask", source.mask, "L", fetch)

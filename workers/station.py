@@ -1,6 +1,6 @@
-"""What one worker process consists of, and in which order its parts begin and end.
+"""Assembles a worker from its parts, and starts and ends them in order.
 
-Knows the parts; leaves what each does to it, and the process (signals, Celery, exit) to boot.py.
+boot.py handles the process: signals, Celery, exit.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_CLOSE_S = 2.0  # Redis waits a second for a message before it says that there is none
+_CLOSE_S = 2.0  # Redis blocks for up to a second before it replies that there is no message
 
 
 class Station:
-    """One worker. `open`, `equip`, then `serve` for each message; in the end `drain` and `close`."""
+    """One worker. Call `open`, `equip`, then `serve` for each message; finally `drain` and `close`."""
 
     def __init__(self, settings: Settings, send: Callable[[Envelope], None]) -> None:
-        """Connects to nothing yet. Raises `SettingsError` for settings that no worker can use."""
+        """Does not connect yet. Raises `SettingsError` for settings that no worker can use."""
         if not settings.redis_url:
             raise SettingsError("DIPTYCH_REDIS_URL: must be given, a worker finds its jobs there")
         self.settings = settings
@@ -71,7 +71,7 @@ class Station:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
-        self._lacks: list[str] = []  # as was last said
+        self._lacks: list[str] = []  # as last logged
         self._started = time.time()
         self._state, self._message = "starting", ""
         self._models: list[ModelCard] = []
@@ -85,21 +85,21 @@ class Station:
         self._reaper = Reaper(self._store, send)
 
     def open(self) -> None:
-        """Show the card, in state "starting", and look after others' jobs. Everything else needs an engine.
+        """Announce the card with state "starting", and start sweeping. Everything else needs an engine.
 
-        Raises `SettingsError` where figures cannot be shown at their address.
+        Raises `SettingsError` if metrics cannot be served at their address.
         """
         if self.settings.metrics:
             try:
                 METER.serve(self.settings.metrics, self.intake.counts)
             except (OSError, OverflowError) as error:
                 raise SettingsError("DIPTYCH_METRICS: is no address that can be listened on") from error
-        threading.Thread(target=self.permitted, name="rights", daemon=True).start()  # Redis may not answer for long
+        threading.Thread(target=self.permitted, name="rights", daemon=True).start()  # Redis may take long to reply
         self._heart.start()
         self._reaper.start()
 
     def permitted(self) -> bool:
-        """Whether Redis lets its user do all that is needed, as far as it answers. What it does not is said, once."""
+        """Whether Redis grants all needed rights, as far as it replies. Missing ones are logged once."""
         nothing: list[str] = []
         missing = self.outage.once(self._rights.missing, nothing)
         if missing and missing != self._lacks:
@@ -108,7 +108,7 @@ class Station:
         return not missing
 
     def say(self, message: str) -> None:
-        """What the worker is at, for its card and its log."""
+        """Set the current activity, for the card and the log."""
         log.info("%s", message)
         self._message = message
         self._heart.poke()
@@ -118,7 +118,7 @@ class Station:
         self.say(state)
 
     def equip(self, equipment: Equipment) -> None:
-        """From now on messages can be served, for the queues that there is a panel for."""
+        """From now on serve messages, for the queues that have a panel."""
         engine, settings = equipment.engine, self.settings
         self._equipment = equipment
         self._publisher = Publisher(self._store, self.outage, lambda: engine.ticks, self.hand.drop)
@@ -133,21 +133,21 @@ class Station:
         self._heart.watch(engine)
 
     def ready(self) -> None:
-        """Celery takes messages in."""
+        """Called when Celery consumes messages."""
         if self._state == "starting":
             self._turn("ready")
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- shutdown ----------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take no more, hand back what has not begun, and go on with what has."""
+        """Take no more jobs, hand back those not started, and continue the running ones."""
         self._turn("draining")
         self.intake.close(_CLOSE_S)
         if self.tasks is not None:
             self.tasks.drain()
 
     def idle(self, timeout_s: float) -> bool:
-        """Wait until no message is in hand. False: after `timeout_s` there still was."""
+        """Wait until no message is in flight. False: timed out after `timeout_s`."""
         until = time.monotonic() + timeout_s
         while any(self.intake.counts().values()):
             if time.monotonic() >= until:
@@ -156,7 +156,7 @@ class Station:
         return True
 
     def close(self) -> None:
-        """End the threads, take the card away, and give the device back if nothing runs on it any more."""
+        """End the threads, remove the card, and release the device if nothing runs on it."""
         self._reaper.stop()
         if self._publisher is not None:
             self._control.stop()
@@ -169,11 +169,11 @@ class Station:
         self._store.close()
 
     def forget(self) -> None:
-        """Take the card away, if Redis answers."""
-        with contextlib.suppress(StoreError):  # else it goes by itself when its time is up
+        """Remove the card, if Redis replies."""
+        with contextlib.suppress(StoreError):  # else it expires
             self._registry.forget(self.id)
 
-    # -- for its parts -----------------------------------------------------------------------------------------
+    # -- used by the parts --------------------------------------------------------------------------------------
 
     def card(self) -> WorkerCard:
         if self._equipment is not None:
@@ -193,7 +193,7 @@ class Station:
 
     @staticmethod
     def _model(panel: Panel) -> ModelCard:
-        with contextlib.suppress(KeyError, RuntimeError):  # a cost changed while it was read
+        with contextlib.suppress(KeyError, RuntimeError):  # a cost changed during the read
             return panel.card()
         return panel.card()
 
@@ -205,5 +205,5 @@ class Station:
 def _version() -> str:
     try:
         return version("diptych")
-    except PackageNotFoundError:  # a checkout that was never installed
+    except PackageNotFoundError:  # a source checkout without installation
         return ""

@@ -1,7 +1,7 @@
-"""One message from Celery to its end: claim the job, have the engine do it, keep what it made, write how it ended.
+"""Serves one Celery message: claims the job, runs it on the engine, stores artifacts, records the outcome.
 
-Runs on a Celery thread that does nothing but wait (and encode what is done). Nothing it meets is raised to Celery:
-the record says how a job ended, and a message that was of no use is simply acknowledged.
+Runs on a Celery thread that only waits (and encodes results). It raises nothing to Celery: the record holds the
+outcome, and a stale message is acknowledged.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tasks:
         self._draining = False
 
     def drain(self) -> None:
-        """Begin nothing more: what has not left the engine's waiting line, and what comes, is handed back."""
+        """Start no more jobs: those still in the engine's queue, and new ones, are handed back."""
         self._draining = True
         self._gate.close()
         self._aside.close()
@@ -77,14 +77,14 @@ class Tasks:
                 work.stop()
 
     def stop(self) -> None:
-        """Stop what is under way, so that it is handed back too."""
+        """Stop the running jobs, so that they are handed back too."""
         for work in self._hand.works():
             work.stop()
 
     def hand_back_all(self) -> None:
-        """Hand back what is still in hand, without waiting for anyone. One try each."""
+        """Hand back all active jobs without waiting. One try each."""
         for work in self._hand.works():
-            work.drop()  # from here on, not by its own thread
+            work.drop()  # from here on not written by its own thread
             self._hand.remove(work)
             try:
                 self._return(work.claim, unless=lambda: True)
@@ -99,7 +99,7 @@ class Tasks:
             with about(id):
                 self._serve(Envelope(id, queue, priority))
         except GivenUp:
-            pass  # the worker ends and Redis is away: the lease says the rest
+            pass  # the worker ends while Redis is down: the lease will expire
         except Exception:
             log.exception("%s: an error of this worker's own", id)
 
@@ -109,16 +109,16 @@ class Tasks:
         waits, alone, model = self._outage.patiently(look, unless=lambda: self._draining)
         panel = self._panels.get(envelope.queue)
         if waits and panel is not None and model != panel.name:
-            self._aside.put(envelope)  # another's to draw
+            self._aside.put(envelope)  # for another worker
             return
         if not self._gate.enter(alone=alone):
-            self._post(envelope)  # not begun: another worker may have it at once
+            self._post(envelope)  # not started: another worker may take it at once
             return
         try:
             claim = self._claim(envelope)
             if claim is None:
                 return
-            if claim.suspect and not alone:  # it became suspect just now, in another's hands
+            if claim.suspect and not alone:  # another worker was lost with it in the meantime
                 self._return(claim)
                 return
             self._work(claim)
@@ -134,14 +134,14 @@ class Tasks:
             claim = self._outage.once(lambda: (self._store.claim(envelope.id, self._worker),), None)
             if claim is not None:
                 break
-            unsure = True  # it may have been done, and only the answer lost
+            unsure = True  # it may have succeeded, with only the reply lost
             self._outage.patiently(lambda: self._store.suspect(envelope.id), unless=lambda: self._draining)
         if claim[0] is None and unsure:
             self._disown(envelope.id)
         return claim[0]
 
     def _disown(self, id: str) -> None:
-        """Hand back what was claimed in this worker's name by a call whose answer was lost."""
+        """Hand back a job that was claimed for this worker by a call whose reply was lost."""
         job = self._patiently(lambda: self._store.get(id))
         ours = job is not None and job.state is JobState.RUNNING and job.worker == self._worker
         if job is not None and ours and id not in self._hand:
@@ -153,7 +153,7 @@ class Tasks:
         work = Work(claim, self._engine)
         begun = time.monotonic()
         self._hand.add(work)
-        if self._draining:  # since the claim, and nobody else has seen this one
+        if self._draining:  # after the claim, unseen by `hand_back_all`
             work.stop()
         asked = {"request_id": claim.request_id} if claim.request_id else {}
         try:
@@ -170,7 +170,7 @@ class Tasks:
             self._hand.remove(work)
 
     def _make(self, work: Work) -> dict[str, Any] | Exception:
-        """The job's result, or why there is none."""
+        """The job's result, or the reason for its failure."""
         claim = work.claim
         try:
             panel = self._panels[claim.modality]
@@ -198,12 +198,12 @@ class Tasks:
             return error
 
     def _deadline(self, claim: Claim) -> float:
-        """By the engine's clock."""
+        """The deadline on the engine's clock."""
         left_s = claim.deadline_left_s
         return math.inf if left_s is None else self._engine.clock() + left_s
 
     def _expanded(self, work: Work, pictures: list[Any], deadline: float) -> list[Any]:
-        """The pictures with the prompts that the text model writes for them. Raises as `Work.make`."""
+        """The image parameters with prompts expanded by the text model. Raises as `Work.make`."""
         claim = work.claim
         requests = [
             Request(
@@ -245,9 +245,9 @@ class Tasks:
         ]
 
     def _end(self, work: Work, made: dict[str, Any] | Exception) -> str:
-        """Write how it ended, however long Redis is away, and return that in a word.
+        """Record the outcome, retrying through any outage, and return it as one word.
 
-        All of it is refused where the job is no longer ours.
+        Every write is refused if the job is no longer this worker's.
         """
         claim, store = work.claim, self._store
         id, attempt = claim.id, claim.fence
@@ -268,7 +268,7 @@ class Tasks:
                 self._return(claim)
                 return "handed_back"
             case _ if not self._engine.alive:
-                # Nothing this engine says is to be trusted: the process ends, and the lease says the rest.
+                # The engine cannot be trusted any more: the process exits, and the lease expires.
                 return "lost"
             case Invalid():
                 log.warning("%s is refused: %s", id, made)
@@ -281,7 +281,7 @@ class Tasks:
                 return "failed"
 
     def _return(self, claim: Claim, unless: Callable[[], bool] = lambda: False) -> None:
-        """Hand a claimed job back and send it anew."""
+        """Hand back a claimed job and send its message again."""
         envelope = self._outage.patiently(lambda: self._store.hand_back(claim.id, claim.fence), unless=unless)
         if envelope is not None:
             log.info("%s is handed back", claim.id)
@@ -290,7 +290,7 @@ class Tasks:
     def _post(self, envelope: Envelope) -> None:
         try:
             self._send(envelope)
-        except Exception as error:  # of kombu, of redis: the sweep finds what was not sent
+        except Exception as error:  # of kombu or redis: the sweep resends it
             log.info("%s could not be sent, a sweep will (%s)", envelope.id, type(error).__name__)
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
@@ -298,7 +298,7 @@ class Tasks:
 
 
 def _told(error: Exception) -> tuple[str, str]:
-    """The code and the message of a failure, for whoever asked. Nothing of what was asked for is repeated."""
+    """Error code and message of a failure, for the client. Contains nothing of the request."""
     match error:
         case Filtered():
             return "content_filter", "a picture was refused by this service's checker"

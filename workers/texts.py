@@ -1,7 +1,6 @@
-"""The text panel of a worker: a job's messages or prompts become token ids, and answers become the job's result.
+"""The text panel: tokenizes a job's messages or prompts, and turns answers into the job's result.
 
-Knows jobs' parameters, tokenizers and what is told while text is written; knows nothing of queues or HTTP. Light to
-import: it is there before torch is.
+Imports no torch at module level: it is loaded before torch is.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
     from llm.runner import TextRunner
     from workers.shelf import Shelf
 
-_USUAL = 64  # tokens of an answer whose capacity is told
+_USUAL = 64  # tokens of an answer in the reported capacity
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # which are made of a job's fields
+_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # built from other fields of a job
 _PASSED = [one.name for one in fields(TextParameters) if hasattr(TextJob, one.name) and one.name not in _OTHERWISE]
 
 
 class TextPanel:
-    """Texts: a job asks for n answers to each of its prompts, with seeds that count up."""
+    """Text: a job asks for n answers to each of its prompts, with consecutive seeds."""
 
     def __init__(self, runner: TextRunner) -> None:
         self._runner = runner
@@ -68,7 +67,7 @@ class TextPanel:
         return TextJob.read(parameters)
 
     def requests(self, job: TextJob) -> list[TextParameters]:
-        """The answers that a job asks for: those to its first prompt first. Raises `Invalid`."""
+        """The requests of a job: those for its first prompt first. Raises `Invalid`."""
         prompts = self._prompts(job)
         if type(job.n) is not int or not 1 <= job.n * len(prompts) <= MAX_CHOICES:
             raise Invalid("n", f"must be a whole number, and with all prompts at most {MAX_CHOICES} answers")
@@ -93,7 +92,7 @@ class TextPanel:
         return TextTally(self, [request.max_tokens for request in requests])
 
     def result(self, job: TextJob, made: Sequence[Text], shelf: Shelf) -> dict[str, Any]:
-        prompts = {text.prompt_tokens: text for text in made}  # one prompt's answers read it together
+        prompts = {text.prompt_tokens: text for text in made}  # answers to one prompt share its prefill
         choices = [
             {
                 "text": text.text,
@@ -110,7 +109,7 @@ class TextPanel:
         }
 
     def logprobs(self, given: Sequence[Logprob]) -> list[dict[str, Any]]:
-        """As jobs carry them: a token is its text. The end token is left out, which is no part of the text."""
+        """In the jobs' form: a token is its text. The end token is left out, as it is not part of the text."""
         return [
             {
                 "token": self._piece(one.token),
@@ -149,12 +148,12 @@ class TextPanel:
                 raise Invalid("messages", "a content holds one of the model's control tokens")
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # of a model's own template: roles in an order that it does not know
+        except Exception as error:  # raised by the model's own template: an unexpected order of roles
             raise Invalid("messages", f"the model's chat template refuses them ({type(error).__name__})") from error
         return self._ids(text)
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        # Not by transformers' own call, which changes the tokenizer and is not made for several threads.
+        # Not through transformers' own call, which mutates the tokenizer and is not thread-safe.
         return tuple(self._runner.model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _plain(self, prompt: Any) -> tuple[int, ...]:
@@ -165,14 +164,14 @@ class TextPanel:
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...]:
-    """JSON's names are texts. Raises `Invalid`."""
+    """Logit bias from JSON, where keys are strings. Raises `Invalid`."""
     if not isinstance(given, dict) or not all(token.isdecimal() and len(token) < 20 for token in given):
         raise Invalid("logit_bias", "must be an object of token ids and numbers")
     return tuple((int(token), value) for token, value in given.items())
 
 
 class TextTally:
-    """What a job's answers have come to: tokens are told as they are counted, texts in pieces (`written`)."""
+    """A job's progress: token counts, and texts in pieces (`written`)."""
 
     def __init__(self, panel: TextPanel, most: Sequence[int]) -> None:
         self._panel = panel

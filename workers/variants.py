@@ -1,4 +1,4 @@
-"""Finds the quantized variant of the settings' image model, and makes one in the cache where there is none."""
+"""Finds the quantized variant of the settings' image model, or creates it in the cache."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Open = Callable[[], "tuple[Model, ctypes.CDLL | None]"]
 def unet_of(
     settings: Settings, device: str, chosen: str, plain: str, open_model: Open, say: Say, count: Count | None
 ) -> Path | None:
-    """The folder of a quantized UNet that is not in the model's own, made now in the cache where there is none at all.
+    """The folder of a quantized UNet outside the model's own folder, created in the cache if there is none at all.
 
     `chosen` is the precision to load the model in, the rest as for `cached` and `quantize_into`. Raises `ModelError`.
     """
     if settings.unet:
         return Path(settings.unet)
-    # Over LoRAs a variant must hold scales alone, and the cache's holds weights: then there is none, as `load` says.
+    # With LoRAs a variant must hold only scales, but the cache's holds weights: so there is none, as `load` reports.
     if chosen not in get_args(Scheme) or settings.lora or has_own(settings, chosen):
         return None
     place = cached(settings, device, cast(Scheme, chosen), plain)
@@ -44,7 +44,7 @@ def unet_of(
 
 
 def has_own(settings: Settings, scheme: str) -> bool:
-    """Whether a quantized UNet is named, or lies in the model's own folder."""
+    """Whether a quantized UNet is named, or exists in the model's own folder."""
     from pipeline import folder, quantized_parts
     from pipeline.load import seeded
 
@@ -57,9 +57,9 @@ def has_own(settings: Settings, scheme: str) -> bool:
 
 
 def cached(settings: Settings, device: str, scheme: Scheme, plain: str) -> CachedVariant:
-    """The place in the cache for the variant of the settings' model, calibrated in the precision `plain`.
+    """The cache path for the variant of the settings' model, calibrated in the precision `plain`.
 
-    Raises `ModelError` for no model.
+    Raises `ModelError` if there is no model.
     """
     from pipeline import variant_cache
     from pipeline.load import weights_digest
@@ -75,9 +75,10 @@ def quantize_into(
     say: Say = log.info,
     count: Count | None = None,
 ) -> None:
-    """Quantize the model into its place in the cache, unless it is there. Raises `ModelError`.
+    """Quantize the model into its place in the cache, unless it exists. Raises `ModelError`.
 
-    `open_model` loads it as it is, beside the CPU's kernels, if any. Without `count`, `say` tells how far it is.
+    `open_model` loads the unquantized model and the CPU's kernels, if any. Without `count`, `say` receives the
+    progress.
     """
     import torch
 
@@ -95,6 +96,6 @@ def quantize_into(
             count(doing, done, total)
 
     place.make(opened, tell=tell, wait=lambda: say(f"{doing}: waiting for another process that does"))
-    gc.collect()  # the model as it was, before the quantized one is loaded
+    gc.collect()  # free the unquantized model before the quantized one is loaded
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

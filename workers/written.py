@@ -1,7 +1,6 @@
-"""What a job's answers have come to, and how much of that has been told: it is told in pieces.
+"""Tracks a job's generated texts and which pieces of them have been sent.
 
-Knows texts, their log probabilities and offsets; knows nothing of Redis or of models. A piece says where it begins, so
-that one that is told twice, or told again by a later attempt, is known for what it is:
+A piece carries its position, so that one sent twice, or sent again by a later attempt, is recognized:
 
     {"index": answer, "at": characters before it, "text"}, and where it has them "token": tokens before, "logprobs"
 """
@@ -14,13 +13,13 @@ from typing import Any
 
 from core.jobs.record import to_json
 
-_EVENT = 100  # bytes of an event beside its pieces, some
-_LEAST = 16_384  # bytes of pieces that are told before all there is takes their place
+_EVENT = 100  # bytes of an event without its pieces, roughly
+_LEAST = 16_384  # bytes of pieces after which the whole text replaces them
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Pieces that were not told yet, or, if `whole`, all there is. `marks`: how far each answer is told with them."""
+    """Unsent pieces, or, if `whole`, the complete texts. `marks`: how far each answer is sent with them."""
 
     pieces: list[dict[str, Any]]
     whole: bool
@@ -28,27 +27,27 @@ class News:
 
 
 class Written:
-    """One thread adds to it, and one tells.
+    """One thread adds to it, and one reads it.
 
-    All there is takes the place of the pieces when they are as large as it was the last time: what is kept is twice the
-    answers at most (and `_LEAST`), and what is ever written three times.
+    The complete texts replace the pieces when these have grown as large as the last complete texts: at most twice the
+    answers' size (and `_LEAST`) is stored, and at most three times is ever written.
     """
 
     def __init__(self, answers: int) -> None:
-        self.followed = False  # whether anybody wants to be told
-        self.cumulative = False  # told as to an API of a version before, which knows no pieces
+        self.followed = False  # whether a client follows the text
+        self.cumulative = False  # in the form for an API of an older version, which cannot merge pieces
         self.texts = [""] * answers
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in range(answers)]
-        self._marks: list[tuple[int, int]] | None = None  # None: nothing was told
-        self._size = self._since = 0  # bytes of the last whole, and of the pieces after it
+        self._marks: list[tuple[int, int]] | None = None  # None: nothing was sent
+        self._size = self._since = 0  # bytes of the last complete texts, and of the pieces after it
 
     def add(self, index: int, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
         self._logprobs[index] += logprobs
         self.texts[index] += text
 
     def news(self) -> News:
-        """What is to be told now. Whoever has told it says `told`; else it is told again, with what is new by then."""
-        # The first of an attempt takes the place of what another attempt told.
+        """What to send now. The caller confirms with `told`; else it is returned again, with what was added by then."""
+        # The first report of an attempt replaces what another attempt sent.
         whole = self._marks is None or self._since > max(_LEAST, self._size)
         begins = [(0, 0)] * len(self.texts) if whole or self._marks is None else self._marks
         pieces, marks = [], []
@@ -65,14 +64,14 @@ class Written:
         return News(pieces, whole, marks)
 
     def so_far(self) -> dict[str, Any]:
-        """All there is, as a version before told it each time."""
+        """The complete texts, in the form older versions sent each time."""
         told: dict[str, Any] = {"texts": list(self.texts)}
         if any(self._logprobs):
             told["logprobs"] = [list(one) for one in self._logprobs]
         return told
 
     def told(self, news: News) -> None:
-        """These were told."""
+        """Confirm that these were sent."""
         size = len(to_json(news.pieces)) + _EVENT
         self._marks = news.marks
         self._size, self._since = (size, 0) if news.whole else (self._size, self._since + size)

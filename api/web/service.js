@@ -1,5 +1,4 @@
 // The REST API as the page uses it: requests with a key, events that are resumed, errors in the server's words.
-// Knows addresses and fields; knows nothing of the page.
 
 const KEY = "diptych.key";
 

@@ -1,1 +1,1 @@
-"""Measurements on a lent H200: kernels alone, then the whole SDXL pipeline made of them."""
+"""Benchmarks on an H200: kernels alone, then the whole SDXL pipeline built on them."""

@@ -1,4 +1,4 @@
-"""HTTP clients of the service, as in the README: each asks for a picture, fetches it, and asks for the next."""
+"""HTTP clients of the service, as in the README: each requests an image, downloads it, and requests the next."""
 
 from __future__ import annotations
 

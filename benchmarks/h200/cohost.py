@@ -1,9 +1,9 @@
-"""SDXL and a Llama of eight billion on one GPU and one engine: what each panel makes alone and together.
+"""SDXL and a Llama of eight billion on one GPU and one engine: each panel's throughput alone and together.
 
     python -m benchmarks.h200.cohost [--seconds N] [--out folder]
 
-UNet graphs on one stream, decoding on another of high priority. A share is a rate together over the rate alone;
-compute-bound and bandwidth-bound work may come to more than one together. Weights are random. Knows the engine.
+UNet graphs run on one stream, decode on another of high priority. A share is a rate together over the rate alone;
+compute-bound and bandwidth-bound work may come to more than one together. Weights are random.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The ladder: diffusers one at a time and in batches of 8, then the engine on fused layers in CUDA graphs in bf16, INT8
 and FP8, without and with DeepCache. 20 Euler steps with guidance at the native size, with text encoders, VAE and the
 copy to the host, without PNG. Arrivals: one Poisson trace at 80% of what the engine reaches, played to the engine and
-to request-level batching on the same graphs. Results are written as they come. Knows the engine and clocks, no kernels.
+to request-level batching on the same graphs. Results are written as they come.
 """
 
 from __future__ import annotations

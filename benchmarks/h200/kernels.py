@@ -1,9 +1,8 @@
-"""The kernels alone at SDXL's shapes: right first, then fast, then which tile wins.
+"""The kernels alone at SDXL's shapes: correctness, speed, and the best tiles.
 
 `python -m benchmarks.h200.kernels compile|check|linear|conv|attention|memory [--out folder]` measures one kind of
 kernel, prints a table and writes JSON; `linear` and `conv` also find the tiles that `core/quant/kernels/cuda/tiles.py`
 reads.
-Knows shapes; does not know models.
 """
 
 # ruff: noqa: B023 -- what closes over a loop's variables here runs within the same turn

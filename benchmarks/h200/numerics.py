@@ -3,7 +3,7 @@
     python -m benchmarks.h200.numerics [--model NAME] [--kinds bf16,int8,fp8] [--pictures FILE.png] [--out folder]
 
 With trained weights (`--model stabilityai/stable-diffusion-xl-base-1.0`) this is the first half of the check; the
-second are MLPerf's gates: `diptych evaluate --protocol mlperf` (docs/evaluation.md). Knows models and distances.
+second are MLPerf's gates: `diptych evaluate --protocol mlperf` (docs/evaluation.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""SDXL for this folder: the model or a seeded stand-in in bf16, its quantized variants, and inputs for its UNet.
+"""SDXL for these benchmarks: the model or a seeded stand-in in bf16, its quantized variants, and inputs for its UNet.
 
-Speed does not depend on what weights say; pictures do, so nothing that the stand-in draws is a picture. Knows the
-pipeline and diffusers' classes; knows nothing of what is measured.
+Speed does not depend on the weights' values; images do, so the stand-in's images are noise.
 """
 
 from __future__ import annotations

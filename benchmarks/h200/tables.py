@@ -1,4 +1,4 @@
-"""Tables of docs/h200.md and of the README's figures of one GPU, made of results."""
+"""Renders the tables of docs/h200.md, and of the README's figures for one GPU, from results."""
 
 from __future__ import annotations
 

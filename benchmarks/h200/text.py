@@ -6,7 +6,7 @@ Seeded random weights: speed does not depend on them. All of ours runs through `
 step's figures are of static batches whose pages hold random numbers: tokens a second of an `in`/`out` setting are its
 prompts read in full, as measured, and `out` steps as long as the one at the mean context, in + out/2, which is what
 they come to, attention being linear in context; nothing else is shortened. Parts run in order of importance, each
-guarded; results are written after each. Knows models and clocks; leaves arithmetic to `llm`.
+guarded; results are written after each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The text panel's kernels alone, at the shapes of Llama-3.1-8B: right, how fast, which tiles, launched early or not.
+"""The text panel's kernels alone, at the shapes of Llama-3.1-8B: correctness, speed, tiles, early launch.
 
-Called by `benchmarks.h200.text`. Weights are in several copies, so that no cache helps. Knows kernels and shapes.
+Called by `benchmarks.h200.text`. Weights are in several copies, so that no cache helps.
 """
 
 from __future__ import annotations

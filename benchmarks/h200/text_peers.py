@@ -1,6 +1,7 @@
-"""transformers on the same weights in bf16, beside ours in one run: `generate` in a static batch, and `generate_batch`.
+"""transformers on the same weights in bf16, in the same run as ours: `generate` in a static batch, and
+`generate_batch`.
 
-Called by `benchmarks.h200.text`. Knows transformers; knows none of our kernels.
+Called by `benchmarks.h200.text`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How this folder measures a GPU: medians between events, over several sets of inputs so that no cache helps; clocks.
-
-Knows events and nvidia-smi; does not know what is measured.
-"""
+"""GPU timing: medians between events, over several sets of inputs so that no cache helps; clocks by nvidia-smi."""
 
 from __future__ import annotations
 

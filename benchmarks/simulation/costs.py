@@ -1,7 +1,8 @@
-"""Cost tables: what one iteration was measured to take on a device, by phase, size and rows, kept as JSON.
+"""Cost tables: measured seconds of one iteration on a device, by phase, size and rows, stored as JSON with their
+source.
 
-Knows figures and where they came from; knows nothing of requests. Between the widths that were measured a `CostCurve`
-interpolates, as it does for the scheduler; beyond the widest nothing is assumed, so no forward is wider than that.
+Between measured widths a `CostCurve` interpolates, as for the scheduler; beyond the widest nothing is assumed, so no
+forward is wider than that.
 """
 
 from __future__ import annotations

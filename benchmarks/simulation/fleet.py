@@ -1,8 +1,8 @@
 """Many engines on one queue under one virtual clock: step-level batching as it is deployed.
 
-Jobs wait in a shared list in order of their priority's level, first in first out within it. A worker asks for one
-whenever it has fewer than `image_jobs` in hand, Redis answers whoever has asked for longest, and the worker's own
-Scheduler, the real one, does the rest. Delivery takes no time, workers do not die. Knows nothing of what is reported.
+Jobs wait in a shared list by priority level, FIFO within it. A worker asks for one whenever it has fewer than
+`image_jobs` in flight, Redis answers the worker that has asked the longest, and the worker's own Scheduler, the real
+one, does the rest. Delivery takes no time, workers do not crash.
 """
 
 from __future__ import annotations

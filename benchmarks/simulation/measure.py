@@ -1,6 +1,6 @@
-"""A cost table of the engine at hand: its own curves, after every width was run a few times.
+"""Measures a cost table of the engine at hand: its own curves, after every width was run a few times.
 
-Knows the image runner; knows nothing of simulated ones. What the machine does beside it is in the figures.
+Other load on the machine affects the figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The simulator's options as people write them, made into a plan. Every complaint names the option.
-
-Knows words; knows nothing of what is simulated.
-"""
+"""Parses the simulator's command line options into a plan. Every error names the option."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lines over one axis as an SVG file that follows its reader's light or dark page.
-
-Knows numbers and coordinates; knows nothing of what they mean.
-"""
+"""Line plots as SVG files that follow the reader's light or dark page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The image runner without images: the same phases, groups, rows and limits, each iteration as long as its table says.
+"""The image runner without images: the same phases, groups, rows and limits, with iteration times from a cost table.
 
-Answers the scheduler's questions as `pipeline.runner.ImageRunner` does, and imports no torch. Knows costs and a clock;
-knows nothing of arrivals and of other engines.
+It implements the scheduler's interface as `pipeline.runner.ImageRunner` does, and imports no torch.
 """
 
 from __future__ import annotations

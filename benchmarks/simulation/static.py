@@ -1,9 +1,8 @@
-"""Many devices on one queue under a virtual clock: request-level batching, what step-level batching is held against.
+"""Many devices on one queue under a virtual clock: request-level batching, the baseline of step-level batching.
 
-A free device takes what waits, up to `batch` pictures of one kind (size, steps, guidance, DeepCache), which begin and
-end together; with a window, only once so many wait or the oldest has waited for so long. The policy of
-`benchmarks.traces.RequestLevel`, whose draw_batch has the same costs, on one perfect queue for all devices. Knows
-nothing of the scheduler.
+A free device takes what waits, up to `batch` images of one kind (size, steps, guidance, DeepCache), which begin and end
+together; with a window, only once so many wait or the oldest has waited for so long. The policy of
+`benchmarks.traces.RequestLevel`, whose draw_batch has the same costs, on one ideal queue for all devices.
 """
 
 from __future__ import annotations

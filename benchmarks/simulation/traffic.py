@@ -1,7 +1,4 @@
-"""What is asked of a fleet, and when: Poisson or bursty arrivals of a mix of pictures, drawn from a seed.
-
-Knows distributions and what a picture is asked for with; knows nothing of devices.
-"""
+"""Generates request traces: Poisson or bursty arrivals of a mix of image requests, from a seed."""
 
 from __future__ import annotations
 

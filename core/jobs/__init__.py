@@ -1,1 +1,1 @@
-"""Jobs as Redis holds them: records, leases, events, workers. Knows nothing of pictures, tokens, HTTP or Celery."""
+"""Job state in Redis: records, leases, events and worker announcements."""

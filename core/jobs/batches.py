@@ -1,14 +1,14 @@
-"""Batches as OpenAI has them: which of their lines are under way, and what came of each.
+"""Stores batches in OpenAI's form: which lines are in progress, and the result of each finished line.
 
-Knows records, cursors and results; knows nothing of HTTP, and nothing of what a line asks for. Every step is fenced by
-where the batch stands, so that two who work at one do nothing twice.
+It does not read what a line asks for. Every write is fenced by the batch's current position, so that two processes that
+work on the same batch do nothing twice.
 
     batch:{id}, batches:{owner}    hash: `Batch`'s fields; zset of ids by time
-    every_batch                    zset: id → when it was made, of all owners
-    batches                        zset: those that are worked at → since when
-    batch_jobs:{id}                hash: line → job under way
-    batch_done:{id}                hash: line → its line of output, or of errors
-    batch_turn                     who works at them
+    every_batch                    zset: id → creation time, of all owners
+    batches                        zset: batches in progress → start time
+    batch_jobs:{id}                hash: line → its live job
+    batch_done:{id}                hash: line → its output line, or error line
+    batch_turn                     the process that works on batches now
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from core.jobs.keys import PREFIX
 from core.jobs.record import milliseconds, pairs, to_json
 
 LIVE = ("in_progress", "cancelling")
-_PORTION = 100  # results, or batches, of one round trip
-_HELD_MS = 3 * 86_400_000  # a batch holds its input until it has ended, which takes a day and some hours at the most
+_PORTION = 100  # results, or batches, per round trip
+_HELD_MS = 3 * 86_400_000  # a batch holds its input until it has ended, which takes a day and a few hours at most
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch's record. `key` is its input's artifact, whatever becomes of the file; `base` is what links in its output
-    begin with; `errors` are those of a file of no use. `secret` is what its lines' job ids are made of, so that nobody
-    can guess them; `place` is where the next line begins in the file, None where nobody noted it.
+    """A batch's record.
+
+    `key` is its input's artifact, which outlives the file's record; `base` is the URL that the links in its output
+    begin with; `errors` are those of an input file that cannot be used. `secret` derives the ids of its lines' jobs, so
+    that nobody can guess them; `place` is the byte offset of the next line in the file, None if it was not recorded.
     """
 
     id: str
@@ -79,16 +81,16 @@ class Batch:
             output_file=fields.get("output_file") or None,
             error_file=fields.get("error_file") or None,
             secret=fields.get("secret", ""),
-            # An API of a version that notes no places may have gone on meanwhile.
+            # An API of a version that records no offsets may have continued the batch in between.
             place=int(place) if place and line == fields["next"] else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A batch as it stands: which of its lines are under way, by job, and which of those jobs have ended.
+    """The current state of a batch: its lines in progress, by job, and which of those jobs have ended.
 
-    A job that is gone, or is no longer the one that the line asked for, is in `lost`.
+    `lost` holds jobs that are gone or that no longer belong to the line (the id was used again).
     """
 
     batch: Batch
@@ -100,7 +102,7 @@ class Look:
 class BatchStore(RedisStore):
     """The batches' records.
 
-    `retention_s`: how long the record of a job that ended is kept, once its batch has noted what came of it.
+    `retention_s`: how long the record of an ended job is kept after its batch has stored the result.
     """
 
     def __init__(self, redis: RedisClient | str, *, retention_s: float = 86_400.0) -> None:
@@ -129,7 +131,7 @@ class BatchStore(RedisStore):
         metadata: dict[str, str] | None,
         errors: list[dict[str, Any]],
     ) -> Batch:
-        """Make a batch of a file. One with `errors` has failed already."""
+        """Create a batch of a file. A batch with `errors` is created as failed."""
         id = f"batch_{secrets.token_hex(12)}"
         fields: dict[str, str | int] = {
             "owner": owner, "endpoint": endpoint, "input_file": file.id, "key": file.key, "total": total, "next": 0,
@@ -147,14 +149,16 @@ class BatchStore(RedisStore):
         return Batch.of(id, fields) if fields else None
 
     def batches(self, owner: str | None, *, after: str = "", limit: int = 1000) -> Listed[Batch] | None:
-        """An owner's batches, or everybody's (None), newest first, after the one named. None: that one is not there."""
+        """List an owner's batches, or all (owner None), newest first, after the given one. None: that one does not
+        exist.
+        """
         if owner is None:
             self._index_all()
         index = f"{PREFIX}every_batch" if owner is None else f"{PREFIX}batches:{owner}"
         return listed(self._client, index, "batch", Batch.of, lambda _: True, False, after, limit)
 
     def _index_all(self) -> None:
-        """Enter those that were made before there was an index of all of them. Once."""
+        """Add batches that were made before the index of all batches existed. Runs once."""
         if self._client.exists(f"{PREFIX}every_batch_indexed"):
             return
         for key in self._client.scan_iter(f"{PREFIX}batch:*", count=1000):
@@ -164,7 +168,7 @@ class BatchStore(RedisStore):
         self._client.set(f"{PREFIX}every_batch_indexed", "1")
 
     def active(self) -> list[tuple[str, str, str]]:
-        """Those that are worked at, oldest first: id, owner, endpoint."""
+        """List the batches in progress, oldest first: id, owner, endpoint."""
         found: list[tuple[str, str, str]] = []
         while True:
             flat = self._active(len(found), _PORTION)
@@ -173,7 +177,7 @@ class BatchStore(RedisStore):
                 return found
 
     def look(self, ids: Sequence[str]) -> list[Look]:
-        """How these stand now, those that are still worked at."""
+        """Read the current state of these batches; those no longer in progress are left out."""
         found: list[Look] = []
         for at in range(0, len(ids), _PORTION):
             portion = ids[at : at + _PORTION]
@@ -185,21 +189,21 @@ class BatchStore(RedisStore):
         return found
 
     def drop(self, id: str) -> None:
-        """Work no more at a batch whose record is gone, or has ended."""
+        """Stop working on a batch whose record is gone or that has ended."""
         if self._client.hget(f"{PREFIX}batch:{id}", "status") not in LIVE:
             self._client.zrem(f"{PREFIX}batches", id)
 
     def my_turn(self, ttl_s: float) -> bool:
-        """Whether this process works at batches, for `ttl_s` from now."""
+        """Take or keep the right to work on batches, for `ttl_s` from now. False: another process holds it."""
         return bool(self._take_turn(self._token, round(1000 * ttl_s)))
 
     def under_way(self, id: str) -> dict[int, str]:
-        """Job by line."""
+        """The live jobs, by line."""
         found: Any = self._client.hgetall(f"{PREFIX}batch_jobs:{id}")
         return {int(line): job for line, job in found.items()}
 
     def results(self, id: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """What came of each line that is done, in their order. Read in portions: all of them may be much."""
+        """Yield the result of each finished line, in order. Reads in portions, because together they may be large."""
         keys: Any = self._client.hkeys(f"{PREFIX}batch_done:{id}")
         lines = sorted(map(int, keys))
         for at in range(0, len(lines), _PORTION):
@@ -208,30 +212,30 @@ class BatchStore(RedisStore):
             yield from ((line, json.loads(text)) for line, text in zip(portion, found, strict=True) if text)
 
     def begin(self, id: str, line: int, job: str, place: int | None = None) -> bool:
-        """This job does the batch's next line, and the one after it begins at `place`.
+        """Record that this job runs the batch's next line, and that the line after it begins at `place`.
 
-        False: it is not the next, or no more lines are begun.
+        False: the line is not the next one, or the batch begins no more lines.
         """
         return bool(self._advance(id, line, job, "", "", _place(line, place)))
 
     def refuse(self, id: str, line: int, result: dict[str, Any], place: int | None = None) -> bool:
-        """The batch's next line cannot be done. False: as above."""
+        """Record that the batch's next line cannot be run. False: as for `begin`."""
         return bool(self._advance(id, line, "", to_json(result), "failed", _place(line, place)))
 
     def note(self, id: str, line: int, result: dict[str, Any], kind: Literal["completed", "failed", ""]) -> bool:
-        """What came of a line that was under way, counted as `kind`; "": it was ended before it was done, and is not
-        counted. False: it was not under way.
+        """Record the result of a line in progress, counted as `kind`; "": it was cancelled before it finished, and is
+        not counted. False: the line was not in progress.
         """
         return bool(self._note(id, line, to_json(result), kind, self._retention_ms))
 
     def turn(self, batch: Batch, status: str, **fields: str | int) -> bool:
-        """Change a batch's status from what it is in this reading. False: it is another by now."""
+        """Change a batch's status, if it still has the status of this reading. False: it has changed."""
         flat = [value for pair in {"status": status, **fields}.items() for value in pair]
         return bool(self._turn(batch.id, batch.status, *flat))
 
 
 def _place(line: int, place: int | None) -> str:
-    """As it is noted: of which line it is, because an older version goes on without noting it."""
+    """Encode the offset with its line number, because an older version continues without updating the offset."""
     return "" if place is None else f"{line + 1}:{place}"
 
 

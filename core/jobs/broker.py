@@ -1,6 +1,6 @@
-"""What Celery's producers, its workers and our scripts must agree on: queues, task names, priorities, settings.
+"""Defines what Celery producers, workers and scripts must agree on: queues, task names, priorities, settings.
 
-Plain data. Does not import Celery, so that the store can know under which Redis key kombu keeps a list.
+Plain data. Does not import Celery, so that the store can compute the Redis key of a kombu list.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 QUEUES = ("image", "text")
-PRIORITY_STEPS = (0, 3, 6, 9)  # the lists that kombu keeps for each queue; first in, first out within one
+PRIORITY_STEPS = (0, 3, 6, 9)  # the lists that kombu keeps for each queue; FIFO within each
 _SEPARATOR = ":"
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """One message to send: which job, to which queue, at which of Celery's priorities (0 to 9, 0 first)."""
+    """A message to send: the job's id, its queue, and its Celery priority (0 to 9, 0 first)."""
 
     id: str
     queue: str
@@ -26,12 +26,12 @@ class Envelope:
 
 
 def task_name(queue: str) -> str:
-    """Name of the Celery task that serves a queue. Its one argument is the job's id."""
+    """Name of the Celery task that serves a queue. Its only argument is the job's id."""
     return f"diptych.{queue}"
 
 
 def level(priority: int) -> int:
-    """The step whose list a message of this priority (0 to 9) is put into, as kombu rounds: down."""
+    """The kombu priority step that a message of this priority (0 to 9) belongs to; kombu rounds down."""
     return PRIORITY_STEPS[bisect(PRIORITY_STEPS, priority) - 1]
 
 
@@ -44,9 +44,10 @@ def list_key(queue: str, level: int) -> str:
 
 
 def celery_settings(url: str) -> dict[str, Any]:
-    """Celery's configuration, for producers and workers alike. `url` is Redis's, with its password if it has one.
+    """Celery's configuration, for producers and workers. `url` is Redis's, including its password if there is one.
 
-    Of `rediss://` the certificate and its name are verified, as by our own connections: kombu does neither by itself.
+    For `rediss://` the certificate and host name are verified, as by the other Redis connections; kombu does neither by
+    default.
     """
     parts = urlsplit(url)
     tls = {**dict(parse_qsl(parts.query)), "ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_check_hostname": True}
@@ -56,13 +57,13 @@ def celery_settings(url: str) -> dict[str, Any]:
         "broker_connection_timeout": 5,
         "broker_connection_retry": True,
         "broker_connection_retry_on_startup": True,
-        "broker_connection_max_retries": None,  # for ever: a worker outlives its Redis
+        "broker_connection_max_retries": None,  # unlimited: a worker outlives an outage of Redis
         "broker_transport_options": {
             "priority_steps": list(PRIORITY_STEPS),
             "sep": _SEPARATOR,
             "queue_order_strategy": "priority",
-            # Kombu's own redelivery only after a day: sooner, and what runs long would run twice. Lost messages
-            # are found by the store's sweep.
+            # Kombu's own redelivery (visibility timeout) waits a day: a shorter one would run long jobs twice. The
+            # store's sweep finds lost messages.
             "visibility_timeout": 86_400,
             "socket_timeout": 10,
             "socket_connect_timeout": 5,
@@ -81,7 +82,7 @@ def celery_settings(url: str) -> dict[str, Any]:
             queue: {"exchange": queue, "exchange_type": "direct", "routing_key": queue} for queue in QUEUES
         },
         "task_publish_retry": True,
-        # Short: a message that is not sent is sent again by the reaper.
+        # Short: the reaper resends a message that could not be sent.
         "task_publish_retry_policy": {"max_retries": 2, "interval_start": 0, "interval_step": 0.1, "interval_max": 0.2},
         "task_send_sent_event": False,
         "worker_send_task_events": False,

@@ -1,6 +1,6 @@
 """Writes and reads the cards of models and workers as JSON with a version, and declares a worker's card.
 
-Imports no Redis, so that code which only makes a card needs none; `core.jobs.registry` keeps them.
+Imports no Redis, so that code which only builds a card does not need it; `core.jobs.registry` stores cards.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from core.jobs.unreadable import TALLY, VERSION, Unreadable, check_version
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """A worker as it last announced itself.
+    """A worker's last announcement.
 
-    `state` is "starting", "ready" or "draining", `message` what it is at, `started` seconds since the epoch;
+    `state` is "starting", "ready" or "draining", `message` its current activity, `started` seconds since the epoch;
     `in_flight` and `limits` count jobs by queue.
     """
 

@@ -1,4 +1,4 @@
-"""The one client of Redis: address, TLS, pools, timeouts, scripts, and redis-py's many errors as three of ours."""
+"""The only Redis client: address, TLS, pools, timeouts, scripts; maps redis-py's errors to three of its own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from core.config import Settings
 from core.jobs.keys import PREFIX
 from core.jobs.scripts import load
 
-CONNECTIONS = 32  # of one client; further threads wait for one to come back
-TIMEOUT_S = 5.0  # to connect, to wait for an answer, and to wait for a free connection
-_CHECK_S = 15  # a connection idle for so long is tried with a PING before it is used
+CONNECTIONS = 32  # per client; further threads wait for a free one
+TIMEOUT_S = 5.0  # to connect, to wait for a reply, and to wait for a free connection
+_CHECK_S = 15  # a connection idle for this long is checked with a PING before use
 
 _ALWAYS: dict[str, Any] = {
     "socket_connect_timeout": TIMEOUT_S, "socket_keepalive": True, "decode_responses": True, "protocol": 2,
 }  # fmt: skip
 
-# The code of an error, first in what Redis says; what a script's command said follows words of Redis 6's own.
+# The error code is the first word of Redis's reply; errors of a command inside a script follow Redis 6's own words.
 _CODE = re.compile(r"(?:^-?|@user_script: ?\d+: ?-?|: -)([A-Z]{3,})\b")
-# What it says where a script's command is not its user's to run, in the words of 6 and 7.0, and of later ones.
+# Reply to a script command that the user may not run, as worded by Redis 6 and 7.0, and by later versions.
 _DENIED = re.compile(r"NOPERM|The user executing the script can't|ACL failure in script")
 _REASONS = {
     "NOREPLICAS": "too few replicas are connected",
@@ -39,34 +39,36 @@ _REASONS = {
     "NOAUTH": "it asks for a password",
     "CLUSTERDOWN": "its cluster is down",
 }
-# What a mistake of ours or a damaged key brings about: it would be refused for ever.
+# Errors caused by a bug or a damaged key: a retry would be refused again.
 _FAULTS = {"ERR", "WRONGTYPE", "NOSCRIPT", "EXECABORT", "NOGROUP", "BUSYGROUP", "CROSSSLOT", "MOVED", "ASK"}
 
 
 class StoreError(RuntimeError):
-    """Redis did not do what it was asked. The message names no user's input."""
+    """Redis refused or failed a command. The message contains no user input."""
 
 
 class StoreDown(StoreError):
-    """Redis cannot be reached, does not answer, or refuses for now: it loads, is a replica, lacks one. Try again."""
+    """Redis is unreachable, does not reply, or refuses temporarily (loading, a replica, too few replicas).
+    Retryable.
+    """
 
 
 class StoreDenied(StoreDown):
-    """Redis does not let its user do this: it lacks a right, and `rights.Rights` tells which. Try again."""
+    """The Redis user lacks a right; `rights.Rights` names which. Retryable."""
 
 
 class StoreFull(StoreError):
-    """Redis takes no more data: its memory limit is reached, or its disk is full."""
+    """Redis accepts no more data: its memory limit is reached, or its disk is full."""
 
 
 class RedisClient(redis.Redis):
-    """A client for any number of threads. Connects at its first command. Every command raises `StoreError`s.
+    """A Redis client for any number of threads. Connects at the first command. Every command raises `StoreError`s.
 
-    A command whose connection broke is sent again twice: every script must bear that.
+    A command whose connection broke is sent up to two more times, so every script must be idempotent.
     """
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for a url of no use."""
+        """Raises ValueError for an unusable URL."""
         self.url = url
         pool = redis.BlockingConnectionPool.from_url(
             url,
@@ -82,7 +84,7 @@ class RedisClient(redis.Redis):
 
     @classmethod
     def at(cls, redis: RedisClient | str) -> RedisClient:
-        """A client as it is, or a new one for an address."""
+        """Return the given client, or a new one for an address."""
         return redis if isinstance(redis, RedisClient) else cls(redis)
 
     def script(self, name: str, functions: str = "") -> Script:
@@ -90,9 +92,9 @@ class RedisClient(redis.Redis):
         return Script(self, load(name, functions))
 
     def asyncio(self, *, connections: int, answer_s: float) -> redis.asyncio.Redis:
-        """A client for one event loop that never repeats a command, and raises redis-py's own errors.
+        """A client for one event loop that never retries a command, and raises redis-py's own errors.
 
-        `answer_s`: the longest wait for an answer.
+        `answer_s`: the longest wait for a reply.
         """
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             self.url,
@@ -105,9 +107,9 @@ class RedisClient(redis.Redis):
         return redis.asyncio.Redis.from_pool(pool)
 
     def asyncio_connection(self) -> AbstractConnection:
-        """One connection for one event loop, which connects when it is first written to.
+        """One connection for one event loop; it connects at the first write.
 
-        Its `retry` is for callers that send again what broke with it. They limit how long an answer may take.
+        `retry` is for callers that resend what was cut off. They limit how long a reply may take.
         """
         pool = redis.asyncio.ConnectionPool.from_url(
             self.url,
@@ -134,11 +136,11 @@ class _Pipeline(redis.client.Pipeline):
 
 
 class Script:
-    """A Lua script with one client. The prefix of all keys is its first argument."""
+    """A Lua script bound to a client. Its first argument is the prefix of all keys."""
 
     def __init__(self, client: RedisClient, text: str) -> None:
         self._client, self.text = client, text
-        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # as Redis names scripts
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # Redis identifies scripts by SHA-1
 
     def __call__(self, *arguments: str | int | float) -> Any:
         try:
@@ -146,33 +148,34 @@ class Script:
         except StoreError as error:
             if not isinstance(error.__cause__, redis.exceptions.NoScriptError):
                 raise
-        # The whole text, in one step: a Redis that is started again between two would not know it either.
+        # Sends the whole text in one command: after EVALSHA fails, a Redis that restarts before SCRIPT LOAD would lose
+        # it again.
         return self._client.eval(self.text, 0, PREFIX, *arguments)
 
 
 class RedisStore:
-    """Thread-safe; connects at its first command. Every method raises `StoreDown` or `StoreFull`.
+    """Base of the stores. Thread-safe; connects at the first command. Every method raises `StoreDown` or `StoreFull`.
 
-    `redis`: a client, which others may use too, or the address for one of its own.
+    `redis`: a client, possibly shared, or the address for one of its own.
     """
 
     def __init__(self, redis: RedisClient | str) -> None:
-        """Raises ValueError for an address of no use."""
+        """Raises ValueError for an unusable address."""
         self._client = RedisClient.at(redis)
 
     @classmethod
     def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
-        """With the limits that the settings name; without a client, at their address."""
+        """Build a store with the limits from the settings; without a client, it connects to their address."""
         return cls(redis or settings.redis_url)
 
     def close(self) -> None:
-        """Give the client's connections back. A later call would open new ones."""
+        """Release the client's connections. A later call opens new ones."""
         self._client.close()
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turns redis-py's errors into `StoreError`s. A context, and a decorator too."""
+    """Context manager and decorator that turns redis-py's errors into `StoreError`s."""
     try:
         yield
     except redis.RedisError as error:
@@ -180,7 +183,7 @@ def translated() -> Iterator[None]:
 
 
 def _translate(error: redis.RedisError) -> StoreError:
-    # Redis 6 wraps what a script's command said in words of its own, so that only the text tells.
+    # Redis 6 rewords errors of commands inside a script, so that only the text identifies them.
     said = str(error)
     if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in said:
         return StoreFull("Redis has reached its memory limit")
@@ -197,7 +200,7 @@ def _translate(error: redis.RedisError) -> StoreError:
     if "CERTIFICATE_VERIFY_FAILED" in said:
         return StoreDown("Redis shows a certificate that is not trusted, or not its own")
     code = _code(error)
-    if code and code not in _FAULTS:  # also those that a later Redis may have: a refusal is no result
+    if code and code not in _FAULTS:  # includes codes of later Redis versions: a refusal must not pass as a result
         return StoreDown(f"Redis refuses for now: {_REASONS.get(code, f'it says {code}')}")
     if isinstance(error, redis.ConnectionError):
         return StoreDown("Redis cannot be reached")
@@ -205,7 +208,7 @@ def _translate(error: redis.RedisError) -> StoreError:
 
 
 def _code(error: redis.RedisError) -> str:
-    """The code that Redis began its error with; redis-py cuts off those that it has a class for."""
+    """The code at the start of Redis's error; redis-py strips the codes that it has an exception class for."""
     for kind, code in (
         (redis.ReadOnlyError, "READONLY"),
         (redis.exceptions.MasterDownError, "MASTERDOWN"),

@@ -1,18 +1,18 @@
-"""Decides what becomes of jobs whose worker crashed: which may run beside others again, which alone, and which no more.
+"""Decides how jobs of a crashed worker continue: beside others again, alone, or not at all.
 
-Most crashes are no job's fault (a machine, a driver, the kernel's memory killer), so after its first one a job runs
-again at once and beside others: a crash of a worker with many jobs costs a lease, and not a time alone for each of
-them. A job that was there at a second crash, or has one life left, runs alone. So a request that crashes workers takes
-others down `COMPANY` times at most, is found by running alone, and costs no innocent job its last life.
+Most crashes are not caused by a job (a machine, a driver, the kernel's OOM killer), so after the first crash a job runs
+again at once beside others: a crash of a worker with many jobs costs one lease, not a solo run of each job. A job that
+was present at a second crash, or has one attempt left, runs alone. A request that crashes workers therefore takes
+others down at most `COMPANY` times, is identified by running alone, and costs no innocent job its last attempt.
 """
 
 from __future__ import annotations
 
-COMPANY = 2  # crashes that a job may have been there at, and still it is not known whose fault they were
+COMPANY = 2  # crashes a job may be present at before it has to run alone
 
 
 def alone_from(max_attempts: int) -> int:
-    """After so many crashes a job runs alone. `max_attempts` is how many it is given up after."""
+    """The number of crashes after which a job runs alone. `max_attempts` is the number after which it fails."""
     return max(1, min(COMPANY, max_attempts - 1))
 
 

@@ -1,7 +1,8 @@
-"""The script by which a job is made: counted for who asks, recorded, put into its queue's list, told where it stands.
+"""Encodes arguments and decodes answers of the script that creates a job.
 
-One script, so that no record waits for its message, and nobody is counted for a job that was not made. Knows its
-arguments and its answer; knows nothing of connections, and not what a message says.
+One script charges the rate limits, writes the record, pushes the message into the queue's list and returns the queue
+position, so that no record lacks its message and nobody is charged for a job that was not created. The message is
+opaque here.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from core.jobs import rates
 from core.jobs.broker import level, list_key
 from core.jobs.record import Backlog, Draft, Job, JobState, Standing, milliseconds, pairs, to_json
 
-_MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4  # what may come of it; else it was there, or is refused
+_MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4  # the possible outcomes; else the job existed already, or is refused
 
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """What came of a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is, the
-    owner is `barred`, or the last of `charges` is too much.
+    """The outcome for a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is
+    used up, the owner is `barred`, or the last of `charges` exceeds its limit.
 
-    `made`: this call made it, which one that was cut off and repeated does not know. `standing` is where a job waits
-    that was made now. `charges` is how the counters stand of what was counted, and of what was too much.
+    `made`: this call created the job; a retried call whose first reply was lost cannot tell. `standing` is the queue
+    position of a job created now. `charges` is the state of the counters that were charged, and of the one exceeded.
     """
 
     job: Job | None
@@ -43,9 +44,9 @@ def argument(
     always: int = 0,
     most: int | None = None,
 ) -> str:
-    """The argument of `lua/jobs/create.lua`. The first `always` of the charges count where no job is made too.
+    """Encode the argument of `lua/jobs/create.lua`. The first `always` charges count even if no job is created.
 
-    `most` of the owner's jobs may wait in the queue; None: as many as of all.
+    `most` limits the owner's waiting jobs in the queue; None: only the queue's own limit applies.
     """
     urgency = level(draft.priority)
     return to_json([
@@ -60,7 +61,7 @@ def argument(
 
 
 def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creation:
-    """What `lua/jobs/create.lua` answered."""
+    """Decode the answer of `lua/jobs/create.lua`."""
     said, fields = (answer, None) if isinstance(answer, str) else answer
     code, count, *numbers = map(int, said.split())
     counters = tuple(
@@ -76,7 +77,7 @@ def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creat
 
 
 def _queued(draft: Draft, created: int, deadline: int, incarnation: str) -> Job:
-    """The record that was made of a draft, as reading it would give it."""
+    """The record created from a draft, equal to what reading it back would give."""
     return Job(
         id=draft.id, modality=draft.modality, model=draft.model, state=JobState.QUEUED, parameters=draft.parameters,
         priority=draft.priority, created=created / 1000, deadline=deadline / 1000 if deadline else None, started=None,

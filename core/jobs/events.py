@@ -1,8 +1,7 @@
-"""One reader of all events for a process: however many follow jobs, one connection waits for what comes.
+"""Reads all job events for a process over one connection, however many jobs are followed.
 
-It waits at the one stream of notices, `happened`, and reads the streams that those name and somebody follows: what an
-event costs does not grow with how many follow others. Knows streams, positions and subscribers; knows nothing of
-records, of HTTP, or of what the events tell.
+It blocks on one stream of notices, `happened`, and reads only the streams that a notice names and somebody follows, so
+the cost of an event does not grow with the number of other followers. Event data is opaque here.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from core.jobs.record import JobState, from_json
 from core.jobs.unreadable import VERSION
 
 PROGRESS = "progress"
-_PAGE = 100  # entries of one stream that are read at once
-_AT_ONCE = 256  # streams that are read at once: Redis answers nobody else meanwhile
-_BLOCK_S = 5.0  # the longest that one read waits
-_MISSED_S = 2.5  # after which all that is followed is read: a version before sends no notices, and some may be trimmed
-_WAITING = 256  # events that wait for a slow subscriber before progress is dropped; more than a page
-_PAUSE_S = 0.05, 1.0  # between tries while Redis is away: the first, and the longest
+_PAGE = 100  # entries read at once from one stream
+_AT_ONCE = 256  # streams read at once; Redis serves nobody else meanwhile
+_BLOCK_S = 5.0  # the longest that one read blocks
+_MISSED_S = 2.5  # interval of reads of all followed streams: older versions send no notices, some get trimmed
+_WAITING = 256  # events buffered for a slow subscriber before progress is dropped; more than a page
+_PAUSE_S = 0.05, 1.0  # between retries while Redis is down: the first, and the longest
 
 _ID = re.compile(r"([0-9]{1,19})(?:-([0-9]{1,19}))?")
 _FINAL = frozenset(state.value for state in JobState if state.final)
 _STATES = frozenset(state.value for state in JobState)
 
-_TOLD = 20  # kinds of entries that cannot be read, of which the log says so, once each
+_TOLD = 20  # kinds of unreadable entries that are logged, once each
 _unread: set[tuple[str, str]] = set()
 
 _Position = tuple[int, int]
@@ -47,11 +46,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One entry of a job's stream. `type` is a `JobState` value, or "progress". `id` grows along the stream.
+    """An entry of a job's stream. `type` is a `JobState` value, or "progress". `id` increases along the stream.
 
-    `data`: of queued, `reason` ("worker_lost", "handed_back") where it was running before; of running, `attempt`; of
-    progress, what was reported; of failed and expired, `code` and `message`; else empty. The record tells the rest.
-    `of` is the incarnation of its job; empty in an event of a version that had none.
+    `data`: of queued, `reason` ("worker_lost", "handed_back") if the job was running before; of running, `attempt`; of
+    progress, the report; of failed and expired, `code` and `message`; else empty. Everything else is in the record.
+    `of` is the job's incarnation; empty in events of versions without incarnations.
     """
 
     id: str
@@ -61,19 +60,19 @@ class Event:
 
     @property
     def final(self) -> bool:
-        """Whether it is the last of its job."""
+        """Whether this is the job's last event."""
         return self.type in _FINAL
 
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """One subscription: what came and is not fetched yet. `seen` is the last event that it was given."""
+    """One subscription and its unfetched events. `seen` is the last event delivered to it."""
 
     seen: _Position
     of: str
     waiting: deque[Event] = field(default_factory=deque)
     came: asyncio.Event = field(default_factory=asyncio.Event)
-    replaced: bool = False  # the id is another job's by now
+    replaced: bool = False  # the id now belongs to another job
 
     def give(self, event: Event) -> None:
         position = _position(event.id)
@@ -100,11 +99,11 @@ class _Follower:
 
 
 class EventReader:
-    """Belongs to the event loop that starts it. Survives Redis's restarts: it tries again until it is closed.
+    """Reads events for the event loop that starts it. Retries through Redis restarts until it is closed.
 
-    Holds four connections at most: one waits for notices, one reads what they name, two read what lies in the past. Who
-    joins first reads the past up to its end and then follows from there, so what is followed may have to be read from a
-    little further back: its position in a stream is the least of its followers', and each passes over what it has seen.
+    Uses at most four connections: one waits for notices, one reads the streams they name, two read past events. A new
+    subscriber first reads past events up to the end, then follows. A job's read position is the lowest of its
+    followers' positions, so that an entry may be read twice; each follower skips what it has seen.
     """
 
     def __init__(self, redis: RedisClient | str) -> None:
@@ -114,26 +113,26 @@ class EventReader:
         self._asking = client.asyncio(connections=2, answer_s=_BLOCK_S)
         self._notice = "$"
         self._followers: dict[str, set[_Follower]] = {}
-        self._positions: dict[str, _Position] = {}  # all before it, and itself, was given to all followers
-        self._due: set[str] = set()  # jobs that are followed, and whose streams may hold what was not given
+        self._positions: dict[str, _Position] = {}  # everything up to and including it was delivered to all followers
+        self._due: set[str] = set()  # followed jobs whose streams may hold undelivered events
         self._some_due = asyncio.Event()
-        self._read_all = time.monotonic()  # when everything was read that is followed
+        self._read_all = time.monotonic()  # time of the last read of all followed streams
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def start(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         self._begin(self._forever(self._wait))
         self._begin(self._forever(self._read))
 
     async def close(self) -> None:
-        """End the reader; subscriptions that are still open end too."""
+        """Stop the reader; open subscriptions end too."""
         self._closed = True
         for follower in [f for followers in self._followers.values() for f in followers]:
             follower.came.set()
         while self._tasks:
             for task in self._tasks:
-                task.cancel()  # and again: one that comes while redis-py connects may get lost
+                task.cancel()  # repeated: a cancellation while redis-py connects may get lost
             await asyncio.wait(self._tasks, timeout=0.05)
         for client in (self._waiting, self._reading, self._asking):
             await client.aclose()
@@ -144,15 +143,15 @@ class EventReader:
         task.add_done_callback(self._tasks.discard)
 
     def subscribe(self, job_id: str, after: str = "0", incarnation: str = "") -> AsyncGenerator[Event, None]:
-        """The job's events after the one named, past ones first, up to and with the terminal one.
+        """Yield the job's events after the given one, past ones first, through the terminal event.
 
-        Ends at once if the terminal event is not after the one named. Waits while the stream does not exist: look at
-        the record first. With an `incarnation` only that job's events are told, and it ends where another has got the
-        id. Whoever is slow misses progress, never another event and nothing of a text. Close it (`aclose`) to leave
-        early. Raises ValueError if `after` is not the id of an event.
+        Ends at once if the terminal event is not after the given one. Waits while the stream does not exist: check the
+        record first. With an `incarnation` only that job's events are delivered, and the iteration ends if another job
+        gets the id. A slow consumer misses progress events, never other events or pieces of text. Close it (`aclose`)
+        to leave early. Raises ValueError if `after` is not an event id.
         """
         seen = _position(after)
-        if incarnation:  # nothing of who had the id before
+        if incarnation:  # events of a former job with this id
             at, sequence = _position(incarnation)
             seen = max(seen, (at, sequence - 1))
         return self._subscribe(job_id, seen, incarnation)
@@ -190,13 +189,13 @@ class EventReader:
             self._detach(job_id, follower)
 
     async def _past(self, job_id: str, after: _Position) -> list[Event]:
-        """A page of what lies after a position; [] too if the reader is closed."""
+        """One page of events after a position; [] also if the reader is closed."""
         key = keys.events(job_id)
         answer = await self._ask(lambda: self._asking.xread({key: _id(after)}, count=_PAGE))
         return _events(answer[0][1]) if answer else []
 
     async def _ended(self, job_id: str, after: _Position, of: str) -> bool:
-        """Whether the terminal event lies at a position or before it, or the id is another job's by now."""
+        """Whether the terminal event is at or before a position, or the id now belongs to another job."""
         answer = await self._ask(lambda: self._asking.xrevrange(keys.events(job_id), count=1))
         return any(
             _later(event, of) if _others(event, of) else event.final and _position(event.id) <= after
@@ -204,7 +203,7 @@ class EventReader:
         )
 
     async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
-        """Its answer, however long Redis is away; None if the reader is closed."""
+        """Run a command, retrying while Redis is down; None if the reader is closed."""
         pauses = _Pauses()
         while not self._closed:
             try:
@@ -216,7 +215,7 @@ class EventReader:
     def _attach(self, job_id: str, follower: _Follower) -> None:
         self._followers.setdefault(job_id, set()).add(follower)
         self._positions[job_id] = min(follower.seen, self._positions.get(job_id, follower.seen))
-        self._look_at(job_id)  # for what came since its past was read
+        self._look_at(job_id)  # for events since its past was read
 
     def _detach(self, job_id: str, follower: _Follower) -> None:
         followers = self._followers[job_id]
@@ -251,8 +250,8 @@ class EventReader:
                 pauses, away = _Pauses(), False
 
     async def _wait(self) -> None:
-        """Wait for notices, once, and note which of what is followed they name."""
-        if self._notice == "$":  # by its number: what comes between two reads would be missed by the name of the end
+        """Wait once for notices, and mark the followed jobs that they name."""
+        if self._notice == "$":  # as an entry id: reading from "$" would miss notices between two reads
             last: Any = await self._waiting.xrevrange(keys.HAPPENED, count=1)
             self._notice = last[0][0] if last else "0"
         answer: Any = await self._waiting.xread({keys.HAPPENED: self._notice}, block=int(_BLOCK_S * 1000))
@@ -263,7 +262,7 @@ class EventReader:
                 self._look_at(*named & self._followers.keys())
 
     async def _read(self) -> None:
-        """Wait until there is something to read, and give it to who follows it."""
+        """Wait until a stream is due, read it, and deliver its events to the followers."""
         left_s = self._read_all + _MISSED_S - time.monotonic()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._some_due.wait(), max(0.0, left_s))
@@ -278,7 +277,7 @@ class EventReader:
                 await self._read_some(due[:_AT_ONCE])
                 del due[:_AT_ONCE]
         finally:
-            self._look_at(*due)  # of an error's
+            self._look_at(*due)  # those of a failed read
             if not self._due:
                 self._some_due.clear()
 
@@ -293,7 +292,7 @@ class EventReader:
             entries = came.get(keys.events(job_id))
             if not entries or job_id not in self._positions:
                 continue
-            # Somebody may have joined, or joined again, further back meanwhile: then it is read anew from there.
+            # A follower may have joined further back meanwhile: then the stream is read again from there.
             if self._positions[job_id] == start:
                 self._give(job_id, entries)
             if self._positions[job_id] < _position(entries[-1][0]) or len(entries) == _PAGE:
@@ -308,7 +307,7 @@ class EventReader:
 
 
 class _Pauses:
-    """Waits between tries, each twice as long as the one before."""
+    """Delays between retries, each twice the one before."""
 
     def __init__(self) -> None:
         self._next_s, self._longest_s = _PAUSE_S
@@ -319,7 +318,7 @@ class _Pauses:
 
 
 def _events(entries: Iterable[_Entry]) -> list[Event]:
-    """What can be read of a stream's entries: what another version wrote may be left out, never a change of state."""
+    """Parse a stream's entries. Unreadable ones (of another version) may be skipped, but never a state change."""
     made = []
     for id, fields in entries:
         kind, version = fields.get("type", ""), fields.get("v", "0")
@@ -338,7 +337,7 @@ def _events(entries: Iterable[_Entry]) -> list[Event]:
 
 
 def _others(event: Event, of: str) -> bool:
-    """Whether it is no event of the job of this incarnation, but of one that has the same id."""
+    """Whether an event belongs to another job that has the same id."""
     return bool(of and event.of and event.of != of)
 
 
@@ -347,7 +346,7 @@ def _later(event: Event, of: str) -> bool:
 
 
 def _merged(first: Event, second: Event) -> Event:
-    """One progress event for two: the later one, with the pieces of both."""
+    """Merge two progress events: the later one, with the text pieces of both."""
     if "pieces" not in first.data:
         return second
     pieces = [*first.data["pieces"], *second.data.get("pieces", [])]

@@ -1,10 +1,10 @@
-"""Files as OpenAI has them: whose they are, how many bytes each owner has, and what holds their artifacts.
+"""Stores file records in OpenAI's form: owner, size, quota, and references to their artifacts.
+
+Keys in Redis:
 
     file:{id}             hash: owner, name, purpose, size, key of its artifact, created
-    files:{owner}         zset: id → when it was made
+    files:{owner}         zset: id → creation time
     file_sizes:{owner}    hash: id → bytes, and `total`
-
-Knows nothing of HTTP, and nothing of what is in a file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from core.jobs.keys import PREFIX
 T = TypeVar("T")
 
 KEPT_S = 30 * 86_400  # files and batches
-_PORTION = 100  # records of a list of one round trip
+_PORTION = 100  # records per round trip of a list
 _MADE = 1
-_RESERVED_MS = 3_600_000  # between the first byte of an artifact and its file's record
+_RESERVED_MS = 3_600_000  # between an artifact's first byte and its file's record
 
 
 def new_file_id() -> str:
@@ -32,7 +32,7 @@ def new_file_id() -> str:
 
 
 class FilesFull(RuntimeError):
-    """An owner's files take as many bytes as they may. Not a `StoreError`: nothing is wrong with the store."""
+    """The owner's file quota is used up. Not a `StoreError`: the store works."""
 
     def __init__(self, used: int, quota: int) -> None:
         super().__init__(f"the files take {used} of {quota} bytes")
@@ -42,7 +42,7 @@ class FilesFull(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file as it was handed in, or made. `key` is its artifact's; times are seconds since the epoch."""
+    """An uploaded or generated file. `key` is its artifact's; times are seconds since the epoch."""
 
     id: str
     owner: str
@@ -62,7 +62,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Listed(Generic[T]):
-    """One page of a list; `more` says whether there is another."""
+    """One page of a list; `more` says whether another follows."""
 
     items: list[T]
     more: bool
@@ -78,9 +78,9 @@ class FileStore(RedisStore):
         self._forget = self._client.script("files/forget")
 
     def add(self, owner: str, name: str, purpose: str, size: int, key: str, *, quota: int = 0, id: str = "") -> File:
-        """Make the record of a file, which holds its artifact. Raises `FilesFull` where that is more than a `quota`.
+        """Create the record of a file, which keeps its artifact. Raises `FilesFull` if it would exceed a `quota`.
 
-        With an `id` of the caller's choice, one that is there already stays as it is.
+        With an `id` chosen by the caller, an existing record stays unchanged.
         """
         id = id or new_file_id()
         code, number = self._add(id, owner, name, purpose, size, key, KEPT_S * 1000, quota or "")
@@ -89,7 +89,7 @@ class FileStore(RedisStore):
         return File(id, owner, name, purpose, size, key, int(number))
 
     def reserve(self, id: str, artifact: str) -> bool:
-        """Say that the artifact of a file is about to be made. False: it is being deleted; ask again."""
+        """Announce that the artifact of a file is about to be written. False: it is being deleted; ask again."""
         return bool(self._reserve(id, artifact, _RESERVED_MS))
 
     def file(self, id: str) -> File | None:
@@ -97,21 +97,21 @@ class FileStore(RedisStore):
         return File.of(id, fields) if fields else None
 
     def used_bytes(self, owner: str) -> int:
-        """What an owner's files take together; of those that are too old until the next is added."""
+        """Total size of an owner's files; expired ones count until the next file is added."""
         total: Any = self._client.hget(f"{PREFIX}file_sizes:{owner}", "total")
         return int(total or 0)
 
     def files(
         self, owner: str, *, purpose: str | None = None, oldest: bool = False, after: str = "", limit: int = 10_000
     ) -> Listed[File] | None:
-        """Of an owner's files those with this purpose, newest first unless `oldest`, after the one named. None: that
-        one is not there.
+        """List an owner's files with this purpose, newest first unless `oldest`, after the given one. None: that one
+        does not exist.
         """
         wanted = lambda file: purpose in (None, file.purpose)  # noqa: E731
         return listed(self._client, f"{PREFIX}files:{owner}", "file", File.of, wanted, oldest, after, limit)
 
     def forget(self, file: File) -> None:
-        """The record; the artifact goes within seconds where nothing else needs it."""
+        """Delete the record; the artifact is deleted within seconds unless something else references it."""
         self._forget(file.id)
 
 
@@ -119,7 +119,7 @@ def listed(
     client: redis.Redis, index: str, kind: str, of: Callable[[str, Mapping[str, str]], T],
     wanted: Callable[[T], bool], oldest: bool, after: str, limit: int,
 ) -> Listed[T] | None:  # fmt: skip
-    """A page of what an index names: of each id a hash `{kind}:{id}`, of which some may be gone by now."""
+    """Read a page of an index: for each id a hash `{kind}:{id}`, some of which may be gone."""
     rank: Any = (client.zrank if oldest else client.zrevrank)(index, after) if after else -1
     if rank is None:
         return None

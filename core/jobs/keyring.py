@@ -1,8 +1,7 @@
-"""Who may use the service: API keys, of which only hashes are kept, and the secret that links are signed with.
+"""Stores API keys (as hashes) and the secret that signs links.
 
-Where there was ever a key, no key lets nobody in: that is noted beside the keys, and outlives the last of them.
-
-Knows keys, scopes and what is stored of them; knows nothing of HTTP, and not what a scope allows.
+Once a key has existed, an empty keyring rejects every request: that state is stored beside the keys and outlives the
+last of them. What a scope allows is decided by the API.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
 _RATE = re.compile(RATE)
 _SHARE = re.compile(SHARE)
 _MOST_BYTES = 2**50
-_GUARDED, _OPEN = "keys", "open"  # what `keys.ACCESS` holds
+_GUARDED, _OPEN = "keys", "open"  # values of `keys.ACCESS`
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An API key as it is kept. `hash` is SHA-256 of the whole token, which nobody can guess: it needs no salt.
+    """An API key as stored. `hash` is SHA-256 of the whole token, which is random and so needs no salt.
 
-    `rate` (requests) and `quota` (pictures) look like 60/minute, `queued` (its jobs that may wait in a queue) like 200
-    or 25%; empty: the service's own. `file_bytes` is what its files may take together; 0: the service's own. `created`
-    is seconds since the epoch.
+    `rate` (requests) and `quota` (images) have the form 60/minute, `queued` (the key's jobs that may wait in a queue)
+    the form 200 or 25%; empty: the service's default. `file_bytes` limits the total size of its files; 0: the service's
+    default. `created` is seconds since the epoch.
     """
 
     id: str
@@ -57,9 +56,9 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Who may come in: the keys by id; and, where there are none, whether nobody may (`closed`) or the door is `open`.
+    """Who is admitted: the keys by id; and, without keys, whether access is `closed` or `open`.
 
-    Neither: there never was a key, as far as this Redis knows.
+    Neither: as far as this Redis can tell, there never was a key.
     """
 
     keys: Mapping[str, Key]
@@ -68,7 +67,7 @@ class Guard:
 
 
 class Keyring(RedisStore):
-    """The API keys, and the secret that links are signed with."""
+    """The API keys, and the secret that signs links."""
 
     def __init__(self, redis: RedisClient | str) -> None:
         super().__init__(redis)
@@ -85,7 +84,7 @@ class Keyring(RedisStore):
         queued: str = "",
         file_bytes: int = 0,
     ) -> tuple[Key, str]:
-        """Make a key; returns it with its token, which is told this once. Raises ValueError, naming the field."""
+        """Create a key; returns it with its token, which is shown only once. Raises ValueError, naming the field."""
         check(name, scopes, rate, quota, queued, file_bytes)
         id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         token = f"dpt_{id}_{secret}"
@@ -100,33 +99,33 @@ class Keyring(RedisStore):
         return sorted((_key(json.loads(text)) for text in found.values()), key=lambda key: (key.created, key.id))
 
     def guard(self) -> Guard:
-        """Who may come in now."""
+        """Read who is admitted now."""
         with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
             pipe.hgetall(keys.KEYS)
-            pipe.get(keys.ACCESS)  # after the keys: it is set before the last of them goes
+            pipe.get(keys.ACCESS)  # read after the keys: it is set before the last key is revoked
             found, said = pipe.execute()
         known = {key.id: key for key in (_key(json.loads(text)) for text in found.values())}
-        if known and said != _GUARDED:  # of a version that noted nothing
+        if known and said != _GUARDED:  # keys of a version that stored no access state
             with contextlib.suppress(StoreFull):
                 self._client.set(keys.ACCESS, _GUARDED)
         return Guard(known, not known and said == _GUARDED, not known and said == _OPEN)
 
     def revoke(self, id: str, *, end: bool = False) -> bool:
-        """Take a key away, by its id. False: there is none. APIs hear of it within a second or two.
+        """Delete a key by id. False: it does not exist. APIs notice within a second or two.
 
-        With `end` no job is made for it from now on, whatever an API still believes. After the last key nobody is let
-        in, until there is another or `unlock` is called.
+        With `end` no job is created for it from now on, whatever an API still has cached. After the last key is deleted
+        every request is rejected until a key is added or `unlock` is called.
         """
         return bool(self._revoke(id, int(end)))
 
     def unlock(self) -> bool:
-        """Have no key mean what it meant before there was one. False: there are keys."""
+        """Restore open access without keys. False: there are keys."""
         return bool(self._unlock())
 
     def secret(self, last: bytes = b"") -> bytes:
-        """What links are signed with: made once, and the same for all who use this Redis.
+        """The secret that signs links: created once, shared by all processes of this Redis.
 
-        One that was emptied gets the `last` that its caller knew, so that links go on to work.
+        If Redis was emptied it is set to `last`, the caller's cached secret, so that existing links stay valid.
         """
         found: Any = self._client.get(keys.SECRET)
         if not found:
@@ -145,7 +144,7 @@ class Keyring(RedisStore):
 
 
 def check(name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0) -> None:
-    """Raises `Invalid` where no key can be made of these."""
+    """Raises `Invalid` for values that no key may have."""
     if not _NAME.fullmatch(name):
         raise Invalid("name", "must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
     if not scopes or not set(scopes) <= set(SCOPES):
@@ -160,19 +159,19 @@ def check(name: str, scopes: Sequence[str], rate: str, quota: str, queued: str =
 
 
 def most_queued(share: str, max_queued: int) -> int:
-    """How many jobs may wait of a queue that holds `max_queued`, at least one. Empty: all of it."""
+    """The number of jobs that may wait in a queue of `max_queued`, at least one. Empty: all of it."""
     if not share:
         return max_queued
     return max(1, max_queued * int(share[:-1]) // 100) if share.endswith("%") else min(int(share), max_queued)
 
 
 def webhook_secret(shared: bytes, owner: str) -> str:
-    """As receivers are configured with it, by Standard Webhooks: whsec_…"""
+    """The secret as receivers configure it, in Standard Webhooks' form: whsec_…"""
     return "whsec_" + base64.b64encode(hmac.digest(shared, f"webhooks of {owner}".encode(), hashlib.sha256)).decode()
 
 
 def matching(token: str, known: Mapping[str, Key]) -> Key | None:
-    """The key, of those known by id, that this token is of."""
+    """The key, among those given by id, that this token belongs to."""
     match = _TOKEN.fullmatch(token)
     key = known.get(match[1]) if match else None
     return key if key is not None and hmac.compare_digest(key.hash, _hash(token)) else None
@@ -184,5 +183,5 @@ def _hash(token: str) -> str:
 
 def _key(raw: Mapping[str, Any]) -> Key:
     known = {field.name: raw[field.name] for field in fields(Key) if field.name in raw}
-    scopes = {*raw["scopes"]} if "file_bytes" in raw else {*raw["scopes"], "files"}  # older ones: all had files
+    scopes = {*raw["scopes"]} if "file_bytes" in raw else {*raw["scopes"], "files"}  # older keys: all could use files
     return Key(**{**known, "scopes": tuple(scope for scope in SCOPES if scope in scopes)})

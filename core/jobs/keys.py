@@ -1,4 +1,4 @@
-"""Names of the keys in Redis that Python uses as well as Lua. `lua/shared/transitions.lua` says what each holds."""
+"""Names of the Redis keys that both Python and Lua use. `lua/shared/transitions.lua` documents their contents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ PREFIX = "diptych:"
 WORKERS = f"{PREFIX}workers"
 MODELS = f"{PREFIX}models"
 PAUSED = f"{PREFIX}paused"
-DEAD_LETTERS = f"{PREFIX}dead_letters"  # list of queue entries that are no messages, the newest first
-KEYS = f"{PREFIX}keys"  # hash: id of an API key → what is kept of it
-ACCESS = f"{PREFIX}access"  # "keys" once there was a key, "open" where that was taken back; outlives the last key
-SECRET = f"{PREFIX}secret"  # that links are signed with
-HAPPENED = f"{PREFIX}happened"  # stream: jobs that something was just written of
+DEAD_LETTERS = f"{PREFIX}dead_letters"  # list of queue entries that are not messages (dead letters), newest first
+KEYS = f"{PREFIX}keys"  # hash: id of an API key → its stored fields
+ACCESS = f"{PREFIX}access"  # "keys" once there was a key, "open" after `unlock`; outlives the last key
+SECRET = f"{PREFIX}secret"  # signs links
+HAPPENED = f"{PREFIX}happened"  # stream of notices: jobs that just got an event
 
 
 def job(id: str) -> str:

@@ -1,4 +1,4 @@
-"""What a worker does with jobs: claims them, renews its leases, reports progress, and ends them or hands them back."""
+"""The worker's side of job state: claim, renew leases, report progress, finish or hand back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.record import Claim, JobState, Report, Told, from_json, milliseconds, to_json
 from core.jobs.unreadable import TALLY, Unreadable, check_version
 
-MARGIN_MS = 3_600_000  # for which an artifact outlives the records that name it
+MARGIN_MS = 3_600_000  # an artifact outlives the records that reference it by this
 
 
 class JobLeases(RedisStore):
-    """The jobs of workers. A worker's `attempt` is its claim's `fence`, which every write is checked against.
+    """Job state for workers. A worker's `attempt` is its claim's fencing token (`fence`); every write is checked
+    against it.
 
-    `lease_s`: a worker silent for so long loses its jobs. `retention_s`: how long a job that ended is kept.
+    `lease_s`: a worker silent for this long loses its jobs. `retention_s`: how long an ended job is kept.
     """
 
     def __init__(self, redis: RedisClient | str, *, lease_s: float = 15.0, retention_s: float = 86_400.0) -> None:
@@ -34,13 +35,13 @@ class JobLeases(RedisStore):
         self._keep = self._client.script("artifacts/keep")
 
     def suspect(self, id: str) -> bool:
-        """Whether the job must run alone, because a worker stopped answering while it ran. False if unknown."""
+        """Whether the job must run alone because a worker was lost while running it. False if unknown."""
         return self._client.hget(keys.job(id), "suspect") == "1"
 
     def glance(self, id: str) -> tuple[bool, bool, str]:
-        """Whether the job waits, whether it must run alone, and the model that it names.
+        """Whether the job is queued, whether it must run alone, and the model that it names.
 
-        That is empty if the job is unknown, or of a newer version, which workers of that version can read.
+        The model is empty if the job is unknown or of a newer version, which only workers of that version can read.
         """
         found: Any = self._client.hmget(keys.job(id), "state", "suspect", "model", "v")
         try:
@@ -51,9 +52,9 @@ class JobLeases(RedisStore):
         return found[0] == JobState.QUEUED, found[1] == "1", found[2] or ""
 
     def claim(self, id: str, worker: str) -> Claim | None:
-        """Take a queued job. None: nothing to do (live elsewhere, ended, unknown, or its deadline has passed).
+        """Claim a queued job. None: nothing to do (running elsewhere, ended, unknown, or past its deadline).
 
-        One whose parameters cannot be read is failed.
+        A job whose parameters cannot be read is failed.
         """
         answer = self._claim(id, worker, secrets.token_hex(8), self._lease_ms, self._retention_ms)
         if not answer:
@@ -85,17 +86,19 @@ class JobLeases(RedisStore):
         )
 
     def renew(self, worker: str, held: Mapping[str, int | str]) -> set[str]:
-        """Extend the leases of jobs, id to attempt; returns the ids that are no longer this worker's."""
+        """Renew the leases of jobs, given as id → attempt; returns the ids that this worker no longer holds."""
         if not held:
             return set()
         return set(self._renew(worker, self._lease_ms, *(value for pair in held.items() for value in pair)))
 
     def report(self, items: Sequence[Report]) -> set[str]:
-        """`tell`, for who need not know who follows: the ids whose attempt is no longer the running one."""
+        """Report progress; returns the ids whose attempt is no longer the running one. For callers that do not need the
+        followers.
+        """
         return self.tell(items).stale
 
     def tell(self, items: Sequence[Report]) -> Told:
-        """Tell progress, in one round trip."""
+        """Report progress in one round trip; returns lost and followed ids."""
         if not items:
             return Told(set(), set())
         flat: list[str | int] = []
@@ -108,39 +111,42 @@ class JobLeases(RedisStore):
         return Told(set(stale), set(followed))
 
     def succeed(self, id: str, attempt: int | str, result: dict[str, Any], artifacts: Sequence[str] = ()) -> bool:
-        """End a running job. False: refused, because this attempt no longer runs.
+        """End a running job successfully. False: refused, because this attempt no longer runs.
 
-        `artifacts` are the keys of what its result names; they are kept as long as its record, and an hour.
+        `artifacts` are the keys that its result references; they are kept as long as its record, plus an hour.
         """
         return self._end(id, attempt, JobState.SUCCEEDED, "result", to_json(result), " ".join(dict.fromkeys(artifacts)))
 
     def keep(self, artifact: str, for_s: float | None = None, *, hold: bool = False) -> bool:
-        """Say that an artifact is about to be made, so that nobody deletes it. False: that is happening; ask again.
+        """Announce that an artifact is about to be written, so that nobody deletes it. False: it is being deleted; ask
+        again.
 
-        It stays for as long as a record that ends now, and an hour; or for `for_s`, with `hold` whatever job is erased.
+        It is kept as long as a record that ends now, plus an hour; or for `for_s`, with `hold`, even if the job is
+        erased.
         """
         keep_ms = self._retention_ms + MARGIN_MS if for_s is None else milliseconds(for_s)
         return bool(self._keep(keep_ms, artifact, "1" if hold else ""))
 
     def fail(self, id: str, attempt: int | str, code: str, message: str) -> bool:
-        """End a running job with an error that may be shown. False: refused, as above."""
+        """End a running job with an error that may be shown to the client. False: refused, as for `succeed`."""
         return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message}))
 
     def refuse(self, id: str, attempt: int | str, error: Invalid) -> bool:
-        """End a running job whose request cannot be served. False: refused, as above."""
+        """End a running job whose request cannot be served. False: refused, as for `succeed`."""
         return self._end(id, attempt, JobState.FAILED, "error", to_json(error.told()))
 
     def expire(self, id: str, attempt: int | str) -> bool:
-        """End a running job whose deadline has passed. False: refused, as above."""
+        """End a running job whose deadline has passed. False: refused, as for `succeed`."""
         return self._end(id, attempt, JobState.EXPIRED)
 
     def _end(self, id: str, attempt: int | str, state: JobState, *field: str) -> bool:
         return bool(self._finish(id, attempt, state.value, self._retention_ms, *field))
 
     def hand_back(self, id: str, attempt: int | str) -> Envelope | None:
-        """Queue a running job again, at no cost to it; the caller sends the envelope. None: refused, as above.
+        """Requeue a running job without counting an attempt; the caller sends the envelope. None: refused, as for
+        `succeed`.
 
-        It goes before all that was never begun.
+        It is placed before all jobs that were never started.
         """
         queue = self._hand_back(id, attempt)
         return Envelope(id, queue, 0) if queue else None

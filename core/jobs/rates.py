@@ -1,7 +1,7 @@
-"""How often who may ask: counters in Redis that all replicas share, as the `limits` library counts.
+"""Rate limits: counters in Redis shared by all replicas, using the algorithm of the `limits` library.
 
-Its windows, keys and scripts; what they tell is worked out here, so that a counter costs one round trip, or none where
-it rides in another script. Knows counters and windows; knows nothing of keys, and not what is counted.
+Uses the library's windows, keys and scripts; the result is computed here, so that a counter costs one round trip, or
+none where it is part of another script.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from limits.storage import RedisStorage
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.keys import PREFIX
 
-# The library's own scripts, as functions that ours can call. They name their parameters KEYS and ARGV.
+# The library's own scripts, as functions for ours to call. They use KEYS and ARGV as parameter names.
 LIMITS = f"""
 local function limits_acquire(KEYS, ARGV)
 {RedisStorage.SCRIPT_ACQUIRE_SLIDING_WINDOW.decode()}
@@ -32,7 +32,9 @@ end
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a counter stands. `allowed`: what was asked for just now was within it; `reset_s`: when all of it is back."""
+    """A counter's state. `allowed`: the request just counted was within the limit; `reset_s`: when the full limit is
+    available again.
+    """
 
     allowed: bool
     limit: int
@@ -41,13 +43,13 @@ class Standing:
 
     @property
     def retry_after_s(self) -> int:
-        """When it is worth another try, within 1 to 120 seconds."""
+        """When a retry may succeed, clamped to 1 to 120 seconds."""
         return min(120, max(1, math.ceil(self.reset_s)))
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """`cost` of something that somebody asks for, such as 60/minute allows it. `who` is asking for `what`."""
+    """A cost against a rate limit such as 60/minute. `who` is the caller, `what` the limited action."""
 
     rate: str
     who: str
@@ -57,19 +59,21 @@ class Charge:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments of `charge` in `lua/shared/charge.lua`."""
-        # What costs more than a whole window holds is counted as all of it.
+        # A cost above the whole window's limit counts as the full limit.
         item = _parsed(self.rate)
         last, this = _keys(self.rate, self.what, self.who)
         return last, this, str(item.amount), str(item.get_expiry()), str(min(self.cost, item.amount))
 
     def standing(self, told: Sequence[int]) -> Standing:
-        """From what that `charge` says: allowed, count and ms left of the last window, and of this one."""
+        """Decode `charge`'s answer: allowed, then count and remaining ms of the previous window and of the current
+        one.
+        """
         allowed, *window = told
         return standing(_parsed(self.rate), bool(allowed), window)
 
 
 def standing(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> Standing:
-    """The library's `SlidingWindowCounterRateLimiter.get_window_stats` over what its script has read."""
+    """Same as the library's `SlidingWindowCounterRateLimiter.get_window_stats`, on values its script has read."""
     last, last_ms, this, this_ms = window
     last_s, this_s, span_s = max(0, last_ms) / 1000, max(0, this_ms) / 1000, item.get_expiry()
     remaining = item.amount - math.floor(last * last_s / span_s + this)
@@ -79,14 +83,14 @@ def standing(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> Stand
 
 
 class Rates(RedisStore):
-    """The counters of rate limits. Windows slide, so that no two bursts meet at their border."""
+    """Rate limit counters. Windows slide, so that two bursts cannot meet at a window's border."""
 
     def __init__(self, redis: RedisClient | str) -> None:
         super().__init__(redis)
         self._take = self._client.script("rates/take", LIMITS)
 
     def take(self, charge: Charge) -> Standing:
-        """Count. Raises `StoreDown`, and `StoreFull` where nothing can be counted."""
+        """Charge the counter. Raises `StoreDown`, and `StoreFull` if nothing can be written."""
         told: str = self._take(*charge.arguments)
         return charge.standing([int(number) for number in told.split()])
 
@@ -98,6 +102,6 @@ def _parsed(rate: str) -> RateLimitItem:
 
 @lru_cache(maxsize=4096)
 def _keys(rate: str, what: str, who: str) -> tuple[str, str]:
-    """Where the library's Redis storage keeps the last window and this one."""
+    """Keys of the previous and current window in the library's Redis storage."""
     this = f"{PREFIX}limits:{{{_parsed(rate).key_for(what, who)}}}"
     return f"{this}/-1", this

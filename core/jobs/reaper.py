@@ -1,8 +1,7 @@
-"""A thread that sweeps the store and sends what the sweep finds, and one that deletes what is due.
+"""Two threads: one sweeps the store and sends the messages that the sweep found due, one deletes expired artifacts.
 
-Runs in every process that can send. Where artifacts are kept nobody may ever answer: the sweep waits for none of it.
-
-Knows when; the store knows what, `send` and `delete` know how.
+Runs in every process that can send. They are separate because an artifact store may never reply, and the sweep must not
+wait for it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _MOMENT_S = 2.0
 
 
 class Reaper:
-    """Sweeps every `every_s` seconds, give or take a quarter, until stopped. Survives what the store and `send` raise.
+    """Sweeps every `every_s` seconds, ±25%, until stopped. Survives exceptions of the store and of `send`.
 
-    What cannot be sent is found again by a later sweep, here or elsewhere.
+    A message that cannot be sent is found again by a later sweep, in this process or another.
     """
 
     def __init__(
@@ -35,24 +34,26 @@ class Reaper:
         every_s: float = 2.0,
         delete: Callable[[str], None] | None = None,
     ) -> None:
-        """`delete` takes an artifact away that no record names any more; without it others must do that."""
+        """`delete` deletes an artifact that no record references; without it another process must."""
         self._delete = delete
         self._store = store
         self._send = send
         self._every_s = every_s
         self._stop = threading.Event()
-        self._failing: set[str] = set()  # what went wrong and was said, until it goes well again
+        self._failing: set[str] = set()  # failures logged already; removed once they work again
         self._thread = threading.Thread(target=self._run, args=(self._pass,), name="reaper", daemon=True)
         self._clearer = threading.Thread(target=self._run, args=(self._clear,), name="clearer", daemon=True)
 
     def start(self) -> None:
-        """Begin to sweep."""
+        """Start sweeping."""
         self._thread.start()
         if self._delete is not None:
             self._clearer.start()
 
     def stop(self) -> None:
-        """End the threads; returns when the sweep has ended. A deletion under way gets a moment."""
+        """Stop the threads; returns when the current sweep has ended. A deletion in progress gets a short grace
+        period.
+        """
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -60,12 +61,12 @@ class Reaper:
             self._clearer.join(_MOMENT_S)
 
     def _run(self, work: Callable[[], bool]) -> None:
-        while not self._stop.wait(self._every_s * random.uniform(0.75, 1.25)):  # many processes, not in step
+        while not self._stop.wait(self._every_s * random.uniform(0.75, 1.25)):  # keeps processes from sweeping in step
             while work() and not self._stop.is_set():
                 pass
 
     def _pass(self) -> bool:
-        """One sweep. Whether there may be more at once."""
+        """Run one sweep. Returns whether more may be due at once."""
         try:
             sweep = self._store.sweep(_LIMIT)
         except StoreError as error:
@@ -82,14 +83,14 @@ class Reaper:
                 return False
             try:
                 self._send(envelope)
-            except Exception as error:  # of Celery, kombu or redis: this room does not know them
+            except Exception as error:  # of Celery, kombu or redis: this package does not import them all
                 self._say("send", f"cannot send jobs again, the next sweeps try: {type(error).__name__}")
                 return False
             self._well("send")
         return max(len(sweep.send), len(sweep.expired), len(sweep.failed), sweep.over) >= _LIMIT
 
     def _clear(self) -> bool:
-        """Delete what is due. Whether there may be more at once."""
+        """Delete due artifacts. Returns whether more may be due at once."""
         if self._delete is None:
             return False
         gone: list[str] = []
@@ -101,7 +102,7 @@ class Reaper:
                 self._delete(artifact)
                 gone.append(artifact)
             self._store.gone(gone)
-        except Exception as error:  # of the store, or of where artifacts lie: what is not gone is told again
+        except Exception as error:  # of the store or the artifact storage: undeleted ones are listed again
             self._say("clear", f"what nobody names any more stays for now: {error}")
             return False
         self._well("clear")

@@ -1,7 +1,4 @@
-"""A job as the record in Redis tells it: what was asked for, where it stands, how it ended.
-
-Knows states, fields and their JSON; knows nothing of scripts, connections, or what the parameters mean.
-"""
+"""A job's record in Redis: the request, its state, and its outcome."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from core.jobs.unreadable import Unreadable, check_version
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_LONGEST_S = 1_000_000_000  # some thirty years: Lua's numbers stay exact
+_LONGEST_S = 1_000_000_000  # about thirty years: Lua's numbers stay exact
 
 
 class JobState(StrEnum):
-    """Where a job stands. The last four are final: a job reaches exactly one of them, once."""
+    """A job's state. The last four are final: a job reaches exactly one of them, once."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -37,33 +34,33 @@ class JobState(StrEnum):
 
 
 def new_id() -> str:
-    """An id that nobody can guess: `job_` and 24 hexadecimal digits."""
+    """A random, unguessable id: `job_` and 24 hexadecimal digits."""
     return f"job_{secrets.token_hex(12)}"
 
 
 def to_json(value: Any) -> str:
-    """Compact ASCII JSON. Raises ValueError for NaN and infinities, TypeError for what JSON does not know."""
+    """Compact ASCII JSON. Raises ValueError for NaN and infinities, TypeError for types without a JSON form."""
     return _ENCODER.encode(value)
 
 
 def from_json(text: str | None) -> Any:
-    """What `to_json` was given; None for no text."""
+    """The value that `to_json` serialized; None for an empty text."""
     return json.loads(text) if text else None
 
 
 def milliseconds(seconds: float) -> int:
-    """As the scripts count time."""
+    """Seconds as whole milliseconds, the scripts' unit of time."""
     return round(seconds * 1000)
 
 
 def pairs(flat: Sequence[str]) -> dict[str, str]:
-    """A hash as scripts answer it: [a, 1, b, 2] → {a: 1, b: 2}"""
+    """Turn a hash as scripts return it into a dict: [a, 1, b, 2] → {a: 1, b: 2}"""
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A job that is to be created. `modality` is also the name of its queue.
+    """A job to be created. `modality` is also the name of its queue.
 
     `priority` is Celery's: 0 the most urgent, 9 the least. `deadline_s` counts from its creation; None: no deadline.
     `work_ms` estimates how long one worker is busy with it. `owner` is whose it is: a key's id, or nobody's, which is
@@ -110,20 +107,20 @@ class Draft:
 
     @property
     def envelope(self) -> Envelope:
-        """The message that has a worker look at it."""
+        """The message that makes a worker look at the job."""
         return Envelope(self.id, self.modality, self.priority)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job's record as it was read. Times are seconds since the epoch on Redis's clock.
+    """A job's record as read. Times are seconds since the epoch on Redis's clock.
 
-    `attempt` counts claims and fences writes: only the holder of the present one may write. `lost` counts workers
-    that stopped answering while they ran it; after some the job is `suspect` and runs alone. `progress` is the
-    data of the last progress event of the present attempt, `result` what a success brought, `error` has `code` and
-    `message` where the job failed or expired. `worker` is the one that runs it, or ran it last. `owner`, `digest`
-    and `inputs` are the draft's. `incarnation` tells it from all others that had this id, or will; empty in a record
-    of a version that had none. `followed`: whether its progress is told, as the draft said or `JobStore.follow`.
+    `attempt` counts claims and fences writes: only the holder of the current attempt may write. `lost` counts workers
+    lost while running it; from some count on the job is `suspect` and runs alone. `progress` is the data of the current
+    attempt's last progress event, `result` the output of a success, `error` has `code` and `message` if the job failed
+    or expired. `worker` is the worker that runs it, or ran it last. `owner`, `digest` and `inputs` are the draft's.
+    `incarnation` distinguishes it from all other jobs with this id; empty in records of versions without incarnations.
+    `followed`: whether its progress is reported, as set by the draft or `JobStore.follow`.
     """
 
     id: str
@@ -153,16 +150,16 @@ class Job:
 
     @property
     def fence(self) -> str:
-        """The fencing token of its present attempt."""
+        """The fencing token of its current attempt."""
         return _fence(self.attempt, self.incarnation)
 
     def same(self, other: Job | None) -> bool:
-        """Whether that is this very job, and no other that has its id."""
+        """Whether the other record is this very job, and not another with the same id."""
         return other is not None and (other.id, other.incarnation) == (self.id, self.incarnation)
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
-        """Read the fields of the hash `job:{id}`. Raises `Unreadable`."""
+        """Parse the fields of the hash `job:{id}`. Raises `Unreadable`."""
         owner = fields.get("owner", "")
         try:
             check_version("record", id, fields.get("v"))
@@ -213,7 +210,7 @@ def _fence(attempt: int, incarnation: str) -> str:
 
 
 def _object(text: str | None) -> dict[str, Any] | None:
-    """What is kept as a JSON object; None for no text. Raises ValueError for what is none."""
+    """Parse a JSON object; None for an empty text. Raises ValueError for anything else."""
     found = from_json(text)
     if found is not None and not isinstance(found, dict):
         raise ValueError("no JSON object")
@@ -226,10 +223,10 @@ def _seconds(milliseconds: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job that a worker holds, until it ends it, hands it back, or its lease runs out.
+    """A job held by a worker until it finishes it, hands it back, or its lease expires.
 
-    `deadline_left_s` is how much of its time was left at the claim; None: it has no deadline. `trace` and `request_id`
-    are the draft's; empty for a job of a version that had none. `incarnation` and `followed` are the record's.
+    `deadline_left_s` is the time to the deadline at the claim; None: no deadline. `trace` and `request_id` are the
+    draft's; empty for jobs of versions without them. `incarnation` and `followed` are the record's.
     """
 
     id: str
@@ -248,17 +245,17 @@ class Claim:
 
     @property
     def fence(self) -> str:
-        """The fencing token that every write about it carries."""
+        """The fencing token that every write for this claim carries."""
         return _fence(self.attempt, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Progress of one held job: `data` becomes the event's data and the record's `progress`.
+    """Progress of a held job: `data` becomes the event's data and the record's `progress`.
 
-    `attempt` is the claim's `fence`, or its bare number. `previews` are looks at its pictures: which of them, and a
-    small PNG in base64. `pieces` are what is new of its texts (see `workers.written`), told in the event alone; with
-    `whole` they are all there is, and take the place of what was told before.
+    `attempt` is the claim's `fence`, or its bare number. `previews` are previews of its images: the image's index, and
+    a small PNG in base64. `pieces` are new pieces of its texts (see `workers.written`), sent in the event only; with
+    `whole` they are the complete texts, and replace what was sent before.
     """
 
     id: str
@@ -271,7 +268,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What came of reports: ids whose attempt no longer runs, and ids of those that somebody follows."""
+    """Outcome of reports: ids whose attempt no longer runs, and ids that somebody follows."""
 
     stale: set[str]
     followed: set[str]
@@ -279,7 +276,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What one queue holds: how many jobs wait and run, and the estimated work in them (ms of one worker)."""
+    """A queue's load: waiting and running jobs, and their estimated work (ms of one worker)."""
 
     queued: int
     queued_ms: int
@@ -289,7 +286,7 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a job waits: how many are called before it, and what its whole queue holds."""
+    """A job's queue position: how many jobs are served before it, and its queue's total load."""
 
     ahead: int
     backlog: Backlog
@@ -297,7 +294,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Jobs, newest first. `after` is what the next page goes on after; `more` says whether there may be one."""
+    """Jobs, newest first. `after` is where the next page continues; `more` says whether there may be one."""
 
     jobs: list[Job]
     after: str

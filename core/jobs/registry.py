@@ -1,7 +1,4 @@
-"""Workers announce themselves here: what they offer, what it costs, and that they live. And are told things.
-
-Knows cards, their time to live and control streams; knows nothing of jobs or of what a model is.
-"""
+"""Registry of live workers: their cards, heartbeats, and a control stream of messages to each."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ from core.jobs.unreadable import TALLY, Unreadable
 T = TypeVar("T")
 
 READY = "ready"
-_KEPT_S = 86_400  # after so long a silent worker is dropped from the list of heartbeats
-_BLOCK_S = TIMEOUT_S / 2  # the longest that one read waits: well before the connection counts as broken
+_KEPT_S = 86_400  # a worker silent for this long is removed from the list of heartbeats
+_BLOCK_S = TIMEOUT_S / 2  # the longest blocking read: well below the connection's timeout
 
 
 class Registry(RedisStore):
-    """The cards of workers and models, and the streams of messages to workers.
+    """The cards of workers and models, and the control streams to workers.
 
-    A worker's id names one process and is never used again.
+    A worker's id names one process and is never reused.
     """
 
     def __init__(self, redis: RedisClient | str) -> None:
@@ -36,7 +33,7 @@ class Registry(RedisStore):
         self._announce = self._client.script("workers/announce")
 
     def announce(self, card: WorkerCard, ttl_s: float) -> frozenset[str]:
-        """Say that the worker lives, for `ttl_s` seconds from now; returns the queues that are paused.
+        """Record a worker's heartbeat, valid for `ttl_s` seconds; returns the paused queues.
 
         Works on a full Redis too.
         """
@@ -44,30 +41,30 @@ class Registry(RedisStore):
         return frozenset(self._announce(card.id, to_json(written(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models))
 
     def paused(self) -> set[str]:
-        """Queues from which no worker takes anything."""
+        """The queues from which no worker takes jobs."""
         found: Any = self._client.smembers(keys.PAUSED)
         return set(found)
 
     def pause(self, queue: str, on: bool) -> None:
-        """Have workers take nothing more from a queue, or again; they hear of it with their next heartbeat."""
+        """Pause or resume a queue; workers apply it at their next heartbeat."""
         if on:
             self._client.sadd(keys.PAUSED, queue)
         else:
             self._client.srem(keys.PAUSED, queue)
 
     def forget(self, worker_id: str) -> None:
-        """The worker ends: it is no longer listed, and its control stream is gone."""
+        """Unregister a worker that ends, and delete its control stream."""
         with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
             pipe.delete(keys.worker(worker_id), keys.control(worker_id))
             pipe.zrem(keys.WORKERS, worker_id)
             pipe.execute()
 
     def forget_model(self, name: str) -> None:
-        """It is no longer listed, until a worker announces it again."""
+        """Remove a model from the list until a worker announces it again."""
         self._client.hdel(keys.MODELS, name)
 
     def condition(self) -> dict[str, str]:
-        """What Redis says of itself: version, used and most memory, policy, and whether it appends to a file."""
+        """Redis's own status: version, used and maximum memory, eviction policy, and whether AOF is on."""
         told: Any = self._client.info()
         return {
             "version": str(told["redis_version"]),
@@ -78,34 +75,35 @@ class Registry(RedisStore):
         }
 
     def workers(self) -> list[WorkerCard]:
-        """Those that live, by id; without those whose card cannot be read."""
+        """The live workers, by id; those with unreadable cards are left out."""
         ids: Any = sorted(self._client.zrange(keys.WORKERS, 0, -1))
         cards: Any = self._client.mget([keys.worker(id) for id in ids]) if ids else []
         given = {id: card for id, card in zip(ids, cards, strict=True) if card is not None}
         return list(_read("worker card", given, worker_card))
 
     def models(self) -> list[ModelCard]:
-        """Every model that was ever announced, as it was last, by name; `live` says which are served now.
+        """Every model ever announced, with its last card, by name; `live` says which are served now.
 
-        Without those whose card cannot be read; `has_model` knows of them.
+        Models with unreadable cards are left out; `has_model` includes them.
         """
         cards: Any = self._client.hgetall(keys.MODELS)
         served = {model.name for worker in self.workers() if worker.state == READY for model in worker.models}
         return [replace(card, live=card.name in served) for card in _read("model card", cards, model_card)]
 
     def has_model(self, name: str) -> bool:
-        """Whether there is a card under this name, also one that cannot be read."""
+        """Whether a card exists under this name, readable or not."""
         return bool(self._client.hexists(keys.MODELS, name))
 
     def control(self, worker_id: str, after: str, block_s: float) -> list[tuple[str, dict[str, str]]]:
-        """Messages to a worker after the one named ("0": all), waiting up to `block_s` for the first; may be none.
+        """Messages to a worker after the given id ("0": all), waiting up to `block_s` for the first; may be empty.
 
-        Each with its id. {"cancel": job id}: the job was cancelled or has expired, and nobody waits for it any more.
+        Returns (id, message) pairs. {"cancel": job id}: the job was cancelled or has expired, and its result is no
+        longer needed.
         """
         until = time.monotonic() + block_s
         while True:
             left_s = until - time.monotonic()
-            # 0 would mean for ever
+            # BLOCK 0 would wait forever
             block_ms = max(1, round(1000 * min(left_s, _BLOCK_S)))
             answer: Any = self._client.xread({keys.control(worker_id): after}, block=block_ms)
             if answer:
@@ -115,7 +113,7 @@ class Registry(RedisStore):
 
 
 def _read(kind: str, cards: Mapping[str, str], read: Callable[[str, Any], T]) -> Iterator[T]:
-    """Those that can be read, by name."""
+    """Parse the readable cards, by name."""
     for name in sorted(cards):
         try:
             try:

@@ -1,7 +1,7 @@
-"""Whether Redis lets its user do all that the service asks of it: every command is offered, and none is run.
+"""Checks that the Redis user may run every command that the service uses, without running any.
 
-Knows the commands of our scripts and stores, and those of kombu, by the keys that they are for; the rights that a user
-is granted for them stand in docs/operations.md.
+Lists the commands of the scripts, stores and kombu, by the keys that they access; docs/operations.md lists the rights
+to grant.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from core.jobs.connection import RedisStore, translated
 from core.jobs.keys import PREFIX
 
 WHERE: Final = "'Redis over TLS, and its rights' in docs/operations.md tells which it needs"
-_SAID: Final = 5  # of those that lack, in one sentence
+_SAID: Final = 5  # missing rights named in one sentence
 
-# <key>: one under each name. kombu looks at its queues' lists, and keeps what is in hand and what leads where.
+# <key>: one under each name. kombu reads its queues' lists, and keeps unacknowledged messages and bindings.
 _OURS: Final = """
 DEL <key>|EXISTS <key>|GET <key>|SET <key> x|INCR <key>|MGET <key>|PEXPIRE <key> 1|PEXPIREAT <key> 1|PTTL <key>
 HDEL <key> x|HEXISTS <key> x|HGET <key> x|HGETALL <key>|HINCRBY <key> x 1|HKEYS <key>|HLEN <key>|HMGET <key> x
@@ -39,7 +39,7 @@ _LISTED: Final = tuple((list_key(queue, step), _LISTS) for queue in QUEUES for s
 
 
 def _commands() -> list[tuple[str, tuple[str, ...]]]:
-    """What each is called when it lacks, and its words."""
+    """Each command's name as reported when it is missing, and its arguments."""
     found = []
     for key, texts in ((f"{PREFIX}rights", _OURS), *_LISTED, *_KOMBU):
         for text in texts.replace("\n", "|").strip("|").split("|"):
@@ -49,13 +49,14 @@ def _commands() -> list[tuple[str, tuple[str, ...]]]:
 
 
 class Rights(RedisStore):
-    """Those of the client's user."""
+    """The rights of the client's user."""
 
     @translated()
     def missing(self) -> list[str]:
-        """Commands, with the keys, that Redis refuses to this user. Raises `StoreDown`.
+        """List the commands, with keys, that Redis refuses to this user. Raises `StoreDown`.
 
-        They are queued in a transaction, where rights are looked at, and it is given up with its connection.
+        The commands are queued in a transaction (Redis checks rights there), which is then abandoned with its
+        connection.
         """
         pool = self._client.connection_pool
         connection: Any = pool.get_connection()
@@ -77,7 +78,7 @@ class Rights(RedisStore):
 
 
 def told(missing: list[str]) -> str:
-    """A sentence on rights that lack."""
+    """A sentence that names missing rights."""
     more = f" and {len(missing) - _SAID} more" if len(missing) > _SAID else ""
     return f"Redis refuses {', '.join(missing[:_SAID])}{more} to this service's user; {WHERE}"
 

@@ -1,7 +1,7 @@
 """Loads the Lua scripts of `lua/`, in which every change of a job's state is made.
 
 Each file begins with a comment: what the script does, its arguments (`ARGV[1]` is the prefix of all keys), its answer.
-A line `-- include: shared/…` names the files whose functions it uses.
+A line `-- include: shared/…` names a file whose functions it uses.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from core.jobs.broker import PRIORITY_STEPS
 from core.jobs.unreadable import VERSION
 
 _INCLUDE = "-- include: "
-# What Lua and Python must agree on.
+# Constants shared by Lua and Python.
 _CONSTANTS = f"local VERSION, PRIORITY_STEPS = {VERSION}, {{{', '.join(map(str, PRIORITY_STEPS))}}}\n"
 
 
 @cache
 def load(name: str, functions: str = "") -> str:
-    """The text of `lua/{name}.lua` behind what it includes, each once. `functions`: Lua that comes before all of it."""
+    """The text of `lua/{name}.lua`, preceded by its includes, each once. `functions`: Lua source that precedes all of
+    it.
+    """
     parts: dict[str, str] = {}
     _collect(name, parts)
     return _CONSTANTS + functions + "".join(parts.values())

@@ -1,6 +1,6 @@
-"""The jobs' records: every change of state is one Lua script, so that a job is never lost and never finished twice.
+"""Stores job records; every state change is one Lua script, so that a job is never lost and never finished twice.
 
-Knows states, leases, deadlines and counters; knows nothing of Celery: callers send the envelopes that it returns.
+Does not use Celery: callers send the envelopes that its methods return.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from core.jobs.record import (
 from core.jobs.unreadable import TALLY, Unreadable
 from core.jobs.upkeep import JobUpkeep
 
-_LOOKS = 2000  # entries that one page of a list may look through
+_LOOKS = 2000  # entries that one page of a list may scan
 
 
 class QueueFull(RuntimeError):
-    """A queue holds as many waiting jobs as it may. Not a `StoreError`: nothing is wrong with the store."""
+    """The queue's limit of waiting jobs is reached. Not a `StoreError`: the store works."""
 
     def __init__(self, queue: str, limit: int) -> None:
         super().__init__(f"the {queue} queue holds {limit} jobs and takes no more")
@@ -38,19 +38,19 @@ class QueueFull(RuntimeError):
 
 
 class JobStore(JobLeases, JobUpkeep):
-    """The jobs' records: made, read, listed and ended for callers, and all that workers and sweeps do with them.
+    """The job records: create, read, list and end jobs for the API, and everything workers and sweeps do with them.
 
-    On a full Redis only `create` and `report` are refused. A call that was cut off, so that nobody knows whether it
-    took effect, may be repeated with the same arguments: it takes effect once, and answers as it would have (but for
-    `claim`, which then says None until the lease has run out).
+    On a full Redis only `create` and `report` are refused. A call whose reply was lost may be repeated with the same
+    arguments: it takes effect once, and returns the same result (except `claim`, which then returns None until the
+    lease has expired).
 
-    An id may be another job's by now: where an `incarnation` may be given, a job of that id with another one counts as
-    unknown. A worker's `attempt` is its claim's `fence`; a bare number says the same where no id is used again.
+    An id may be reused: where an `incarnation` may be given, a job of that id with another incarnation counts as
+    unknown. A worker's `attempt` is its claim's `fence`; a bare number is equivalent where no id is reused.
 
-    `lease_s`: a worker silent for so long loses its jobs. `max_attempts`: as many workers lost while they ran it, and
-    a job fails. `max_queued`: jobs that may wait in one queue. `retention_s`: how long the record and the events of a
-    job that ended are kept. `resend_s`: how long a message may be on its way before it counts as lost. `overtime_s`:
-    how long after its deadline a running job is left to its worker to expire.
+    `lease_s`: a worker silent for this long loses its jobs. `max_attempts`: a job fails after this many workers were
+    lost while running it. `max_queued`: waiting jobs per queue. `retention_s`: how long the record and the events of an
+    ended job are kept. `resend_s`: how long a message may be in transit before it counts as lost. `overtime_s`: how
+    long after its deadline a running job is left for its worker to expire.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class JobStore(JobLeases, JobUpkeep):
         )
 
     def create(self, draft: Draft) -> Job:
-        """`make`, for who knows that the id is new."""
+        """Same as `make`, for callers whose id is new."""
         return self.make(draft)[0]
 
     def make(self, draft: Draft, message: str = "") -> tuple[Job, bool]:
-        """Make the record of a queued job, and put `message` into its queue's list, which has a worker look at it.
+        """Create a queued job's record, and push `message` into its queue's list, which makes a worker look at it.
 
-        Without one the caller sends `Envelope(job.id, job.modality, job.priority)`. Raises `QueueFull`, and `StoreFull`
-        with nothing made. A draft that is already a job is returned as it stands; where clients choose ids, its `owner`
-        and `digest` tell whether it is the same. With it comes whether this call made it, which one that was cut off
-        and repeated does not know.
+        Without a message the caller sends `Envelope(job.id, job.modality, job.priority)`. Raises `QueueFull`, and
+        `StoreFull` with nothing created. If the job exists it is returned unchanged; where clients choose ids, its
+        `owner` and `digest` tell whether it is the same. Also returns whether this call created it; a retried call
+        whose first reply was lost cannot tell.
         """
         answer = self._create(creation.argument(draft, self._max_queued, message))
         made = creation.outcome(draft, (), answer)
@@ -108,49 +108,50 @@ class JobStore(JobLeases, JobUpkeep):
         return made.job, made.made
 
     def get(self, id: str) -> Job | None:
-        """The record; None if there is none, or no longer. Raises `Unreadable`."""
+        """Read a record; None if it does not exist or has expired. Raises `Unreadable`."""
         fields: Any = self._client.hgetall(keys.job(id))
         return Job.of(id, fields) if fields else None
 
     def preview(self, id: str, image: int, incarnation: str = "") -> bytes | None:
-        """The newest look at a picture in the making, as PNG. None: there is none, or no longer."""
+        """The newest preview of an unfinished image, as PNG. None: there is none."""
         found: Any = self._client.hmget(keys.preview(id), str(image), "of")
         look, of = found
         return base64.b64decode(look) if look and incarnation in ("", of) else None
 
     def cancel(self, id: str, incarnation: str = "") -> Job | None:
-        """End a queued or running job at once; its worker is told. One that has ended stays as it is. None: unknown."""
+        """Cancel a queued or running job at once and notify its worker. An ended job stays unchanged. None: unknown."""
         fields = pairs(self._cancel(id, self._retention_ms, incarnation))
         return Job.of(id, fields) if fields else None
 
     def erase(self, id: str, incarnation: str = "") -> bool:
-        """Forget a job, which ends it first if it lives. What it made goes too, unless others name it. False: unknown.
+        """Delete a job, after cancelling it if it lives. Its artifacts go too, unless others reference them. False:
+        unknown.
 
-        A worker that is still at it cannot write to another job of this id.
+        A worker still running it cannot write to a later job with this id.
         """
         return bool(self._erase(id, self._retention_ms, self._retention_ms + MARGIN_MS, incarnation))
 
     def follow(self, id: str, incarnation: str = "") -> bool:
-        """Have a live job's progress told from now on, with all of its texts. False: it does not live."""
+        """Report a live job's progress from now on, with all of its text. False: the job is not live."""
         return bool(self._follow(id, incarnation))
 
     def empty(self, queue: str, limit: int = 500) -> int:
-        """Cancel up to `limit` jobs that wait in a queue, the most urgent first. Returns how many: fewer, and none is
-        left. In portions, because Redis answers nobody else meanwhile.
+        """Cancel up to `limit` waiting jobs of a queue, the most urgent first. Returns how many; fewer than `limit`
+        means the queue is empty. In portions, because Redis serves nobody else during a script.
         """
         return int(self._empty(queue, self._retention_ms, limit, *PRIORITY_STEPS))
 
     def standing(self, id: str) -> Standing | None:
-        """Where a queued job waits. None: it does not wait."""
+        """The position of a queued job. None: it is not queued."""
         answer = self._standing(id, *PRIORITY_STEPS)
         return None if not answer else Standing(int(answer[0]), Backlog(*map(int, answer[1:])))
 
     def page(
         self, owner: str | None, *, state: JobState | None = None, model: str = "", after: str = "", limit: int = 20
     ) -> Page | None:
-        """Jobs of an owner (None: everybody's), newest first, after the one named. None: that one is not there.
+        """List an owner's jobs (None: all owners), newest first, after the given one. None: that one does not exist.
 
-        Where few of very many jobs are of this state and model, a page may be short, or empty, and there may be more.
+        A page may be short, or empty, although more follow, if few of very many jobs match the state and model.
         """
         rank = 0
         while True:
@@ -158,7 +159,7 @@ class JobStore(JobLeases, JobUpkeep):
             if answer == 0:
                 return None
             last, more, rank, *ids = answer
-            if last or more == "0":  # else all that was looked at is gone, and nothing to go on after
+            if last or more == "0":  # else everything scanned is gone, and there is no position to continue from
                 break
         with self._client.pipeline(transaction=False) as pipe:
             for id in ids:
@@ -167,13 +168,13 @@ class JobStore(JobLeases, JobUpkeep):
         jobs = []
         for id, fields in zip(ids, found, strict=True):
             try:
-                if fields:  # one may have gone, or moved on, since the list was read
+                if fields:  # one may have ended or changed state since the list was read
                     jobs.append(Job.of(id, fields))
             except Unreadable as error:
                 TALLY.note(error)
         return Page(jobs, last, more == "1")
 
     def backlog(self, queue: str) -> Backlog:
-        """What a queue holds, in jobs and in estimated work."""
+        """A queue's load, in jobs and in estimated work."""
         fields: Any = self._client.hmget(keys.backlog(queue), "queued", "queued_ms", "running", "running_ms")
         return Backlog(*(int(field or 0) for field in fields))

@@ -1,7 +1,7 @@
-"""Makes jobs for one event loop: what comes in while Redis is busy with others goes to it in one round trip.
+"""Creates jobs from one event loop, sending requests that arrive while Redis is busy in one round trip.
 
-No thread is needed for it, and under load Redis writes its file once for many. Knows connections and when to send;
-what is sent, and what comes back, is creation.py's.
+Needs no thread, and under load Redis writes its append-only file once for many. Encoding and decoding are in
+creation.py.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from core.jobs.record import Draft, milliseconds
 
 log = logging.getLogger(__name__)
 
-_MARGIN_MS = 3_600_000  # for which an artifact outlives the records that name it
-_AT_ONCE = 64  # of one round trip: Redis answers nobody else meanwhile
-_DOUBTFUL = 10_000  # jobs at most that are taken back once Redis answers
-_AGAIN_S = 0.5  # between tries of that
+_MARGIN_MS = 3_600_000  # an artifact outlives the records that reference it by this
+_AT_ONCE = 64  # per round trip: Redis serves nobody else meanwhile
+_DOUBTFUL = 10_000  # maximum of jobs to withdraw once Redis replies
+_AGAIN_S = 0.5  # between retries of withdrawals
 
 
 class Submissions:
-    """Belongs to one event loop; connects at its first call. Jobs are made in the order in which they are asked for.
+    """Belongs to one event loop; connects at its first call. Jobs are created in call order.
 
-    `max_queued`: jobs that may wait in one queue. `retention_s`: how long what a record names is kept.
+    `max_queued`: waiting jobs per queue. `retention_s`: how long what a record references is kept.
 
-    Where Redis does not answer, nobody knows whether it makes the job in the end. Its caller is told `StoreDown`, and
-    the job is taken back as soon as Redis answers; unless the caller chose its id (it has a digest): asking again then
-    finds it.
+    If Redis does not reply, it is unknown whether the job gets created. The caller gets `StoreDown`, and the job is
+    withdrawn once Redis replies; unless the caller chose its id (it has a digest): a repeated call then finds it.
     """
 
     def __init__(self, redis: RedisClient | str, max_queued: int, retention_s: float = 86_400.0) -> None:
-        """Raises ValueError for a url of no use."""
+        """Raises ValueError for an unusable URL."""
         client = RedisClient.at(redis)
         self._create = client.script("jobs/create", LIMITS)
         self._withdrawal, self._erasure = client.script("jobs/withdraw"), client.script("jobs/erase")
         self._line = client.asyncio_connection()
         self._withdrawing_line = client.asyncio_connection()
         self._retention_ms = milliseconds(retention_s)
-        self._doubtful: dict[str, None] = {}  # in the order in which they came
+        self._doubtful: dict[str, None] = {}  # in order of arrival
         self._withdrawer: asyncio.Task[None] | None = None
         self._closed = False
         self._max_queued = max_queued
@@ -55,7 +54,7 @@ class Submissions:
         self._sender: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Give the connection back. Who waits is told that the store is down; their jobs may have been made."""
+        """Release the connection. Pending callers get `StoreDown`; their jobs may have been created."""
         self._closed = True
         for task in (self._sender, self._withdrawer):
             if task is not None:
@@ -72,11 +71,11 @@ class Submissions:
         always: int = 0,
         most: int | None = None,
     ) -> Creation:
-        """Count the charges, make the job's record, and put `message` into its queue's list: all of it or nothing.
+        """Charge the rate limits, create the record, and push `message` into the queue's list: all or nothing.
 
-        Where a charge is too much, the queue is full, or `most` of the owner's jobs wait in it, no job is made, and
-        nothing further is counted. The first `always` of the charges count also where the queue is full, or the job is
-        there already. Raises `StoreDown` and `StoreFull`. A caller that is cancelled may leave a job behind.
+        If a charge exceeds its limit, the queue is full, or `most` of the owner's jobs wait in it, no job is created,
+        and nothing further is charged. The first `always` charges count also if the queue is full or the job exists
+        already. Raises `StoreDown` and `StoreFull`. A cancelled call may leave a job behind.
         """
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((argument(draft, self._max_queued, message, charges, always, most), answered))
@@ -92,7 +91,7 @@ class Submissions:
         return outcome(draft, charges, answer)
 
     def _withdraw(self, id: str) -> None:
-        """Take the job back, whether it is there already or comes to be made."""
+        """Withdraw the job, whether it exists already or is still to be created."""
         if len(self._doubtful) < _DOUBTFUL:
             self._doubtful[id] = None
         if not self._closed and (self._withdrawer is None or self._withdrawer.done()):
@@ -101,7 +100,7 @@ class Submissions:
     async def _take_back(self) -> None:
         while self._doubtful:
             ids = list(self._doubtful)[:_AT_ONCE]
-            # First that it is not to be made: a call that Redis has not read yet could come after the erasure.
+            # First forbid its creation: a create call that Redis has not read yet could follow the erasure.
             commands: list[tuple[str | int, ...]] = [("EVAL", self._withdrawal.text, 0, PREFIX, id) for id in ids]
             keep_ms = self._retention_ms + _MARGIN_MS
             commands += [("EVAL", self._erasure.text, 0, PREFIX, id, self._retention_ms, keep_ms, "") for id in ids]
@@ -138,11 +137,11 @@ class Submissions:
             _tell(batch, answers)
 
     async def _ask(self, asked: list[str]) -> list[Any]:
-        """The answers in order, errors among them. What was cut off is asked again: every call may be repeated."""
+        """Answers in order, errors among them. Calls that were cut off are repeated: all of them are idempotent."""
         calls = [("EVALSHA", self._create.sha, 0, PREFIX, one) for one in asked]
         answers = await self._run(self._line, calls)
         unknown = [k for k, answer in enumerate(answers) if isinstance(answer, redis.exceptions.NoScriptError)]
-        if unknown:  # a Redis that has just started: it has done nothing of these
+        if unknown:  # Redis has just restarted: it has run none of these
             load = ("SCRIPT", "LOAD", self._create.text)
             for k, answer in zip(
                 unknown, (await self._run(self._line, [load, *(calls[k] for k in unknown)]))[1:], strict=True
@@ -151,7 +150,7 @@ class Submissions:
         return answers
 
     async def _run(self, line: AbstractConnection, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
-        # The connection's commands and answers as they are: redis-py's pipelines cost as much again.
+        # Writes and reads the connection directly: redis-py's pipelines double the cost.
         async def ask() -> list[Any]:
             await line.send_packed_command(line.pack_commands(commands))
             return [await _answer(line) for _ in commands]
@@ -170,7 +169,7 @@ async def _answer(line: AbstractConnection) -> Any:
 
 
 def _refused(answer: Any) -> bool:
-    """Whether it is worth asking again."""
+    """Whether a retry may succeed."""
     try:
         with translated():
             if isinstance(answer, Exception):

@@ -1,7 +1,4 @@
-"""What a key leaves behind when it is taken away: its jobs and batches, counted or ended.
-
-Knows how they are listed and ended; knows nothing of keys.
-"""
+"""Counts or cancels a tenant's live jobs and batches when its key is revoked."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ _PAGE = 100
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How many jobs and batches of an owner live."""
+    """How many jobs and batches of an owner are live."""
 
     jobs: int
     batches: int
 
 
 def left(store: JobStore, batches: BatchStore, owner: str) -> Left:
-    """What lives of an owner now. Raises `StoreError`."""
+    """Count an owner's live jobs and batches. Raises `StoreError`."""
     return Left(sum(1 for _ in _jobs(store, owner)), sum(1 for _ in _batches(batches, owner)))
 
 
 def cancel_all(store: JobStore, batches: BatchStore, owner: str) -> Left:
-    """Cancel what lives of an owner; returns how much that was. Raises `StoreError`.
+    """Cancel an owner's live batches and jobs; returns how many there were. Raises `StoreError`.
 
-    Batches first, so that none of them begins a job behind this: what of it is under way an API cancels within seconds.
+    Batches first, so that none starts another job afterwards: an API cancels their jobs in progress within seconds.
     """
     ended = 0
     for batch in _batches(batches, owner):

@@ -1,6 +1,6 @@
 """Counts records and cards that this version cannot read, and logs each of them once.
 
-A newer version may have written them beside this one, or somebody by hand: they are skipped, and never end what reads.
+A newer version running beside this one may have written them, or a person: they are skipped, and never stop a reader.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import Counter
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of the records, cards and events that this code writes; it reads those before, and those without one, too
-_REMEMBERED = 10_000  # that were logged; beyond that some are logged and counted again
+VERSION = 1  # of the records, cards and events written here; older versions, and entries without one, are read too
+_REMEMBERED = 10_000  # logged ones; beyond that some are logged and counted again
 
 
 class Unreadable(ValueError):
-    """What lies in Redis cannot be read. `why` holds nothing of its content; `owner` is whose it is, where known."""
+    """Data in Redis cannot be read. `why` contains none of it; `owner` is its owner, where known."""
 
     def __init__(self, kind: str, id: str, why: str, owner: str | None = None) -> None:
         super().__init__(f"the {kind} {id!r:.80} cannot be read: {why}")
@@ -27,7 +27,7 @@ class Unreadable(ValueError):
 
 
 class Tally:
-    """How many records and cards could not be read, by kind: each counts once. Thread-safe."""
+    """Number of unreadable records and cards, by kind, each counted once. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class Tally:
         self._counts: Counter[str] = Counter()
 
     def note(self, error: Unreadable) -> None:
-        """Count it and log it, unless it was seen before."""
+        """Count and log it, unless it was seen before."""
         with self._lock:
             if (error.kind, error.id) in self._seen:
                 return
@@ -51,11 +51,11 @@ class Tally:
             return {kind: self._counts[kind] for kind in ("record", "model card", "worker card")}
 
 
-TALLY = Tally()  # of this process
+TALLY = Tally()  # per process
 
 
 def check_version(kind: str, id: str, version: object) -> None:
-    """Raises `Unreadable` for what a newer version wrote. None, or none given, is of the time before versions."""
+    """Raises `Unreadable` for data of a newer version. None: written before versions existed."""
     if version is None:
         return
     if not str(version).isdecimal():

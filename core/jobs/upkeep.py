@@ -1,4 +1,4 @@
-"""Sweeps: what nobody looks after is found, by any process that can send messages and delete artifacts."""
+"""Sweeps that find jobs nobody looks after; any process that can send messages and delete artifacts may run them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from core.jobs.crashes import alone_from
 from core.jobs.record import milliseconds
 from core.jobs.unreadable import TALLY, Unreadable
 
-_SILENCE_S = 5.0  # without any sweep: it says that nobody could reach Redis
+_SILENCE_S = 5.0  # without any sweep: means that nobody could reach Redis
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What one sweep did: envelopes that the caller must send, the ids of jobs that it ended, and how many entries of
-    the lists it looked at whose records' time is up.
+    """Result of a sweep: envelopes that the caller must send, ids of jobs that it ended, and how many expired list
+    entries it examined.
     """
 
     send: list[Envelope]
@@ -27,7 +27,7 @@ class Sweep:
 
 
 class JobUpkeep(RedisStore):
-    """Sweeps of jobs, and artifacts that are due. The limits are `JobStore`'s."""
+    """Sweeps of jobs, and due artifacts. The limits are `JobStore`'s."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class JobUpkeep(RedisStore):
         self._gone = self._client.script("artifacts/gone")
 
     def sweep(self, limit: int = 100) -> Sweep:
-        """Look after what nobody looks after: deadlines that passed, leases that ran out, messages that got lost.
+        """Handle passed deadlines, expired leases and lost messages.
 
-        Each at most `limit` jobs, and five times as many whose record's time is up. Many may sweep at once. What it
-        finds to send counts as sent: if the caller cannot send it, a later sweep finds it again. A sweep after a long
-        time without any (Redis was away) lets every lease run for once more, because nobody could renew.
+        At most `limit` jobs of each, and five times as many expired records. Several sweeps may run at once. Envelopes
+        found count as sent: if the caller cannot send one, a later sweep finds it again. A sweep after a long gap
+        (Redis was down) extends every lease once, because nobody could renew it.
         """
         lists = [(queue, step, list_key(queue, step)) for queue in QUEUES for step in PRIORITY_STEPS]
         send, expired, failed, ended, unreadable = self._sweep(
@@ -70,10 +70,12 @@ class JobUpkeep(RedisStore):
         return Sweep(envelopes, expired, failed, ended)
 
     def due(self, limit: int = 100) -> list[str]:
-        """Artifacts that nobody names any more. Who asks deletes them, and says `gone`; else they are told again."""
+        """List artifacts that nothing references. The caller deletes them, then calls `gone`; else they are listed
+        again.
+        """
         return list(self._due(limit))
 
     def gone(self, artifacts: Sequence[str]) -> None:
-        """These are deleted."""
+        """Confirm that these are deleted."""
         if artifacts:
             self._gone(*artifacts)

@@ -1,8 +1,7 @@
-"""Jobs whose end somebody wants to be told: kept from the very script that ends them until they were told, or given up.
+"""Queues webhooks for ended jobs, from the script that ends a job until delivery succeeds or is given up.
 
-Each owner has lanes, one a receiver, and is served in turn: however much waits for one, the next is another's. Knows
-who is due and how often it was tried; knows nothing of how anybody is told.
-`lua/shared/lanes.lua` says which keys hold it.
+Each owner has one lane per receiver, served in turn: a backlog for one receiver does not delay another. Delivery itself
+is not done here. `lua/shared/lanes.lua` documents the keys.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from core.jobs.record import milliseconds, to_json
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A job whose end is to be told now, and how often that failed. `host` is the receiver's, with its port.
+    """A webhook due now, and its failed attempts so far. `host` is the receiver's, with its port.
 
-    Another job may have its id when that was told: nothing that is said of this one is taken for that one's.
+    The job's id may have been reused: the outcome is recorded for this incarnation only.
     """
 
     id: str
@@ -33,7 +32,7 @@ class Due:
 class Webhooks(RedisStore):
     """The lanes in which webhooks wait.
 
-    `retention_s`: how long the record of a job that ended is kept, once that was told.
+    `retention_s`: how long an ended job's record is kept after delivery.
     """
 
     def __init__(self, redis: RedisClient | str, *, retention_s: float = 86_400.0) -> None:
@@ -56,9 +55,9 @@ class Webhooks(RedisStore):
         without: Collection[str] = (),
         without_lanes: Collection[tuple[str, str]] = (),
     ) -> list[Due]:
-        """Jobs whose end is to be told now, of all owners and receivers in turn; nobody else gets them `within_s`.
+        """Take due webhooks, of all owners and receivers in turn; no other caller gets them `within_s`.
 
-        Nothing of the owners, and of the lanes (owner and receiver), that are named.
+        The owners and lanes (owner and receiver) given are skipped.
         """
         skipped = {
             "owners": dict.fromkeys(without, True),
@@ -71,10 +70,10 @@ class Webhooks(RedisStore):
         ]
 
     def settle(self, due: Due) -> None:
-        """It was told, or is given up."""
+        """Record that it was delivered, or given up."""
         self._settle(due.id, due.owner, due.host, "", 0, self._retention_ms, due.incarnation)
 
     def again(self, due: Due, after_s: float, *, failed: bool = True) -> None:
-        """It could not be told, and is tried again. Not `failed`: nobody tried."""
+        """Requeue one that could not be delivered. Without `failed`, no attempt is counted."""
         after_ms = milliseconds(after_s)
         self._settle(due.id, due.owner, due.host, after_ms, int(failed), self._retention_ms, due.incarnation)

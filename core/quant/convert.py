@@ -1,6 +1,5 @@
-"""`quantize_`: swaps layers for INT8 or FP8 ones in place, as a recipe says, and tells what it did and what it left.
-
-The one verb for both panels. Knows modules, recipes and statistics; knows no UNet and no Llama.
+"""`quantize_`: replaces a model's layers with INT8 or FP8 ones in place, as a recipe says, and reports what it
+changed.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done with the layers whose whole name matches `pattern`; the first rule that matches decides.
+    """A rule for the layers whose full name matches `pattern`; the first matching rule applies.
 
-    `reason` says why layers are left as they are, and is given exactly there. `alpha` None is plain INT8, without
+    `reason` says why layers stay unquantized, and is given exactly for those. `alpha` None is plain INT8, without
     smoothing. `required` False is for layers that not every model has.
     """
 
@@ -45,8 +44,8 @@ class Rule:
 class Recipe:
     """Rules in order, for linear layers and convolutions.
 
-    `shares` names what layers read: those of equal name read one input and get equal scales. `halves` says where the
-    second part of a concatenated input begins, or None.
+    `shares` names layers' inputs: layers with the same name read one input and get equal scales. `halves` says where
+    the second part of a concatenated input begins, or None.
     """
 
     name: str
@@ -55,14 +54,14 @@ class Recipe:
     halves: Callable[[str], int | None] = lambda name: None
 
     def rule(self, layer: str) -> Rule:
-        """The rule that decides about a layer. Raises `RecipeError` if none does."""
+        """The rule for a layer. Raises `RecipeError` if none matches."""
         for rule in self.rules:
             if re.fullmatch(rule.pattern, layer):
                 return rule
         raise RecipeError(f"{self.name}: no rule for layer {layer}")
 
     def targets(self, model: nn.Module) -> list[str]:
-        """The layers that will be quantized. Raises `RecipeError` where a required rule finds no layer."""
+        """The layers to be quantized. Raises `RecipeError` if a required rule matches no layer."""
         layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
         decided = {name: self.rule(name) for name in layers}
         for rule in self.rules:
@@ -73,7 +72,7 @@ class Recipe:
 
 @dataclass
 class Report:
-    """What `quantize_` changed, and what it left with the reason."""
+    """What `quantize_` changed, and what it left unquantized, with the reason."""
 
     changed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -82,7 +81,7 @@ class Report:
 def quantize_(
     model: nn.Module, recipe: Recipe, statistics: Statistics, *, scheme: Scheme = "int8", digest: str | None = None
 ) -> Report:
-    """Replace layers of `model` as `recipe` says, with scales from `statistics`. Works in place; says what it did.
+    """Replace layers of `model` as `recipe` says, with scales from `statistics`. Works in place; returns a report.
 
     `digest` of the model's weights, where given, must be the one that the statistics were collected on. Raises
     `RecipeError` and `StatisticsError`, and then has changed nothing.
@@ -107,7 +106,7 @@ def quantize_(
 
 
 def swap_(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
-    """Put these modules where those of their names are, under every name that a module has."""
+    """Replace the modules with these names, under every name that a module has."""
     places = {name: model.get_submodule(name) for name in made}
     new = {id(places[name]): module for name, module in made.items()}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -153,7 +152,7 @@ def _family(
 
 
 def replacement(layer: nn.Module, inverse: Tensor, scheme: Scheme) -> nn.Module:
-    """The quantized layer with inputs scaled by `inverse` [K]. Raises ValueError for what cannot be quantized."""
+    """The quantized layer with inputs scaled by `inverse` [K]. Raises ValueError for unsupported layers."""
     if isinstance(layer, nn.Conv2d):
         return Int8Conv2d.of(layer, inverse) if scheme == "int8" else Fp8Conv2d.of(layer, inverse)
     assert isinstance(layer, nn.Linear)

@@ -1,10 +1,10 @@
 """FP8 (E4M3) linear layers and convolutions: weights and activations scaled into 8-bit floats.
 
-Linear layers are multiplied by `torch._scaled_mm` where a GPU can; convolutions by kernels of `core.quant.kernels` or,
-as here, in floats.
+Linear layers use `torch._scaled_mm` where a GPU supports it; convolutions use kernels of `core.quant.kernels` or, as
+here, floats.
 
-Knows scales and formats; knows nothing of which layers should be replaced. Only GPUs of compute capability 8.9 and up
-multiply FP8; elsewhere the same numbers are computed in fp32, for checks and not for speed.
+Only GPUs of compute capability 8.9 and up multiply FP8; elsewhere the same numbers are computed in fp32, for checks and
+not for speed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ E4M3_MAX = 448.0
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Clamp to ±448 and round to E4M3: its cast makes NaN of what is larger."""
+    """Clamp to ±448 and round to E4M3: the cast alone turns larger values into NaN."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -38,7 +38,7 @@ class Fp8Linear(ScaledLinear):
 
     @classmethod
     def scaled(cls, layer: nn.Linear, inverse: Tensor) -> Fp8Linear:
-        """The layer with this `inverse` [K] for its own."""
+        """The layer with this `inverse` [K] in place of its own."""
         folded = layer.weight.detach().float() / inverse
         scale = folded.abs().amax(dim=1) / E4M3_MAX
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -67,13 +67,13 @@ class Fp8Conv2d(ScaledConv2d):
     def of(cls, layer: nn.Conv2d, inverse: Tensor) -> Fp8Conv2d:
         """The layer with inputs scaled by `inverse` [C] as for INT8, whose levels are stretched to E4M3's range.
 
-        Raises ValueError for what `linear.steps` refuses.
+        Raises ValueError for what `linear.steps` rejects.
         """
         return cls.scaled(layer, inverse.float() * (E4M3_MAX / LEVELS))
 
     @classmethod
     def scaled(cls, layer: nn.Conv2d, inverse: Tensor) -> Fp8Conv2d:
-        """The layer with this `inverse` [C] for its own."""
+        """The layer with this `inverse` [C] in place of its own."""
         stride, padding = steps(layer)
         folded = layer.weight.detach().float().permute(0, 2, 3, 1) / inverse
         scale = folded.flatten(1).abs().amax(dim=1) / E4M3_MAX

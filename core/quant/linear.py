@@ -1,7 +1,7 @@
 """INT8 linear layers and convolutions as modules: weights by output channel, activations by a vector of static scales.
 
-What is stored is integers and scales; what multiplies them is a kernel of `core.quant.kernels`, or, where there is
-none, the same arithmetic in floats. Knows nothing of which layers of a model should be replaced.
+They store integers and scales, and multiply with a kernel of `core.quant.kernels` or, without one, with the same
+arithmetic in floats.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 weight and fp32 scale of each row of [N, ...], by its largest magnitude. A row of zeros gets scale 1."""
     rows = weight.float().flatten(1)
     scale = rows.abs().amax(dim=1) / LEVELS
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # the least of floats divide to zero, too
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # the smallest floats underflow to zero when divided
     whole = (rows / scale[:, None]).round().clamp(-LEVELS, LEVELS).to(torch.int8)
     return whole.view(weight.shape), scale
 
 
 class Fixed(nn.Module):
-    """A module whose buffers keep their types when a model is cast: `to` moves them to its device and no more."""
+    """A module whose buffers keep their dtypes when a model is cast: `to` only moves them to its device."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def moved(tensor: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Fixed(nn.Module):
 
 
 class Scaled(Fixed):
-    """Weights in 8 bits with a scale for each output channel, and a vector that inputs are multiplied with."""
+    """8-bit weights with a scale for each output channel, and a vector that multiplies inputs."""
 
     weight: Tensor  # [N, ...], int8 or E4M3
     scale: Tensor  # fp32 [N]
@@ -87,8 +87,8 @@ class ScaledConv2d(Scaled):
 class Int8Linear(ScaledLinear):
     """y = W x + b with x and W in int8: y[n] = scale[n] · Σ_k q(x[k] · inverse[k]) · weight[n, k] + bias[n].
 
-    `inverse` [K] is one over the scale of each input channel; smoothing (Xiao et al., 2023, section 4) and the scales
-    of the halves of a concatenation are in it, and the weights were divided by it before they were quantized.
+    `inverse` [K] is one over the scale of each input channel; it includes smoothing (Xiao et al., 2023, section 4) and
+    the scales of a concatenation's halves, and the weights were divided by it before they were quantized.
     """
 
     @classmethod
@@ -108,7 +108,7 @@ class Int8Conv2d(ScaledConv2d):
 
     @classmethod
     def of(cls, layer: nn.Conv2d, inverse: Tensor) -> Int8Conv2d:
-        """The layer with inputs quantized by `inverse` [C]. Raises ValueError for what `steps` refuses."""
+        """The layer with inputs quantized by `inverse` [C]. Raises ValueError for what `steps` rejects."""
         stride, padding = steps(layer)
         folded = layer.weight.detach().float().permute(0, 2, 3, 1) / inverse
         weight, scale = quantize_weight(folded.contiguous())

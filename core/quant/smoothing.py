@@ -1,7 +1,4 @@
-"""SmoothQuant's formula, in one place: how much of a channel's range moves from the activations into the weights.
-
-Knows ranges of channels; knows nothing of modules.
-"""
+"""SmoothQuant's formula: how much of a channel's range moves from the activations into the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from torch import Tensor
 
 from core.quant.linear import LEVELS
 
-_TINY = 1e-5  # a channel that was always zero may not divide by nothing
+_TINY = 1e-5  # avoids a division by zero for a channel that was always zero
 
 
 def smoothing(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:

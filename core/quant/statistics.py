@@ -1,7 +1,4 @@
-"""Ranges of what flows into layers: collected by hooks while a model works, reduced in a few ways, kept in a file.
-
-Knows modules and tensors; knows nothing of what the model is run on.
-"""
+"""Collects input ranges of layers with hooks while a model runs, reduces them, and stores them in a file."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ Method = Literal["max", "percentile", "min-mean"]
 See = Callable[[Sequence[str], Tensor], None]
 """Takes the names of layers and the input [..., K] that all of them read."""
 _PERCENTILE = 0.999
-_SAMPLE = 1024  # rows that the percentile is taken of: enough for its tail, and few enough to cost little
+_SAMPLE = 1024  # rows that the percentile is computed of: enough for its tail, and cheap
 
 
 class StatisticsError(ValueError):
-    """Statistics that cannot be used. The message says why."""
+    """Unusable statistics. The message says why."""
 
 
 @dataclass
@@ -34,8 +31,7 @@ class Statistics:
     """Largest magnitudes of each input channel, by layer and step: [steps, K].
 
     `largest` is over all batches, `smallest` the least of the batches' largest, `typical` the mean over batches of a
-    high percentile. `model` is the digest of the weights that were observed, `data` of what they were run on, where
-    somebody keeps it.
+    high percentile. `model` is the digest of the observed weights, `data` of the inputs, where known.
     """
 
     model: str
@@ -46,7 +42,7 @@ class Statistics:
     data: str = ""
 
     def ranges(self, layer: str, method: Method = "max") -> Tensor:
-        """The range of each input channel [K]. Raises `StatisticsError` for a layer unseen, NaN or infinity.
+        """The range of each input channel [K]. Raises `StatisticsError` for an unobserved layer, NaN or infinity.
 
         max: the largest ever. percentile: the largest step's mean over batches of the 99.9th percentile. min-mean: the
         mean over steps of the least of the batches' largest, which drops outliers of single prompts.
@@ -60,13 +56,13 @@ class Statistics:
         if method == "percentile":
             return self.typical[layer].amax(0)
         smallest = self.smallest[layer]
-        return smallest[torch.isfinite(smallest).all(1)].mean(0)  # without the steps that did not come to this layer
+        return smallest[torch.isfinite(smallest).all(1)].mean(0)  # without the steps that did not run this layer
 
     @contextmanager
     def observe(self, model: nn.Module, layers: Iterable[str], step: int) -> Iterator[None]:
-        """Watch the inputs of these layers while the model works, as one batch of this step.
+        """Context: observe the inputs of these layers, as one batch of this step.
 
-        Nothing is added where the model raises. Raises `StatisticsError` for a layer that the model does not have.
+        Nothing is added if the model raises. Raises `StatisticsError` for a layer that the model does not have.
         """
         hooks = []
 
@@ -93,9 +89,9 @@ class Statistics:
 
     @contextmanager
     def batch(self, step: int) -> Iterator[See]:
-        """Yields a function that takes what layers read, all of it one batch of this step.
+        """Yields a function that records layers' inputs, all of them one batch of this step.
 
-        Nothing is added where the body raises.
+        Nothing is added if the body raises.
         """
         seen: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -114,20 +110,20 @@ class Statistics:
         count = self.batches[step]
         self.batches[step] += 1
         found = [part for pair in seen.values() for part in pair]
-        # One copy from a GPU instead of two for each layer, every one of which would wait for the device.
+        # One copy from a GPU instead of two for each layer, each of which would synchronize.
         on_host = torch.cat(found).cpu().split([len(part) for part in found]) if found else ()
         for name, largest, high in zip(seen, on_host[::2], on_host[1::2], strict=True):
             for table, empty in ((self.largest, 0.0), (self.smallest, torch.inf), (self.typical, 0.0)):
                 rows = table.get(name, largest.new_empty(0, largest.numel()))
                 missing = len(self.batches) - len(rows)
                 table[name] = torch.cat([rows, rows.new_full((missing, largest.numel()), empty)]) if missing else rows
-            # NaN must stay: it is refused later, by the layer's name.
+            # NaN must stay: it is rejected later, by the layer's name.
             self.largest[name][step] = torch.maximum(self.largest[name][step], largest)
             self.smallest[name][step] = torch.minimum(self.smallest[name][step], largest)
             self.typical[name][step] += (high - self.typical[name][step]) / (count + 1)
 
     def save(self, path: Path) -> None:
-        """Write everything into one safetensors file, whole or not at all. Raises `StatisticsError`."""
+        """Write everything into one safetensors file atomically. Raises `StatisticsError`."""
         tensors = {f"{kind}/{name}": t.contiguous() for kind, table in self._tables() for name, t in table.items()}
         partial = path.with_name(path.name + ".part")
         try:
@@ -139,7 +135,7 @@ class Statistics:
 
     @classmethod
     def load(cls, path: Path) -> Statistics:
-        """Raises `StatisticsError` for a file that is none of ours."""
+        """Raises `StatisticsError` for a file of another format."""
         try:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}
@@ -159,7 +155,7 @@ class Statistics:
         return [("largest", self.largest), ("smallest", self.smallest), ("typical", self.typical)]
 
     def _check(self, path: Path) -> None:
-        """Refuse tables that do not fit one another."""
+        """Reject tables that do not fit one another."""
         steps = self.batches
         sound = isinstance(steps, list) and all(isinstance(count, int) and count >= 0 for count in steps)
         for name in {name for _, table in self._tables() for name in table} if sound else ():

@@ -1,8 +1,7 @@
-"""Quantized models on disk: one safetensors file and a manifest, refused with the reason where they do not fit.
+"""Stores quantized models: one safetensors file and a manifest, both validated on load.
 
-In two forms that load into equal models: with weights (quantized layers as they are, the matrices of all others in
-bf16), or with the layers' input scales alone, by which the model's own weights are quantized anew. Knows files and
-modules; knows nothing of what the model does.
+Two forms load into equal models: with weights (quantized layers as they are, the matrices of all others in bf16), or
+with the layers' input scales only, by which the model's own weights are quantized again.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was done to which model. `source` is the digest of the weights it was made from.
+    """Describes a quantization. `source` is the digest of the weights it was made from.
 
-    `sha256` of the file, and whether it holds the `weights`, are filled in by `save`.
+    `save` fills in `sha256` of the file, and whether it holds the `weights`.
     """
 
     scheme: str
@@ -54,7 +53,7 @@ class Manifest:
 def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = True) -> int:
     """Write a quantized model; returns the bytes of its file. Raises `StoreError`.
 
-    Without `weights` only the layers' input scales are kept, a hundredth of the size; then loading needs the weights
+    Without `weights` only the layers' input scales are stored, a hundredth of the size; then loading needs the weights
     that the model was quantized from.
     """
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, _QUANTIZED)}
@@ -69,7 +68,7 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial)
-        partial.chmod(0o644)  # safetensors lets nobody else read: a model is often served by another user
+        partial.chmod(0o644)  # safetensors makes it private: a model is often served by another user
         whole = asdict(replace(manifest, weights=weights, sha256=_sha256(partial)))
         partial.replace(folder / WEIGHTS)
         described = folder / (MANIFEST + ".part")
@@ -81,13 +80,13 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
 
 
 def round_(model: nn.Module) -> None:
-    """Round the weights of layers that are not quantized to bf16, in place, as a stored model has them."""
+    """Round the weights of unquantized layers to bf16, in place, as in a stored model."""
     for name, tensor in model.state_dict().items():
         tensor.copy_(_kept(model, name, tensor))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `StoreError` where there is none, or one of another format."""
+    """Raises `StoreError` if there is none, or one of another format."""
     path = folder / MANIFEST
     try:
         whole = json.loads(path.read_text("utf-8"))
@@ -109,10 +108,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def load_(model: nn.Module, folder: Path, *, source: str | None = None) -> Manifest:
-    """Turn `model`, as it was before it was quantized, into what was saved. In place.
+    """Turn the unquantized `model` into the saved one. In place.
 
-    `source`, where given, must be the digest of the weights that the quantized model was made from; it must be given
-    where only scales were kept, and the model must then be in fp32. Raises `StoreError`, and then has changed nothing.
+    `source`, where given, must be the digest of the weights that the quantized model was made from; it is required if
+    only scales were stored, and the model must then be in fp32. Raises `StoreError`, and then has changed nothing.
     """
     manifest = read_manifest(folder)
     if source is not None and manifest.source != source:
@@ -131,7 +130,7 @@ def load_(model: nn.Module, folder: Path, *, source: str | None = None) -> Manif
 
 
 def _kept(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """As a file keeps it: matrices of layers that are not quantized in bf16; vectors are small and stay."""
+    """The stored form: matrices of unquantized layers in bf16; vectors are small and unchanged."""
     owner = model.get_submodule(name.rpartition(".")[0])
     whole = isinstance(owner, _QUANTIZED) or not tensor.is_floating_point() or tensor.dim() < 2
     return tensor if whole else tensor.bfloat16()
@@ -203,7 +202,7 @@ def _made(
 def _rest(
     model: nn.Module, folder: Path, made: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What belongs to layers that are not quantized. Raises `StoreError` where it is not what the model has."""
+    """The tensors of unquantized layers. Raises `StoreError` if they differ from the model's."""
     own = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in made}
     rest = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in made}
     for name in sorted(own.keys() ^ rest.keys()):
@@ -215,7 +214,7 @@ def _rest(
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that share memory with one before: a file holds no two names for one memory."""
+    """Copies of tensors that share memory with an earlier one: a file cannot hold two names for one memory."""
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():

@@ -1,1 +1,1 @@
-"""Writes prompts files: the text model is asked for captions, which are screened and kept row by row."""
+"""Writes prompts files: the text model generates captions, which are screened and stored row by row."""

@@ -1,11 +1,11 @@
-"""What a text model is asked for captions: as it was trained to be asked for them, or by an instruction.
+"""Builds the prompts that request captions from a text model: in the form it was trained on, or as an instruction.
 
-A caption is about a subject. Where none are given, `emoji-lm` invents one itself: asked for next to nothing at a high
-temperature it names anything, torn words too, and when it then expands that as a prompt, a caption comes of it. Other
-models get one of 288 themes: asked for just any caption, instruction models write the same few over and over, and words
-that are drawn beforehand help (Eldan and Li, "TinyStories", 2023, section 2).
+A caption is about a subject. Without given subjects, `emoji-lm` invents one itself: prompted with next to nothing at a
+high temperature it names anything, torn words too, and when it then expands that as a prompt, a caption comes of it.
+Other models get one of 288 themes: asked for just any caption, instruction models write the same few over and over, and
+words that are drawn beforehand help (Eldan and Li, "TinyStories", 2023, section 2).
 
-Knows words and seeds; knows nothing of engines and services, and imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from contract.bounds import MAX_SEED
 
 SUBJECT = "{subject}"
-MAX_TOKENS = 96  # as an expanded prompt has
+MAX_TOKENS = 96  # as in an expanded prompt
 IDEA_TEMPERATURE, IDEA_TOKENS = 1.2, 32
 _OPEN = ((False, ""), (True, "draw"), (False, "draw an emoji"), (True, "an emoji of a"), (False, "draw"))
 _INSTRUCTION = (
@@ -53,9 +53,9 @@ _SIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request for text. A chat's `messages`, or a `prompt` that is continued up to the line's end.
+    """One text request. A chat's `messages`, or a `prompt` that is continued up to the line's end.
 
-    With `idea` the answer is no caption but the subject of one, which may be torn and is kept nowhere.
+    With `idea` the answer is no caption but a subject, which may be torn and is not stored.
     """
 
     seed: int
@@ -72,7 +72,7 @@ class Question:
         return self.prompt is None
 
     def fields(self) -> dict[str, Any]:
-        """What it and its answer are asked for with, as both the text panel and the API call it."""
+        """The request's fields, for both the text panel and the API."""
         common = {
             "seed": self.seed, "temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens,
         }  # fmt: skip
@@ -88,12 +88,12 @@ def seed_of(seed: int, row: int, attempt: int) -> int:
 
 
 def theme_of(seed: int) -> str:
-    """What a caption is about where nobody says."""
+    """A row's subject where none is given."""
     return f"{_KINDS[seed % len(_KINDS)]}, {_SIGHTS[seed // len(_KINDS) % len(_SIGHTS)]}"
 
 
 class Asker:
-    """Asks one text model for captions."""
+    """Requests captions from one text model."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class Asker:
     ) -> None:
         """`instruction` is what it was trained to expand prompts by ("": it was not), `chat` whether it has a template.
 
-        `template` is asked instead of our own words, with `{subject}` where the subject belongs. Temperature and top-p
-        are those of captions; default: what suits the model.
+        `template` replaces our own wording, with `{subject}` as the subject's placeholder. Temperature and top-p are
+        those of captions; default: by model.
         """
         self.instruction = instruction
         self.chat = chat
@@ -122,7 +122,7 @@ class Asker:
         self._template = template
 
     def first(self, row: int, attempt: int) -> Question:
-        """What a row's k-th attempt begins with, both counted from 0."""
+        """The first question of a row's k-th attempt, both counted from 0."""
         seed = seed_of(self._seed, row, attempt)
         if self._subjects:
             return self._about(self._subjects[row % len(self._subjects)], seed)
@@ -133,7 +133,7 @@ class Asker:
         return Question(seed, IDEA_TEMPERATURE, 1.0, IDEA_TOKENS, messages, idea=True)
 
     def then(self, asked: Question, answer: str) -> Question | None:
-        """What is asked after an answer; None where that is the caption."""
+        """The question after an answer; None if the answer is the caption."""
         return replace(self._about(answer, asked.seed), subject="") if asked.idea else None
 
     def _about(self, subject: str, seed: int) -> Question:

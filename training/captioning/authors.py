@@ -1,7 +1,4 @@
-"""Where texts come from: an engine in this process, or a service that runs.
-
-Knows how each is asked and what it answers; knows nothing of captions.
-"""
+"""Text sources: an engine in this process, or a running service."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """A text. `whole`: it ended by itself, and not because it was long enough."""
+    """A text. `whole`: it ended by itself, not at the token limit."""
 
     text: str
     whole: bool
 
 
 class Author(Protocol):
-    """Asked from one thread. `width` questions keep it full."""
+    """Used from one thread. `width` questions keep it full."""
 
     width: int
     name: str
@@ -35,13 +32,13 @@ class Author(Protocol):
 
     @property
     def about(self) -> dict[str, Any]:
-        """What must be the same for all captions of a file."""
+        """Settings that must be equal for all captions of a file."""
         ...
 
     def submit(self, question: Question) -> Future[Any]: ...
 
     def answer(self, result: Any) -> Answer:
-        """What a future's result comes to."""
+        """The answer from a future's result."""
         ...
 
 
@@ -63,7 +60,7 @@ class Local:
         return {"model": model.name, "weights": model.digest, "precision": model.precision, "device": model.device.type}
 
     def check(self, question: Question) -> None:
-        """Raises `Invalid` for a question that the model does not take."""
+        """Raises `Invalid` for a question that the model does not accept."""
         from core.batching.request import Request
 
         self._runner.check(Request("check", "text", self._wanted(question)))
@@ -83,10 +80,10 @@ class Local:
 
 
 class Remote:
-    """A service, through its chat or its plain completions. Each request waits on a thread of its own."""
+    """A service, through its chat or its plain completions. Each request waits on its own thread."""
 
     def __init__(self, url: str, key: str | None = None, model: str | None = None, *, width: int = 64) -> None:
-        """Raises `SourceError` where no service answers, none has the model, or the key does not open it."""
+        """Raises `SourceError` if no service answers, none has the model, or the key is rejected."""
         self._service = Service(url, key, width=width)
         self.width = width
         self.name, self._card = self._service.model("text", model)
@@ -109,12 +106,12 @@ class Remote:
         return Answer(text or "", choice["finish_reason"] == "stop")
 
     def _chats(self) -> bool:
-        """Cards do not say whether a model has a chat template, so it is asked for one token."""
+        """Cards do not say whether a model has a chat template, so one token is requested."""
         hello = {"model": self.name, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 1, "seed": 0}
         try:
             self._service.post("/v1/chat/completions", hello)
         except SourceError as error:
-            if error.field == "messages":  # nothing else can be wrong with these
+            if error.field == "messages":  # the only possible cause of an error
                 return False
             raise
         return True

@@ -1,11 +1,11 @@
-"""A prompts file in the making: its rows as they are settled, one after the other, and the manifest beside it.
+"""A prompts file under construction: its finished rows in order, and the manifest beside it. Survives a killed process.
 
-Knows files and what is left of them when a process is killed; knows nothing of how captions are made.
+Files:
 
-    captions.tsv        id, caption, seed, and what it is about where that is known; there when all are made
-    captions.tsv.json   what they were asked for with, what wrote them, how often each was made again and why
-    captions.tsv.part   until then: a line for what was asked for, and one for each row, appended when it is settled
-    captions.tsv.lock   while they are made: no second process may
+    captions.tsv        id, caption, seed, and the subject where known; exists when all are finished
+    captions.tsv.json   the request settings, what wrote them, how often each was retried and why
+    captions.tsv.part   until then: a line for the request, and one for each row, appended when it is final
+    captions.tsv.lock   held while they are written: no second process may
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ VERSION = 1
 
 
 class CaptionFileError(ValueError):
-    """A prompts file that cannot be made. The message names it."""
+    """A prompts file that cannot be written. The message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A settled row. `caption` None: none of its attempts was one. `again` counts the others by what was wrong."""
+    """A finished row. `caption` None: none of its attempts was valid. `again` counts the others by reason."""
 
     index: int
     caption: str | None
     seed: int
     subject: str
-    tokens: int  # of the picture model
+    tokens: int  # of the image model
     again: dict[str, int] = field(default_factory=dict)
 
 
 class CaptionFile:
-    """One prompts file. Open it, `begin` it when it is known who writes, `add` rows in order, `finish` it."""
+    """One prompts file. Open it, `begin` it when the author is known, `add` rows in order, `finish` it."""
 
     def __init__(self, out: Path, settings: Mapping[str, Any], count: int) -> None:
-        """Raises `CaptionFileError` where `out` holds something else, or a beginning of other settings."""
+        """Raises `CaptionFileError` if `out` contains something else, or a partial file with other settings."""
         self.out = out
         self.count = count
         self.settings = dict(settings) | {"count": count}
@@ -71,7 +71,7 @@ class CaptionFile:
 
     @property
     def part(self) -> Path:
-        """The rows that are settled, until the file is whole."""
+        """The file of finished rows, until all are finished."""
         return self._beside(".part")
 
     @property
@@ -84,7 +84,7 @@ class CaptionFile:
 
     @property
     def again(self) -> Counter[str]:
-        """How many attempts were none, by what was wrong."""
+        """The number of invalid attempts, by reason."""
         return sum((Counter(row.again) for row in self.rows), Counter())
 
     def _beside(self, suffix: str) -> Path:
@@ -103,12 +103,12 @@ class CaptionFile:
             data = self.part.read_bytes()
         except FileNotFoundError:
             return
-        lines = data.split(b"\n")[:-1]  # what follows the last line end is torn, or nothing
+        lines = data.split(b"\n")[:-1]  # the last element is torn, or empty
         if not lines:
             return
         head = self._read_head(lines[0])
         self.rows = [self._read_row(number, line) for number, line in enumerate(lines[1:])]
-        if not self.made:  # a command that brought nothing is no reason to refuse a better one
+        if not self.made:  # a command that wrote nothing must not block a corrected one
             self.rows = []
             return
         _refuse_differences(
@@ -119,7 +119,7 @@ class CaptionFile:
         os.truncate(self.part, data.rfind(b"\n") + 1)
 
     def _vouched(self) -> dict[str, Any]:
-        """The settings of the finished file. Raises `CaptionFileError` where its manifest does not speak of it."""
+        """The settings of the finished file. Raises `CaptionFileError` if its manifest does not match it."""
         try:
             head = json.loads(self.manifest.read_text("utf-8"))
             settings, digest = dict(head["settings"]), head["sha256"]
@@ -156,7 +156,7 @@ class CaptionFile:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def begin(self, written_by: Mapping[str, Any]) -> None:
-        """Say who writes. Raises `CaptionFileError` where others wrote the rows that are there."""
+        """Record the author. Raises `CaptionFileError` if another one wrote the existing rows."""
         if self.rows:
             _refuse_differences(f"{self.part} was written by another model; remove it", self.written_by, written_by)
         else:
@@ -166,7 +166,7 @@ class CaptionFile:
         self._log = os.open(self.part, os.O_WRONLY | os.O_APPEND)
 
     def add(self, row: Row) -> None:
-        """Write down the next row. Raises OSError, and then it is not there."""
+        """Append the next row. Raises OSError, and then it is not there."""
         assert self._log is not None and row.index == len(self.rows), "begun, and rows in their order"
         line = (json.dumps(asdict(row), ensure_ascii=False) + "\n").encode()
         if os.write(self._log, line) != len(line):  # the rest would follow half a line
@@ -174,7 +174,7 @@ class CaptionFile:
         self.rows.append(row)
 
     def finish(self) -> None:
-        """Write the table and its manifest, of all rows. In an order in which a kill costs nothing."""
+        """Write the table and its manifest, of all rows. In an order in which a kill loses nothing."""
         assert len(self.rows) == self.count
         about = any(row.subject for row in self.rows)
         cells = [
@@ -196,7 +196,7 @@ class CaptionFile:
             os.close(self._log)
             self._log = None
         if self._lock.is_locked:
-            if self.finished or not self.part.exists():  # nobody can be waiting for it: who finds it taken goes away
+            if self.finished or not self.part.exists():  # a process that finds the lock held gives up
                 self._beside(".lock").unlink(missing_ok=True)
             self._lock.release()
 

@@ -1,8 +1,8 @@
-"""Composes a prompts file: keeps the text model busy, screens what it answers, settles the rows one after the other.
+"""Writes a prompts file: keeps the text model busy, screens its answers, finalizes the rows in order.
 
-What a row becomes depends on its own attempts and on the rows before it: the first attempt that is a caption, and that
-no earlier row has. So the file is the same however wide batches are and whenever it was interrupted; being ahead of the
-row that is next to be settled only makes it faster. Knows questions, answers and rows; nothing of engines and services.
+A row depends only on its own attempts and on the rows before it: it is the first attempt that is a valid caption, and
+not a duplicate of an earlier row. So the file is independent of batch width and interruptions; working ahead of the
+next row only makes it faster.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from training.captioning.screen import BROKEN, DUPLICATE, EMPTY, UNFINISHED, Scr
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_AHEAD = 4  # times the author's width: as many rows are open at once
-_HOPELESS = 16  # rows without one caption among them are enough to know
+_AHEAD = 4  # times the author's width: rows open at once
+_HOPELESS = 16  # after so many rows without one caption it gives up
 
 
 class HopelessError(RuntimeError):
-    """No caption comes of what is asked. `again` counts by what was wrong."""
+    """The request yields no captions. `again` counts attempts by reason."""
 
     def __init__(self, again: Counter[str]) -> None:
         super().__init__("no caption comes of it")
@@ -37,18 +37,18 @@ class HopelessError(RuntimeError):
 
 @dataclass(slots=True)
 class _Open:
-    """A row that is not settled: its attempts as far as they are made, and how many were begun."""
+    """An unfinished row: its completed attempts, and how many were started."""
 
     index: int
     begun: int = 0
     under_way: int = 0
-    made: dict[int, tuple[Question, str | None, str]] = field(default_factory=dict)  # question, what is wrong, caption
+    made: dict[int, tuple[Question, str | None, str]] = field(default_factory=dict)  # question, reason, caption
     again: Counter[str] = field(default_factory=Counter)
-    looked: int = 0  # so many attempts are known to be none
+    looked: int = 0  # so many attempts are known to be invalid
 
 
 class Composer:
-    """Makes the captions that a file lacks. `attempts` is how often a row is tried at most."""
+    """Generates the captions that a file lacks. `attempts` is the maximum of tries per row."""
 
     def __init__(self, file: CaptionFile, asker: Asker, author: Author, screen: Screen, attempts: int) -> None:
         self._file, self._asker, self._author, self._screen = file, asker, author, screen
@@ -60,9 +60,9 @@ class Composer:
                 screen.keep(row.caption)
 
     def run(self, progress: Progress) -> None:
-        """Make all that is missing, row by row.
+        """Generate all that is missing, row by row.
 
-        Raises what the author raises, OSError where rows cannot be written, and `HopelessError`; what is settled stays.
+        Raises what the author raises, OSError if rows cannot be written, and `HopelessError`; finished rows stay.
         """
         file, pulse = self._file, Pulse(progress.console, "captions", len(self._file.rows))
         bar = progress.add_task("captions", total=file.count, completed=len(file.rows))
@@ -80,7 +80,7 @@ class Composer:
                 raise HopelessError(file.again)
 
     def _ask(self) -> None:
-        """Begin attempts until the author is full: of the rows that come first, and of the very first several."""
+        """Start attempts until the author is full: of the first open rows, and several of the very first."""
         while len(self._asked) < self._author.width:
             row = next((row for row in self._rows if self._wants(row)), None)
             if row is None:
@@ -92,11 +92,11 @@ class Composer:
             self._asked[self._author.submit(question)] = (row, attempt, question)
 
     def _wants(self, row: _Open) -> bool:
-        """The longer a row took, the more of its attempts are made at once where all others wait for it."""
+        """The longer a row has taken, the more of its attempts run at once while all others wait for it."""
         if row.begun == self._attempts:
             return False
         if row.begun > row.looked + row.under_way:
-            return False  # one was made that may be it
+            return False  # a pending one may be valid
         return row.under_way < (max(1, row.looked) if row is self._rows[0] else 1)
 
     def _next(self) -> _Open | None:
@@ -125,7 +125,7 @@ class Composer:
         self._look(row)
 
     def _look(self, row: _Open) -> None:
-        """Pass over the attempts that are known to be none by now."""
+        """Skip the attempts that are known to be invalid."""
         while row.looked in row.made:
             _, wrong, caption = row.made[row.looked]
             wrong = wrong or (DUPLICATE if self._screen.has(caption) else None)
@@ -135,7 +135,7 @@ class Composer:
             row.looked += 1
 
     def _settle(self, row: _Open) -> bool:
-        """Write the row down if all rows before it are, and it is known what it becomes."""
+        """Write the row if all rows before it are written, and its outcome is known."""
         self._look(row)
         if row.looked not in row.made:
             if row.looked < self._attempts:
@@ -147,6 +147,6 @@ class Composer:
         self._screen.keep(caption)
         tokens = self._screen.tokens(caption)
         self._file.add(Row(row.index, caption, question.seed, question.subject, tokens, dict(row.again)))
-        for other in self._rows:  # whoever has the same is to begin again before it is its turn
+        for other in self._rows:  # rows with the same caption restart before their turn
             self._look(other)
         return True

@@ -1,6 +1,7 @@
-"""Which answers of a text model are captions: whole, of one line, within the text encoders' reach, and not there yet.
+"""Decides which answers of a text model are valid captions: complete, on one line, within the text encoders' context,
+and new.
 
-Knows text and the tokenizers of a picture model; knows nothing of who wrote it. Imports no torch of its own.
+Imports no torch itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ REASONS = {
 
 
 def tokenizers(name: str) -> list[Any]:
-    """Both of a picture model: a folder, a hub id, or a seeded model. Raises `pipeline.folder.ModelError`."""
+    """Both tokenizers of an image model: a folder, a hub id, or a seeded model. Raises `pipeline.folder.ModelError`."""
     from transformers import CLIPTokenizer
 
     from pipeline import tiny
@@ -38,56 +39,56 @@ def tokenizers(name: str) -> list[Any]:
         where = folder / part
         if not where.is_dir():
             raise ModelError(f"{name}: the part {part} is missing")
-        read_json(where / "tokenizer_config.json")  # without its files the library makes one that knows no words
+        read_json(where / "tokenizer_config.json")  # without its files the library makes one with an empty vocabulary
         if not (where / "tokenizer.json").exists():
             read_json(where / "vocab.json")
             if not (where / "merges.txt").is_file():
                 raise ModelError(f"{where}: merges.txt is missing")
         try:
             found.append(CLIPTokenizer.from_pretrained(str(where), local_files_only=True))
-        except Exception as error:  # many libraries, many exceptions: all say that it does not load
+        except Exception as error:  # many libraries, many exceptions: it does not load
             raise ModelError(f"{where}: does not load ({type(error).__name__}: {first_line(error)})") from error
     return found
 
 
 def _folder(name: str) -> Path:
-    """Where the tokenizers lie, downloaded first, and nothing else, if `name` is a hub id and no folder."""
+    """The tokenizers' folder; if `name` is a hub id and no folder, only they are downloaded first."""
     from pipeline import folder
 
     if Path(name).expanduser().is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
-        return folder.find(name, None)  # which says what is wrong with it
+        return folder.find(name, None)  # it reports what is wrong
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["tokenizer/*", "tokenizer_2/*"]))
-    except Exception as error:  # of many libraries: all say that it cannot be had
+    except Exception as error:  # of many libraries: not available
         reason = f"{type(error).__name__}: {folder.first_line(error)}"
         raise folder.ModelError(f"{name}: cannot be downloaded ({reason})") from error
 
 
 def squeeze(text: str) -> str:
-    """A text on one line, without the quotes that models like to put around what they were asked for."""
+    """A text on one line, without the quotes that models often add."""
     return " ".join(text.split()).strip(' "“”')
 
 
 def key(text: str) -> str:
-    """Equal for captions that differ in case and spaces alone."""
+    """A key, equal for captions that differ only in case and spaces."""
     return "".join(text.casefold().split())
 
 
 class Screen:
-    """Says what is wrong with answers, and remembers what was kept."""
+    """Rejects answers with a reason, and remembers accepted ones."""
 
     def __init__(self, tokenizers: Sequence[Any]) -> None:
         self._tokenizers = tokenizers
         self._kept: set[str] = set()
 
     def tokens(self, caption: str) -> int:
-        """As many as the encoder sees that splits it finest, both ends included."""
+        """The token count of the encoder that splits it finest, both special tokens included."""
         return max(len(one(caption, verbose=False).input_ids) for one in self._tokenizers)
 
     def wrong(self, text: str, whole: bool) -> str | None:
-        """Why an answer is no caption, whatever there is already; None if it is one. `whole`: it ended by itself."""
+        """Why an answer is no valid caption, apart from duplicates; None if it is one. `whole`: it ended by itself."""
         if not whole:
             return UNFINISHED
         if "\ufffd" in text or complaint(text, MAX_PROMPT_CHARACTERS) is not None:

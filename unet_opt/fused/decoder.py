@@ -1,7 +1,7 @@
 """A VAE's decoder on fused layers: NHWC from latents to pixels.
 
-Takes its weights from a diffusers AutoencoderKL, quantized or not. Knows the decoder's blocks; does not know kernels,
-and nothing of scaling factors and pixels' levels.
+Takes its weights from a diffusers AutoencoderKL, quantized or not. Scaling of latents and rounding of pixels are the
+caller's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FusedDecoder:
     """Latents [B, C, h, w] as the decoder reads them → pixels [B, H, W, 3] in about [-1, 1], in the base type."""
 
     def __init__(self, vae: Any) -> None:
-        """Raises ValueError for a decoder that is not laid out as SDXL's."""
+        """Raises ValueError for a decoder without SDXL's layout."""
         check(vae)
         decoder = vae.decoder
         self.base: torch.dtype = decoder.conv_in.weight.dtype
@@ -58,7 +58,7 @@ class FusedDecoder:
 
 
 class _Attention:
-    """One head of all channels: scores of one picture at a time, since they take 2·(h·w)² bytes."""
+    """One head of all channels: scores of one image at a time, since they take 2·(h·w)² bytes."""
 
     def __init__(self, attention: Any, base: torch.dtype) -> None:
         if attention.heads != 1:

@@ -1,8 +1,8 @@
 """Layers of a fused network, built from a model's own modules, plain or quantized.
 
-Channels last throughout. Between two products there is one kernel (a norm, attention, a gate), which writes what the
-next layer reads: its 8-bit levels where that layer is quantized, the base type where it is not. On a CPU the kernels'
-plain twins compute the same. Knows kernels and modules; knows no model.
+Channels last throughout. Between two products there is one kernel (a norm, attention, a gate), which writes the next
+layer's input: 8-bit levels if that layer is quantized, else the base type. On a CPU the kernels' references compute the
+same.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from core.quant.linear import Scaled, ScaledConv2d
 
 
 class Layer:
-    """Weights of one or several modules that read one input, their rows one below another.
+    """Weights of one or several modules that read one input, concatenated by rows.
 
-    `kind` is the 8-bit type of weights and input, or None where they are of the base type. `inverse` [K] is what the
-    input is multiplied with before it is rounded to levels.
+    `kind` is the 8-bit type of weights and input, or None for the base type. `inverse` [K] multiplies the input before
+    it is rounded to levels.
     """
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
@@ -52,7 +52,7 @@ class Layer:
 
 
 def _joined(modules: Sequence[Any], name: str) -> Tensor:
-    """The modules' tensors as one, which they are made views of: no weight is held twice."""
+    """The modules' tensors concatenated; the modules become views of it, so that no weight is stored twice."""
     tensors: list[Tensor] = [getattr(module, name).detach() for module in modules]
     if len(tensors) == 1:
         return tensors[0]
@@ -76,7 +76,7 @@ class Linear(Layer):
         self._plain_bias = self.plain_bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`out` [M, N], whose rows may be apart, receives the result; so may `residual`'s be."""
+        """`out` [M, N], whose rows may be strided, receives the result; `residual`'s rows may be strided too."""
         if self.kind is None:
             y = F.linear(x, self.weight, self._plain_bias)
             y = y if residual is None else y.add_(residual)
@@ -89,7 +89,7 @@ class Linear(Layer):
 
 
 class Gated(Linear):
-    """hidden · gelu(gate), for `then`, in the type that this one reads."""
+    """hidden · gelu(gate), in the type that the layer `then` reads."""
 
     def gate(self, x: Tensor, then: Layer) -> Tensor:
         if self.kind is None or then.kind is not self.kind:
@@ -115,7 +115,7 @@ class Conv(Layer):
     def __call__(
         self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one a picture."""
+        """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image."""
         if self.kind is None:
             y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, 1).permute(0, 2, 3, 1)
             y = y if row_bias is None else y.add_(row_bias[:, None, None].to(y.dtype))
@@ -130,9 +130,9 @@ class Conv(Layer):
 
 
 class UpConv(Conv):
-    """The same after a nearest-neighbour upsampling by two; in 8 bits the larger picture is never made.
+    """The same after a nearest-neighbour upsampling by two; in 8 bits the larger image is never materialized.
 
-    Taps that meet in one pixel are summed, and the sums are quantized anew.
+    Taps that read the same pixel are summed, and the sums are quantized again.
     """
 
     def __init__(self, module: Any, base: torch.dtype) -> None:
@@ -160,7 +160,7 @@ class UpConv(Conv):
 
 
 class Norm:
-    """LayerNorm or GroupNorm (and SiLU) for the layer that comes next, in the type that this one reads."""
+    """LayerNorm or GroupNorm (and SiLU), in the type that the next layer reads."""
 
     def __init__(self, norm: nn.Module, base: torch.dtype, silu: bool = False) -> None:
         assert isinstance(norm, nn.LayerNorm | nn.GroupNorm)
@@ -182,7 +182,7 @@ class Norm:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, then: Layer) -> Tensor:
-    """Attention of q [B, Sq, H, d] to k, v [B, Sk, H, d] for the layer that comes next: [B·Sq, H·d]."""
+    """Attention of q [B, Sq, H, d] to k, v [B, Sk, H, d] for the next layer: [B·Sq, H·d]."""
     if q.dtype == torch.bfloat16 or then.kind is not None:
         return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
     y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -190,7 +190,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, then: Layer) -> Tensor:
 
 
 def for_layer(x: Tensor, then: Layer) -> Tensor:
-    """x [..., C] as the layer that comes next reads it."""
+    """x [..., C] in the type that the next layer reads."""
     if then.kind is None or then.inverse is None:
         return x
     return (quantize if x.is_cuda else quantize_reference)(x, then.inverse, then.kind)

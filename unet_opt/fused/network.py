@@ -1,9 +1,8 @@
-"""SDXL's UNet on fused layers: tokens and NHWC share one memory, nothing is permuted, nothing is concatenated.
+"""SDXL's UNet on fused layers: tokens and NHWC share one memory, without permutations or concatenations.
 
-Takes its weights from a diffusers UNet, quantized or not. What the up path concatenates is written side by side in the
+Takes its weights from a diffusers UNet, quantized or not. The up path's concatenations are written side by side in the
 first place: each skip's producer and each up layer write their own channels of one buffer. A shallow step of DeepCache
-(`unet_opt.deepcache`) fills the same buffers with features of an earlier deep one. Knows SDXL's blocks; does not know
-kernels (`layers.py`), and nothing of requests.
+(`unet_opt.deepcache`) fills the same buffers with features of an earlier deep one.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Resnet:
 
 
 class Block:
-    """Self-attention, cross-attention, gated feed-forward; cross-attention's keys and values are given."""
+    """Self-attention, cross-attention, gated feed-forward; cross-attention's keys and values are inputs."""
 
     def __init__(self, block: Any, base: torch.dtype, kv_at: int) -> None:
         own, cross = block.attn1, block.attn2
@@ -86,7 +85,7 @@ class FusedUNet:
     """
 
     def __init__(self, unet: Any, *, rows: int) -> None:
-        """`rows` is the most that one call may have. Raises ValueError for a UNet that is not laid out as SDXL's."""
+        """`rows` is the most that one call may have. Raises ValueError for a UNet without SDXL's layout."""
         check_layout(unet)
         self.unet, self._rows = unet, rows
         self.base: torch.dtype = unet.conv_in.weight.dtype
@@ -125,7 +124,7 @@ class FusedUNet:
         return resnets, transformers, sampler
 
     def keys(self, hidden: Tensor) -> Tensor:
-        """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once a request."""
+        """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once per request."""
         return self._keys(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def __call__(
@@ -186,7 +185,7 @@ class FusedUNet:
         return (self._rise(len(self._up) - 1, len(wide) - count, times, encoder_hidden_states, wide),)
 
     def _features(self, wide: Sequence[Tensor]) -> list[Tensor]:
-        """What shallow steps read, as parts of the buffers: `deepcache.kept` says which depth reads which."""
+        """The features for shallow steps, as parts of the buffers: `deepcache.kept` says which depth reads which."""
         last = wide[-len(self._up[-1][0]) :]
         skips = self._skips()[: len(last)][::-1]  # the first of all is conv_in's, which comes last
         into = [w[..., : w.shape[3] - c] for w, c in zip(last, skips, strict=True)]
@@ -204,7 +203,9 @@ class FusedUNet:
         return self._time(F.silu(emb)).float()
 
     def _wide(self, sample: Tensor) -> list[Tensor]:
-        """The up path's concatenations, first to last: [.., hidden | skip]. One memory for calls of all widths."""
+        """The buffers of the up path's concatenations, first to last: [.., hidden | skip]. One memory for calls of all
+        widths.
+        """
         rows, _, height, width = sample.shape
         if rows > self._rows:
             raise ValueError(f"{rows} rows, and there is room for {self._rows}")
@@ -261,7 +262,7 @@ class FusedUNet:
 
 
 def check_layout(unet: Any) -> None:
-    """Refuse, by name, what these layers would compute differently from diffusers. Raises ValueError."""
+    """Reject, by name, what these layers would compute differently from diffusers. Raises ValueError."""
     check(unet)
     if len(unet.mid_block.resnets) != 2 or len(unet.mid_block.attentions) != 1:
         raise ValueError("unet: its middle is not two residual blocks around one transformer")

@@ -1,1 +1,1 @@
-"""Kernels of the quantization core, a folder for each kind of device. Knows bytes and floats; knows no layers."""
+"""Kernels of the quantization core, one folder per kind of device."""

@@ -1,4 +1,4 @@
-"""Looks at a device of this machine, and at the libraries that its kernels are compiled by."""
+"""Describes this machine's devices, and the libraries that compile their kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SOURCES = (".py", ".cpp", ".h", ".json")
 
 
 def describe(device: torch.device, cache: Path) -> Device:
-    """What the choice of kernels on this device depends on.
+    """The properties of this device that select kernels.
 
     For a CPU its kernels are compiled into `cache` if they are not there yet, which takes seconds.
     """
@@ -50,7 +50,7 @@ def triton_version() -> str | None:
 
 @functools.cache
 def cuda_versions() -> dict[str, str | None]:
-    """Versions of all that computes on a GPU, or writes the code that does, beside torch itself; None: not there."""
+    """Versions of all libraries that compute on a GPU, or compile for it, beside torch itself; None: not installed."""
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
         "cuda": torch.version.cuda,
@@ -78,9 +78,10 @@ def _installed(package: str) -> str | None:
 
 @functools.cache
 def digest(root: Path, names: Sequence[str]) -> str:
-    """A digest of source files: of each folder and file in `names` below `root`, with their names. No path above it.
+    """A digest of source files: of each folder and file in `names` below `root`, with their names, but no path above
+    it.
 
-    Raises OSError for one that is not there.
+    Raises OSError for a missing one.
     """
     made = hashlib.sha256()
     for name in names:

@@ -1,6 +1,6 @@
-"""Decides which kernels run on a device in a precision, from a description of the device alone.
+"""Selects the kernels for a device and precision, from a description of the device.
 
-Nothing here looks at hardware: `describe.py` does, so that every decision can be tested for devices that are not there.
+Does not query hardware (`describe.py` does), so that every decision can be tested for devices that are absent.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ EVERY_LAYER = "all layers"
 LINEAR, GEGLU, CONV, UPSAMPLE = "linear", "geglu", "conv", "upsample conv"
 LAYER_NORM, GROUP_NORM, ATTENTION, QUANTIZE = "layer norm", "group norm", "attention", "quantize"
 
-# The least compute capability that Triton multiplies a precision on. bf16 and int8: that of Triton itself (Ampere).
-# fp8: E4M3, which tensor cores know since Ada.
+# The minimum compute capability for a precision in Triton. bf16 and int8: Triton's own minimum (Ampere). fp8: E4M3,
+# supported by tensor cores since Ada.
 _LEAST: dict[str, Capability] = {"bf16": (8, 0), "int8": (8, 0), "fp8": (8, 9)}
-_HOPPER: Capability = (9, 0)  # `wgmma` is in this one alone: neither older nor newer GPUs have it
+_HOPPER: Capability = (9, 0)  # `wgmma` exists only here: neither older nor newer GPUs have it
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the choice of kernels depends on.
+    """The properties that select kernels.
 
-    `capability` is None for a CPU, and where there is no such GPU. `triton` is its version, None where it is not
-    installed. `nvrtc_lacks` says why CUDA programs cannot be compiled, `cpu_lacks` why there are no (or no faster) CPU
-    kernels; `instructions` is what the CPU kernels are compiled for, None without them.
+    `capability` is None for a CPU, and without such a GPU. `triton` is its version, None if not installed.
+    `nvrtc_lacks` says why CUDA programs cannot be compiled, `cpu_lacks` why there are no (or no faster) CPU kernels;
+    `instructions` is what the CPU kernels are compiled for, None without them.
     """
 
     kind: str  # cpu or cuda
@@ -53,7 +53,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which kernels run an operation. `reason` is why no faster ones do, empty where these are the fastest."""
+    """The kernels of an operation. `reason` is why no faster ones run, empty if these are the fastest."""
 
     operation: str
     implementation: str
@@ -65,7 +65,7 @@ class Decision:
 
 
 def lacks(device: Device, precision: str) -> str | None:
-    """Why our kernels do not run a model of this precision on the device, or None if they do."""
+    """Why our kernels cannot run a model of this precision on the device, or None if they can."""
     if device.kind == "cpu":
         if precision not in ("fp32", "int8"):
             return f"the CPU kernels know fp32 and int8, not {precision}"
@@ -83,17 +83,17 @@ def lacks(device: Device, precision: str) -> str | None:
 
 
 def instead(device: Device, precision: str) -> str:
-    """What a user may take in place of a precision that the device lacks, in words."""
+    """Alternatives to a precision that the device lacks, in words."""
     found = [other for other in ("int8", "bf16") if other != precision and lacks(device, other) is None]
     if device.kind == "cpu":
         found = [*(other for other in found if other != "bf16"), "fp32"]
-    elif not found:  # torch multiplies them by itself
+    elif not found:  # torch multiplies them itself
         found = ["bf16" if (device.capability or _HOPPER) >= _LEAST["bf16"] else "fp16"]
     return " or ".join(found)
 
 
 def hopper_lacks(capability: Capability | None, nvrtc_lacks: str | None = None) -> str | None:
-    """Why the Hopper kernels do not run, or None if they do."""
+    """Why the Hopper kernels cannot run, or None if they can."""
     if capability is None:
         return "no CUDA device"
     if capability != _HOPPER:
@@ -102,10 +102,10 @@ def hopper_lacks(capability: Capability | None, nvrtc_lacks: str | None = None) 
 
 
 def decisions(device: Device, precision: str) -> tuple[Decision, ...]:
-    """Which kernels run each operation of an image model of this precision, as far as the device decides it.
+    """The kernels of each operation of an image model in this precision, as far as the device determines them.
 
-    8 bits that `lacks` gives a reason against are refused before anything is drawn (`workers.devices`), as torch would
-    only emulate them. A layer whose shape the Hopper kernels do not take falls back to Triton's, and says so (`say`).
+    8-bit precisions that `lacks` rejects are refused before generation (`workers.devices`), as torch would only emulate
+    them. A layer whose shape the Hopper kernels do not support falls back to Triton's, and logs it (`say`).
     """
     why = lacks(device, precision)
     if why is not None:
@@ -127,16 +127,16 @@ def decisions(device: Device, precision: str) -> tuple[Decision, ...]:
 
 
 def summary(found: Sequence[Decision]) -> tuple[str, str]:
-    """The fastest kernels among the decisions, and why no faster ones run ("" where these are the fastest)."""
+    """The fastest kernels among the decisions, and why no faster ones run ("" if these are the fastest)."""
     best = min(found, key=lambda decision: _RANK.index(decision.implementation))
-    # The operations that are Triton's everywhere have no reason to be; attention is Hopper's wherever anything is.
+    # Operations that always run on Triton need no reason; attention runs on Hopper's whenever anything does.
     reason = next((one.reason for one in found if one.operation == ATTENTION), best.reason)
     return best.implementation, reason
 
 
 @functools.cache
 def say(decision: Decision, *, asked: bool = False) -> None:
-    """Log a decision, once in the life of the process; torch for all layers as a warning, unless that was asked for."""
+    """Log a decision, once per process; torch for all layers as a warning, unless that was requested."""
     warn = decision.operation == EVERY_LAYER and decision.implementation == TORCH and not asked
     log.log(logging.WARNING if warn else logging.INFO, "%s", decision)
 

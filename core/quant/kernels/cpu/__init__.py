@@ -1,1 +1,1 @@
-"""INT8 on x86 processors: kernels in C++, compiled for the machine at hand when first needed, and programs of them."""
+"""INT8 on x86 processors: C++ kernels, compiled for this machine on first use, and programs of calls to them."""

@@ -1,4 +1,4 @@
-"""The argument structures of the C++ kernels, field by field as in their headers. Knows layouts only."""
+"""The argument structures of the C++ kernels, field by field as in their headers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A model's layers as the CPU kernels read them: packed once, shared by the programs of every batch size.
+"""Packs a model's layers for the CPU kernels, once, shared by the programs of every batch size.
 
-A layer is in INT8 if it was quantized and in floats if not. Knows diffusers' and transformers' plain layers; knows
-nothing of how a network puts them together.
+A layer is in INT8 if it was quantized, else in floats. Supports diffusers' and transformers' plain layers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from core.quant.linear import Int8Conv2d, Int8Linear, steps
 
 
 class Layer(NamedTuple):
-    """`inverse` [channels] is what the layer's input is quantized by; None for a layer in floats.
+    """A packed layer. `inverse` [channels] quantizes its input; None for a layer in floats.
 
     `names` are those of the modules that it was packed from.
     """
@@ -29,18 +28,18 @@ class Layer(NamedTuple):
 
 
 class Layers:
-    """Packs layers when they are first asked for, and remembers them.
+    """Packs layers on first use, and caches them.
 
-    Raises ValueError, naming the layer, for one that the kernels do not know.
+    Raises ValueError, naming the layer, for an unsupported one.
     """
 
     def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
-        """`half` keeps the weights of layers in floats in bf16, which is what an INT8 model holds them in."""
+        """`half` keeps the weights of layers in floats in bf16, the type in which an INT8 model holds them."""
         self.library = library
-        self.blocks = Blocks()  # of all its programs: they run one at a time
+        self.blocks = Blocks()  # shared by all its programs: they run one at a time
         self._half = half
         self._names = {id(module): name for name, module in model.named_modules()}
-        # The modules are kept beside what was made of them, so that no other can take over their identity.
+        # The modules are kept with the result, so that no other object can take over their identity.
         self._made: dict[tuple[object, ...], tuple[Sequence[nn.Module], Layer]] = {}
 
     def __call__(self, *modules: nn.Module, geglu: bool = False) -> Layer:
@@ -48,7 +47,7 @@ class Layers:
         return self._once(modules, (geglu,), lambda: self._pack(modules, geglu))
 
     def floats(self, *modules: nn.Module) -> Layer:
-        """As when called, for layers that are not written down otherwise than in floats."""
+        """As when called, for layers that only exist in floats."""
         layer = self(*modules)
         if layer.inverse is not None:
             raise ValueError(f"layer {self._names.get(id(modules[0]), '?')}: is known to the kernels in floats only")
@@ -69,7 +68,7 @@ class Layers:
         return sum(layer.weights.packed.nbytes for _, layer in self._made.values())
 
     def release(self) -> None:
-        """Let go of the weights of all layers that were packed: from then on the model's own forward is no use."""
+        """Drop the original weights of all packed layers: the model's own forward cannot be used afterwards."""
         for modules, _ in self._made.values():
             for module in modules:
                 weight = module.weight
@@ -103,7 +102,7 @@ class Layers:
 
 
 def _biases(modules: Sequence[nn.Module]) -> Tensor:
-    """Side by side, [n]; zeros for a layer that has none."""
+    """Concatenated, [n]; zeros for a layer without one."""
     found = []
     for module in modules:
         assert isinstance(module, (nn.Linear, nn.Conv2d, Int8Linear, Int8Conv2d))
@@ -113,7 +112,7 @@ def _biases(modules: Sequence[nn.Module]) -> Tensor:
 
 
 def _float_weight(module: nn.Module) -> Tensor:
-    """[n, taps, channels]. Raises ValueError for what is not a plain layer in floats."""
+    """[n, taps, channels]. Raises ValueError for anything but a plain layer in floats."""
     if not isinstance(module, (nn.Linear, nn.Conv2d)):
         raise ValueError(
             f"a {type(module).__name__} is unknown to the kernels here, which want a plain layer in floats"

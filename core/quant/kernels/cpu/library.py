@@ -1,7 +1,6 @@
-"""Compiles the C++ kernels for this very processor, once, and loads them.
+"""Compiles the C++ kernels for this processor, once, and loads them.
 
-Knows compilers and files; knows nothing of what the kernels compute. A plain C interface keeps torch's headers out, so
-that compiling takes seconds and no version of torch matters.
+A plain C interface avoids torch's headers, so that compiling takes seconds and is independent of torch's version.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SOURCES = ("product.cpp", "norm.cpp", "attention.cpp", "tokens.cpp", "program.cp
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-w")
 _HERE = Path(__file__).resolve().parent
 _COMPILE_S = 120.0
-_PARTIAL = ".part"  # folders that a killed compiler leaves behind
+_PARTIAL = ".part"  # folders left behind by a killed compiler
 
 
 class Unavailable(RuntimeError):
@@ -41,7 +40,7 @@ class Unavailable(RuntimeError):
 
 
 class Identity(NamedTuple):
-    """What a compiled library says of itself: all that its results depend on beside its arguments."""
+    """A compiled library's own description: all that its results depend on beside its arguments."""
 
     instructions: str  # avx512-vnni or avx2
     digest: str  # of the sources, the compiler, its flags and the processor's
@@ -49,7 +48,7 @@ class Identity(NamedTuple):
 
 
 def identity(loaded: ctypes.CDLL) -> Identity:
-    """What a library was compiled from, by what and for which instructions, as it was written into it."""
+    """A library's sources, compiler and instruction set, as compiled into it."""
     told = (loaded.diptych_instructions(), loaded.diptych_digest(), loaded.diptych_compiler())
     return Identity(*(text.decode("utf-8", "replace") for text in told))
 
@@ -76,7 +75,7 @@ def library(cache_dir: Path) -> ctypes.CDLL:
 
 
 def processor() -> str:
-    """What the processor calls itself."""
+    """The processor's own name."""
     return _cpuinfo("model name") or platform.machine()
 
 
@@ -85,7 +84,7 @@ def _processor_flags() -> set[str]:
 
 
 def _cpuinfo(name: str) -> str:
-    """What Linux tells of the first processor; empty where it does not."""
+    """Linux's description of the first processor; empty elsewhere."""
     try:
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith(name):
@@ -107,7 +106,7 @@ def _compiler() -> list[str]:
 
 @cache
 def compiler_version() -> str:
-    """What the C++ compiler calls itself; empty where there is none. torch.compile takes the same."""
+    """The C++ compiler's version line; empty if there is none. torch.compile uses the same compiler."""
     try:
         return _said([*_compiler(), "--version"]).strip().partition("\n")[0]
     except Unavailable:
@@ -115,7 +114,7 @@ def compiler_version() -> str:
 
 
 def _key(compiler: list[str]) -> str:
-    """Names the compiled file: it changes with the code and with what the file is linked to."""
+    """File name of the compiled library: changes with the code and with what it is linked to."""
     digest, version = _digest(compiler)
     return hashlib.sha256(repr((digest, version, compiler, str(_openmp()))).encode()).hexdigest()[:16]
 
@@ -131,13 +130,13 @@ def _digest(compiler: list[str]) -> tuple[str, str]:
 
 
 def _openmp() -> Path | None:
-    """The OpenMP runtime that torch brought along. A second one would keep a second team of threads."""
+    """The OpenMP runtime bundled with torch. A second one would keep a second team of threads."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return found[0] if found else None
 
 
 def _check_ours(path: Path) -> None:
-    """Refuse code that another user could have put there. Raises `Unavailable`."""
+    """Reject code that another user could have written. Raises `Unavailable`."""
     for each in (path, path.parent):
         there = each.stat()
         if there.st_uid not in (os.getuid(), 0) or (there.st_mode & stat.S_IWOTH and not there.st_mode & stat.S_ISVTX):
@@ -162,7 +161,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    """Compile into `path`, whole or not at all, whoever else compiles at this moment."""
+    """Compile into `path` atomically, even with concurrent compilations."""
     runtime = _openmp()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +176,7 @@ def _compile(compiler: list[str], path: Path) -> None:
             linked = [str(runtime), f"-Wl,-rpath,{runtime.parent}"] if runtime else ["-fopenmp"]
             _said([*compiler, *_FLAGS, "-c", str(whole), "-o", str(work / "kernels.o")])
             _said([*compiler, "-shared", str(work / "kernels.o"), *linked, "-o", str(made)])
-            _load(made)  # what does not load is not kept
+            _load(made)  # a library that does not load is not kept
             made.replace(path)
     except OSError as error:
         raise Unavailable(f"INT8 kernels cannot be compiled into {path.parent}: {error}") from error
@@ -185,7 +184,7 @@ def _compile(compiler: list[str], path: Path) -> None:
 
 
 def _said(command: list[str]) -> str:
-    """What a compiler prints. Raises `Unavailable` with its first error; if it hangs, ends it and all it started."""
+    """A compiler's output. Raises `Unavailable` with its first error; if it hangs, kills it and its descendants."""
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         process = subprocess.Popen(
@@ -211,7 +210,7 @@ def _said(command: list[str]) -> str:
 
 
 def _sweep(cache_dir: Path) -> None:
-    """Remove what compilers that were killed left behind."""
+    """Remove what killed compilers left behind."""
     for left in cache_dir.glob(f"int8-*{_PARTIAL}"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > 10 * _COMPILE_S:

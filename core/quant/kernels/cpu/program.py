@@ -1,8 +1,8 @@
-"""Writes down a network as calls of the C++ kernels over fixed buffers, once for each batch size, and runs it at once.
+"""Compiles a network into a list of C++ kernel calls over fixed buffers, once per batch size, and runs it in one call.
 
-Knows shapes, buffers and the order of calls: what a CUDA graph knows. Knows nothing of the network's meaning. All
-activations are channels-last: [images · pixels, channels] floats, or bytes around 128 on the way into an INT8 layer.
-The kernels believe what they are told, so shapes are checked here, when a call is written down.
+The CPU's counterpart of a CUDA graph. All activations are channels-last: [images · pixels, channels] floats, or bytes
+around 128 as input of an INT8 layer. The kernels do not check their arguments, so shapes are checked here, when a call
+is added.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from core.quant.kernels.cpu import calls
 
 _LANES = 16
-_MOST = 2**31  # rows of a product, for which the kernels count in 32 bits; also what a sum of bytes must stay below
+_MOST = 2**31  # rows of a product, which the kernels count in 32 bits; also the limit of a sum of bytes
 INT8, FP32, BF16 = 0, 1, 2
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A layer's weights as the kernels read them. `scale` and `bias` reach to a multiple of 16 columns."""
+    """A layer's weights as the kernels read them. `scale` and `bias` are padded to a multiple of 16 columns."""
 
     packed: Tensor
     offset: Tensor | None
@@ -41,10 +41,10 @@ class Weights:
 def pack_int8(
     library: ctypes.CDLL, weight: Tensor, scale: Tensor, bias: Tensor | None, *, geglu: bool = False
 ) -> Weights:
-    """Weights of an INT8 layer: int8 [n, taps, channels], fp32 scale [n] (input scale included) and bias [n].
+    """Pack an INT8 layer: int8 [n, taps, channels], fp32 scale [n] (input scale included) and bias [n].
 
-    For `geglu` the first half of n is the hidden half and n / 2 must be a multiple of 16. Raises ValueError for what
-    the kernels cannot read: channels must be a multiple of 4.
+    For `geglu` the first half of n is the hidden half and n / 2 must be a multiple of 16. Raises ValueError for shapes
+    that the kernels do not support: channels must be a multiple of 4.
     """
     _, taps, channels = weight.shape
     if weight.dtype != torch.int8:
@@ -53,15 +53,15 @@ def pack_int8(
         raise ValueError(f"INT8 weights of {channels} input channels do not fit the kernels: no multiple of 4")
     if taps * channels * 127 * 127 >= _MOST:
         raise ValueError(f"INT8 weights of {taps} × {channels} inputs do not fit the kernels: sums could overflow")
-    # Activations come as x + 128: take the weights' share of that off again.
+    # Activations come as x + 128: subtract the weights' share of that.
     offset = -128 * weight.sum(dim=(1, 2), dtype=torch.int32)
     return _pack(library, weight.contiguous(), INT8, offset, scale, bias, geglu)
 
 
 def pack_float(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
-    """Weights of a layer in floats: fp32 or bf16 [n, taps, channels]; what is computed is fp32.
+    """Pack a layer in floats: fp32 or bf16 [n, taps, channels]; the computation is in fp32.
 
-    `geglu` as for INT8. Raises ValueError for what the kernels cannot read.
+    `geglu` as for INT8. Raises ValueError for shapes that the kernels do not support.
     """
     kind = BF16 if weight.dtype == torch.bfloat16 else FP32
     weight = weight.contiguous() if kind == BF16 else weight.float().contiguous()
@@ -91,7 +91,7 @@ def _pack(
     def reach(what: str, values: Tensor) -> Tensor:
         if values.shape != (n,):
             raise ValueError(f"{what} of shape {[*values.shape]} does not fit {n} columns")
-        if geglu:  # in the order of the columns: vectors of hidden and gate alternate
+        if geglu:  # column order: vectors of hidden and gate alternate
             return values.reshape(2, -1, _LANES).transpose(0, 1).reshape(-1).contiguous()
         return torch.cat([values, values.new_zeros(wide - n)])
 
@@ -105,13 +105,13 @@ def _pack(
 
 
 class Blocks:
-    """Memory that programs share which never run at the same time: together they hold what the largest needs."""
+    """Memory shared by programs that never run at the same time: together they use what the largest needs."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
     def take(self, size_bytes: int, taken: set[int]) -> Tensor:
-        """A block of at least this size that is not among those taken by the same program, noted there."""
+        """A block of at least this size that the same program does not use yet; marked as used."""
         fitting = [(b.numel(), i) for i, b in enumerate(self._blocks) if i not in taken and b.numel() >= size_bytes]
         if fitting:
             index = min(fitting)[1]
@@ -127,10 +127,10 @@ class Blocks:
 
 
 class Program:
-    """Calls in the order in which they were written down. Not to be run by two threads at once.
+    """Kernel calls in the order in which they were added. Not thread-safe.
 
-    Nor at the same time as another program with the same `blocks`. What writes down a call raises ValueError for
-    tensors that do not fit it.
+    Nor may it run at the same time as another program with the same `blocks`. Methods that add a call raise ValueError
+    for tensors that do not fit it.
     """
 
     def __init__(self, library: ctypes.CDLL, blocks: Blocks | None = None) -> None:
@@ -139,9 +139,9 @@ class Program:
                 raise RuntimeError(f"the kernels and Python disagree on {structure.__name__}")
         self._library = library
         self._list: list[Any] = []
-        self._kept: list[Any] = []  # whatever the calls point into
+        self._kept: list[Any] = []  # all memory that the calls point into
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._lent: dict[int, int] = {}  # the buffers in use: how many elements at which address
+        self._lent: dict[int, int] = {}  # buffers in use: number of elements by address
         self._ready: Any = None
         self._blocks = blocks or Blocks()
         self._taken: set[int] = set()
@@ -150,7 +150,7 @@ class Program:
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A buffer of this shape: one that was given back, or one that this program did not use yet."""
+        """A buffer of this shape: a released one, or one that this program has not used yet."""
         count = math.prod(shape)
         if min(shape) < 1:
             raise ValueError(f"a buffer of shape {[*shape]} holds nothing")
@@ -165,9 +165,9 @@ class Program:
         return found.view(shape)
 
     def give_back(self, *tensors: Tensor | None) -> None:
-        """Say that these buffers' contents are no longer needed by what is written down next.
+        """Release these buffers: calls added from now on may overwrite them.
 
-        Raises ValueError for what is no buffer in use: two calls would otherwise write to one.
+        Raises ValueError for a tensor that is no buffer in use: two calls would otherwise write to one.
         """
         for tensor in tensors:
             if tensor is None:
@@ -270,7 +270,7 @@ class Program:
     def group_norm(
         self, x: Tensor, y: Tensor | None, norm: torch.nn.GroupNorm, *, images: int, silu: bool, inverse: Tensor | None
     ) -> Tensor:
-        """GroupNorm of [images · pixels, channels], `y`'s channels behind x's; bytes with `inverse`, else floats."""
+        """GroupNorm of [images · pixels, channels], `y`'s channels after x's; bytes with `inverse`, else floats."""
         (rows, c1), c2 = x.shape, 0 if y is None else y.shape[-1]
         weight, bias = _float("GroupNorm", norm.weight), _float("GroupNorm", norm.bias)
         _check("x", x, rows, c1)
@@ -317,20 +317,20 @@ class Program:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def run(self, first: int = 0, last: int | None = None) -> None:
-        """Calls `first` to `last` (default: all), in order, on as many threads as torch has.
+        """Run calls `first` to `last` (default: all), in order, on as many threads as torch uses.
 
-        Releases the interpreter's lock meanwhile.
+        Releases the GIL meanwhile.
         """
         if self._ready is None:
             made = (calls.Call(s.KIND, ctypes.addressof(s)) for s in self._list)
             self._ready = (calls.Call * len(self._list))(*made)
-        torch.get_num_threads()  # OpenMP counts for each thread by itself: torch now tells it of what was set elsewhere
+        torch.get_num_threads()  # OpenMP counts threads per calling thread: applies torch's setting here
         count = (len(self._list) if last is None else last) - first
         self._library.diptych_run(ctypes.byref(self._ready, first * ctypes.sizeof(calls.Call)), count)
 
     @property
     def last(self) -> Any:
-        """The arguments of the last call that was written down: pointers in it may be set anew between runs."""
+        """The arguments of the last call added: its pointers may be changed between runs."""
         return self._list[-1]
 
     def __len__(self) -> int:
@@ -347,7 +347,7 @@ def _kind(as_bytes: bool) -> torch.dtype:
 
 
 def _ends(out: Tensor, inverse: Tensor | None) -> dict[str, int | None]:
-    """Where a call writes to: bytes with `inverse`, else floats."""
+    """A call's output: bytes with `inverse`, else floats."""
     as_bytes = inverse is not None
     return {
         "inverse": _pointer(inverse),
@@ -359,7 +359,7 @@ def _ends(out: Tensor, inverse: Tensor | None) -> dict[str, int | None]:
 def _check(
     name: str, tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32, rows_apart: bool = False
 ) -> None:
-    """Refuse a tensor of another shape or type, or not lying as the kernels read it. `rows_apart` allows slices."""
+    """Reject a tensor of another shape, type or layout than the kernels read. `rows_apart` allows slices."""
     if tensor is None:
         return
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != "cpu":

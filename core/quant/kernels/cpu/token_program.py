@@ -1,7 +1,4 @@
-"""What a language model's program has beside products: RMSNorm, rotary positions, attention over pages.
-
-Knows shapes, buffers and pages; knows nothing of layers, nor of who owns a page.
-"""
+"""Program calls for language models: RMSNorm, rotary positions, paged attention."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from torch import Tensor
 from core.quant.kernels.cpu import calls
 from core.quant.kernels.cpu.program import Program, _check, _ends, _float, _kind, _pointer
 
-PAGE = 16  # tokens of a page: one channel of its keys is one vector
+PAGE = 16  # tokens per page: one channel of its keys is one vector register
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the rows of a forward stand: int32 positions [rows] and sequences [rows], which number rows of `table`.
+    """The positions of a forward's rows: int32 positions [rows] and sequences [rows], which index rows of `table`.
 
     `table` [sequences, pages] holds the numbers of a sequence's pages, in order.
     """
@@ -42,7 +39,7 @@ class PagedLayer:
 
 
 class TokenProgram(Program):
-    """A program whose rows are tokens. Positions, sequences and page numbers are believed when it runs."""
+    """A program whose rows are tokens. Positions, sequences and page numbers are not checked when it runs."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None) -> Tensor:
         """RMSNorm of [rows, channels]; bytes with `inverse` [channels], else floats."""
@@ -95,7 +92,7 @@ class TokenProgram(Program):
     def _paged(
         what: str, rows: int, places: Places, layer: PagedLayer, heads: int
     ) -> tuple[int, int, int, int, torch.dtype]:
-        """Rows, pages, kv_heads, d and type. Raises ValueError for what does not fit the kernels."""
+        """Rows, pages, kv_heads, d and type. Raises ValueError for shapes that the kernels do not support."""
         pages, kv_heads, d, page = layer.keys.shape
         dtype = layer.keys.dtype
         if page != PAGE or d % 16 or heads % kv_heads:

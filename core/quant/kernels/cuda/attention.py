@@ -1,7 +1,6 @@
-"""Attention with heads of 64 whose result leaves as bf16 or already quantized for the next layer.
+"""Attention with heads of 64 whose result is bf16 or already quantized for the next layer.
 
-On Hopper the kernel of `attention_source.py` runs, elsewhere torch's and then `quantize`. Knows queries, keys and
-values; does not know where they come from.
+On Hopper the kernel of `attention_source.py` runs, elsewhere torch's followed by `quantize`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def variant_for(queries: int, keys: int, output: str) -> Variant:
 
 
 def lacks(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this attention is not for the Hopper kernel, or None."""
+    """Why the Hopper kernel does not support this attention, or None."""
     if (why := driver.lacks(q.device)) is not None:
         return why
     for x in (q, k, v):
@@ -80,7 +79,7 @@ def attention_int8(
     """softmax(q · kᵀ / √d) · v as `dtype` [B, Sq, H·64]: int8 or E4M3 times `out_inv_scale`, or bf16 without it.
 
     q [B, Sq, H, 64], k and v [B, Sk, H, 64]: bf16, may be slices of one fused tensor. out_inv_scale: fp32, one number
-    or [H·64]. No mask. Probabilities are rounded to bf16 before they meet the values; sums are fp32.
+    or [H·64]. No mask. Probabilities are rounded to bf16 before the product with the values; sums are fp32.
     """
     images, queries, heads, _ = q.shape
     channels = heads * q.shape[3]

@@ -1,9 +1,9 @@
-"""CUDA C++ of attention for Hopper, heads of 64, whose result leaves as bf16, int8 or E4M3: what NVRTC compiles.
+"""CUDA C++ source of attention for Hopper, heads of 64, with bf16, int8 or E4M3 output, compiled by NVRTC.
 
-Follows FlashAttention-3 (Shah et al., 2024): a producer warp loads keys and values through the tensor copy engine; each
-consumer warpgroup owns 64 queries, and the product with the values of one block runs beneath the softmax of the next.
-From FlashAttention-4: the running maximum is only raised, and the sums only rescaled, when it has grown by 2^8.
-Knows tiles, barriers and registers; does not know torch, nor how its arguments come about (`attention.py`).
+Follows FlashAttention-3 (Shah et al., 2024): a producer warp loads keys and values with TMA; each consumer warpgroup
+owns 64 queries, and the product with one block's values overlaps the softmax of the next. From FlashAttention-4: the
+running maximum is only raised, and the sums only rescaled, when it has grown by 2^8. `attention.py` prepares the
+arguments.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from core.quant.kernels.cuda.device_source import DEVICE
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is fixed when the kernel is compiled.
+    """Compile-time parameters of the kernel.
 
-    `consumers`: warpgroups of 64 queries each (2 or 3). `keys`: of one block. `stages`: blocks in flight. `output`:
-    bf16, int8 or e4m3. `emulated`: how many of every 8 exponentials are computed on the FMA units instead of the
-    special ones.
+    `consumers`: warpgroups of 64 queries each (2 or 3). `keys`: per block. `stages`: blocks in flight. `output`: bf16,
+    int8 or e4m3. `emulated`: how many of every 8 exponentials are computed on the FMA units instead of the special
+    ones.
     """
 
     consumers: int
@@ -30,7 +30,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The kernel's, as profilers show it."""
+        """The kernel's name, as profilers show it."""
         return f"attention_{self.rows}x{self.keys}_{self.output}_emulated{self.emulated}"
 
     @property

@@ -1,9 +1,8 @@
-"""3×3 convolutions in 8 bits over NHWC, as implicit matrix products; also after a nearest-neighbour upsampling by two.
+"""8-bit 3×3 convolutions over NHWC as implicit GEMM; also after a nearest-neighbour upsampling by two.
 
-The upsampled picture is never made: each parity of the output's rows and columns sees only 2×2 different pixels of the
-input, so four convolutions of 2×2 taps with summed weights give the same picture for 4/9 of the work.
-On Hopper the kernel of `gemm_source.py` runs, elsewhere Triton's. Operands are int8, or E4M3 under the same names.
-Knows pictures; does not know which convolutions are worth quantizing.
+The upsampled image is never materialized: each parity of the output's rows and columns reads only 2×2 distinct pixels
+of the input, so four convolutions of 2×2 taps with summed weights give the same result for 4/9 of the work. On Hopper
+the kernel of `gemm_source.py` runs, elsewhere Triton's. Operands are int8, or E4M3 under the same names.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def conv3x3_int8(
     """y = scale · (x_q ∗ weight_q) + bias + row_bias + residual, padding 1, as `dtype` [B, H', W', Cout].
 
     x_q [B, H, W, Cin] and weight_q [Cout, 3, 3, Cin]: int8 or both E4M3, contiguous. scale, bias [Cout]: fp32; row_bias
-    [B, Cout]: fp32, one a picture (a time embedding), rows may be apart. residual [B, H', W', Cout] of the output's
-    type; its pixels, and those of `out`, may be apart (channels of a wider tensor). H' = ceil(H / stride), stride 1 or
-    2. `tile` overrides the table. Raises `ValueError` for shapes that disagree.
+    [B, Cout]: fp32, one per image (a time embedding), rows may be strided. residual [B, H', W', Cout] of the output's
+    type; its pixels, and those of `out`, may be strided (channels of a wider tensor). H' = ceil(H / stride), stride 1
+    or 2. `tile` overrides the table. Raises `ValueError` for shapes that disagree.
     """
     if stride not in (1, 2) or weight_q.shape[1:] != (3, 3, x_q.shape[3]) or scale.numel() != weight_q.shape[0]:
         raise ValueError(f"x {tuple(x_q.shape)}, weight {tuple(weight_q.shape)}, stride {stride}")
@@ -55,7 +54,7 @@ def upsample_conv3x3_int8(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """The 3×3 convolution of the picture at twice its height and width (nearest neighbour): [B, 2H, 2W, Cout].
+    """The 3×3 convolution of the image at twice its height and width (nearest neighbour): [B, 2H, 2W, Cout].
 
     weight_q [4, Cout, 2, 2, Cin]: `upsample_weight` of the 3×3 weight, quantized. scale [4, Cout], bias [Cout]: fp32.
     """

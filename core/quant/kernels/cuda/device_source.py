@@ -1,6 +1,6 @@
-"""CUDA C++ that Hopper kernels share: barriers, operands of `wgmma` in shared memory, and the order between them.
+"""CUDA C++ shared by the Hopper kernels: barriers, shared-memory operands of `wgmma`, and ordering between them.
 
-Knows PTX; knows no kernel. NVRTC compiles it without a single header.
+NVRTC compiles it without any header.
 """
 
 from __future__ import annotations

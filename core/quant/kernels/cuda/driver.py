@@ -1,7 +1,6 @@
-"""Compiles CUDA C++ with NVRTC, keeps the result on disk, and launches it; makes tensor maps for the copy engine.
+"""Compiles CUDA C++ with NVRTC, caches the result on disk, launches it, and creates TMA tensor maps.
 
-Speaks to libcuda and libnvrtc, which come with the driver and with torch: no compiler has to be installed. Knows
-programs, pointers and grids; does not know what is computed.
+Calls libcuda and libnvrtc, which come with the driver and with torch: no compiler has to be installed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from core.quant.kernels.device import hopper_lacks
 
 _DATA_TYPES = {
-    torch.int8: 0,  # the copy engine moves bytes; unsigned is as good as signed
+    torch.int8: 0,  # TMA moves bytes; unsigned works for signed
     torch.uint8: 0,
     torch.float8_e4m3fn: 0,
     torch.bfloat16: 9,
@@ -38,17 +37,17 @@ _kept_in = Path("~/.cache/diptych/kernels")
 
 
 class DriverError(RuntimeError):
-    """The CUDA driver or NVRTC refused. The message says which call, and why."""
+    """The CUDA driver or NVRTC returned an error. The message names the call, and why."""
 
 
 class TensorMap(ctypes.Structure):
-    """128 opaque bytes that describe an array to the copy engine; passed to a kernel by value."""
+    """128 opaque bytes that describe an array to TMA; passed to a kernel by value."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
     @classmethod
     def aligned(cls) -> TensorMap:
-        """A new one at an address divisible by 64, as the driver wants."""
+        """A new one at an address divisible by 64, as the driver requires."""
         memory = (ctypes.c_uint64 * 24)()
         return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
@@ -65,7 +64,7 @@ def _nvrtc() -> ctypes.CDLL:
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
     names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
     for folder in folders:
-        # NVRTC opens its built-in headers by their bare name, which is found only if they are loaded already.
+        # NVRTC opens its built-in headers by bare name, which works only if they are loaded already.
         for path in sorted(folder.glob(f"*/lib/libnvrtc-builtins.so.{major}*")):
             with suppress(OSError):
                 ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
@@ -79,7 +78,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def keep_in(folder: Path) -> None:
-    """Keep compiled programs in this folder from now on; by default it is `~/.cache/diptych/kernels`."""
+    """Cache compiled programs in this folder from now on; the default is `~/.cache/diptych/kernels`."""
     global _kept_in
     _kept_in = folder
 
@@ -104,14 +103,14 @@ def nvrtc_lacks() -> str | None:
 
 
 def nvrtc_version() -> str:
-    """Raises `DriverError` where there is no NVRTC."""
+    """Raises `DriverError` if there is no NVRTC."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
 
 
 def driver_version() -> str:
-    """The CUDA version that the driver is made for. Raises OSError where there is no driver."""
+    """The driver's CUDA version. Raises OSError if there is no driver."""
     number = ctypes.c_int()
     _check(_cuda().cuDriverGetVersion(ctypes.byref(number)), "cuDriverGetVersion")
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
@@ -125,7 +124,7 @@ def _check(code: int, what: str) -> None:
 
 
 def _enter() -> None:
-    """Make torch's context current in this thread: the driver, unlike torch, does not do so itself."""
+    """Make torch's context current in this thread: the driver API does not do so itself."""
     current = ctypes.c_void_p()
     _check(_cuda().cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
     if not current:
@@ -158,7 +157,7 @@ def compile_program(text: str) -> bytes:
 
 
 def compiled(text: str) -> bytes:
-    """The cubin of a program, from disk if it was compiled before by the same NVRTC."""
+    """The cubin of a program, from disk if the same NVRTC compiled it before."""
     digest = hashlib.sha256(f"{nvrtc_version()}\n{text}".encode()).hexdigest()[:32]
     folder = _kept_in.expanduser()
     path = folder / f"{digest}.cubin"
@@ -178,7 +177,7 @@ def compiled(text: str) -> bytes:
 
 @functools.cache
 def _not_kept(folder: Path, why: str) -> None:
-    """Said once: there is one reason for all programs."""
+    """Logged once: the reason is the same for all programs."""
     log.warning("GPU kernels are compiled at every start: %s cannot be written (%s)", folder, why)
 
 
@@ -197,7 +196,7 @@ class Kernel:
         _check(code, "cuFuncSetAttribute")
 
     def launch(self, blocks: int, *arguments: Any) -> None:
-        """Start `blocks` blocks on torch's current stream. Arguments: ctypes structures, passed by value."""
+        """Launch `blocks` blocks on torch's current stream. Arguments: ctypes structures, passed by value."""
         _enter()
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -210,10 +209,10 @@ class Kernel:
 def tensor_map(
     tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], steps: Sequence[int] = ()
 ) -> TensorMap:
-    """Describe `tensor`'s memory to the copy engine, swizzled over 128 bytes; what lies outside reads as zero.
+    """Describe `tensor`'s memory to TMA, with 128-byte swizzle; out-of-bounds elements read as zero.
 
-    `sizes`, `box` and `steps` (elements skipped, default 1) run from the innermost dimension outwards; `strides`, in
-    bytes and multiples of 16, leave the innermost out. Raises `DriverError` when the driver finds them impossible.
+    `sizes`, `box` and `steps` (element strides, default 1) run from the innermost dimension outwards; `strides`, in
+    bytes and multiples of 16, leave out the innermost. Raises `DriverError` if the driver rejects them.
     """
     rank = len(sizes)
     result = TensorMap.aligned()

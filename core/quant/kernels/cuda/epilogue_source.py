@@ -1,7 +1,7 @@
-"""CUDA C++ of what follows the 8-bit product on its accumulators: scales, biases, residual, GEGLU, and the stores.
+"""CUDA C++ of the 8-bit product's epilogue: scales, biases, residual, GEGLU, and the stores.
 
-Part of the program of `gemm_source.py`, whose types and macros it uses. Columns' scales wait in shared memory and the
-residual's next columns in registers, so that nothing is loaded behind the stores. Knows fragments; knows no ring.
+Part of the program of `gemm_source.py`, whose types and macros it uses. Columns' scales are in shared memory and the
+residual's next columns in registers, so that no load waits behind the stores.
 """
 
 from __future__ import annotations

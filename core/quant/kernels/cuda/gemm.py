@@ -1,8 +1,8 @@
 """Launches the 8-bit product of `gemm_source.py`: geometry, tensor maps and the choice of a tile.
 
 A linear layer is a convolution of one tap over one long row of pixels; an upsampling convolution is four of 2×2 taps,
-one for each parity of the output's rows and columns. Checks what the hardware demands; does not check meaning, which
-`linear.py` and `conv.py` do.
+one for each parity of the output's rows and columns. Checks only what the hardware requires; `linear.py` and `conv.py`
+check the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from core.quant.kernels.cuda.gemm_source import Variant, source
 from core.quant.kernels.cuda.language import pixel_stride
 from core.quant.kernels.cuda.tiles import Tile
 
-_SHARED_BYTES = 227 * 1024  # that one block may have on Hopper
+_SHARED_BYTES = 227 * 1024  # per block on Hopper
 
 
 class Problem(ctypes.Structure):
@@ -52,13 +52,13 @@ class Problem(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the epilogue adds or multiplies; None where absent."""
+    """The epilogue's optional operands."""
 
     bias: Tensor | None = None  # fp32 [N]
     row_bias: Tensor | None = None  # fp32 [images, N]
     row_scale: Tensor | None = None  # fp32 [pixels]
     residual: Tensor | None = None  # as the output
-    inverse: Tensor | None = None  # fp32 [1] or [N]: the output is gated and quantized by it
+    inverse: Tensor | None = None  # fp32 [1] or [N]: the output is gated, and quantized with it
 
 
 @functools.cache
@@ -68,12 +68,12 @@ def _kernel(variant: Variant, device: int) -> driver.Kernel:
 
 
 def stages(rows: int, columns: int) -> int:
-    """How deep the ring can be."""
+    """The largest ring depth that fits."""
     return min(8, (_SHARED_BYTES - 1024 - 16 * columns) // ((rows + columns) * 128 + 16))
 
 
 def _pixels(rows: int, cluster: int, height: int, width: int) -> tuple[int, int]:
-    """Height and width of a tile of `rows` pixels, a power of two wide, so that few of them hang over the edges."""
+    """Height and width of a tile of `rows` pixels, a power of two wide, so that few of them exceed the edges."""
 
     def cost(wide: int) -> tuple[int, int]:
         return math.ceil(width / wide) * math.ceil(height / (rows // wide)), -wide
@@ -101,12 +101,12 @@ def product(
     """out = x ∗ weight, in 8 bits.
 
     x: [B, H, W, C] int8 or E4M3, contiguous; a linear layer passes [1, 1, M, K]. weight: [P·N, taps·C], of the same
-    type, P = 4 for `kernel` "upsample". scale: fp32 [P·N]. out: [B, H', W', N] with neighbouring channels and evenly
+    type, P = 4 for `kernel` "upsample". scale: fp32 [P·N]. out: [B, H', W', N] with contiguous channels and evenly
     spaced pixels, so it may be a slice of a wider tensor; int8 or E4M3 for "geglu" (then N is half the weight's rows).
     """
     images, height, width, channels = x.shape
     gated, phases = kernel == "geglu", 4 if kernel == "upsample" else 1
-    columns = weight.shape[0] // phases  # of the product, per phase; half of them leave a gated one
+    columns = weight.shape[0] // phases  # per phase; half of them remain after gating
     device = x.device.index
     linear = kernel in ("linear", "geglu")
     tall, wide = (out.shape[1] // 2, out.shape[2] // 2) if phases > 1 else (out.shape[1], out.shape[2])
@@ -185,7 +185,7 @@ def product(
 
 
 def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: Extras) -> str | None:
-    """Why this product is not for the Hopper kernel, or None: what the copy engine and 16-byte stores demand."""
+    """Why the Hopper kernel does not support this product, or None: requirements of TMA and 16-byte stores."""
     if (why := driver.lacks(x.device)) is not None:
         return why
     if out.shape[-1] % 32 or x.shape[-1] % 16:

@@ -1,16 +1,15 @@
-"""CUDA C++ of the 8-bit matrix product and convolution for Hopper: the text that NVRTC compiles, one variant at a time.
+"""CUDA C++ source of the 8-bit matrix product and convolution for Hopper, compiled by NVRTC, one variant at a time.
 
-Written for this chip: a producer warp feeds a ring of shared-memory stages through the tensor copy engine, two
-consumer warpgroups multiply with `wgmma`, and what follows the product (scales, bias, residual, GEGLU) happens on the
-accumulators. Knows tiles, barriers and registers; does not know torch, nor how its arguments come about (`gemm.py`).
+A producer warp feeds a ring of shared-memory stages with TMA, two consumer warpgroups multiply with `wgmma`, and the
+epilogue (scales, bias, residual, GEGLU) works on the accumulators. `gemm.py` prepares the arguments.
 
-The three ideas that carry its speed:
+Three ideas give it its speed:
 * Consumers may take tiles of their own, by turns: while one is in its epilogue the other has the tensor cores for
   itself, so that a short K (640, 1280) does not leave them idle. Together on one tile they move fewer bytes, which is
   better once K is long.
-* The weight's rows are permuted *by the copy engine* (a five-dimensional box) so that the columns which one thread
-  holds after the product are neighbours in the output: 16-byte loads and stores straight from registers.
-* Two blocks of a cluster share the rows of A; each fetches one half and the copy engine delivers it to both.
+* TMA permutes the weight's rows (a five-dimensional box) so that the columns which one thread holds after the
+  product are neighbours in the output: 16-byte loads and stores straight from registers.
+* Two blocks of a cluster share the rows of A; each fetches one half and TMA delivers it to both.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from core.quant.kernels.cuda.epilogue_source import EPILOGUE
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is fixed when the kernel is compiled.
+    """Compile-time parameters of the kernel.
 
     `blocks`: 64-row products per consumer (tile rows: 128 × blocks). `columns`: of a tile. `cluster`: blocks that share
     A. `stages`: depth of the ring. `fp8`: E4M3 operands and fp32 accumulators instead of int8 and int32. `geglu`: gate
@@ -45,7 +44,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The kernel's, as profilers show it."""
+        """The kernel's name, as profilers show it."""
         marks = "_fp8" * self.fp8 + "_geglu" * self.geglu + "_fp16" * self.half + "_turns" * self.turns
         return f"product_{self.rows}x{self.columns}_cluster{self.cluster}{marks}"
 

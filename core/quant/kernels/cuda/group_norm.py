@@ -1,8 +1,7 @@
-"""GroupNorm, and SiLU after it, over NHWC, whose result leaves as 8 bits.
+"""GroupNorm with optional SiLU over NHWC, with 8-bit output.
 
-Three launches: sums of each channel over a chunk of pixels; the two coefficients of each channel of each image from
-them; and one pass that applies these. So the picture is read twice and written once, and no group has to fit anywhere.
-Knows pixels and channels; does not know where the scales come from.
+Three launches: sums of each channel over a chunk of pixels; from them two coefficients per channel and image; and one
+pass that applies these. So the image is read twice and written once, and no group has to fit into shared memory.
 """
 
 from __future__ import annotations

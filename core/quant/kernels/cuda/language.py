@@ -1,7 +1,4 @@
-"""Triton where it is installed, and a stand-in where it is not, so that what is plain PyTorch can still be imported.
-
-Knows nothing of kernels.
-"""
+"""Imports Triton, or a stand-in if it is not installed, so that the plain PyTorch references can still be imported."""
 
 from __future__ import annotations
 
@@ -30,10 +27,9 @@ def lacks() -> str | None:
 
 
 def keep_in(folder: Path) -> None:
-    """Have Triton keep compiled kernels in this folder, unless TRITON_CACHE_DIR names another one.
+    """Set Triton's cache folder, unless TRITON_CACHE_DIR names another one.
 
-    Triton fails where it cannot write; so where this folder cannot be, it gets one that ends with the machine's others
-    for temporary files, and the log says so.
+    Triton fails if it cannot write; so if this folder is not writable, a temporary one is used, and logged.
     """
     if os.environ.get("TRITON_CACHE_DIR"):
         return
@@ -52,7 +48,7 @@ def kernel(function: Callable[..., None]) -> Any:
 
 
 def power(n: int) -> int:
-    """The smallest power of two not below n: Triton's blocks have no other sizes."""
+    """The smallest power of two not below n: the only block sizes in Triton."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -1,7 +1,6 @@
-"""LayerNorm whose result leaves as 8 bits: one read of the tokens, one write of a quarter or half their bytes.
+"""LayerNorm with 8-bit output: one read of the tokens, one write of a quarter or half their bytes.
 
-On Hopper the kernel of `layer_norm_source.py` runs, elsewhere Triton's. Knows rows and channels; does not know where
-the scales come from.
+On Hopper the kernel of `layer_norm_source.py` runs, elsewhere Triton's.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _kernel(variant: Variant, device: int) -> driver.Kernel:
 
 
 def lacks(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
-    """Why these rows are not for the Hopper kernel, or None."""
+    """Why the Hopper kernel does not support these rows, or None."""
     if (why := driver.lacks(x.device)) is not None:
         return why
     if any(t.dtype != torch.bfloat16 or t.data_ptr() % 16 or t.stride(-1) != 1 for t in (x, weight, bias)):

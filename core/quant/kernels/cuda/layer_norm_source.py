@@ -1,7 +1,7 @@
-"""CUDA C++ of LayerNorm to 8 bits: a warp a row, every lane's loads 16 or 8 bytes, the next row loading meanwhile.
+"""CUDA C++ of LayerNorm with 8-bit output: one warp per row, 16- or 8-byte loads, with the next row prefetched.
 
-Channels need be no power of two, as Triton's blocks must: 640 and 1280 leave no lane idle. Knows rows; does not know
-torch, nor how its arguments come about (`layer_norm.py`).
+Channels need not be a power of two, unlike Triton's blocks: 640 and 1280 leave no lane idle. `layer_norm.py` prepares
+the arguments.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is fixed when the kernel is compiled: `channels`, a multiple of 128, and E4M3 instead of int8."""
+    """Compile-time parameters: `channels`, a multiple of 128, and E4M3 instead of int8."""
 
     channels: int
     fp8: bool = False
 
     @property
     def name(self) -> str:
-        """The kernel's, as profilers show it."""
+        """The kernel's name, as profilers show it."""
         return f"layer_norm_{self.channels}" + "_fp8" * self.fp8
 
 
 def source(variant: Variant) -> str:
     """The whole program of one variant."""
-    wide = 8 if variant.channels % 256 == 0 else 4  # channels of one load
+    wide = 8 if variant.channels % 256 == 0 else 4  # channels per load
     head = {"NAME": variant.name, "CHANNELS": variant.channels, "FP8": int(variant.fp8), "WIDE": wide}
     return "".join(f"#define {name} {value}\n" for name, value in head.items()) + _PROGRAM
 

@@ -1,7 +1,6 @@
-"""Linear layers in 8 bits: scales, bias, residual and GEGLU meet the accumulators before anything is written.
+"""8-bit linear layers: scales, bias, residual and GEGLU are applied to the accumulators before anything is written.
 
 On Hopper the kernel of `gemm_source.py` runs, elsewhere Triton's. Operands are int8, or E4M3 under the same names.
-Knows matrices; does not know which layers are worth quantizing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The 8-bit product and convolution in Triton, for GPUs that are not Hopper and for shapes that its kernel refuses.
+"""The 8-bit product and convolution in Triton, for GPUs other than Hopper and for shapes that its kernel does not
+support.
 
-Plain tiles with pointers: right on every GPU that Triton compiles for, fast on none in particular. Knows rows, columns
-and pixels; does not know which device it is on.
+Plain tiles with pointers, not tuned for any GPU.
 """
 
 from __future__ import annotations

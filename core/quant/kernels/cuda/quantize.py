@@ -1,7 +1,6 @@
-"""Activations to 8 bits: by static scales, or by each token's largest magnitude.
+"""Quantizes activations to 8 bits: by static scales, or by each token's largest magnitude.
 
-int8 levels are -127…127, rounded half to even; E4M3 saturates at ±448. Knows rows and channels; does not know where the
-scales come from.
+int8 levels are -127…127, rounded half to even; E4M3 saturates at ±448.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ def top(dtype: torch.dtype) -> float:
 
 
 def to_levels(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 to int8 or E4M3, saturating: what every reference here ends with."""
+    """fp32 to int8 or E4M3, saturating: the last step of every reference here."""
     limit = top(dtype)
     return (x.round() if dtype == torch.int8 else x).clamp(-limit, limit).to(dtype)
 
 
 def per_channel(inverse: Tensor, channels: int) -> int:
-    """0 if `inverse` is one number for all channels, 1 if it is one a channel. Raises `ValueError` otherwise."""
+    """0 if `inverse` is one number for all channels, 1 if it is one per channel. Raises `ValueError` otherwise."""
     if inverse.numel() == 1:
         return 0
     if inverse.numel() == channels and inverse.stride(-1) == 1:
@@ -40,9 +39,9 @@ def per_channel(inverse: Tensor, channels: int) -> int:
 
 @kernel
 def levels(x, IS_INT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 to the nearest level of int8 (half to even) or E4M3, saturating; inside other kernels too."""
+    """fp32 to the nearest level of int8 (half to even) or E4M3, saturating; also called inside other kernels."""
     if IS_INT8:
-        # The sum with 1.5 · 2^23 has no room for a fraction: it is rounded half to even.
+        # The sum with 1.5 · 2^23 has no fraction bits: it is rounded half to even.
         x = tl.minimum(tl.maximum(x, -127.0), 127.0)
         return ((x + 12582912.0) - 12582912.0).to(tl.int8)
     else:
@@ -79,7 +78,7 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
     inside = channel < C
     value = tl.load(x + row * stride + channel, inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(value), 0)
-    # A row of zeros gets scale 1, as weights do.
+    # A row of zeros gets scale 1, as in weights.
     unit = tl.where(largest > 0, tl.div_rn(largest, TOP), 1.0)
     tl.store(out + row * C + channel, levels(tl.div_rn(value, unit), IS_INT8), inside)
     tl.store(scale + row, unit)

@@ -1,7 +1,7 @@
-"""Which tile a product runs with: measured winners where there are any, else the cheapest by a small model.
+"""Chooses a product's tile: the measured best if there is one, else the cheapest by a cost model.
 
 A table is a JSON file per device beside this one, written by `benchmarks/h200/kernels.py`: kernel → "N,K" → bucket of
-rows → tile. Nothing is searched at start-up. Knows sizes; knows no tensors.
+rows → tile. Nothing is tuned at start-up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tile:
         return (64 if self.turns else 128) * self.blocks
 
     def efficiency(self) -> float:
-        """What share of the peak a long run of such tiles was seen to reach, about."""
+        """The approximate share of peak throughput measured for a long run of such tiles."""
         shares = {(2, 128): 1.0, (2, 160): 0.98, (1, 256): 0.95, (1, 160): 0.85, (1, 128): 0.8, (1, 64): 0.6}
         return 0.95 if self.turns else shares.get((self.blocks, self.columns), 0.5)
 
@@ -40,7 +40,7 @@ SHAPES = ((2, 128, 0), (2, 160, 0), (1, 256, 0), (1, 160, 0), (1, 128, 0), (1, 6
 
 
 def candidates(columns: int, *, gated: bool = False) -> list[Tile]:
-    """Tiles that may serve `columns` columns of the product; a cluster wants an even number of them."""
+    """Possible tiles for `columns` columns of the product; a cluster needs an even number of them."""
     found = []
     for blocks, width, turns in SHAPES:
         if gated and width % 64:
@@ -58,7 +58,7 @@ def bucket(rows: int) -> int:
 
 @functools.cache
 def table(device: str) -> dict[str, Any]:
-    """What was measured on this device, or nothing."""
+    """The measured tiles of this device, or nothing."""
     name = "_".join(device.lower().split())
     path = Path(__file__).with_name(f"{name}.json")
     if not path.is_file():
@@ -68,7 +68,7 @@ def table(device: str) -> dict[str, Any]:
 
 
 def cheapest(rows: int, columns: int, multiprocessors: int, choices: list[Tile]) -> Tile:
-    """The tile whose waves over the multiprocessors cost least."""
+    """The tile with the lowest cost of waves over the multiprocessors."""
 
     def cost(tile: Tile) -> float:
         tiles = math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns)
