@@ -12,8 +12,8 @@ from fastapi.security.base import SecurityBase
 from api.errors import NO_RETRY, ApiError
 from api.service import Service, of
 from core.jobs.connection import StoreDown
-from core.jobs.keyring import SCOPES, Key, matching
-from core.jobs.rates import Charge, Standing
+from core.jobs.keyring import SCOPES, ApiKey, matching
+from core.jobs.rates import RateLimitCost, RateLimitState
 from core.jobs.record import Job
 
 BEARER = HTTPBearer(auto_error=False, description="An API key, where any were made with `diptych keys add`.")
@@ -87,25 +87,25 @@ By = Annotated[Caller, Depends(_Identified())]
 
 async def count_request(request: Request, service: Service, caller: Caller) -> None:
     """Charge one request to the rate limit. Raises `ApiError` (429)."""
-    await _count(request, service, for_request(caller))
+    await _count(request, service, request_costs(caller))
 
 
 async def count_pictures(request: Request, service: Service, caller: Caller, n: int) -> None:
     """Charge the images of a job before it is created. Raises `ApiError` (429)."""
-    await _count(request, service, for_pictures(caller, n))
+    await _count(request, service, picture_costs(caller, n))
 
 
-def for_request(caller: Caller) -> list[Charge]:
+def request_costs(caller: Caller) -> list[RateLimitCost]:
     """The charge of `count_request`, for callers that apply it with another script; none without a limit."""
-    return [Charge(caller.rate, caller.id, "requests")] if caller.id and caller.rate else []
+    return [RateLimitCost(caller.rate, caller.id, "requests")] if caller.id and caller.rate else []
 
 
-def for_pictures(caller: Caller, n: int) -> list[Charge]:
+def picture_costs(caller: Caller, n: int) -> list[RateLimitCost]:
     """The charge of `count_pictures`, likewise."""
-    return [Charge(caller.quota, caller.id, "pictures", n)] if caller.id and caller.quota else []
+    return [RateLimitCost(caller.quota, caller.id, "pictures", n)] if caller.id and caller.quota else []
 
 
-def tell(request: Request, charge: Charge, standing: Standing) -> None:
+def apply_rate_limit(request: Request, charge: RateLimitCost, standing: RateLimitState) -> None:
     """Add a counter's state to the response's headers. Raises `ApiError` (429) if the limit is exceeded."""
     what = charge.what
     told = {
@@ -121,12 +121,12 @@ def tell(request: Request, charge: Charge, standing: Standing) -> None:
         raise ApiError(429, f"This key may ask for {charge.rate} {what}, and no more now.", code=code, headers=again)
 
 
-async def _count(request: Request, service: Service, charges: list[Charge]) -> None:
+async def _count(request: Request, service: Service, charges: list[RateLimitCost]) -> None:
     for charge in charges:
-        tell(request, charge, await service.call(service.rates.take, charge))
+        apply_rate_limit(request, charge, await service.call(service.rates.take, charge))
 
 
-def _caller(key: Key, service: Service) -> Caller:
+def _caller(key: ApiKey, service: Service) -> Caller:
     settings = service.settings
     return Caller(key.id, frozenset(key.scopes), key.rate or settings.rate, key.quota or settings.quota)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from api.cards import C, Snapshot
-from api.errors import ApiError, refusals, refused
+from api.cards import C, RegistrySnapshot
+from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.uploads import Upload
 from contract import plan
 from contract.bounds import PRIORITY
 from contract.card import BySize, ImageCard, ModelCard, TextCard
-from contract.image import ImageFields, ImageJob, asked
+from contract.image import ImageFields, ImageJob, image_job
 from core.jobs.broker import level
-from core.jobs.record import Backlog, Draft, new_id
+from core.jobs.record import JobDraft, QueueBacklog, new_id
 
 _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
     ImageCard: ("an image", "/v1/images/generations"),
@@ -21,19 +21,19 @@ _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
 }
 
 
-def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = None) -> Draft:
+def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = None) -> JobDraft:
     """The job that these fields ask of this model, still nobody's. What is edited (`upload`) is not in it yet.
 
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
     size, masked = (None, False) if upload is None else (upload.size, upload.mask is not None)
-    with refusals():
-        job = asked(fields, card.offer, size, masked=masked)
-    return Draft(
+    with invalid_as_api_error():
+        job = image_job(fields, card.offer, size, masked=masked)
+    return JobDraft(
         id=new_id(),
         modality="image",
         model=card.name,
-        parameters=job.told(),
+        parameters=job.to_dict(),
         priority=PRIORITY if fields.priority is None else fields.priority,
         deadline_s=fields.deadline_s,
         work_ms=round(1000 * work_s(card, job)),
@@ -53,7 +53,7 @@ def solo_s(card: ImageCard, job: ImageJob) -> float:
     return max(card.costs.encode_s + steps_s + card.costs.vae_s, work_s(card, job))
 
 
-def check_deadline(draft: Draft, card: ImageCard, backlog: Backlog, ready: int) -> None:
+def check_deadline(draft: JobDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:
     """Refuse a deadline that cannot be met even if all goes well. Raises `ApiError` (400) with the estimate.
 
     Without a ready worker there is no estimate: the job is accepted, and expires if none comes.
@@ -65,13 +65,13 @@ def check_deadline(draft: Draft, card: ImageCard, backlog: Backlog, ready: int) 
         best_s += backlog.queued_ms / 1000 / ready
     if draft.deadline_s < best_s:
         message = f"cannot be met: with what is queued it takes {_rounded(best_s)} s at best"
-        raise refused("deadline_s", message, "deadline_hopeless")
+        raise invalid_field("deadline_s", message, "deadline_hopeless")
 
 
 def check_expansion(fields: ImageFields, expands: bool) -> None:
     """Reject prompt expansion where `expands` says that no worker offers it. Raises `ApiError` (400)."""
     if fields.expand_prompt and not expands:
-        raise refused("expand_prompt", "no text model is served beside this model", "no_text_model")
+        raise invalid_field("expand_prompt", "no text model is served beside this model", "no_text_model")
 
 
 def retry_after_s(wait_s: float) -> int:
@@ -83,13 +83,13 @@ def unknown_model() -> ApiError:
     return ApiError(404, "model: is not known; see GET /v1/models", param="model", code="model_not_found")
 
 
-def no_such_model(now: Snapshot, name: str | None, kind: type[C]) -> ApiError | None:
+def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> ApiError | None:
     """Why no model of this kind has this name: it is one of another, or not known. None: there is no model yet."""
     for other, (article, endpoint) in _ENDPOINTS.items():
         card = now.model(name, other) if name is not None and other is not kind else None
         if card is not None:
             words = f"{card.name} is {article} model; use POST {endpoint}"
-            return refused("model", words, "wrong_modality")
+            return invalid_field("model", words, "wrong_modality")
     return None if now.model(None, kind) is None else unknown_model()
 
 
@@ -120,7 +120,7 @@ def _schedule(card: ImageCard, job: ImageJob, made: int) -> plan.DeepCache | Non
         found = plan.read(card.deepcache if job.deepcache is None else job.deepcache)
     except ValueError:
         return None
-    return found if found is not None and found.complaint(made) is None else None
+    return found if found is not None and found.error_for(made) is None else None
 
 
 def _step_s(table: BySize, width: int, height: int) -> float:

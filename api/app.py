@@ -37,12 +37,12 @@ from api import (
     text,
 )
 from api.batch_feeder import BatchFeeder
-from api.doorway import Doorway
-from api.methods import HeadAsGet
-from api.protocol import protocol, room
-from api.request_ids import HEADER, RequestIds
+from api.host_origin import HostOriginMiddleware
+from api.methods import HeadAsGetMiddleware
+from api.protocol import connection_limit, protocol
+from api.request_ids import HEADER, RequestIdMiddleware
 from api.service import Service
-from api.tracing import Traced
+from api.tracing import TracingMiddleware
 from api.webhook_sender import WebhookSender
 from core import traces
 from core.config import Settings
@@ -99,12 +99,12 @@ def create_app(settings: Settings) -> FastAPI:
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )
     app.state.service = service
-    app.add_middleware(HeadAsGet)
-    app.add_middleware(Doorway, service=service)
-    app.add_middleware(metrics.Metered, registry=service.figures)
+    app.add_middleware(HeadAsGetMiddleware)
+    app.add_middleware(HostOriginMiddleware, service=service)
+    app.add_middleware(metrics.MetricsMiddleware, registry=service.figures)
     if settings.traces:
-        app.add_middleware(Traced)
-    service.figures.register(metrics.Overview(service))
+        app.add_middleware(TracingMiddleware)
+    service.figures.register(metrics.QueueCollector(service))
     origins = [origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()]
     if origins:
         app.add_middleware(
@@ -112,7 +112,7 @@ def create_app(settings: Settings) -> FastAPI:
             expose_headers=["Retry-After", "Location", "x-should-retry", HEADER, *_RATES],
         )  # fmt: skip
     errors.install(app)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIdMiddleware)
     for part in (  # a request passes these middlewares from last to first
         jobs,
         health,
@@ -155,7 +155,7 @@ def make_server(settings: Settings) -> Server:
         host=settings.host,
         port=settings.port,
         http=protocol(settings),
-        backlog=room()[1],
+        backlog=connection_limit()[1],
         lifespan="on",
         ws="none",
         access_log=False,

@@ -1,7 +1,8 @@
 """Runs batches: submits their lines as jobs, a limited number per key, and stores the results.
 
 One API process does so at a time; the next one continues from the stored position. Each key's batches of a queue are
-one item of a pool, so that keys do not delay each other. lines.py translates lines, batch_output.py writes files.
+one item of a pool, so that keys do not delay each other. batch_line_handler.py translates lines, batch_output.py writes
+files.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from api import batch_lines
-from api.batch_lines import Raw
+from api.batch_line_handler import BatchLineHandler, given_up, refusal
+from api.batch_lines import RawLine
 from api.batch_output import LAID_S, BatchOutput, failure
 from api.batches import WINDOW_S, queue_of
 from api.errors import ApiError
-from api.lines import Lines, given_up, refusal
 from api.poller import Poller
 from api.service import Service
-from api.tenant_pool import Bound, TenantPool
+from api.tenant_pool import Deadline, TenantPool
 from core.artifacts import ArtifactError, NoArtifact
-from core.jobs.batches import Batch, Look
+from core.jobs.batches import BatchProgress, BatchRecord
 from core.jobs.connection import StoreError
 from core.jobs.record import Job, JobState, to_json
 from core.jobs.store import QueueFull
@@ -47,7 +48,7 @@ class BatchFeeder:
         self._service = service
         self._store = service.batches
         self._shares = {"image": service.settings.batch_jobs, "text": service.settings.batch_texts}
-        self._lines = Lines(service)
+        self._lines = BatchLineHandler(service)
         self._outputs: dict[str, BatchOutput] = {}
         self._waits: dict[str, tuple[int, float]] = {}  # time limit of a step, after which its thread is abandoned
         self._unread: dict[str, tuple[int, float]] = {}  # batch → line whose image cannot be read, and since when
@@ -74,7 +75,7 @@ class BatchFeeder:
     def work(self) -> None:
         """Run one step of every key's batches, on this thread."""
         for _, _, ids in self._lanes():
-            self._step(ids, Bound(_ITEM_S))
+            self._step(ids, Deadline(_ITEM_S))
 
     def _lanes(self) -> list[tuple[str, str, list[str]]]:
         """Owner, queue and batches, oldest first."""
@@ -93,19 +94,19 @@ class BatchFeeder:
 
     # -- one key's batches of one queue --------------------------------------------------------------------------------
 
-    def _step(self, ids: Sequence[str], bound: Bound) -> None:
+    def _step(self, ids: Sequence[str], bound: Deadline) -> None:
         """Store ended results, submit lines while there is room, and write files, for the duration of one step."""
         until = min(time.monotonic() + _STEP_S, bound.until)
         try:
-            if self._advance_all(self._store.look(ids), until):
+            if self._advance_all(self._store.progress(ids), until):
                 self._poller.wake()
         except StoreError as error:
             log.warning("batches wait: %s", error)
 
-    def _advance_all(self, looks: Sequence[Look], until: float) -> bool:
+    def _advance_all(self, looks: Sequence[BatchProgress], until: float) -> bool:
         """Whether there is more to do at once."""
         busy = sum(len(look.under_way) for look in looks)
-        ending: deque[tuple[Batch, str]] = deque()
+        ending: deque[tuple[BatchRecord, str]] = deque()
         for look in looks:  # oldest first
             batch = look.batch
             if self._poller.stopping:
@@ -140,7 +141,7 @@ class BatchFeeder:
                 self._failed(batch, error)
         return bool(turns) or len(ending) > _OUTPUTS
 
-    def _failed(self, batch: Batch, error: Exception) -> None:
+    def _failed(self, batch: BatchRecord, error: Exception) -> None:
         """Skip a batch for a while; one that keeps failing with an unexpected error fails."""
         if (output := self._outputs.pop(batch.id, None)) is not None:
             output.close()
@@ -159,7 +160,7 @@ class BatchFeeder:
 
     # -- lines -------------------------------------------------------------------------------------------------------
 
-    def _gather(self, look: Look) -> int:
+    def _gather(self, look: BatchProgress) -> int:
         """Store the results of ended jobs; returns how many are still in progress."""
         left = len(look.under_way)
         for line in look.lost:
@@ -172,13 +173,13 @@ class BatchFeeder:
                 left -= self._note(look.batch, line, job)
         return left
 
-    def _note_lost(self, batch: Batch, line: int, id: str) -> bool:
+    def _note_lost(self, batch: BatchRecord, line: int, id: str) -> bool:
         """The line's job was erased, and its id may have been reused."""
         lost = ApiError(500, "The job's record is gone.", code="job_lost")
         self._store.note(batch.id, line, refusal(lost, id), "failed")
         return True
 
-    def _note(self, batch: Batch, line: int, job: Job) -> bool:
+    def _note(self, batch: BatchRecord, line: int, job: Job) -> bool:
         """Store the result of a line whose job has ended. False: its artifact cannot be stored; retry."""
         well = job.state is JobState.SUCCEEDED
         try:
@@ -205,7 +206,7 @@ class BatchFeeder:
             text.encode("ascii"), "application/jsonl", lambda key: keep(key, LAID_S)
         )
 
-    def _begin(self, batch: Batch, room: int, until: float) -> int:
+    def _begin(self, batch: BatchRecord, room: int, until: float) -> int:
         """Submit the next lines to the queue; returns how many."""
         queue = queue_of(batch.endpoint)
         if room <= 0 or self._service.store.backlog(queue).queued >= self._service.settings.max_queued:
@@ -241,7 +242,7 @@ class BatchFeeder:
             begun += 1
         return begun
 
-    def _make(self, batch: Batch, number: int, raw: Raw | None) -> Job | ApiError | None:
+    def _make(self, batch: BatchRecord, number: int, raw: RawLine | None) -> Job | ApiError | None:
         """The line's job, or the reason why there is none; None: not known yet. Raises `ArtifactError`, `QueueFull`."""
         try:
             if raw is None:
@@ -259,7 +260,7 @@ class BatchFeeder:
             return ApiError(409, "The id of this line's job is taken.", code="id_taken")
         return job
 
-    def _waited_enough(self, batch: Batch, number: int) -> bool:
+    def _waited_enough(self, batch: BatchRecord, number: int) -> bool:
         """Whether this line has waited long enough for the image it names."""
         line, since = self._unread.setdefault(batch.id, (number, time.monotonic()))
         if line != number:
@@ -267,7 +268,7 @@ class BatchFeeder:
             return False
         return time.monotonic() - since > _LINE_S
 
-    def _raws(self, batch: Batch) -> Iterator[Raw]:
+    def _raws(self, batch: BatchRecord) -> Iterator[RawLine]:
         """The batch's remaining lines."""
         raws = batch_lines.raw_lines(self._service.artifacts, batch.key, batch.place or 0)
         if batch.place is None:
@@ -277,7 +278,7 @@ class BatchFeeder:
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def _end_early(self, batch: Batch, status: str) -> bool:
+    def _end_early(self, batch: BatchRecord, status: str) -> bool:
         """Cancel the jobs in progress. False: one line has ended and cannot be stored yet."""
         for line, id in self._store.under_way(batch.id).items():
             job = self._service.store.get(id)
@@ -289,7 +290,7 @@ class BatchFeeder:
                 return False
         return True
 
-    def _finish(self, batch: Batch, status: str, until: float) -> bool:
+    def _finish(self, batch: BatchRecord, status: str, until: float) -> bool:
         """Write results for a limited time. Returns whether the batch has ended. Raises `ArtifactError`."""
         output = self._outputs.get(batch.id)
         if output is None or output.status != status:

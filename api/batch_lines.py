@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypedDict
 
 from api import body
-from api.errors import ApiError, refused
+from api.errors import ApiError, invalid_field
 from core.artifacts import ArtifactError, Artifacts
 
 MOST_LINES = 10_000
@@ -19,14 +19,14 @@ _LONGEST_REST_S = 0.05
 _MOST_ERRORS = 100  # that are told of one file
 
 
-class Raw(NamedTuple):
+class RawLine(NamedTuple):
     """A raw line of the file, and the offset of the next one."""
 
     data: bytes
     end: int
 
 
-class Line(TypedDict):
+class BatchLine(TypedDict):
     """A parsed line of a batch's file; `bytes` is its length in the file."""
 
     custom_id: str
@@ -34,7 +34,7 @@ class Line(TypedDict):
     bytes: int
 
 
-def raw_lines(artifacts: Artifacts, key: str, place: int = 0, *, check: bool = False) -> Iterator[Raw]:
+def raw_lines(artifacts: Artifacts, key: str, place: int = 0, *, check: bool = False) -> Iterator[RawLine]:
     """Yield the non-blank lines from an offset, which must be the start of a line. Raises `ArtifactError`.
 
     With `check`, from the beginning, the file's hash is verified at the end.
@@ -55,31 +55,31 @@ def raw_lines(artifacts: Artifacts, key: str, place: int = 0, *, check: bool = F
             whole = b"".join([*parts, line])
             parts = []
             if whole.strip():
-                yield Raw(whole, end)
+                yield RawLine(whole, end)
         parts.append(rest)
     if check and digest.hexdigest() not in key.replace("/", ""):
         raise ArtifactError("an artifact is damaged: its content does not match its key")
     whole = b"".join(parts)
     if whole.strip():
-        yield Raw(whole, size)
+        yield RawLine(whole, size)
 
 
-def read(raw: bytes, endpoint: str) -> Line:
+def read(raw: bytes, endpoint: str) -> BatchLine:
     """Parse a line of a batch for this endpoint. Raises `ApiError` (400) naming the field."""
     line = body.parse(raw)
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
-        raise refused("custom_id", "must be text of 1 to 512 characters")
+        raise invalid_field("custom_id", "must be text of 1 to 512 characters")
     if line.get("method") != "POST":
-        raise refused("method", "must be POST")
+        raise invalid_field("method", "must be POST")
     if line.get("url") != endpoint:
-        raise refused("url", "must be the batch's endpoint", "mismatched_endpoint")
+        raise invalid_field("url", "must be the batch's endpoint", "mismatched_endpoint")
     if not isinstance(line.get("body"), dict):
-        raise refused("body", "must be an object", "invalid_type")
+        raise invalid_field("body", "must be an object", "invalid_type")
     return {"custom_id": custom_id, "body": line["body"], "bytes": len(raw)}
 
 
-class Checked(NamedTuple):
+class CheckedFile(NamedTuple):
     """A file's line count and errors; with errors none of its lines is run."""
 
     lines: int
@@ -87,7 +87,7 @@ class Checked(NamedTuple):
     errors: list[dict[str, Any]]
 
 
-def check(raws: Iterator[Raw], endpoint: str, rest: Callable[[float], None] = time.sleep) -> Checked:
+def check(raws: Iterator[RawLine], endpoint: str, rest: Callable[[float], None] = time.sleep) -> CheckedFile:
     """Look at each line of a file, one after the other. Raises `ArtifactError`.
 
     It rests now and then, for as long as it has worked since: other threads have the interpreter meanwhile.
@@ -108,7 +108,7 @@ def check(raws: Iterator[Raw], endpoint: str, rest: Callable[[float], None] = ti
         try:
             line = read(raw, endpoint)
             if line["custom_id"] in seen:
-                raise refused("custom_id", "must be another on every line", "duplicate_custom_id")
+                raise invalid_field("custom_id", "must be another on every line", "duplicate_custom_id")
         except ApiError as error:
             errors.append(_wrong(number, error.param, str(error), error.code))
         else:
@@ -116,11 +116,11 @@ def check(raws: Iterator[Raw], endpoint: str, rest: Callable[[float], None] = ti
             pictures += _pictures(line)
             good += 1
     if not 1 <= number <= MOST_LINES:
-        return Checked(0, 0, [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {number}")])
-    return Checked(good, pictures, errors)
+        return CheckedFile(0, 0, [_wrong(None, None, f"must have between 1 and {MOST_LINES} lines, not {number}")])
+    return CheckedFile(good, pictures, errors)
 
 
-def _pictures(line: Line) -> int:
+def _pictures(line: BatchLine) -> int:
     n = line["body"].get("n")
     return n if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 10 else 1
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 
 from api import batch_lines, files
-from api.batch_lines import Line
+from api.batch_line_handler import BatchLineHandler, Result, given_up, refusal
+from api.batch_lines import BatchLine
 from api.batches import WINDOW_S
 from api.errors import ApiError
-from api.lines import Lines, Result, given_up, refusal
 from api.service import Service
 from core.artifacts import ArtifactError, NoArtifact, Spool
-from core.jobs.batches import Batch
+from core.jobs.batches import BatchRecord
 from core.jobs.connection import StoreError
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ LAID_S = 2 * WINDOW_S  # how long a large result is stored outside Redis
 class BatchOutput:
     """The files of one batch that ends with this status. Close it; after an exception it must not be used again."""
 
-    def __init__(self, service: Service, lines: Lines, batch: Batch, status: str) -> None:
+    def __init__(self, service: Service, lines: BatchLineHandler, batch: BatchRecord, status: str) -> None:
         self.batch = batch
         self.status = status
         self._service = service
@@ -123,5 +123,5 @@ def failure(message: str, id: str | None = None) -> Result:
     return refusal(ApiError(500, message, code="internal_error"), id)
 
 
-def _unread() -> Line:
+def _unread() -> BatchLine:
     return {"custom_id": "", "body": {}, "bytes": 0}

@@ -1,6 +1,6 @@
 """/v1/batches: up to 10,000 requests in a file, run as the queue has room, in OpenAI's format.
 
-batch_lines.py reads the lines, lines.py translates them, and batch_feeder.py runs them.
+batch_lines.py reads the lines, batch_line_handler.py translates them, and batch_feeder.py runs them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api import batch_lines, body, files, schemas
 from api.access import By, Caller, count_pictures, count_request
-from api.errors import ApiError, refused
-from api.paging import Paging, missing, page
+from api.errors import ApiError, invalid_field
+from api.paging import Pagination, missing, page
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS
 from core.artifacts import NoArtifact
-from core.jobs.batches import Batch
+from core.jobs.batches import BatchRecord
 
 router = APIRouter(tags=["batches"])
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 WINDOW_S = 86_400
 KEEP_S = 2 * WINDOW_S  # at least, of what came of a line: no API may run for a day
-_PAGES = Paging(default=20, most=100, id="batch_[0-9a-z]{1,57}", what="a batch")
+_PAGES = Pagination(default=20, most=100, id="batch_[0-9a-z]{1,57}", what="a batch")
 
 _QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text"}
 _SCOPES = {"image": "images", "text": "text"}
@@ -55,7 +55,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     await count_request(request, service, caller)
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
     if file.purpose != "batch":
-        raise refused("input_file_id", "must be of a file with the purpose batch")
+        raise invalid_field("input_file_id", "must be of a file with the purpose batch")
     found = await service.parsing.run(caller.id, _checked, service, file.key, fields.endpoint)
     if not found.errors and queue_of(fields.endpoint) == "image":
         await count_pictures(request, service, caller, found.pictures)
@@ -78,7 +78,7 @@ async def batches(request: Request, service: Given, caller: By) -> Response:
 
 
 @router.get("/v1/batches/{id}", summary="Look at a batch")
-async def look(id: str, service: Given, caller: By) -> Response:
+async def retrieve(id: str, service: Given, caller: By) -> Response:
     return JSONResponse(_object(await _find(service, id, caller)))
 
 
@@ -96,7 +96,7 @@ def queue_of(endpoint: str) -> str:
     return _QUEUES[endpoint]
 
 
-def _checked(service: Service, key: str, endpoint: str) -> batch_lines.Checked:
+def _checked(service: Service, key: str, endpoint: str) -> batch_lines.CheckedFile:
     """Check every line. Blocks. Raises `ApiError` (404) and `ArtifactError`."""
     try:
         return batch_lines.check(batch_lines.raw_lines(service.artifacts, key, check=True), endpoint)
@@ -104,7 +104,7 @@ def _checked(service: Service, key: str, endpoint: str) -> batch_lines.Checked:
         raise files.gone("input_file_id") from None
 
 
-async def _find(service: Service, id: str, caller: Caller) -> Batch:
+async def _find(service: Service, id: str, caller: Caller) -> BatchRecord:
     known = id.isascii() and len(id) < 64 and id.startswith("batch_") and id.removeprefix("batch_").isalnum()
     batch = await service.call(service.batches.batch, id) if known else None
     if batch is None or not (batch.owner == caller.id or "admin" in caller.scopes):
@@ -112,7 +112,7 @@ async def _find(service: Service, id: str, caller: Caller) -> Batch:
     return batch
 
 
-def _object(batch: Batch) -> dict[str, Any]:
+def _object(batch: BatchRecord) -> dict[str, Any]:
     at = {f"{status}_at": None for status in ("finalizing", "completed", "failed", "cancelled", "expired")}
     if batch.ended is not None:
         at[f"{batch.status}_at"] = batch.ended  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from anyio.lowlevel import RunVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from api.errors import ApiError, refused
+from api.errors import ApiError, invalid_field
 from api.fair_limiter import FairLimiter
 
 MAX_BYTES = 1024 * 1024
@@ -191,7 +191,7 @@ def _wrong(path: list[str | int], message: str, code: str = "invalid_value") -> 
     words = ""
     if all(isinstance(name, int) or plain(name) for name in path):
         words = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path).removeprefix(".")
-    return refused(words or None, message if words else f"A field is wrong: {message}.", code)
+    return invalid_field(words or None, message if words else f"A field is wrong: {message}.", code)
 
 
 def _invalid(message: str) -> ApiError:

@@ -20,8 +20,8 @@ from contract.card import ModelCard, TextCard
 from core.jobs.broker import QUEUES
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreError
-from core.jobs.keyring import Key, Keyring
-from core.jobs.record import Backlog
+from core.jobs.keyring import ApiKey, Keyring
+from core.jobs.record import QueueBacklog
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 
@@ -37,7 +37,7 @@ C = TypeVar("C", bound=ModelCard)
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RegistrySnapshot:
     """A snapshot of the registry, the queues, and the keys by id.
 
     `guarded`: a key is required, even if none exists any more. `secret` signs links.
@@ -45,9 +45,9 @@ class Snapshot:
 
     workers: tuple[WorkerCard, ...] = ()
     models: tuple[ModelCard, ...] = ()
-    backlogs: dict[str, Backlog] = field(default_factory=dict)
+    backlogs: dict[str, QueueBacklog] = field(default_factory=dict)
     paused: frozenset[str] = frozenset()
-    keys: Mapping[str, Key] = field(default_factory=dict)
+    keys: Mapping[str, ApiKey] = field(default_factory=dict)
     guarded: bool = False
     secret: bytes = b""
     ahead_s: float = 0.0  # how far Redis's clock is ahead of this machine's
@@ -81,7 +81,7 @@ class Snapshot:
         return 0.0 if backlog is None else backlog.queued_ms / 1000 / max(1, self.ready(queue))
 
 
-class Cards:
+class CardCache:
     """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
 
     def __init__(self, registry: Registry, store: JobStore, keyring: Keyring, beside: Path | None = None) -> None:
@@ -97,7 +97,7 @@ class Cards:
         self._down = False
         # Its own thread: a hanging Redis must not occupy the threads that requests use.
         self._limiter = anyio.CapacityLimiter(1)
-        self.now = Snapshot()
+        self.now = RegistrySnapshot()
 
     @property
     def redis_answers(self) -> bool:
@@ -179,7 +179,7 @@ class Cards:
             return f"its disk cannot be written: {(error.strerror or type(error).__name__).lower()}"
         return ""
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> RegistrySnapshot:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: so the worker of a live model is among them
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
@@ -190,4 +190,4 @@ class Cards:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused())
-        return Snapshot(workers, models, backlogs, paused, guard.keys, guarded, secret, ahead_s)
+        return RegistrySnapshot(workers, models, backlogs, paused, guard.keys, guarded, secret, ahead_s)

@@ -11,9 +11,9 @@ from typing import Any, get_args
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import FormData, UploadFile
 
-from api import body, images, intake, references, schemas
+from api import body, images, references, schemas, submission
 from api.access import By, Caller
-from api.errors import ApiError, refused
+from api.errors import ApiError, invalid_field
 from api.forms import form
 from api.service import Given, Service
 from api.uploads import MAX_BYTES, Upload
@@ -44,8 +44,8 @@ async def edit(request: Request, service: Given, caller: By) -> Response:
     """Responses, streams and disconnects are as in /v1/images/generations."""
     caller.check("images")
     fields, upload = await _read(request, service, caller)
-    id = intake.idempotent(request, caller)
-    job = await intake.accept(service, request, caller, fields, id, upload)
+    id = submission.idempotency_id(request, caller)
+    job = await submission.accept(service, request, caller, fields, id, upload)
     return await images.answer(service, request, job, fields, stays=id is not None)
 
 
@@ -59,7 +59,7 @@ async def _read(request: Request, service: Service, caller: Caller) -> tuple[Edi
         texts, files = await _parts(parts)
     fields = schemas.read(EditFields, _typed(texts))
     if "image" not in files:
-        raise refused("image", "must be given, as a file", "missing_required_parameter")
+        raise invalid_field("image", "must be given, as a file", "missing_required_parameter")
     return fields, await service.decoding.run(caller.id, Upload.of, files["image"], files.get("mask"))
 
 
@@ -71,18 +71,18 @@ async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
         name = given.removesuffix("[]") if given == "image[]" else given  # as clients send a list of one
         if name in texts or name in files:
             if name == "image":
-                raise refused(name, "only one picture can be edited at a time")
-            raise refused(
+                raise invalid_field(name, "only one picture can be edited at a time")
+            raise invalid_field(
                 body.plain(name), "appears twice" if body.plain(name) else "A field appears twice.", "repeated_field"
             )
         if isinstance(value, UploadFile):
             if name not in _FILES:
-                raise refused(body.plain(name), "must not be a file", "invalid_type")
+                raise invalid_field(body.plain(name), "must not be a file", "invalid_type")
             if (value.size or 0) > MAX_BYTES:
                 raise ApiError(413, f"{name}: is larger than {MAX_BYTES} bytes", param=name, code="body_too_large")
             files[name] = await value.read()
         elif name in _FILES:
-            raise refused(name, "must be a file", "invalid_type")
+            raise invalid_field(name, "must be a file", "invalid_type")
         else:
             texts[name] = value
     return texts, files

@@ -23,7 +23,7 @@ from core.artifacts import ArtifactError, StorageDown
 from core.jobs import rights
 from core.jobs.connection import StoreDenied, StoreDown, StoreError, StoreFull
 from core.jobs.record import Job, JobState
-from core.jobs.unreadable import TALLY, Unreadable
+from core.jobs.unreadable import TALLY, UnreadableRecord
 
 log = logging.getLogger(__name__)
 
@@ -73,21 +73,21 @@ class ApiError(Exception):
         return JSONResponse(self.content, self.status, dict(self.headers or {}))
 
 
-def refused(field: str | None, message: str, code: str = INVALID_VALUE) -> ApiError:
+def invalid_field(field: str | None, message: str, code: str = INVALID_VALUE) -> ApiError:
     """A 400 about one field of the request."""
     return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code, detail=message)
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
+def invalid_as_api_error() -> Iterator[None]:
     """Context manager that turns `Invalid` of the contract into a 400."""
     try:
         yield
     except Invalid as error:
-        raise refused(error.field, error.message, error.code) from error
+        raise invalid_field(error.field, error.message, error.code) from error
 
 
-def unsuccessful(job: Job) -> ApiError:
+def job_error(job: Job) -> ApiError:
     """The response for a client that waited for a job that failed. None of these is worth a retry."""
     error = job.error or {}
     if job.state is JobState.CANCELLED:
@@ -96,8 +96,8 @@ def unsuccessful(job: Job) -> ApiError:
         return ApiError(504, "The deadline passed before the job was done.", code="expired", headers=NO_RETRY)
     if error.get("code") == INVALID_REQUEST:  # only a worker can check it, and the client can fix it
         if "detail" not in error:  # a worker of an older version
-            return refused(None, str(error.get("message") or "The request cannot be served."))
-        return refused(error["field"], error["detail"], error["reason"])
+            return invalid_field(None, str(error.get("message") or "The request cannot be served."))
+        return invalid_field(error["field"], error["detail"], error["reason"])
     if error.get("code") == "content_filter":  # a retry would be filtered again
         return ApiError(400, "A picture was refused by this service's checker.", code="content_filter")
     message = str(error.get("message") or "The job failed.")
@@ -111,11 +111,11 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _from_validation)
     app.add_exception_handler(StoreError, _from_store)
     app.add_exception_handler(ArtifactError, _from_artifacts)
-    app.add_exception_handler(Unreadable, _from_record)
-    app.add_middleware(LastResort)
+    app.add_exception_handler(UnreadableRecord, _from_record)
+    app.add_middleware(InternalErrorMiddleware)
 
 
-class LastResort:
+class InternalErrorMiddleware:
     """Answers 500 to unexpected errors, and logs the traceback without sending it."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -169,28 +169,28 @@ async def _from_validation(request: Request, error: Exception) -> JSONResponse:
     """A parameter of path, query or header that FastAPI rejected."""
     assert isinstance(error, RequestValidationError)
     named = next((str(e["loc"][1]) for e in error.errors() if len(e["loc"]) > 1 and e["loc"][0] != "body"), None)
-    return refused(named, "is not valid" if named else "The request is not valid.").response
+    return invalid_field(named, "is not valid" if named else "The request is not valid.").response
 
 
 async def _from_store(request: Request, error: Exception) -> JSONResponse:
     service = request.app.state.service
     trouble = await service.lacking() if isinstance(error, StoreDenied) else service.cards.trouble
-    return unserved(error, trouble).response
+    return store_error(error, trouble).response
 
 
 async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
-    return unserved(error, safe=request.method in ("GET", "HEAD")).response
+    return store_error(error, safe=request.method in ("GET", "HEAD")).response
 
 
 async def _from_record(request: Request, error: Exception) -> JSONResponse:
     """A record that this version cannot read: an API of the version that wrote it can."""
-    assert isinstance(error, Unreadable)
+    assert isinstance(error, UnreadableRecord)
     TALLY.note(error)
     message = "This job's record cannot be read by this version of the service; DELETE erases it."
     return ApiError(503, message, code="record_unreadable", headers={"Retry-After": str(_FULL_S)}).response
 
 
-def unserved(error: Exception, trouble: str = "", *, safe: bool = False) -> ApiError:
+def store_error(error: Exception, trouble: str = "", *, safe: bool = False) -> ApiError:
     """The response for a `StoreError` or an `ArtifactError`, which is logged here.
 
     `trouble`: a known cause of Redis's failure. `safe`: a retry does not generate anything twice.

@@ -14,9 +14,9 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
 from api.access import By
-from api.errors import refused
+from api.errors import invalid_field
 from api.jobs import find
-from api.links import Links
+from api.links import ImageLinks
 from api.methods import bodiless
 from api.presentation import job_object
 from api.service import Given, Service
@@ -90,7 +90,7 @@ async def events(id: str, request: Request, service: Given, caller: By) -> Respo
     after = request.headers.get("last-event-id") or request.query_params.get("last_event_id") or "0-0"
     seen = _position(after)
     if seen is None:
-        raise refused("last_event_id", "must be the id of an event, such as 1700000000000-0")
+        raise invalid_field("last_event_id", "must be the id of an event, such as 1700000000000-0")
     links = service.links(request)
     job = await find(service, id, caller)
     if not job.state.final:
@@ -113,7 +113,7 @@ def _position(id: str) -> Position | None:
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
-async def _live(service: Service, job: Job, seen: Position, links: Links) -> AsyncGenerator[bytes]:
+async def _live(service: Service, job: Job, seen: Position, links: ImageLinks) -> AsyncGenerator[bytes]:
     """Events as they come, with keep-alive comments, until the job's end."""
     async with aclosing(service.follow(job, f"{seen[0]}-{seen[1]}", _KEEP_ALIVE_S)) as following:
         async for event in following:
@@ -156,7 +156,7 @@ async def _told(past: list[bytes]) -> AsyncGenerator[bytes]:
         yield text
 
 
-def _text(event: Event, job: Job | None, links: Links) -> bytes:
+def _text(event: Event, job: Job | None, links: ImageLinks) -> bytes:
     data = job_object(job, links) if job is not None and event.final else event.data
     return format_sse_event(
         id=event.id or None, event=event.type, data_str=json.dumps(data, separators=(",", ":"), allow_nan=False)

@@ -17,10 +17,10 @@ from starlette.datastructures import UploadFile
 
 from api import uploads
 from api.access import By, Caller, count_request
-from api.errors import NO_RETRY, ApiError, refused
+from api.errors import NO_RETRY, ApiError, invalid_field
 from api.forms import form
 from api.methods import bodiless
-from api.paging import Paging, missing, page
+from api.paging import Pagination, missing, page
 from api.service import Given, Service
 from core.artifacts import NoArtifact, Spool, media_type
 from core.jobs.files import KEPT_S, File, FilesFull, new_file_id
@@ -34,7 +34,7 @@ _LINES = "application/jsonl"
 _PICTURES = ("image/png", "image/jpeg", "image/webp")
 _PURPOSES = ("batch", "vision")
 _LISTED = (*_PURPOSES, "batch_output")
-_PAGES = Paging(default=10_000, most=10_000, id="file-[0-9a-f]{24}", what="a file")
+_PAGES = Pagination(default=10_000, most=10_000, id="file-[0-9a-f]{24}", what="a file")
 _NAME = re.compile(r"[\w .@()+,=-]{1,255}")
 _FORM = {
     "requestBody": {
@@ -89,9 +89,9 @@ async def files(request: Request, service: Given, caller: By) -> Response:
     given = request.query_params
     purpose, order = given.get("purpose"), given.get("order", "desc")
     if purpose is not None and purpose not in _LISTED:
-        raise refused("purpose", f"must be one of {', '.join(_LISTED)}")
+        raise invalid_field("purpose", f"must be one of {', '.join(_LISTED)}")
     if order not in ("asc", "desc"):
-        raise refused("order", "must be asc or desc")
+        raise invalid_field("order", "must be asc or desc")
     found = await service.call(
         service.files.files, caller.id, purpose=purpose, oldest=order == "asc", after=after, limit=limit
     )
@@ -101,7 +101,7 @@ async def files(request: Request, service: Given, caller: By) -> Response:
 
 
 @router.get("/v1/files/{id}", summary="Look at a file")
-async def look(id: str, service: Given, caller: By) -> Response:
+async def retrieve(id: str, service: Given, caller: By) -> Response:
     caller.check("files")
     return JSONResponse(_object(await find(service, id, caller)))
 
@@ -214,11 +214,11 @@ async def _upload(request: Request) -> AsyncIterator[tuple[str, str, IO[bytes]]]
     async with form(request, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
         purpose, upload = parts.get("purpose"), parts.get("file")
         if not isinstance(purpose, str) or purpose not in _PURPOSES:
-            raise refused("purpose", f"must be one of {', '.join(_PURPOSES)}")
+            raise invalid_field("purpose", f"must be one of {', '.join(_PURPOSES)}")
         if not isinstance(upload, UploadFile):
-            raise refused("file", "must be given, as a file", "missing_required_parameter")
+            raise invalid_field("file", "must be given, as a file", "missing_required_parameter")
         if not upload.size:
-            raise refused("file", "must not be empty")
+            raise invalid_field("file", "must not be empty")
         name = upload.filename or ""
         yield purpose, name if _NAME.fullmatch(name) else "file", upload.file
 

@@ -10,11 +10,11 @@ from typing import Any
 import anyio
 from fastapi import APIRouter, Request, Response
 
-from api import body, intake, schemas, streaming
+from api import body, schemas, streaming, submission
 from api.access import By
-from api.errors import NO_RETRY, ApiError, unsuccessful
+from api.errors import NO_RETRY, ApiError, job_error
 from api.events import EventStream
-from api.links import Links
+from api.links import ImageLinks
 from api.presentation import results
 from api.service import Given, Service
 from contract.image import ImageFields, ImageJob
@@ -40,8 +40,8 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     """
     caller.check("images")
     fields = schemas.read(ImageFields, await body.read(request, caller.id))
-    id = intake.idempotent(request, caller)
-    job = await intake.accept(service, request, caller, fields, id)
+    id = submission.idempotency_id(request, caller)
+    job = await submission.accept(service, request, caller, fields, id)
     return await answer(service, request, job, fields, stays=id is not None)
 
 
@@ -49,7 +49,7 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageFiel
     """The job's images when all are finished, or with `stream` its events. Raises `ApiError`."""
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:
-        source = streaming.tell(service, job, links, fields.partial_images or 0, stays=stays)
+        source = streaming.stream_images(service, job, links, fields.partial_images or 0, stays=stays)
         return EventStream(source, None if stays else lambda: service.cancel(job))
     ended = await finished(service, request, job, stays=stays)
     content = await service.stored(generated, service, ended, links)
@@ -62,7 +62,7 @@ async def finished(service: Service, request: Request, job: Job, *, stays: bool)
     if ended is None:
         raise left()
     if ended.state is not JobState.SUCCEEDED:
-        raise unsuccessful(ended)
+        raise job_error(ended)
     return ended
 
 
@@ -106,7 +106,7 @@ async def _left(request: Request) -> None:
         pass
 
 
-def generated(service: Service, job: Job, links: Links | None) -> bytes:
+def generated(service: Service, job: Job, links: ImageLinks | None) -> bytes:
     """The response's JSON, tens of megabytes with inline images: built on a thread.
 
     Raises `core.artifacts.ArtifactError`.

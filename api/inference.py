@@ -15,9 +15,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from api import body, images, intake, schemas, uploads
+from api import body, images, schemas, submission, uploads
 from api.access import BEARER, identify
-from api.errors import ApiError, refused, unserved
+from api.errors import ApiError, invalid_field, store_error
 from api.presentation import results
 from api.service import Given, Service
 from api.uploads import Upload
@@ -98,12 +98,12 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
             upload = await service.decoding.run(caller.id, _uploaded, image)
         kind = ImageFields if upload is None else EditFields
         fields = schemas.read(kind, {**given, "model": model})
-        id = intake.idempotent(request, caller)
-        job = await intake.accept(service, request, caller, fields, id, upload)
+        id = submission.idempotency_id(request, caller)
+        job = await submission.accept(service, request, caller, fields, id, upload)
         picture = results(await images.finished(service, request, job, stays=id is not None))[0]
         data = await service.stored(lambda: service.artifacts.get(picture["key"]))
     except (ApiError, StoreError, ArtifactError) as error:
-        said = error if isinstance(error, ApiError) else unserved(error)
+        said = error if isinstance(error, ApiError) else store_error(error)
         return _told(said, "inputs" if upload is None else "parameters.prompt")
     return Response(data, media_type=picture["media_type"], headers={"X-Content-Type-Options": "nosniff"})
 
@@ -129,7 +129,7 @@ def _split(asked: InferenceBody) -> tuple[dict[str, Any], str | None]:
     fields = {_NAMES.get(name, name): parameters.pop(name) for name in (*_NAMES, *_SHARED) if name in parameters}
     for name in parameters:
         plain = body.plain(name)
-        raise refused(plain and f"parameters.{plain}", "is not known", "unknown_parameter")
+        raise invalid_field(plain and f"parameters.{plain}", "is not known", "unknown_parameter")
     if size is not None:
         fields["size"] = size
     if "prompt" in fields:
@@ -143,13 +143,13 @@ def _size(parameters: dict[str, Any]) -> str | None:
     """Remove the size from the parameters. Raises `ApiError` (400)."""
     target = parameters.pop("target_size", None)
     if target is not None and not (isinstance(target, dict) and target.keys() == {"width", "height"}):
-        raise refused("parameters.target_size", "must be an object of width and height", "invalid_type")
+        raise invalid_field("parameters.target_size", "must be an object of width and height", "invalid_type")
     given = {name: parameters.pop(name, (target or {}).get(name)) for name in ("width", "height")}
     for name, value in given.items():
         if value is None and set(given.values()) != {None}:
-            raise refused(f"parameters.{name}", "must be given too", "missing_required_parameter")
+            raise invalid_field(f"parameters.{name}", "must be given too", "missing_required_parameter")
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 100_000):
-            raise refused(f"parameters.{name}", "must be a whole number of pixels", "invalid_type")
+            raise invalid_field(f"parameters.{name}", "must be a whole number of pixels", "invalid_type")
     return None if given["width"] is None else f"{given['width']}x{given['height']}"
 
 
@@ -157,13 +157,13 @@ def _uploaded(text: str) -> Upload:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise refused("inputs", "must be a picture in base64, since there is a parameters.prompt") from None
+        raise invalid_field("inputs", "must be a picture in base64, since there is a parameters.prompt") from None
     return Upload.of(data, None, named="inputs")
 
 
 def _no_prompt() -> ApiError:
     words = "must say what the picture is to become: image_to_image(image, prompt=…)"
-    return refused("parameters.prompt", words, "missing_required_parameter")
+    return invalid_field("parameters.prompt", words, "missing_required_parameter")
 
 
 def _told(error: ApiError, prompt: str) -> JSONResponse:

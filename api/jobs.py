@@ -12,21 +12,21 @@ import re
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from api import admission, body, intake, references, schemas
+from api import admission, body, references, schemas, submission
 from api.access import By, Caller, count_request
-from api.errors import ApiError, refused
-from api.paging import Paging, missing, page, query
+from api.errors import ApiError, invalid_field
+from api.paging import Pagination, missing, page, query
 from api.presentation import job_object
 from api.service import Given, Service
 from contract.card import KINDS
 from core.jobs.record import Job, JobState
-from core.jobs.unreadable import Unreadable
+from core.jobs.unreadable import UnreadableRecord
 
 router = APIRouter(tags=["jobs"])
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST_WAIT_S = 60.0
-_PAGES = Paging(default=20, most=100, id=ID.pattern, what="a job")
+_PAGES = Pagination(default=20, most=100, id=ID.pattern, what="a job")
 _KINDS = (schemas.JobFields, schemas.EditJobFields)
 _FRESH = {"Cache-Control": "no-store"}
 
@@ -44,7 +44,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     With an `Idempotency-Key` a repeated request returns the job that the first one made.
     """
     caller.check("images")
-    return await _make(request, service, caller, intake.idempotent(request, caller))
+    return await _make(request, service, caller, submission.idempotency_id(request, caller))
 
 
 @router.put(
@@ -58,13 +58,13 @@ async def put(id: str, request: Request, service: Given, caller: By) -> Response
     """As POST; may be repeated, and makes one job. 422 if the id is that of a job with other fields."""
     caller.check("images")
     if ID.fullmatch(id) is None:
-        raise refused("id", "must be 1 to 64 letters, digits, - or _")
+        raise invalid_field("id", "must be 1 to 64 letters, digits, - or _")
     return await _make(request, service, caller, id)
 
 
 async def _make(request: Request, service: Service, caller: Caller, id: str | None) -> Response:
     fields, upload = await references.read_job(service, caller, await body.read(request, caller.id))
-    job, standing = await intake.submit(service, request, caller, fields, id, upload)
+    job, standing = await submission.submit(service, request, caller, fields, id, upload)
     content = job_object(job, service.links(request), await service.forecast(job, standing=standing))
     return JSONResponse(content, 202, {"Location": f"/v1/jobs/{job.id}"})
 
@@ -84,7 +84,7 @@ async def list_jobs(request: Request, service: Given, caller: By) -> Response:
     given = request.query_params
     state = given.get("status")
     if state is not None and state not in list(JobState):
-        raise refused("status", f"must be one of {', '.join(JobState)}")
+        raise invalid_field("status", f"must be one of {', '.join(JobState)}")
     found = await service.call(
         service.store.page, None if caller.may("admin") else caller.id,
         state=JobState(state) if state else None, model=given.get("model", ""), after=after, limit=limit,
@@ -107,7 +107,7 @@ async def list_jobs(request: Request, service: Given, caller: By) -> Response:
         )
     ),
 )
-async def look(id: str, request: Request, service: Given, caller: By) -> Response:
+async def retrieve(id: str, request: Request, service: Given, caller: By) -> Response:
     wait_s = _wait_s(request.query_params.get("wait_s", "0"))
     job = await find(service, id, caller)
     if wait_s and not job.state.final:
@@ -138,7 +138,7 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
         raise ApiError(409, "Only a job that ended without success is tried again.", code="job_not_failed")
     if await service.cards.find(job.model, KINDS[job.modality]) is None and service.cards.redis_answers:
         raise admission.unknown_model()
-    again = await intake.repeat(service, request, caller, job)
+    again = await submission.resubmit(service, request, caller, job)
     content = job_object(again, service.links(request), await service.forecast(again))
     return JSONResponse(content, 202, {"Location": f"/v1/jobs/{again.id}"})
 
@@ -148,7 +148,7 @@ async def delete(id: str, request: Request, service: Given, caller: By) -> Respo
     """Cancels it if it is live, and deletes it: record, events, and the pictures that no other job has made too."""
     await count_request(request, service, caller)
     incarnation = ""
-    with contextlib.suppress(Unreadable):  # deletes unreadable records too
+    with contextlib.suppress(UnreadableRecord):  # deletes unreadable records too
         incarnation = (await find(service, id, caller)).incarnation
     await service.call(service.store.erase, id, incarnation)
     return JSONResponse({"id": id, "object": "job", "deleted": True})
@@ -157,12 +157,12 @@ async def delete(id: str, request: Request, service: Given, caller: By) -> Respo
 async def find(service: Service, id: str, caller: Caller) -> Job:
     """The job of this id. Raises `ApiError` (404), also for malformed ids, and for others' jobs.
 
-    Raises `Unreadable` for a job of this caller that a newer version wrote, or that is damaged.
+    Raises `UnreadableRecord` for a job of this caller that a newer version wrote, or that is damaged.
     """
     check_id(id)
     try:
         job = await service.call(service.store.get, id)
-    except Unreadable as error:
+    except UnreadableRecord as error:
         if error.owner != caller.id and not caller.may("admin"):
             raise no_job() from None
         raise
@@ -184,4 +184,4 @@ def _wait_s(given: str) -> float:
     wait_s = body.number(given)
     if wait_s is not None and 0 <= wait_s <= _LONGEST_WAIT_S:
         return wait_s
-    raise refused("wait_s", f"must be a number between 0 and {_LONGEST_WAIT_S:g}")
+    raise invalid_field("wait_s", f"must be a number between 0 and {_LONGEST_WAIT_S:g}")

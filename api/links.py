@@ -17,7 +17,7 @@ _SIGNATURE = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class ImageLinks:
     """`base` ends in a slash. Without a `secret` links are unsigned: anyone who reaches the service may follow them.
 
     `clock` is shared by all processes that verify signatures.

@@ -12,7 +12,7 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _BODILESS = "bodiless"
 
 
-class HeadAsGet:
+class HeadAsGetMiddleware:
     """Answers HEAD with GET's status and headers, and no body. The innermost middleware.
 
     `Range` is for GET alone (RFC 9110, 14.2) and is not passed on. A stream is not started: see `bodiless`.

@@ -37,7 +37,7 @@ async def metrics(service: Given, caller: By) -> Response:
     return Response(generate_latest(service.figures), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-class Metered:
+class MetricsMiddleware:
     """Times every request by its route, so that no address chosen by a client becomes a label."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
@@ -64,7 +64,7 @@ class Metered:
         await self.app(scope, receive, timed)
 
 
-class Overview(Collector):
+class QueueCollector(Collector):
     """Queues and workers as the API sees them, collected at scrape time."""
 
     def __init__(self, service: Service) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import Request
 
-from api.errors import ApiError, refused
+from api.errors import ApiError, invalid_field
 
 Parameter = tuple[Mapping[str, object], str]  # its JSON schema, and its description
 
 
 @dataclass(frozen=True, slots=True)
-class Paging:
+class Pagination:
     """A list's parameters: default and maximum page size, and the form of its ids."""
 
     default: int
@@ -28,9 +28,9 @@ class Paging:
         given = request.query_params
         limit, after = given.get("limit", str(self.default)), given.get("after")
         if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= self.most:
-            raise refused("limit", f"must be a whole number between 1 and {self.most}")
+            raise invalid_field("limit", f"must be a whole number between 1 and {self.most}")
         if after is not None and re.fullmatch(self.id, after) is None:
-            raise refused("after", f"must be the id of {self.what}")
+            raise invalid_field("after", f"must be the id of {self.what}")
         return int(limit), after or ""
 
     def document(self, **more: Parameter) -> dict[str, Any]:
@@ -64,4 +64,4 @@ def page(data: Sequence[Mapping[str, Any]], *, more: bool, last: str | None = No
 
 def missing() -> ApiError:
     """A 400: the object to start after is not in the list."""
-    return refused("after", "is not in this list, or no longer")
+    return invalid_field("after", "is not in this list, or no longer")

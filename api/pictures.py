@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from api import ranges
 from api.access import BEARER, By, identify
-from api.errors import ApiError, refused
+from api.errors import ApiError, invalid_field
 from api.jobs import check_id, find
 from api.links import signed
 from api.presentation import results
@@ -100,7 +100,7 @@ async def preview(id: str, request: Request, service: Given, caller: By) -> Resp
     job = await find(service, id, caller)
     k = request.query_params.get("image", "0")
     if _NUMBER.fullmatch(k) is None:
-        raise refused("image", "must be the number of a picture")
+        raise invalid_field("image", "must be the number of a picture")
     look = await service.call(service.store.preview, job.id, int(k), job.incarnation)
     if look is None:
         return Response(status_code=204, headers={"Cache-Control": "no-store"})

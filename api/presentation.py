@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from api.links import Links
+from api.links import ImageLinks
 from core.jobs.record import Job, JobState
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class QueueForecast:
     """A live job's queue position: jobs served before it, and estimated seconds until it starts and ends."""
 
     position: int | None = None
@@ -18,9 +18,9 @@ class Forecast:
     end_s: float | None = None
 
 
-def job_object(job: Job, links: Links, forecast: Forecast | None = None) -> dict[str, Any]:
+def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = None) -> dict[str, Any]:
     """The public job object; its images are links."""
-    told = forecast or Forecast()
+    told = forecast or QueueForecast()
     return {
         "id": job.id,
         "object": "job",
@@ -42,7 +42,7 @@ def job_object(job: Job, links: Links, forecast: Forecast | None = None) -> dict
                 "url": links.image(job, k, image["key"]),
                 **{name: image.get(name) for name in ("seed", "width", "height", "media_type", "size_bytes")},
                 "warnings": image.get("warnings", []),
-                **revised(image),
+                **revised_prompt(image),
             }
             for k, image in enumerate(results(job))
         ],
@@ -55,7 +55,7 @@ def results(job: Job) -> list[dict[str, Any]]:
     return images
 
 
-def revised(image: dict[str, Any]) -> dict[str, str]:
+def revised_prompt(image: dict[str, Any]) -> dict[str, str]:
     """OpenAI's `revised_prompt`: the prompt that was used, if it differs from the one given."""
     return {"revised_prompt": image["revised_prompt"]} if "revised_prompt" in image else {}
 

@@ -31,7 +31,7 @@ _PLENTY = 65_536
 _AT_ONCE = 2048
 
 
-def room() -> tuple[int, int]:
+def connection_limit() -> tuple[int, int]:
     """How many connections the limit of open files allows, after raising it as far as possible; and how many pending
     ones may be accepted at once: they are open before any other can be closed for them.
     """
@@ -47,7 +47,7 @@ def room() -> tuple[int, int]:
 
 def protocol(settings: Settings) -> type[HttpProtocol]:
     """The protocol class of one server, with its limits."""
-    limits = {"patience_s": settings.client_s, "most": settings.connections or room()[0], "idle": {}}
+    limits = {"patience_s": settings.client_s, "most": settings.connections or connection_limit()[0], "idle": {}}
     return type("LimitedHttpProtocol", (HttpProtocol,), limits)
 
 

@@ -17,7 +17,7 @@ _PATIENCE_S = 10.0  # for a connection used by others
 _JOB, _TASK, _TAG, _BODY = "<job>", "<task>", "<tag>", "<body>"  # placeholders in a message
 
 
-class Queue:
+class MessageProducer:
     """A producer for any number of threads. Connects at its first send."""
 
     def __init__(self, url: str) -> None:

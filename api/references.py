@@ -12,7 +12,7 @@ from typing import Any
 
 from api import files, schemas
 from api.access import Caller
-from api.errors import refused
+from api.errors import invalid_field
 from api.schemas import EditBody, ImageReference
 from api.service import Service
 from api.uploads import Upload
@@ -28,7 +28,7 @@ async def read_job(service: Service, caller: Caller, given: dict[str, Any]) -> t
         fields = schemas.read(schemas.EditJobFields, given)
         return fields, await read(service, caller, fields)
     if isinstance(kind, str) and kind != "image":
-        raise refused("type", "must be 'image' or 'edit'")
+        raise invalid_field("type", "must be 'image' or 'edit'")
     return schemas.read(schemas.JobFields, given), None
 
 
@@ -42,17 +42,17 @@ def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False
     `ArtifactError`.
     """
     if len(fields.images) != 1:
-        raise refused("images", "must hold one picture: one can be edited at a time")
+        raise invalid_field("images", "must hold one picture: one can be edited at a time")
 
     def bytes_of(field: str, reference: ImageReference) -> bytes:
         if (reference.file_id is None) == (reference.image_url is None):
-            raise refused(field, "must have either file_id or image_url")
+            raise invalid_field(field, "must have either file_id or image_url")
         if reference.image_url is not None:
             return _inline(f"{field}.image_url", reference.image_url)
         param = f"{field}.file_id"
         file = files.get(service, reference.file_id or "", owner, admin=admin, param=param)
         if file.purpose != "vision":
-            raise refused(param, "must be of a file with the purpose vision")
+            raise invalid_field(param, "must be of a file with the purpose vision")
         return files.content_of(service, file, param)
 
     mask = None if fields.mask is None else bytes_of("mask", fields.mask)
@@ -62,8 +62,8 @@ def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False
 def _inline(field: str, url: str) -> bytes:
     found = _DATA.match(url)
     if found is None:
-        raise refused(field, "must be a data: URL of a PNG, JPEG or WebP in base64; addresses are not fetched")
+        raise invalid_field(field, "must be a data: URL of a PNG, JPEG or WebP in base64; addresses are not fetched")
     try:
         return base64.b64decode(url[found.end() :], validate=True)
     except (binascii.Error, ValueError):
-        raise refused(field, "is not in base64") from None
+        raise invalid_field(field, "is not in base64") from None

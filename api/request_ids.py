@@ -20,7 +20,7 @@ def new() -> str:
     return f"req_{secrets.token_hex(16)}"
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """Takes the client's `X-Request-ID` if it matches `PATTERN`, else generates one. The outermost middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -38,5 +38,5 @@ class RequestIds:
                 MutableHeaders(scope=message)[HEADER] = id
             await send(message)
 
-        with logs.request(id):
+        with logs.request_context(id):
             await self.app(scope, receive, named)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from api.body import plain
-from api.errors import ApiError, refused
+from api.errors import ApiError, invalid_field
 from contract.bounds import LIST, OBJECT, WORD
 from contract.image import EditFields, ImageFields
 
@@ -108,7 +108,7 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
     field = None if None in parts else ".".join(part for part in parts if part is not None)
     if rules and first["type"] in rules:
         named, words = rules[first["type"]]
-        raise refused(named or field, words)
+        raise invalid_field(named or field, words)
     raise _complaint(first["type"], field, first.get("ctx", {}))
 
 
@@ -149,23 +149,23 @@ def _inline(schema: Any, parts: dict[str, Any]) -> Any:
 
 def _complaint(kind: str, field: str | None, limits: dict[str, Any]) -> ApiError:
     if kind in ("model_type", "model_attributes_type"):
-        return refused(field, "must be an object", "invalid_type")
+        return invalid_field(field, "must be an object", "invalid_type")
     if kind == "extra_forbidden":
         if field is None:
-            return refused(None, "A field whose name is no plain word is not known.", "unknown_parameter")
-        return refused(field, "is not known", "unknown_parameter")
+            return invalid_field(None, "A field whose name is no plain word is not known.", "unknown_parameter")
+        return invalid_field(field, "is not known", "unknown_parameter")
     if kind == "missing":
-        return refused(field, "must be given", "missing_required_parameter")
+        return invalid_field(field, "must be given", "missing_required_parameter")
     if kind == "literal_error":
-        return refused(field, f"must be {limits['expected']}")
+        return invalid_field(field, f"must be {limits['expected']}")
     if kind == "not_offered":
-        return refused(field, "true is not offered here; GET /v1/jobs/{id}/events streams what happens to a job")
+        return invalid_field(field, "true is not offered here; GET /v1/jobs/{id}/events streams what happens to a job")
     if kind in _TYPES:
-        return refused(field, _TYPES[kind], "invalid_type")
+        return invalid_field(field, _TYPES[kind], "invalid_type")
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        return refused(field, f"{words} {limits[name]}")
-    return refused(field, "is not valid")
+        return invalid_field(field, f"{words} {limits[name]}")
+    return invalid_field(field, "is not valid")
 
 
 # -- responses: for the documentation only; presentation.py builds them --------------------------------------------

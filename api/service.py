@@ -20,13 +20,13 @@ import anyio.to_thread
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
-from api.cards import Cards
+from api.cards import CardCache
 from api.errors import NO_RETRY, ApiError
 from api.fair_limiter import FairLimiter
-from api.links import Links
-from api.pool import Pool
-from api.presentation import Forecast
-from api.queue import Queue
+from api.links import ImageLinks
+from api.presentation import QueueForecast
+from api.queue import MessageProducer
+from api.timeout_pool import TimeoutThreadPool
 from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
 from core.jobs.batches import BatchStore
@@ -34,11 +34,11 @@ from core.jobs.connection import RedisClient, StoreError
 from core.jobs.events import Event, EventReader
 from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring, most_queued
-from core.jobs.rates import Rates
+from core.jobs.rates import RateLimiter
 from core.jobs.reaper import Reaper
-from core.jobs.record import Job, JobState, Standing
+from core.jobs.record import Job, JobState, QueuePosition
 from core.jobs.registry import Registry
-from core.jobs.rights import Rights, told
+from core.jobs.rights import RedisPermissions, describe_missing
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 
@@ -72,18 +72,18 @@ class Service:
         self.store = JobStore.of(settings, self.redis)
         self.registry = Registry(self.redis)
         self.keyring = Keyring(self.redis)
-        self.rates = Rates(self.redis)
+        self.rates = RateLimiter(self.redis)
         self.submissions = Submissions(self.redis, settings.max_queued, settings.retention_s)
         self.batches = BatchStore.of(settings, self.redis)
         self.files = FileStore(self.redis)
         self.reader = EventReader(self.redis)
-        self._rights = Rights(self.redis)
-        self.queue = Queue(settings.redis_url)
+        self._rights = RedisPermissions(self.redis)
+        self.queue = MessageProducer(settings.redis_url)
         try:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
-        self.cards = Cards(self.registry, self.store, self.keyring, _beside(settings))
+        self.cards = CardCache(self.registry, self.store, self.keyring, _beside(settings))
         self.reaper = Reaper(self.store, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
@@ -91,7 +91,7 @@ class Service:
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
         self.decoding = FairLimiter(_DECODERS)
-        self._storers = Pool("storage", _STORERS)
+        self._storers = TimeoutThreadPool("storage", _STORERS)
 
     async def start(self) -> None:
         await self.reader.start()
@@ -143,7 +143,7 @@ class Service:
             missing = await self.call(self._rights.missing)
         except StoreError:
             return ""
-        return told(missing) if missing else ""
+        return describe_missing(missing) if missing else ""
 
     def share(self, owner: str) -> int | None:
         """How many of an owner's jobs may wait in one queue. None: only the queue's limit applies, as without keys."""
@@ -152,17 +152,19 @@ class Service:
         key = self.cards.now.keys.get(owner)
         return most_queued((key.queued if key else "") or self.settings.key_queued, self.settings.max_queued)
 
-    def links(self, request: Request) -> Links:
+    def links(self, request: Request) -> ImageLinks:
         """Links as this request's client reaches them, signed if keys are required."""
         base = self.settings.public_url.rstrip("/") + "/" if self.settings.public_url else str(request.base_url)
         return self.links_from(base, self.settings.link_s)
 
-    def links_from(self, base: str, lasts_s: float) -> Links:
+    def links_from(self, base: str, lasts_s: float) -> ImageLinks:
         """Links with this base, signed if keys are required; by Redis's clock, which all verifiers share."""
         now = self.cards.now
-        return Links(base, now.secret if now.guarded else None, lasts_s, now.clock)
+        return ImageLinks(base, now.secret if now.guarded else None, lasts_s, now.clock)
 
-    async def forecast(self, job: Job, near: bool = True, standing: Standing | None = None) -> Forecast | None:
+    async def forecast(
+        self, job: Job, near: bool = True, standing: QueuePosition | None = None
+    ) -> QueueForecast | None:
         """A live job's queue position, estimated from the workers' costs; its exact position only if it is `near`.
 
         Redis is not queried if `standing` is given.
@@ -174,16 +176,16 @@ class Service:
         if job.state is JobState.RUNNING:
             done = (job.progress or {}).get("steps_done", 0) / max(1, (job.progress or {}).get("steps", 1))
             elapsed_s = time.time() - (job.started or time.time())
-            return Forecast(end_s=max(0.0, elapsed_s) * (1 - done) / done if done else work_s)
+            return QueueForecast(end_s=max(0.0, elapsed_s) * (1 - done) / done if done else work_s)
         if near and standing is None:
             standing = await self.call(self.store.standing, job.id)
         if standing is None:
             return None
         backlog = standing.backlog
         if not workers:
-            return Forecast(standing.ahead)
+            return QueueForecast(standing.ahead)
         start_s = backlog.queued_ms / 1000 * standing.ahead / max(1, backlog.queued) / workers
-        return Forecast(standing.ahead, start_s, start_s + work_s)
+        return QueueForecast(standing.ahead, start_s, start_s + work_s)
 
     async def follow(self, job: Job, after: str, idle_s: float) -> AsyncGenerator[Event | None]:
         """The job's events after the given one; None after each `idle_s` of silence. Ends with the terminal event, when

@@ -16,9 +16,9 @@ from typing import Any
 import anyio
 from fastapi.sse import format_sse_event
 
-from api.errors import ApiError, unserved, unsuccessful
-from api.links import Links
-from api.presentation import results, revised
+from api.errors import ApiError, job_error, store_error
+from api.links import ImageLinks
+from api.presentation import results, revised_prompt
 from api.service import Service
 from contract.image import ImageJob
 from core.artifacts import ArtifactError
@@ -33,8 +33,8 @@ _USAGE = {
 }  # fmt: skip
 
 
-async def tell(
-    service: Service, job: Job, links: Links | None, partial_images: int, *, stays: bool
+async def stream_images(
+    service: Service, job: Job, links: ImageLinks | None, partial_images: int, *, stays: bool
 ) -> AsyncGenerator[bytes]:
     """At most this many previews of each image while it is generated, then the images, as links if `links` is given.
 
@@ -62,28 +62,28 @@ async def tell(
             gone = "The server is stopping." if service.closing.is_set() else "The job's record is gone."
             yield _error(ApiError(503, gone, code="stopping"))
         elif ended.state is not JobState.SUCCEEDED:
-            yield _error(unsuccessful(ended))
+            yield _error(job_error(ended))
         else:
             for k, _ in enumerate(results(ended)):
                 made = await service.stored(content, service, ended, k, links)
                 yield _event("completed", ended, {**made, "image_index": k, "usage": _USAGE})
     except ArtifactError as error:
-        yield _error(unserved(error))
+        yield _error(store_error(error))
     finally:
         if ended is None and not stays:
             with anyio.CancelScope(shield=True):
                 await service.cancel(job)
 
 
-def content(service: Service, job: Job, k: int, links: Links | None) -> dict[str, Any]:
+def content(service: Service, job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
     """A finished image: inline or as a link; and its prompt, if that was expanded.
 
     Raises `core.artifacts.ArtifactError`.
     """
     image = results(job)[k]
     if links is not None:
-        return {"url": links.image(job, k, image["key"]), **revised(image)}
-    return {"b64_json": base64.b64encode(service.artifacts.get(image["key"])).decode("ascii"), **revised(image)}
+        return {"url": links.image(job, k, image["key"]), **revised_prompt(image)}
+    return {"b64_json": base64.b64encode(service.artifacts.get(image["key"])).decode("ascii"), **revised_prompt(image)}
 
 
 async def _look(service: Service, job: Job, image: int) -> str | None:

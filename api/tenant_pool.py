@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 _IDLE_S = 10.0  # after which an idle thread ends
 
 
-class TimeUp(RuntimeError):
+class DeadlineExceeded(RuntimeError):
     """An item's time limit is reached, or the pool stops."""
 
 
-class Bound:
+class Deadline:
     """An item's time limit. Blocking calls wait at most `left_s`, within `closing`."""
 
     def __init__(self, seconds: float) -> None:
@@ -33,10 +33,10 @@ class Bound:
         self._close: Callable[[], None] | None = None
 
     def left_s(self) -> float:
-        """Remaining seconds. Raises `TimeUp` if there are none."""
+        """Remaining seconds. Raises `DeadlineExceeded` if there are none."""
         left = self.until - time.monotonic()
         if self.aborted or left <= 0:
-            raise TimeUp("the time of this item is over")
+            raise DeadlineExceeded("the time of this item is over")
         return left
 
     @contextmanager
@@ -64,8 +64,8 @@ class _Item:
     tenant: str
     lane: str
     id: str
-    work: Callable[[Bound], None]
-    bound: Bound = field(default_factory=lambda: Bound(0.0))
+    work: Callable[[Deadline], None]
+    bound: Deadline = field(default_factory=lambda: Deadline(0.0))
     late: bool = False  # its thread hangs, and another replaces it
 
 
@@ -114,7 +114,7 @@ class TenantPool:
                 {lane for lane, n in self._load_of_lane.items() if n >= self._of_lane},
             )
 
-    def submit(self, tenant: str, lane: str, id: str, work: Callable[[Bound], None]) -> bool:
+    def submit(self, tenant: str, lane: str, id: str, work: Callable[[Deadline], None]) -> bool:
         """Queue an item for the tenant's turn. False: one with this id waits or runs, or the pool stops."""
         with self._changed:
             if self._stopping or id in self._ids:
@@ -173,7 +173,7 @@ class TenantPool:
         return None
 
     def _begin(self, item: _Item) -> None:
-        item.bound = Bound(self._item_s)
+        item.bound = Deadline(self._item_s)
         self._running.add(item)
         self._runs_of[item.tenant] += 1
         self._runs_of_lane[item.tenant, item.lane] += 1
@@ -206,7 +206,7 @@ class TenantPool:
                     self._staff()
             try:
                 item.work(item.bound)
-            except TimeUp as error:
+            except DeadlineExceeded as error:
                 if not self._stopping:
                     log.warning("%s: %s of %s ended: %s", self._name, item.id, item.tenant or "nobody", error)
             except Exception:

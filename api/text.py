@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse
 
 from api import body, schemas, text_drafts
 from api.access import By, Caller, count_request
-from api.errors import unsuccessful
+from api.errors import job_error
 from api.events import EventStream
 from api.images import finished, left, wait
-from api.intake import make, not_served
 from api.service import Given, Service, job_lost
-from api.text_stream import tell
+from api.submission import make, not_served
+from api.text_stream import stream_answers
 from contract.card import TextCard
 from contract.text import ChatFields, CompletionFields
 from core.jobs.events import PROGRESS
@@ -68,8 +68,8 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
         if begun is None:
             raise left()
         if begun.state.final and begun.state is not JobState.SUCCEEDED:
-            raise unsuccessful(begun)
-        source = tell(service, job, answers, usage=ask.fields.usage_wanted)
+            raise job_error(begun)
+        source = stream_answers(service, job, answers, usage=ask.fields.usage_wanted)
         return EventStream(source, lambda: service.cancel(job))
     ended = await finished(service, request, job, stays=False)
     return JSONResponse(answers.whole(ended.result or {}))

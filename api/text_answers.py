@@ -9,7 +9,7 @@ from contract.text import TextJob
 from core.jobs.record import Job
 
 
-class Answers:
+class AnswerFormat:
     """Shared by chats and completions. A `choice` is one answer of a job's result."""
 
     kind = chunk_kind = prefix = ""
@@ -59,7 +59,7 @@ class Answers:
         raise NotImplementedError
 
 
-class ChatAnswers(Answers):
+class ChatFormat(AnswerFormat):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ChatAnswers(Answers):
         return {"content": content, "refusal": None}
 
 
-class CompletionAnswers(Answers):
+class CompletionFormat(AnswerFormat):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from api import schemas
-from api.errors import refusals
-from api.text_answers import Answers, ChatAnswers, CompletionAnswers
+from api.errors import invalid_as_api_error
+from api.text_answers import AnswerFormat, ChatFormat, CompletionFormat
 from contract.bounds import PRIORITY
 from contract.card import TextCard
 from contract.text import ChatFields, CompletionFields, TextFields, TextJob, check
-from core.jobs.record import Draft, new_id
+from core.jobs.record import JobDraft, new_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -24,43 +24,43 @@ _USUAL_TOKENS = 256  # for an answer without a limit, in the queue's estimate
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TextRequest:
     """A request, and its job."""
 
     fields: TextFields
     job: TextJob
 
 
-def chat(given: dict[str, Any]) -> Ask:
+def chat(given: dict[str, Any]) -> TextRequest:
     """Parse a body of `CHAT`. Raises `ApiError` (400) naming the field."""
     fields = schemas.read(ChatFields, given, rules=_RULES)
-    with refusals():
-        return Ask(fields, fields.job())
+    with invalid_as_api_error():
+        return TextRequest(fields, fields.job())
 
 
-def completion(given: dict[str, Any]) -> Ask:
+def completion(given: dict[str, Any]) -> TextRequest:
     """Parse a body of `COMPLETIONS`. Raises `ApiError` (400) naming the field."""
     fields = schemas.read(CompletionFields, given, rules=_RULES)
-    with refusals():
-        return Ask(fields, fields.job())
+    with invalid_as_api_error():
+        return TextRequest(fields, fields.job())
 
 
 # By endpoint: its parser, and its response format.
-READ: dict[str, Callable[[dict[str, Any]], Ask]] = {CHAT: chat, COMPLETIONS: completion}
-ANSWERS: dict[str, type[Answers]] = {CHAT: ChatAnswers, COMPLETIONS: CompletionAnswers}
+READ: dict[str, Callable[[dict[str, Any]], TextRequest]] = {CHAT: chat, COMPLETIONS: completion}
+ANSWERS: dict[str, type[AnswerFormat]] = {CHAT: ChatFormat, COMPLETIONS: CompletionFormat}
 
 
-def draft(ask: Ask, card: TextCard, owner: str) -> Draft:
+def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft:
     """The job of this model. Raises `ApiError` (400) naming the field that the model does not offer."""
     offer, job = card.limits, ask.job
-    with refusals():
+    with invalid_as_api_error():
         check(job, offer)
     tokens = job.tokens + job.count * min(job.max_tokens or _USUAL_TOKENS, offer.context or _USUAL_TOKENS)
-    return Draft(
+    return JobDraft(
         id=new_id(),
         modality="text",
         model=card.name,
-        parameters=job.told(),
+        parameters=job.to_dict(),
         priority=PRIORITY if ask.fields.priority is None else ask.fields.priority,
         deadline_s=ask.fields.deadline_s,
         work_ms=round(1000 * tokens * card.costs.token_s),

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import anyio
 
-from api.errors import ApiError, unsuccessful
+from api.errors import ApiError, job_error
 from api.service import Service
-from api.text_answers import Answers
+from api.text_answers import AnswerFormat
 from core.jobs.record import Job, JobState
 
 S = TypeVar("S", str, list[dict[str, Any]])
@@ -23,12 +23,12 @@ S = TypeVar("S", str, list[dict[str, Any]])
 _SILENCE_S = 15.0  # after which the record is read
 
 
-async def tell(service: Service, job: Job, answers: Answers, *, usage: bool) -> AsyncGenerator[bytes]:
+async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, usage: bool) -> AsyncGenerator[bytes]:
     """Stream the answers in pieces. If closed early the job is cancelled. With `usage` every chunk has that field, the
     last one the numbers.
     """
     ended: Job | None = None
-    told = _Told(answers, usage)
+    told = _SentText(answers, usage)
     try:
         async with aclosing(service.follow(job, "0", _SILENCE_S)) as events:
             async for event in events:
@@ -45,7 +45,7 @@ async def tell(service: Service, job: Job, answers: Answers, *, usage: bool) -> 
             gone = "The server is stopping." if service.closing.is_set() else "The job's record is gone."
             yield _data(ApiError(503, gone, code="stopping").content)
         elif ended.state is not JobState.SUCCEEDED:
-            yield _data(unsuccessful(ended).content)
+            yield _data(job_error(ended).content)
         else:
             for chunk in told.rest(ended.result or {}):
                 yield chunk
@@ -56,10 +56,10 @@ async def tell(service: Service, job: Job, answers: Answers, *, usage: bool) -> 
                 await service.cancel(job)
 
 
-class _Told:
+class _SentText:
     """How much of each choice the client has."""
 
-    def __init__(self, answers: Answers, usage: bool) -> None:
+    def __init__(self, answers: AnswerFormat, usage: bool) -> None:
         self._answers = answers
         self._usage = usage
         self._texts: dict[int, int] = {}

@@ -10,7 +10,7 @@ from core import logs, traces
 _QUIET = ("/healthz", "/readyz", "/metrics")  # frequent, and not worth tracing
 
 
-class Traced:
+class TracingMiddleware:
     """Names a request's span by its route, so that it contains nothing chosen by a client."""
 
     def __init__(self, app: ASGIApp) -> None:

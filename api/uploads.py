@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
-from api.errors import ApiError, refused
+from api.errors import ApiError, invalid_field
 
 MAX_BYTES = 16 * 2**20  # per file
 MAX_PIXELS = 4096 * 4096
@@ -40,7 +40,7 @@ class Upload:
         """Read the headers only. Raises `ApiError` (400, 413), naming the field."""
         size = _size(named, image)
         if mask is not None and _size("mask", mask) != size:
-            raise refused("mask", "must have the width and height of the picture")
+            raise invalid_field("mask", "must have the width and height of the picture")
         return cls(image, mask, size, named)
 
     @property
@@ -62,7 +62,7 @@ class Upload:
             return _png(made), None
         alpha = _decoded("mask", self.mask).getchannel("A")
         if alpha.getextrema()[0] != 0:
-            raise refused("mask", _OPAQUE)
+            raise invalid_field("mask", _OPAQUE)
         hole = alpha.point([255] + 255 * [0]).resize(size, Image.Resampling.LANCZOS)
         return _png(made), _png(hole.point(128 * [0] + 128 * [255]))
 
@@ -78,22 +78,22 @@ def _size(field: str, data: bytes) -> tuple[int, int]:
     if len(data) > MAX_BYTES:
         raise ApiError(413, f"{field}: is larger than {MAX_BYTES} bytes", param=field, code="body_too_large")
     if not data:
-        raise refused(field, "must not be empty")
+        raise invalid_field(field, "must not be empty")
     try:
         size = _webp_size(data) or _opened(data).size
         if max(size) > MAX_SIDE:
-            raise refused(field, f"is wider or higher than {MAX_SIDE} pixels")
+            raise invalid_field(field, f"is wider or higher than {MAX_SIDE} pixels")
         if size[0] * size[1] > MAX_PIXELS:
             raise Image.DecompressionBombError
         if data[:2] == b"\xff\xd8" and _scans(data) > MAX_SCANS:
-            raise refused(field, f"is a JPEG of more than {MAX_SCANS} scans")
+            raise invalid_field(field, f"is a JPEG of more than {MAX_SCANS} scans")
         return size[::-1] if _orientation(_opened(data)) >= 5 else size
     except ApiError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise refused(field, f"has more than {MAX_PIXELS} pixels") from None
+        raise invalid_field(field, f"has more than {MAX_PIXELS} pixels") from None
     except Exception:  # of many parsers, all with the same meaning
-        raise refused(field, "must be a picture in PNG, JPEG or WebP") from None
+        raise invalid_field(field, "must be a picture in PNG, JPEG or WebP") from None
 
 
 def _decoded(field: str, data: bytes) -> Image.Image:
@@ -104,7 +104,7 @@ def _decoded(field: str, data: bytes) -> Image.Image:
             image = ImageOps.exif_transpose(image)
         return image.convert("RGBA")
     except Exception:  # as above
-        raise refused(field, "cannot be decoded") from None
+        raise invalid_field(field, "cannot be decoded") from None
 
 
 def _opened(data: bytes) -> Image.Image:

@@ -15,12 +15,12 @@ from functools import partial
 from api.poller import Poller
 from api.presentation import job_object
 from api.service import Service
-from api.tenant_pool import Bound, TenantPool
+from api.tenant_pool import Deadline, TenantPool
 from api.webhooks import ANSWER_S, Unreachable, call, sign
 from core.jobs.connection import StoreError
 from core.jobs.keyring import webhook_secret
 from core.jobs.record import Job
-from core.jobs.webhooks import Due, Webhooks
+from core.jobs.webhooks import DueWebhook, WebhookQueue
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class WebhookSender:
 
     def __init__(self, service: Service, pauses_s: tuple[float, ...] = _PAUSES_S) -> None:
         self._service = service
-        self._webhooks = Webhooks.of(service.settings)  # on its own connections: many calls may end at once
+        self._webhooks = WebhookQueue.of(service.settings)  # on its own connections: many calls may end at once
         self._pauses_s = pauses_s
         self._private = service.settings.webhook_private
         self._pool = TenantPool("webhooks", _AT_ONCE, of_tenant=_OF_OWNER, of_lane=_OF_RECEIVER, item_s=ANSWER_S)
@@ -60,7 +60,7 @@ class WebhookSender:
         ):
             self._pool.submit(due.owner, due.host, f"{due.id} {due.incarnation}", partial(self._tell, due))
 
-    def _tell(self, due: Due, bound: Bound) -> None:
+    def _tell(self, due: DueWebhook, bound: Deadline) -> None:
         """One attempt. Any error counts as a failed one, unless its cause is local."""
         try:
             job = self._service.store.get(due.id)
@@ -75,7 +75,7 @@ class WebhookSender:
         finally:
             self._poller.wake()
 
-    def _try(self, due: Due, job: Job, bound: Bound) -> None:
+    def _try(self, due: DueWebhook, job: Job, bound: Deadline) -> None:
         try:
             self._call(job, bound)
         except Exception as error:
@@ -96,7 +96,7 @@ class WebhookSender:
         else:
             self._webhooks.settle(due)
 
-    def _call(self, job: Job, bound: Bound) -> None:
+    def _call(self, job: Job, bound: Deadline) -> None:
         assert job.webhook is not None
         now = self._service.cards.now
         links = self._service.links_from(job.webhook["base"], self._service.settings.link_s)

@@ -17,8 +17,8 @@ import socket
 import ssl
 from urllib.parse import SplitResult, urlsplit
 
-from api.errors import refused
-from api.tenant_pool import Bound, TimeUp
+from api.errors import invalid_field
+from api.tenant_pool import Deadline, DeadlineExceeded
 from contract import urls
 
 ANSWER_S = 10.0  # limit of a call, everything included
@@ -43,21 +43,21 @@ class Unreachable(RuntimeError):
 def check(url: str, *, private: bool) -> None:
     """Reject URLs that can never be called. Raises `ApiError` (400). DNS is resolved when it is called."""
     if len(url) > _LONGEST:
-        raise refused("webhook_url", f"must have at most {_LONGEST} characters")
+        raise invalid_field("webhook_url", f"must have at most {_LONGEST} characters")
     try:
         parts = urls.parse(url)
     except ValueError as error:
-        raise refused("webhook_url", str(error)) from None
+        raise invalid_field("webhook_url", str(error)) from None
     if "@" in parts.netloc:
-        raise refused("webhook_url", "must hold no user and no password")
+        raise invalid_field("webhook_url", "must hold no user and no password")
     host = parts.hostname or ""
     if private:
         return
     if host.rstrip(".").endswith("localhost"):
-        raise refused("webhook_url", "must be a public address", "webhook_private")
+        raise invalid_field("webhook_url", "must be a public address", "webhook_private")
     with contextlib.suppress(ValueError):
         if not _public(ipaddress.ip_address(host)):
-            raise refused("webhook_url", "must be a public address", "webhook_private")
+            raise invalid_field("webhook_url", "must be a public address", "webhook_private")
 
 
 def sign(secret: str, id: str, timestamp: int, body: bytes) -> str:
@@ -67,9 +67,9 @@ def sign(secret: str, id: str, timestamp: int, body: bytes) -> str:
     return "v1," + base64.b64encode(made).decode()
 
 
-def call(url: str, headers: dict[str, str], body: bytes, *, private: bool, bound: Bound | None = None) -> None:
+def call(url: str, headers: dict[str, str], body: bytes, *, private: bool, bound: Deadline | None = None) -> None:
     """POST once. Raises `Unreachable` unless the response is 2xx, within the bound; by itself, within 10 s."""
-    bound = Bound(ANSWER_S) if bound is None else bound
+    bound = Deadline(ANSWER_S) if bound is None else bound
     parts = urlsplit(url)
     secure, host = parts.scheme == "https", parts.hostname or ""
     port = parts.port or (443 if secure else 80)
@@ -87,7 +87,7 @@ def call(url: str, headers: dict[str, str], body: bytes, *, private: bool, bound
                 connection.settimeout(bound.left_s())
                 connection.sendall(request)
                 status = _status(connection, bound)
-    except (OSError, TimeUp) as error:
+    except (OSError, DeadlineExceeded) as error:
         name = "TimeUp" if bound.aborted else type(error).__name__
         raise Unreachable(f"it does not answer ({name})") from error
     if not 200 <= status < 300:
@@ -100,7 +100,7 @@ def _request(parts: SplitResult, headers: dict[str, str]) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
-def _secured(plain: socket.socket, host: str, bound: Bound) -> ssl.SSLSocket:
+def _secured(plain: socket.socket, host: str, bound: Deadline) -> ssl.SSLSocket:
     """A TLS socket with the certificate verified for this name. Its handshake is done."""
     made = _tls().wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
     made.settimeout(bound.left_s())
@@ -113,7 +113,7 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _status(connection: socket.socket, bound: Bound) -> int:
+def _status(connection: socket.socket, bound: Deadline) -> int:
     """The response's status; informational responses (1xx) and the body are skipped."""
     got, left = b"", _MOST_ANSWER
     while left > 0:

@@ -21,12 +21,12 @@ from benchmarks import provenance, record
 from benchmarks.loop import Loop
 from core.batching.request import Request
 from llm.runner import GROUP
-from pipeline.execution import Group
+from pipeline.execution import BatchGroup
 from pipeline.phases import DEEP
 
 if TYPE_CHECKING:
     from core.config import Settings
-    from workers.build import Works
+    from workers.build import Runtime
 
 PICTURES_IN_FLIGHT, TEXTS_IN_FLIGHT = 8, 16
 _WARM_S = 3.0
@@ -92,7 +92,7 @@ def run(
 
 
 def _turns(
-    works: Works, kinds: Mapping[str, tuple[Any, int]], turns: int, seconds: float
+    works: Runtime, kinds: Mapping[str, tuple[Any, int]], turns: int, seconds: float
 ) -> dict[str, list[dict[str, Loop]]]:
     """What each turn measured: of pictures alone, of texts alone, of both."""
     found: dict[str, list[dict[str, Loop]]] = {"image": [], "text": [], "both": []}
@@ -131,14 +131,14 @@ def _print(
     )
 
 
-def free_pace_s(works: Works) -> float:
+def free_pace_s(works: Runtime) -> float:
     """The shortest time per token that lets pictures keep their full width, by the cost curves.
 
     That is one UNet forward of all pictures in flight and one forward of all answers, twice over: curves tell means.
     """
     assert works.texts is not None
     native = works.images.model.native
-    drawn = works.images.cost(Group(DEEP, (native, native)), 2 * PICTURES_IN_FLIGHT)
+    drawn = works.images.cost(BatchGroup(DEEP, (native, native)), 2 * PICTURES_IN_FLIGHT)
     return _SLACK * (drawn + works.texts.cost(GROUP, TEXTS_IN_FLIGHT))
 
 

@@ -24,7 +24,7 @@ from core.config import Settings
 from pipeline.folder import ModelError
 
 if TYPE_CHECKING:
-    from workers.build import Works
+    from workers.build import Runtime
 
 # What the engine is told on each of its rungs. "+compile" is torch's compiler, "+kernels" are our own instead.
 _ENGINE: dict[str, dict[str, Any]] = {
@@ -206,7 +206,7 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
     return draw
 
 
-def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile_limit_s: float) -> Works:
+def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile_limit_s: float) -> Runtime:
     """The engine of a rung, its costs measured. Raises `LeftOut` where there is none such."""
     from core.graphs import compiler
     from workers.build import build
@@ -239,7 +239,7 @@ def _compile(settings: Settings) -> None:
         works.images.execution.wait()
 
 
-def _closed_loop(works: Works, rung: str, steps: int) -> Draw:
+def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
     """A closed loop of `IN_FLIGHT` requests."""
     native = works.images.model.native
     cached = plan.parse(works.settings.deepcache)

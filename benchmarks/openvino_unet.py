@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from pipeline.denoise import Inputs
+from pipeline.denoise import UNetInputs
 
 Arrays = list[npt.NDArray[np.float32]]
 
@@ -29,10 +29,10 @@ class _Positional(nn.Module):
         self.unet = unet
 
     def forward(self, sample: Tensor, timestep: Tensor, hidden: Tensor, pooled: Tensor, time_ids: Tensor) -> Tensor:
-        return Inputs(sample, timestep, hidden, pooled, time_ids, None).run(self.unet)[0]
+        return UNetInputs(sample, timestep, hidden, pooled, time_ids, None).run(self.unet)[0]
 
 
-def convert(unet: Any, example: Inputs) -> Any:
+def convert(unet: Any, example: UNetInputs) -> Any:
     """The UNet as an `openvino.Model` in fp32, for any number of rows of the example's shapes.
 
     Raises ImportError without OpenVINO.
@@ -46,7 +46,7 @@ def convert(unet: Any, example: Inputs) -> Any:
         )
 
 
-def quantize(model: Any, calibration: Sequence[Inputs]) -> Any:
+def quantize(model: Any, calibration: Sequence[UNetInputs]) -> Any:
     """The model in INT8 by NNCF's post-training quantization, calibrated on these forwards; `model` stays as it is.
 
     NNCF's own settings for transformers, SmoothQuant among them, with symmetric activations, which run a little faster.
@@ -65,7 +65,9 @@ def quantize(model: Any, calibration: Sequence[Inputs]) -> Any:
         )
 
 
-def settings(model: Any, inputs: Inputs, precisions: Sequence[str], threads: int) -> dict[str, Callable[[], Tensor]]:
+def settings(
+    model: Any, inputs: UNetInputs, precisions: Sequence[str], threads: int
+) -> dict[str, Callable[[], Tensor]]:
     """The forward of `inputs` under each performance hint and precision ("f32", "bf16"), by what was set.
 
     LATENCY runs all rows together on all threads. THROUGHPUT runs as many requests at once as OpenVINO finds best, each
@@ -83,14 +85,14 @@ def settings(model: Any, inputs: Inputs, precisions: Sequence[str], threads: int
     return made
 
 
-def _requests(core: Any, model: Any, inputs: Inputs, given: dict[str, Any]) -> int:
+def _requests(core: Any, model: Any, inputs: UNetInputs, given: dict[str, Any]) -> int:
     """How many requests at once OpenVINO advises, brought down to what divides the rows."""
     rows = inputs.sample.shape[0]
     advised = _compile(core, model, inputs, given).get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")
     return max(count for count in range(1, min(int(advised), rows) + 1) if rows % count == 0)
 
 
-def _forward(core: Any, model: Any, inputs: Inputs, requests: int, given: dict[str, Any]) -> Callable[[], Tensor]:
+def _forward(core: Any, model: Any, inputs: UNetInputs, requests: int, given: dict[str, Any]) -> Callable[[], Tensor]:
     parts = [_arrays(inputs, index, requests) for index in range(requests)]
     compiled = _compile(core, model, inputs, given, requests)
     infer = [compiled.create_infer_request() for _ in parts]
@@ -108,17 +110,17 @@ def _forward(core: Any, model: Any, inputs: Inputs, requests: int, given: dict[s
     return one if requests == 1 else several
 
 
-def _compile(core: Any, model: Any, inputs: Inputs, given: dict[str, Any], requests: int = 1) -> Any:
+def _compile(core: Any, model: Any, inputs: UNetInputs, given: dict[str, Any], requests: int = 1) -> Any:
     shaped = model.clone()
     shaped.reshape({i: list(array.shape) for i, array in enumerate(_arrays(inputs, 0, requests))})
     return core.compile_model(shaped, "CPU", given)
 
 
-def _arguments(inputs: Inputs) -> list[Tensor]:
+def _arguments(inputs: UNetInputs) -> list[Tensor]:
     return [inputs.sample, inputs.timestep.float(), inputs.kv, inputs.pooled, inputs.time_ids]
 
 
-def _arrays(inputs: Inputs, index: int = 0, parts: int = 1) -> Arrays:
+def _arrays(inputs: UNetInputs, index: int = 0, parts: int = 1) -> Arrays:
     """One of so many equal parts of the rows."""
     rows = inputs.sample.shape[0] // parts
     return [tensor[index * rows : (index + 1) * rows].numpy() for tensor in _arguments(inputs)]

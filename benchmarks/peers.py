@@ -24,15 +24,15 @@ from torch import Tensor
 from benchmarks import compiling, openvino_unet, provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
-from core.graphs import Executables, Key, compiler
+from core.graphs import CompiledCache, ExecutableKey, compiler
 from core.quant.convert import quantize_
-from core.quant.kernels.cpu.library import Unavailable, library
+from core.quant.kernels.cpu.library import KernelsUnavailable, library
 from core.quant.statistics import Statistics
-from pipeline.denoise import Inputs, PackedKeys
-from pipeline.drawing import Drawing
-from pipeline.load import Model, load
+from pipeline.denoise import PackedKeys, UNetInputs
+from pipeline.drawing import Denoiser
+from pipeline.load import ImageModel, load
 from unet_opt import recipe as recipes
-from unet_opt.calibrate import CalibrationSettings, Part, calibrate, observe_modules
+from unet_opt.calibrate import CalibrationPart, CalibrationSettings, calibrate, observe_modules
 from unet_opt.program import UNetPrograms
 
 ROWS, FEW_ROWS = 16, 2
@@ -52,7 +52,7 @@ _WATCHED = CalibrationSettings().watched_steps
 _REST_S = 0.02  # OpenMP's threads spin for some milliseconds after a forward, which would slow the next contender's
 
 Forward = Callable[[], Tensor]
-Bind = Callable[[Inputs], Mapping[str, Forward]]
+Bind = Callable[[UNetInputs], Mapping[str, Forward]]
 """The forward of given rows, under each setting worth trying; the fastest counts."""
 
 
@@ -65,8 +65,8 @@ class Stage:
     """What contenders are made from: the stock model, and calibration as forwards and as ranges."""
 
     settings: Settings
-    model: Model
-    forwards: Sequence[Inputs]
+    model: ImageModel
+    forwards: Sequence[UNetInputs]
     ranges: Statistics
     compile_limit_s: float = compiling.LIMIT_S  # of torch.compile, for each number of rows
 
@@ -147,9 +147,9 @@ def _diffusers(stage: Stage) -> Bind:
 def _torch_compile(stage: Stage) -> Bind:
     if compiler() is None:
         raise Missing("no C++ compiler")
-    compiled: list[Callable[[Inputs], Forward]] = []  # made for the first rows, and then for all
+    compiled: list[Callable[[UNetInputs], Forward]] = []  # made for the first rows, and then for all
 
-    def bind(inputs: Inputs) -> dict[str, Forward]:
+    def bind(inputs: UNetInputs) -> dict[str, Forward]:
         try:
             compiling.ahead(_compile, stage.settings, inputs, torch.get_num_threads(), limit_s=stage.compile_limit_s)
         except compiling.CompileError as error:
@@ -161,23 +161,23 @@ def _torch_compile(stage: Stage) -> Bind:
     return bind
 
 
-def _compile(settings: Settings, inputs: Inputs, threads: int) -> None:
+def _compile(settings: Settings, inputs: UNetInputs, threads: int) -> None:
     """Compile the UNet for inputs of this shape into Inductor's cache; its code is for so many threads."""
     torch.set_num_threads(threads)
     with torch.inference_mode():
         _compiled_unet(settings)(inputs)
 
 
-def _compiled_unet(settings: Settings) -> Callable[[Inputs], Forward]:
+def _compiled_unet(settings: Settings) -> Callable[[UNetInputs], Forward]:
     unet = load(settings.model_name, precision="bf16", variant=settings.variant).unet
-    executables = Executables({"unet": unet}, compiled=True, cache=settings.compiled_code)
+    executables = CompiledCache({"unet": unet}, compiled=True, cache=settings.compiled_code)
 
-    def bind(inputs: Inputs) -> Forward:
+    def bind(inputs: UNetInputs) -> Forward:
         half = dataclasses.replace(
             inputs,
             **{name: getattr(inputs, name).to(torch.bfloat16) for name in ("sample", "kv", "pooled", "time_ids")},
         )
-        key = Key("unet", half.sample.shape[0], tuple(half.sample.shape[2:]))
+        key = ExecutableKey("unet", half.sample.shape[0], tuple(half.sample.shape[2:]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what diffusers caches
             executables.want(key, half.run)
@@ -209,10 +209,10 @@ def _diptych(stage: Stage, *, quantized: bool) -> Bind:
         quantize_(unet, recipes.unet(unet), stage.ranges, digest=stage.model.digest)
     try:
         programs = UNetPrograms(library(stage.settings.cache_dir.expanduser()), unet, half=quantized)
-    except (Unavailable, ValueError) as error:
+    except (KernelsUnavailable, ValueError) as error:
         raise Missing(str(error)) from error
 
-    def bind(inputs: Inputs) -> dict[str, Forward]:
+    def bind(inputs: UNetInputs) -> dict[str, Forward]:
         packed = dataclasses.replace(inputs, kv=keys(inputs.kv))
         return {"": lambda: packed.run(programs)[0]}
 
@@ -232,15 +232,15 @@ CONTENDERS: dict[str, Callable[[Stage], Bind]] = {
 # -- what they are given -------------------------------------------------------------------------------------------
 
 
-def _set(settings: Settings) -> tuple[Stage, list[Inputs]]:
+def _set(settings: Settings) -> tuple[Stage, list[UNetInputs]]:
     """The stage, and the forwards of drawings that calibration has not seen."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     model = load(settings.model_name, precision="fp32", device="cpu", variant=settings.variant)
     unpacked: Any = lambda hidden: hidden  # noqa: E731  # stock cross-attention reads the hidden states themselves
-    drawing = Drawing(model, unpacked)
-    seen: list[Inputs] = []
-    drawn: list[Inputs] = []
+    drawing = Denoiser(model, unpacked)
+    seen: list[UNetInputs] = []
+    drawn: list[UNetInputs] = []
 
     def draw(batch: Sequence[str], around: Any) -> None:
         # The recipe asks for the first steps; NNCF also quantizes what reads the time, and must see all.
@@ -250,25 +250,25 @@ def _set(settings: Settings) -> tuple[Stage, list[Inputs]]:
         )  # fmt: skip
 
     layers = recipes.unet(model.unet).targets(model.unet)
-    parts = {"unet": Part(layers, observe_modules(model.unet))}
+    parts = {"unet": CalibrationPart(layers, observe_modules(model.unet))}
     ranges = calibrate(parts, CALIBRATION, draw, digest=model.digest)["unet"]
     drawing.latents(DRAWN, range(100, 100 + len(DRAWN)), forward=_listen(model.unet, drawn))
     return Stage(settings, model, seen, ranges), drawn
 
 
-def _listen(unet: Any, heard: list[Inputs]) -> Callable[..., Any]:
+def _listen(unet: Any, heard: list[UNetInputs]) -> Callable[..., Any]:
     """The UNet, which also writes down what it is given."""
 
     def forward(sample: Tensor, timestep: Tensor, **given: Any) -> Any:
         added = given["added_cond_kwargs"]
         rest = given["encoder_hidden_states"], added["text_embeds"], added["time_ids"], given["timestep_cond"]
-        heard.append(Inputs(sample, timestep, *rest))
+        heard.append(UNetInputs(sample, timestep, *rest))
         return unet(sample, timestep, **given)
 
     return forward
 
 
-def _mixed(forwards: Sequence[Inputs], rows: int) -> Inputs:
+def _mixed(forwards: Sequence[UNetInputs], rows: int) -> UNetInputs:
     """Two rows of each of rows / 2 drawings, each at a step of its own."""
     pairs = rows // 2
     chosen = [(forwards[(2 * i + 1) * len(forwards) // rows], 2 * i) for i in range(pairs)]
@@ -277,7 +277,7 @@ def _mixed(forwards: Sequence[Inputs], rows: int) -> Inputs:
         return torch.cat([getattr(inputs, name)[first : first + 2] for inputs, first in chosen])
 
     sample, timestep, kv, pooled, time_ids = map(gather, ("sample", "timestep", "kv", "pooled", "time_ids"))
-    return Inputs(sample, timestep, kv, pooled, time_ids, None)
+    return UNetInputs(sample, timestep, kv, pooled, time_ids, None)
 
 
 # -- the race ------------------------------------------------------------------------------------------------------

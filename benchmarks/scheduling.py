@@ -63,7 +63,7 @@ class NullRunner:
     def left_s(self, request: Request, rows: int) -> float:
         return self.iterations(request) * self.cost(self.group(request), rows)
 
-    def then(self, request: Request) -> Hashable:
+    def next_group(self, request: Request) -> Hashable:
         left = request.work[1]
         return ("vae" if left == 1 else "step", request.parameters) if request.phase != "vae" else None
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import flood, provenance, record
 from benchmarks.flood import percentile, probe
 from core.config import Settings
-from deployment.children import Child
+from deployment.children import ChildProcess
 from deployment.redis import RedisServer, free_port
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
 
 
 @contextlib.contextmanager
-def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Keyring, Child]]:
+def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Keyring, ChildProcess]]:
     """`diptych serve` on a Redis and a data folder of its own: its URL, where its jobs and its keys are, and itself."""
     from core.jobs.keyring import Keyring
     from core.jobs.store import JobStore
@@ -115,7 +115,7 @@ def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Keyring, Child
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
         environment |= {f"DIPTYCH_{field.upper()}": str(v) for field, v in given.items() if v is not None}
         log = folder / "serve.log"
-        serve = Child(
+        serve = ChildProcess(
             "serve", [sys.executable, "-P", "-m", "cli", "serve"], environment | {"PYTHONPATH": str(_ROOT)}, log
         )
         redis.start()
@@ -136,7 +136,7 @@ def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Keyring, Child
             redis.kill()
 
 
-def _flooded(url: str, store: JobStore, keyring: Keyring, serve: Child, steps: int) -> dict[str, Any]:
+def _flooded(url: str, store: JobStore, keyring: Keyring, serve: ChildProcess, steps: int) -> dict[str, Any]:
     from rich.console import Console
 
     with Console(stderr=True).status(f"{flood.RATE_PER_S:g} submissions a second for {flood.SECONDS:g} s"):
@@ -152,7 +152,7 @@ def _drawn_by(url: str) -> dict[str, Any]:
     return {"precision": card["precision"], "deepcache": card["deepcache"]}
 
 
-def _part(serve: Child, name: str) -> int:
+def _part(serve: ChildProcess, name: str) -> int:
     """The process id of a part of the service."""
     import psutil
 
@@ -162,7 +162,7 @@ def _part(serve: Child, name: str) -> int:
     raise record.BenchError(f"the service has no process {name}")
 
 
-def _wait_ready(serve: Child, url: str) -> None:
+def _wait_ready(serve: ChildProcess, url: str) -> None:
     import httpx2
     from rich.console import Console
 
@@ -191,7 +191,7 @@ def _until(condition: Callable[[], bool], limit_s: float, every_s: float = 0.05)
 # -- as a client -------------------------------------------------------------------------------------------------------
 
 
-async def _measure(url: str, store: JobStore, serve: Child, steps: int, pictures: int) -> dict[str, Any]:
+async def _measure(url: str, store: JobStore, serve: ChildProcess, steps: int, pictures: int) -> dict[str, Any]:
     import httpx2
     import numpy as np
     from rich.console import Console
@@ -292,7 +292,7 @@ async def _refused(client: httpx2.AsyncClient, steps: int) -> None:
         raise record.BenchError(f"a size that is not offered was answered {status}")
 
 
-async def _settled(serve: Child) -> None:
+async def _settled(serve: ChildProcess) -> None:
     """Wait until the worker, whom nobody asks for anything, is idle: it compiles no more."""
     import psutil
 

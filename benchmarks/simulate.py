@@ -207,7 +207,7 @@ def check(costs: Costs, plan: Plan) -> None:
     if len(plan.gpus) > 1 and len(plan.loads) > 1:
         raise refuse("--gpus, --load: only one of them may have several values")
     for wanted, _ in plan.mix.kinds():
-        if wanted.deepcache is not None and (wrong := wanted.deepcache.complaint(wanted.steps)):
+        if wanted.deepcache is not None and (wrong := wanted.deepcache.error_for(wanted.steps)):
             raise refuse(f"--deepcache: {wrong.message}") from wrong
         for group, rows in phases_of(wanted):
             widest = costs.widest(*group)

@@ -154,11 +154,11 @@ class _Bench:
 
     @staticmethod
     def _library(settings: Settings) -> Any:
-        from core.quant.kernels.cpu.library import Unavailable, library
+        from core.quant.kernels.cpu.library import KernelsUnavailable, library
 
         try:
             return library(settings.compiled_kernels) if settings.kernels else None
-        except Unavailable as error:
+        except KernelsUnavailable as error:
             logging.getLogger(__name__).warning("without our own kernels: %s", error)
             return None
 

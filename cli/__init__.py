@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from cli import bench, captions, chat, doctor, evaluate, generate, keys, mlperf, quantize, serve, show
-from cli.arguments import Failure, UsageError
+from cli.arguments import CommandFailed, UsageError
 from core.threads import uninterruptible
 
 
@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
     except (UsageError, SettingsError) as error:
         print(f"diptych: {error}", file=sys.stderr)
         return 2
-    except Failure as error:
+    except CommandFailed as error:
         print(f"diptych: {error}", file=sys.stderr)
         return 1
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from contract.errors import Invalid
     from core.config import Settings
-    from workers.build import Works
+    from workers.build import Runtime
 
 Commands = Any  # argparse keeps the class of its subparsers to itself
 
@@ -26,7 +26,7 @@ class UsageError(ValueError):
     """Invalid user input. The message names it."""
 
 
-class Failure(RuntimeError):
+class CommandFailed(RuntimeError):
     """A command failed although its input was valid. The message says why."""
 
 
@@ -98,19 +98,19 @@ def model_errors() -> Iterator[None]:
     from contract.errors import Invalid
     from core.batching.engine import Closed
     from pipeline.folder import ModelError
-    from workers.draw import OutError
+    from workers.draw import OutputError
 
     try:
         yield
-    except (Invalid, OutError) as error:
+    except (Invalid, OutputError) as error:
         raise UsageError(str(error)) from error
     except ModelError as error:
         raise UsageError(f"model: {error}") from error
     except Closed as error:
-        raise Failure(f"{error} ({error.__cause__ or 'no reason is known'})") from error
+        raise CommandFailed(f"{error} ({error.__cause__ or 'no reason is known'})") from error
 
 
-class Starting:
+class StartupProgress:
     """A spinner with the current activity, or a progress bar while something is counted."""
 
     def __init__(self, console: Console) -> None:
@@ -150,12 +150,12 @@ class Starting:
             self._status.start()
 
 
-def open_works(settings: Settings, console: Console, measure_s: float = 0.0) -> Works:
+def open_runtime(settings: Settings, console: Console, measure_s: float = 0.0) -> Runtime:
     """Build the engine under a spinner."""
     # Imports create millions of long-lived objects; scanning them for garbage takes a tenth of the start-up time.
     gc.disable()
     try:
-        with Starting(console) as starting:
+        with StartupProgress(console) as starting:
             from pipeline.load import check_name
 
             check_name(settings.model_name)  # importing torch and its dependencies takes seconds

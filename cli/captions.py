@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import Commands, Failure, UsageError, model_errors, read_settings, wrong_option
+from cli.arguments import CommandFailed, Commands, UsageError, model_errors, read_settings, wrong_option
 from contract.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ def _captions(options: argparse.Namespace) -> int:
     except CaptionFileError as error:
         raise UsageError(f"--out: {error}") from error
     except SourceError as error:
-        raise Failure(f"--server: {error}") from error
+        raise CommandFailed(f"--server: {error}") from error
     except HopelessError as error:
         said = ", ".join(f"{count} {REASONS[reason]}" for reason, count in error.again.most_common())
-        raise Failure(f"no caption comes of it: of {error.again.total()} answers {said}") from error
+        raise CommandFailed(f"no caption comes of it: of {error.again.total()} answers {said}") from error
     except Invalid as error:
         raise UsageError(str(error)) from error
     except OSError as error:
@@ -151,7 +151,7 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
 
 def _template(options: argparse.Namespace) -> str | None:
     from contract.card import MAX_PROMPT_CHARACTERS
-    from contract.characters import complaint
+    from contract.characters import text_error
     from training.captioning.asking import SUBJECT
 
     path: Path | None = options.template
@@ -163,7 +163,7 @@ def _template(options: argparse.Namespace) -> str | None:
         raise UsageError(f"--template: {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--template: {path}: is not UTF-8 (byte {error.start})") from error
-    wrong = complaint(text, MAX_PROMPT_CHARACTERS) or (None if text else "is empty")
+    wrong = text_error(text, MAX_PROMPT_CHARACTERS) or (None if text else "is empty")
     if wrong is not None:
         raise UsageError(f"--template: {path}: {wrong}")
     if SUBJECT not in text:

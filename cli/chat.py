@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import Commands, Failure, UsageError, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, read_settings
 from contract.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class _Here:
         from core.batching.runner import Lane
         from pipeline.folder import ModelError
         from workers.build import text_runner
-        from workers.texts import TextPanel
+        from workers.text_handler import TextJobHandler
 
         self._lane = Lane("text")
         try:
@@ -115,7 +115,7 @@ class _Here:
         if runner is None:
             raise UsageError("--text-model: none is named, and models/emoji-lm is not there")
         self._engine = Engine([runner])
-        self._panel = TextPanel(runner)
+        self._panel = TextJobHandler(runner)
         self._count = 0
         return self._reply
 
@@ -171,7 +171,7 @@ def _through(options: argparse.Namespace) -> Reply:
             with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
                 yield from _pieces(line.decode("utf-8").rstrip("\r\n") for line in answer)
         except urllib.error.HTTPError as error:
-            raise Failure(_message(error.read())) from error
+            raise CommandFailed(_message(error.read())) from error
         except (OSError, ValueError) as error:
             raise UsageError(f"--url: nothing answers at {address} ({error})") from error
 
@@ -185,7 +185,7 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
             continue
         chunk = json.loads(data)
         if "error" in chunk:
-            raise Failure(str(chunk["error"]["message"]))
+            raise CommandFailed(str(chunk["error"]["message"]))
         for choice in chunk["choices"]:
             yield choice["delta"].get("content") or ""
 

@@ -23,7 +23,7 @@ from contract.precision import is_quantized
 
 if TYPE_CHECKING:
     from core.config import Settings
-    from core.quant.kernels.device import Device
+    from core.quant.kernels.device import DeviceInfo
 
 _LITTLE_DISK = 2 * 2**30
 _OLDEST_REDIS = (6, 2)
@@ -97,13 +97,13 @@ def _machine(settings: Settings) -> Iterator[Finding]:
     yield from kernels("cpu", cpu, ("int8", "fp32"))
 
 
-def gpu(what: str, device: Device, memory_bytes: int) -> Iterator[Finding]:
+def gpu(what: str, device: DeviceInfo, memory_bytes: int) -> Iterator[Finding]:
     """A GPU's properties, and its kernels in each precision."""
     yield Finding("well", what, f"{device}, {memory_bytes / 2**30:.0f} GiB")
     yield from kernels(what, device, ("int8", "fp8", "bf16"))
 
 
-def kernels(what: str, device: Device, precisions: Iterable[str]) -> Iterator[Finding]:
+def kernels(what: str, device: DeviceInfo, precisions: Iterable[str]) -> Iterator[Finding]:
     """For each precision the available kernels, with the operations of each, and why no faster ones."""
     from core.quant.kernels.device import EVERY_LAYER, TITLES, decisions, instead, lacks
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import UsageError, make_cache, model_errors, open_works, wrong_option
+from cli.arguments import UsageError, make_cache, model_errors, open_runtime, wrong_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from core.config import Settings
     from evaluation.captions import Caption
     from evaluation.sources import Source
-    from workers.build import Works
+    from workers.build import Runtime
 
 _FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "seed": "--seed-offset"}  # else --field
 
@@ -88,7 +88,7 @@ def open_source(
 
     make_cache(settings)
     stack.enter_context(model_errors())
-    works = stack.enter_context(open_works(settings, console))
+    works = stack.enter_context(open_runtime(settings, console))
     native = works.images.model.native
     draft = draft if draft.width else replace(draft, width=native, height=native)
     if latent is not None:
@@ -128,7 +128,7 @@ def open_latent(options: argparse.Namespace) -> tuple[Tensor | None, str | None]
         raise UsageError(f"--latent: {error}; --latent off begins each picture from its seed") from error
 
 
-def _fix_noise(works: Works, latent: Tensor, draft: ImageParameters, options: argparse.Namespace) -> None:
+def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: argparse.Namespace) -> None:
     model = works.images.model
     wanted = [1, model.unet.config.in_channels, draft.height // model.vae_scale, draft.width // model.vae_scale]
     if list(latent.shape) != wanted:

@@ -18,7 +18,7 @@ from cli.arguments import (
     add_steps,
     make_cache,
     model_errors,
-    open_works,
+    open_runtime,
     read_settings,
     wrong_option,
 )
@@ -124,7 +124,7 @@ def _generate(options: argparse.Namespace) -> int:
     for prompt in prompts:
         _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
     make_cache(settings)
-    with model_errors(), folder(options.out), open_works(settings, console) as works:
+    with model_errors(), folder(options.out), open_runtime(settings, console) as works:
         if size is None:
             draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
         first = replace(draft, prompt=prompts[0].text)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from cli.arguments import Commands, Failure, UsageError, read_settings, wrong_option
+from cli.arguments import CommandFailed, Commands, UsageError, read_settings, wrong_option
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -99,7 +99,7 @@ def _revoke(options: argparse.Namespace) -> int:
 
     there, closed = _with_keyring(options, take)
     if not there and not (options.cancel_jobs and _ID.fullmatch(options.id)):
-        raise Failure("ID: there is no such key; see `diptych keys list`")
+        raise CommandFailed("ID: there is no such key; see `diptych keys list`")
     print("revoked" if there else "it was revoked before")
     _follow_up(options)
     if closed:
@@ -113,16 +113,16 @@ def _follow_up(options: argparse.Namespace) -> None:
     from core.jobs.batches import BatchStore
     from core.jobs.connection import RedisClient, StoreError
     from core.jobs.store import JobStore
-    from core.jobs.tenants import cancel_all, left
+    from core.jobs.tenants import cancel_all, usage
 
     settings = read_settings(options)
     named = settings.model_copy(update={"redis_url": _url(settings)})
     client = RedisClient(named.redis_url)
     store, batches = JobStore.of(named, client), BatchStore.of(named, client)
     try:
-        found = (cancel_all if options.cancel_jobs else left)(store, batches, options.id)
+        found = (cancel_all if options.cancel_jobs else usage)(store, batches, options.id)
     except StoreError as error:
-        raise Failure(f"the key is revoked; its jobs are not looked at: {error}") from error
+        raise CommandFailed(f"the key is revoked; its jobs are not looked at: {error}") from error
     finally:
         client.close()
     if options.cancel_jobs:
@@ -133,7 +133,7 @@ def _follow_up(options: argparse.Namespace) -> None:
 
 def _open(options: argparse.Namespace) -> int:
     if not _with_keyring(options, lambda keyring: keyring.unlock()):
-        raise Failure("there are keys, and as long as there is one it is asked for; see `diptych keys list`")
+        raise CommandFailed("there are keys, and as long as there is one it is asked for; see `diptych keys list`")
     print(
         "No key is asked for: this machine alone is served, or whoever reaches it where DIPTYCH_TRUST_NETWORK is set."
     )
@@ -143,7 +143,7 @@ def _open(options: argparse.Namespace) -> int:
 def _webhook(options: argparse.Namespace) -> int:
     def tell(keyring: Keyring) -> str:
         if options.id and options.id not in {key.id for key in keyring.all()}:
-            raise Failure("ID: there is no such key; see `diptych keys list`")
+            raise CommandFailed("ID: there is no such key; see `diptych keys list`")
         return keyring.webhook_secret(options.id)
 
     print(_with_keyring(options, tell))
@@ -163,7 +163,7 @@ def _with_keyring(options: argparse.Namespace, use: Callable[[Keyring], T]) -> T
     try:
         return use(keyring)
     except StoreError as error:
-        raise Failure(str(error)) from error
+        raise CommandFailed(str(error)) from error
     finally:
         keyring.close()
 
@@ -174,7 +174,7 @@ def _url(settings: Settings) -> str:
 
     url = settings.redis_url or address_in(settings.data_dir.expanduser() / "redis")
     if not url:
-        raise Failure(f"no `diptych serve` runs on {settings.data_dir}; start it, or set DIPTYCH_REDIS_URL")
+        raise CommandFailed(f"no `diptych serve` runs on {settings.data_dir}; start it, or set DIPTYCH_REDIS_URL")
     return url
 
 

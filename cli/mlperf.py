@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli import drawing
-from cli.arguments import Commands, Failure, UsageError, add_model, model_errors, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, add_model, model_errors, read_settings
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _written(
     from evaluation import loadgen
     from evaluation.panels import RemoteTexts, Texts
     from workers.build import text_runner
-    from workers.texts import TextPanel
+    from workers.text_handler import TextJobHandler
 
     prompts = [caption.text for caption in wanted]
     name = settings.text_model_name
@@ -171,7 +171,7 @@ def _written(
                 stack.callback(runner.close)
                 runner.prepare(measure_s=1.0)
             engine = stack.enter_context(Engine([runner]))
-            panel = Texts(engine, TextPanel(runner), prompts, max_tokens=options.max_tokens)
+            panel = Texts(engine, TextJobHandler(runner), prompts, max_tokens=options.max_tokens)
         for future in [panel.submit(index, lambda: None) for index in range(min(8, len(panel)))]:
             future.result()  # warm-up, and checks that it works
         with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
@@ -232,7 +232,7 @@ def _scored(
             seed = generate.seed_of(wanted[index], options.seed_offset)
             run.add(wanted[index], seed, f"{index:05d}.png", stream.getvalue(), session=0, seconds=0.0)
         if run.missing:
-            raise Failure(f"LoadGen's accuracy log holds {len(run.records)} of {len(wanted)} pictures")
+            raise CommandFailed(f"LoadGen's accuracy log holds {len(run.records)} of {len(wanted)} pictures")
         return score(run, options, lens, console)
 
 
@@ -243,4 +243,4 @@ def _loadgen_errors() -> Any:
     try:
         yield
     except LoadGenError as error:
-        raise Failure(str(error)) from error
+        raise CommandFailed(str(error)) from error

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from cli.arguments import Commands, Starting, UsageError, model_errors, read_settings
+from cli.arguments import Commands, StartupProgress, UsageError, model_errors, read_settings
 from contract.precision import SCHEMES
 
 _ABOUT = """The variant goes into DIR as unet-int8 and vae-int8 (unet-fp8). `--precision int8` finds it where DIR is the
@@ -86,17 +86,17 @@ def _into_cache(options: argparse.Namespace) -> int:
     if given:
         raise UsageError(f"--out: is needed with --{given[0].replace('_', '-')}: in the cache all is as by default")
     settings = read_settings(options)
-    with model_errors(), Starting(Console(stderr=True)) as starting:
+    with model_errors(), StartupProgress(Console(stderr=True)) as starting:
         from contract.precision import unquantized
         from workers import variants
-        from workers.build import device_of, plain_model, precision
+        from workers.build import device_of, precision, unquantized_model
 
         device = device_of(settings)
         precision(settings.model_copy(update={"precision": options.scheme}), device)  # rejects what does not run here
         place = variants.cached(settings, device, options.scheme, unquantized(device))
         was_made = place.is_made
         if not was_made:
-            opened = partial(plain_model, settings, options.scheme)
+            opened = partial(unquantized_model, settings, options.scheme)
             variants.quantize_into(place, settings, opened, starting.say, starting.count)
     print(f"{place.folder} {'was there already' if was_made else 'is made'}; --precision {options.scheme} takes it")
     return 0
@@ -107,13 +107,13 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
 
     from core.quant.convert import RecipeError
     from core.quant.statistics import StatisticsError
-    from core.quant.store import StoreError
+    from core.quant.store import QuantizedStoreError
     from unet_opt.recipe import ALPHA
 
     settings = read_settings(options)
     doing = f"quantizing to {options.scheme}"
     try:
-        with model_errors(), Starting(Console(stderr=True)) as starting:
+        with model_errors(), StartupProgress(Console(stderr=True)) as starting:
             from contract.precision import unquantized
             from pipeline.quantized import make
             from workers.build import device_of, load_model
@@ -129,7 +129,7 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
                 weights=not options.scales_only, kernels=kernels(settings, model)[0],
                 tell=lambda done: starting.count(doing, done, len(prompts)),
             )  # fmt: skip
-    except (StatisticsError, RecipeError, StoreError) as error:
+    except (StatisticsError, RecipeError, QuantizedStoreError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"--out: {options.out} cannot be written ({error.strerror})") from error
@@ -143,7 +143,7 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
     """Quantize a text model: prompts are read as plain texts."""
     from core.quant.convert import RecipeError
     from core.quant.statistics import StatisticsError
-    from core.quant.store import StoreError
+    from core.quant.store import QuantizedStoreError
     from llm.load import TextModelError, load
     from llm.quantized import make
     from llm.recipe import ALPHA, llama
@@ -162,7 +162,7 @@ def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:
         report = make(model, texts, options.out, recipe=llama(alpha), scheme=options.scheme)
     except TextModelError as error:
         raise UsageError(f"--text-model: {error}") from error
-    except (StatisticsError, RecipeError, StoreError) as error:
+    except (StatisticsError, RecipeError, QuantizedStoreError) as error:
         raise UsageError(str(error)) from error
     print(f"text: {len(report.changed)} layers in {options.scheme}, {len(report.skipped)} left as they were")
     return 0

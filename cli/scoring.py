@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import Failure, UsageError
+from cli.arguments import CommandFailed, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +90,7 @@ def scoring_errors() -> Iterator[None]:
     except (RunError, PictureError, StatisticsError, UnusableReference, WeightsError) as error:
         raise UsageError(str(error)) from error
     except SourceError as error:
-        raise Failure(f"--server: {error}") from error
+        raise CommandFailed(f"--server: {error}") from error
     except OSError as error:
         raise UsageError(f"{error.filename or '--out'}: cannot be written or read ({error.strerror})") from error
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import Commands, Failure, UsageError, add_model, make_cache, model_errors, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, add_model, make_cache, model_errors, read_settings
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -90,7 +90,7 @@ def _serve(options: argparse.Namespace) -> int:
     except (AddressError, DataError) as error:
         raise UsageError(str(error)) from error
     except RedisError as error:
-        raise Failure(str(error)) from error
+        raise CommandFailed(str(error)) from error
 
 
 def _api(options: argparse.Namespace) -> int:
@@ -99,9 +99,9 @@ def _api(options: argparse.Namespace) -> int:
     _check_redis(settings)
     from api.app import serve
     from core.artifacts import ArtifactError
-    from core.logs import speak
+    from core.logs import configure
 
-    speak(settings.log_format)
+    configure(settings.log_format)
     _begin_traces(settings, "diptych-api")
     try:
         serve(settings, options.fd)
@@ -118,10 +118,10 @@ def _worker(options: argparse.Namespace) -> int:
     if options.each_gpu:
         return _each_gpu(settings, options)
     _wait_for_redis(settings)
-    from core.logs import speak
+    from core.logs import configure
     from workers.boot import run
 
-    speak(settings.log_format)
+    configure(settings.log_format)
     _begin_traces(settings, "diptych-worker")
     with model_errors():
         return int(run(settings) or 0)

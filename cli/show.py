@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from cli.arguments import Commands, Failure, UsageError, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, read_settings
 
 _ANSWER_S = 10.0
 
@@ -29,7 +29,7 @@ def _models(options: argparse.Namespace) -> int:
         offered = _ask(url.rstrip("/") + "/v1/models")
     except OSError as error:
         if options.url is not None:
-            raise Failure(f"--url: no service answers ({getattr(error, 'reason', error)})") from error
+            raise CommandFailed(f"--url: no service answers ({getattr(error, 'reason', error)})") from error
         print(f"{settings.model_name}  (would be loaded here; no service answers at {url})")
         return 0
     for model in offered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from contract.characters import complaint
+from contract.characters import text_error
 from contract.errors import Invalid
 
 MAX_SEED = 2**63 - 1
@@ -46,7 +46,7 @@ def check_text(field: str, value: object, max_characters: int) -> str:
     """Return the text. Raises `Invalid` if it is not one, is too long, or contains control characters."""
     if not isinstance(value, str):
         raise Invalid(field, "must be text")
-    wrong = complaint(value, max_characters)
+    wrong = text_error(value, max_characters)
     if wrong is not None:
         raise Invalid(field, wrong)
     return value

@@ -8,7 +8,7 @@ import re
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def complaint(text: str, max_characters: int) -> str | None:
+def text_error(text: str, max_characters: int) -> str | None:
     """The reason why the text is invalid, without echoing it; None if it is valid."""
     if len(text) > max_characters:
         return f"has {len(text)} characters, at most {max_characters} are allowed"

@@ -23,7 +23,7 @@ class Invalid(ValueError):
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
 
-    def told(self) -> dict[str, str | None]:
+    def to_dict(self) -> dict[str, str | None]:
         """The form stored in a job's record. Older versions store only code and message."""
         about = {"field": self.field, "reason": self.code, "detail": self.message}
         return {"code": INVALID_REQUEST, "message": str(self), **about}

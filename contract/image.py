@@ -156,7 +156,7 @@ class ImageParameters:
         """How many steps are run."""
         return self.steps - self.skipped
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
         if not self.prompt_weighting:
@@ -195,7 +195,7 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     if parameters.deepcache is not None:
         if not isinstance(parameters.deepcache, DeepCache):
             raise Invalid(plan.FIELD, "must be a schedule or nothing")
-        wrong = parameters.deepcache.complaint(parameters.made)
+        wrong = parameters.deepcache.error_for(parameters.made)
         if wrong is not None:
             raise wrong
     offer.check_size(parameters.width, parameters.height)
@@ -263,7 +263,7 @@ class ImageJob:
     def size(self) -> Size:
         return self.picture.width, self.picture.height
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON. Default values are left out, except those that the first version wrote."""
         one = {name: getattr(self.picture, name) for name in _PICTURE}
         told = {name: value for name, value in one.items() if name in _ALWAYS or value != _PICTURE[name].default}
@@ -310,7 +310,7 @@ _NEEDED = ("prompt", "n", "seed", "steps", "guidance_scale", "width", "height")
 _ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
 
 
-def asked(fields: ImageFields, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False) -> ImageJob:
+def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False) -> ImageJob:
     """Build the job for these fields on this model. Defaults are filled in, within the model's limits.
 
     `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
@@ -342,7 +342,7 @@ def asked(fields: ImageFields, offer: ImageOffer, edited: Size | None = None, *,
         None if fields.output_format in (None, "png") else fields.output_compression,
     )
     schedule = None if cached is None else plan.read(cached)
-    if schedule is not None and (wrong := schedule.complaint(job.made)):
+    if schedule is not None and (wrong := schedule.error_for(job.made)):
         raise wrong
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
     check(job.picture, offer)

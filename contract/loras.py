@@ -12,7 +12,7 @@ _SCALE = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?
 _LONGEST = 4096  # characters
 
 
-class Named(NamedTuple):
+class LoraReference(NamedTuple):
     """A LoRA's name and scale."""
 
     name: str
@@ -23,14 +23,14 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def read(text: str) -> tuple[Named, ...]:
+def read(text: str) -> tuple[LoraReference, ...]:
     """Parse `name:scale,name`; a missing scale is 1. Spaces around names are ignored; empty: none.
 
     Raises ValueError. Its message quotes only well-formed names.
     """
     if len(text) > _LONGEST:
         raise ValueError(f"must be at most {_LONGEST} characters")
-    found: list[Named] = []
+    found: list[LoraReference] = []
     for part in filter(None, (part.strip(" ") for part in text.split(","))):
         name, colon, scale = part.partition(":")
         if not is_name(name):
@@ -42,7 +42,7 @@ def read(text: str) -> tuple[Named, ...]:
             raise ValueError(f"{name}: its scale must be between -{MAX_SCALE:g} and {MAX_SCALE:g}")
         if name in (lora.name for lora in found):
             raise ValueError(f"{name}: is named twice")
-        found.append(Named(name, factor))
+        found.append(LoraReference(name, factor))
     if len(found) > MAX_LORAS:
         raise ValueError(f"at most {MAX_LORAS} can be named")
     return tuple(found)

@@ -37,7 +37,7 @@ class DeepCache:
     last: int = 0
     deep_steps: tuple[int, ...] | None = None
 
-    def complaint(self, steps: int) -> Invalid | None:
+    def error_for(self, steps: int) -> Invalid | None:
         """The reason why the schedule is invalid for this number of steps; None if it is valid."""
         if self.depth not in DEPTHS:
             return _wrong("depth", f"must be one of {', '.join(DEPTHS)}")
@@ -101,7 +101,7 @@ def parse(text: str) -> DeepCache | None:
     interval, _, depth = text.partition(":")
     if re.fullmatch(r"[0-9]{1,4}", interval):
         schedule = DeepCache(int(interval), depth or BLOCK)
-        if schedule.complaint(1) is None:
+        if schedule.error_for(1) is None:
             return schedule
     raise ValueError(
         f"must be off, auto, or an interval from 1 to {MAX_INTERVAL} such as 3, and then perhaps a depth "
@@ -112,7 +112,7 @@ def parse(text: str) -> DeepCache | None:
 def read(value: object) -> DeepCache | None:
     """A schedule as settings, requests and jobs carry it: a text, or an object of its fields, null where not given.
 
-    Raises `Invalid`. `complaint` checks it against the number of steps.
+    Raises `Invalid`. `error_for` checks it against the number of steps.
     """
     if isinstance(value, str):
         try:

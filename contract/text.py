@@ -301,7 +301,7 @@ class TextJob:
     json_schema: str | None = None
     echo: bool | None = None
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON, without fields that are None."""
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 

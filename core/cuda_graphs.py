@@ -82,7 +82,7 @@ class CudaRecorder:
         torch.cuda.empty_cache()
 
 
-class Captured:
+class CapturedGraph:
     """One recorded callable, at the shapes of its recorded arguments."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Captured:
         return self._made
 
 
-class Graphs:
+class GraphCache:
     """Recorded callables by phase and shape; the least recently used are dropped beyond `capacity`."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Graphs:
         self._phases = phases
         self._recorder = recorder
         self._capacity = capacity
-        self._known: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._known: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
 
     @property
     def records(self) -> bool:
@@ -150,7 +150,7 @@ class Graphs:
             return
         while len(self._known) >= self._capacity:
             self._known.popitem(last=False)
-        self._known[key] = Captured(self._phases[phase], arguments, options, self._recorder)
+        self._known[key] = CapturedGraph(self._phases[phase], arguments, options, self._recorder)
 
     def settle(self) -> None:
         """The recorder's `settle`: call after the last recording, and after one that failed."""

@@ -12,7 +12,7 @@ from core.batching.runner import DeviceLost, OutOfMemory
 T = TypeVar("T")
 
 
-def translated(compute: Callable[[], T]) -> T:
+def translate_device_errors(compute: Callable[[], T]) -> T:
     """Run the function. Raises `OutOfMemory` and `DeviceLost` for torch's many forms of these, and other errors
     unchanged.
     """

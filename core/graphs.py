@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ExecutableKey:
     """Key of an executable. `size` is whatever else fixes its shapes, such as (height, width) of the latents."""
 
     phase: str
@@ -49,7 +49,7 @@ def _keep_in(cache: Path) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
-class Executables:
+class CompiledCache:
     """Looks up the fastest way to run a phase, and compiles requested shapes in the background.
 
     Compiled code is kept in `cache` between starts (Inductor's and AOTAutograd's caches; valid only for the same
@@ -59,10 +59,10 @@ class Executables:
 
     def __init__(self, phases: dict[str, Callable[..., Any]], *, compiled: bool, cache: Path | None = None) -> None:
         self._eager = phases
-        self._compiled: dict[Key, Callable[..., Any]] = {}
-        self._wanted: set[Key] = set()
+        self._compiled: dict[ExecutableKey, Callable[..., Any]] = {}
+        self._wanted: set[ExecutableKey] = set()
         self._failed: dict[str, str] = {}
-        self._jobs: deque[tuple[Key, Callable[[Callable[..., Any]], Any]]] = deque()
+        self._jobs: deque[tuple[ExecutableKey, Callable[[Callable[..., Any]], Any]]] = deque()
         self._thread: threading.Thread | None = None
         self._pending = 0
         self._idle = threading.Condition()
@@ -82,7 +82,7 @@ class Executables:
     def eager(self, phase: str) -> Callable[..., Any]:
         return self._eager[phase]
 
-    def find(self, key: Key) -> Callable[..., Any] | None:
+    def find(self, key: ExecutableKey) -> Callable[..., Any] | None:
         """The compiled executable for exactly this shape, or None."""
         return self._compiled.get(key)
 
@@ -90,7 +90,7 @@ class Executables:
         """The numbers of rows for which this phase is compiled at this size, ascending."""
         return sorted(key.rows for key in list(self._compiled) if key.phase == phase and key.size == size)
 
-    def want(self, key: Key, example: Callable[[Callable[..., Any]], Any]) -> None:
+    def want(self, key: ExecutableKey, example: Callable[[Callable[..., Any]], Any]) -> None:
         """Request an executable. `example(fn)` runs fn on inputs of the right shapes, on the background thread."""
         if not self.enabled or key in self._wanted or key.phase in self._failed:
             return
@@ -143,7 +143,7 @@ class Executables:
                     self._pending -= 1
                     self._idle.notify_all()
 
-    def _build(self, key: Key, example: Callable[[Callable[..., Any]], Any]) -> None:
+    def _build(self, key: ExecutableKey, example: Callable[[Callable[..., Any]], Any]) -> None:
         started = time.monotonic()
         function = torch.compile(self._eager[key.phase], dynamic=False, fullgraph=True)
         with torch.inference_mode():

@@ -16,7 +16,7 @@ _ID = re.compile(r"\bjob_[0-9a-f]{24}\b")
 
 
 @contextmanager
-def about(job: str) -> Iterator[None]:
+def job_context(job: str) -> Iterator[None]:
     """Context: log lines inside, in this thread or task, carry this job id."""
     before = _JOB.set(job)
     try:
@@ -26,7 +26,7 @@ def about(job: str) -> Iterator[None]:
 
 
 @contextmanager
-def request(id: str) -> Iterator[None]:
+def request_context(id: str) -> Iterator[None]:
     """Context: log lines inside, in this thread or task, carry this request id; "": none."""
     before = _REQUEST.set(id)
     try:
@@ -77,7 +77,7 @@ class TextLines(logging.Formatter):
         return f"{first} [{_REQUEST.get()}]{newline}{rest}"
 
 
-def speak(form: str) -> None:
+def configure(form: str) -> None:
     """Set the format of every handler of the root logger: "text", as already configured, or "json"."""
     for handler in logging.getLogger().handlers:
         if form == "json":

@@ -19,7 +19,7 @@ _LONG_LIFE_S = 60.0
 
 
 @dataclass(eq=False)
-class Child:
+class ChildProcess:
     """A process in its own session, tied to the thread that starts it.
 
     It writes to `log` and not to a pipe: a pipe would break when this process is killed, and block the child when our

@@ -68,7 +68,10 @@ def _version(path: str) -> tuple[int, ...] | None:
 
 
 def address_in(folder: Path) -> str:
-    """URL of the server that keeps its file in this folder, as written by `RedisServer.tell`; empty if none runs."""
+    """URL of the server that keeps its file in this folder, as written by `RedisServer.write_url`.
+
+    Empty if none runs.
+    """
     try:
         return (folder / _ADDRESS).read_text("utf-8").strip()
     except OSError:
@@ -210,7 +213,7 @@ class RedisServer:
         finally:
             os.close(lock)
 
-    def tell(self) -> None:
+    def write_url(self) -> None:
         """Write the URL into the folder, for this user's own commands. Raises OSError."""
         path = self.folder / _ADDRESS
         path.unlink(missing_ok=True)

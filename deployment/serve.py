@@ -15,11 +15,11 @@ from pathlib import Path
 
 from core.config import Settings
 from deployment.address import is_private, listen, url
-from deployment.children import Backoff, Child, reason
+from deployment.children import Backoff, ChildProcess, reason
 from deployment.redis import RedisError, RedisServer
 from deployment.screen import Screen
-from deployment.signals import Stop
-from deployment.watch import Sight, Watch
+from deployment.signals import StopSignals
+from deployment.watch import Readiness, ReadinessWatcher
 from deployment.welcome import welcome
 
 ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # start of module paths
@@ -45,7 +45,7 @@ def serve(settings: Settings, *, verbose: bool = False) -> int:
     Raises `AddressError` and `DataError` before anything is started, and `RedisError` if no Redis is available.
     """
     _open_standard_descriptors()
-    with Stop() as stop, listen(settings.host, settings.port) as listener, _lock(settings.data_dir) as folder:
+    with StopSignals() as stop, listen(settings.host, settings.port) as listener, _lock(settings.data_dir) as folder:
         settings = settings.model_copy(update={"data_dir": folder})
         with Screen() as screen:
             return _Stack(settings, listener, screen, stop, verbose=verbose).run()
@@ -110,7 +110,7 @@ class _Part:
 
 class _Stack:
     def __init__(
-        self, settings: Settings, listener: socket.socket, screen: Screen, stop: Stop, *, verbose: bool
+        self, settings: Settings, listener: socket.socket, screen: Screen, stop: StopSignals, *, verbose: bool
     ) -> None:
         self._screen, self._stop, self._listener, self._verbose = screen, stop, listener, verbose
         self._redis: RedisServer | None = None
@@ -122,15 +122,17 @@ class _Stack:
         command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
         environment, logs = _environment(settings), settings.data_dir / "logs"
         descriptor = listener.fileno()
-        self._api = Child(
+        self._api = ChildProcess(
             "API", [*command, "api", "--fd", str(descriptor)], environment, logs / "api.log", descriptors=(descriptor,)
         )
-        self._worker = Child("worker", [*command, "worker"], environment, logs / "worker.log", niceness=_NICENESS)
+        self._worker = ChildProcess(
+            "worker", [*command, "worker"], environment, logs / "worker.log", niceness=_NICENESS
+        )
         self._parts = [
             _Part("worker", self._start_worker, lambda: self._worker.code),
             _Part("API", self._api.start, lambda: self._api.code),
         ]
-        self._watch: Watch | None = None
+        self._watch: ReadinessWatcher | None = None
         self._announced, self._pending, self._spoken = False, True, False
 
     def run(self) -> int:
@@ -164,13 +166,13 @@ class _Stack:
             self._api.start()
         except OSError as error:
             raise _unusable(self._settings.data_dir, error) from error
-        self._watch = Watch(self._settings, url(self._listener))
+        self._watch = ReadinessWatcher(self._settings, url(self._listener))
         self._watch.expect(self._worker.pid)
 
     def _begin_redis(self, redis: RedisServer) -> None:
         """Start Redis and wait until it answers, however long its file takes to load."""
         redis.spawn()
-        redis.tell()
+        redis.write_url()
         self._parts.append(_Part("Redis", redis.spawn, lambda: redis.process.poll() if redis.process else 0))
         while not redis.answers() and not self._stop.asked:
             if not redis.running:
@@ -225,7 +227,7 @@ class _Stack:
 
     def _show(self) -> None:
         """Print the worker's activity while it is not ready, and once that all is ready."""
-        sight = self._watch.sight if self._watch is not None else Sight()
+        sight = self._watch.sight if self._watch is not None else Readiness()
         if not sight.ready:
             # No message means that it has not announced itself yet, or has removed its card and is about to say why.
             if sight.message or not self._spoken:
@@ -259,7 +261,7 @@ class _Stack:
             say("stopping Redis")
             self._redis.stop()
 
-    def _end_child(self, child: Child, patience_s: float, *, urges: int) -> None:
+    def _end_child(self, child: ChildProcess, patience_s: float, *, urges: int) -> None:
         """Send SIGTERM; again at each of so many further stop signals; then, or after that time, SIGKILL."""
         until, passed_on = time.monotonic() + patience_s, 0
         child.terminate()

@@ -10,7 +10,7 @@ from typing import Any, Self
 _ECHO_S = 0.5  # one Ctrl-C may arrive twice: from the terminal, and from the parent process
 
 
-class Stop:
+class StopSignals:
     """Catches the signals while it is open; in the main thread only.
 
     Ctrl-C counts even if SIGINT was ignored at the start, as behind a shell's `&`: then it was sent deliberately. An

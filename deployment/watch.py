@@ -24,7 +24,7 @@ _ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Readiness:
     """The last observation. `api`: it answers, and has itself seen Redis and a ready worker. `message` is our worker's
     activity, or why that is unknown.
     """
@@ -39,13 +39,13 @@ class Sight:
         return self.api and self.worker
 
 
-class Watch:
+class ReadinessWatcher:
     """Polls until all is ready; `lost` makes it poll again. The properties may be read from any thread."""
 
     def __init__(self, settings: Settings, url: str) -> None:
         self._settings = settings
         self._address = urlsplit(url)
-        self._sight = Sight()
+        self._sight = Readiness()
         self._worker: tuple[int, float] | None = None
         self._changed = threading.Condition()
         self._over = False
@@ -54,7 +54,7 @@ class Watch:
         self._thread.start()
 
     @property
-    def sight(self) -> Sight:
+    def sight(self) -> Readiness:
         with self._changed:
             return self._sight
 
@@ -97,7 +97,7 @@ class Watch:
                     self._sight = seen
                 self._changed.wait_for(lambda: self._over, _LOOK_S)
 
-    def _look_for_worker(self, seen: Sight, pid: int, since: float) -> Sight:
+    def _look_for_worker(self, seen: Readiness, pid: int, since: float) -> Readiness:
         from core.jobs.connection import StoreError
         from core.jobs.registry import Registry
 

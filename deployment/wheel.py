@@ -79,17 +79,18 @@ def stage(root: Path, folder: Path) -> None:
             target = folder / name if top == TOP else folder / TOP / name
             if path.suffix == ".py":
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(moved(path.read_bytes(), modules, name))
+                target.write_bytes(rename_imports(path.read_bytes(), modules, name))
             elif top == "models" or path.suffix in _DATA:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(path, target)
 
 
-def moved(source: bytes, modules: set[str], name: str) -> bytes:
+def rename_imports(source: bytes, modules: set[str], name: str) -> bytes:
     """A module's source with `diptych.` before every one of our names that it imports or names. Raises `BuildError`.
 
     `modules` are all our dotted module names. Names are: imports; strings that are the dotted name of a module
-    (`"workers.intake:Steady"`); a package after `"-m"`; and the argument of `import_module`. All else stays the same,
+    (`"workers.prefetch:ReconnectingConsumer"`); a package after `"-m"`; and the argument of `import_module`. All else
+    stays the same,
     to the byte.
     """
     lines = source.splitlines(keepends=True)

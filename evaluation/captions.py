@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.card import MAX_PROMPT_CHARACTERS
-from contract.characters import complaint
+from contract.characters import text_error
 from pipeline import prompts
 from pipeline.prompts import PromptsError as PromptsError
 
@@ -36,9 +36,9 @@ def read(path: Path, limit: int | None = None) -> list[Caption]:
     """
     found = prompts.read(path, limit, columns=COLUMNS, names=IDS)
     for prompt in found:
-        wrong = complaint(prompt.text, MAX_PROMPT_CHARACTERS)
-        if wrong is None and complaint(prompt.name, 1000) is not None:
-            wrong = f"id: {complaint(prompt.name, 1000)}"
+        wrong = text_error(prompt.text, MAX_PROMPT_CHARACTERS)
+        if wrong is None and text_error(prompt.name, 1000) is not None:
+            wrong = f"id: {text_error(prompt.name, 1000)}"
         if wrong is not None:
             raise PromptsError(f"{path}: row {prompt.row}: {wrong}")
     return [Caption(index, prompt.name, prompt.text) for index, prompt in enumerate(found)]

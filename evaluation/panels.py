@@ -20,7 +20,7 @@ from evaluation.sources import Source, SourceError
 
 if TYPE_CHECKING:
     from core.batching.engine import Engine
-    from workers.texts import TextPanel
+    from workers.text_handler import TextJobHandler
 
 MAX_TOKENS = 128  # of an answer, as in MLPerf's test of Llama-3.1-8B
 TEXT_MODEL, TEXT_SAMPLES = "llama3_1-8b", 13_368
@@ -74,7 +74,7 @@ class Texts:
 
     model, samples = TEXT_MODEL, TEXT_SAMPLES
 
-    def __init__(self, engine: Engine, panel: TextPanel, prompts: Sequence[str], *, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, panel: TextJobHandler, prompts: Sequence[str], *, max_tokens: int) -> None:
         """Raises `Invalid` for a prompt that the model does not accept."""
         self._engine = engine
         self._wanted = [

@@ -19,7 +19,7 @@ from evaluation.service import SourceError as SourceError
 
 if TYPE_CHECKING:
     from contract.image import ImageParameters
-    from workers.build import Works
+    from workers.build import Runtime
 
 
 class Drawn(NamedTuple):
@@ -50,7 +50,7 @@ class Source(Protocol):
 class Local:
     """The engine of this process."""
 
-    def __init__(self, works: Works) -> None:
+    def __init__(self, works: Runtime) -> None:
         self.width = 2 * works.settings.max_requests  # as many wait as are running
         self._engine = works.engine
 

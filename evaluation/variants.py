@@ -103,7 +103,7 @@ def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Dr
     from core.quant.statistics import Statistics
     from pipeline import quantized_parts
     from pipeline.denoise import PackedKeys
-    from pipeline.drawing import Drawing
+    from pipeline.drawing import Denoiser
     from pipeline.load import load
     from pipeline.vae import levels, unscale
     from unet_opt import recipe
@@ -119,7 +119,7 @@ def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Dr
         made = recipe.unet(loaded.unet, alpha=variant.alpha or None)
         quantize_(loaded.unet, made, Statistics.load(statistics), digest=plain)
     half = variant.alpha is not None
-    drawing = Drawing(loaded, PackedKeys(loaded.unet), steps=STEPS)
+    drawing = Denoiser(loaded, PackedKeys(loaded.unet), steps=STEPS)
     programs = UNetPrograms(kernels, loaded.unet, half=half)
     decoder = DecoderPrograms(kernels, loaded.vae, half=half)
     forward = programs if variant.cached is None else _Cached(programs, programs.shallow, variant.cached)
@@ -138,18 +138,18 @@ def gpu_draw(model: Path, variant: Variant) -> Draw:
     import torch
 
     from pipeline.denoise import PackedKeys
-    from pipeline.drawing import Drawing
+    from pipeline.drawing import Denoiser
     from pipeline.load import load
     from pipeline.vae import decode
-    from unet_opt.deepcache import Split
+    from unet_opt.deepcache import SplitUNet
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     if variant.published:
         return _published(model, variant, device)
     loaded = load(str(model), device=device)
-    drawing = Drawing(loaded, PackedKeys(loaded.unet), steps=STEPS)
-    split = Split(loaded.unet)
+    drawing = Denoiser(loaded, PackedKeys(loaded.unet), steps=STEPS)
+    split = SplitUNet(loaded.unet)
     forward = None if variant.cached is None else _Cached(split.deep, split.shallow, variant.cached)
 
     def draw(captions: Sequence[str], places: Sequence[int]) -> Pixels:

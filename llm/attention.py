@@ -14,22 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llm import decode_kernel
-from llm.kv_cache import KVCache, Step
+from llm.kv_cache import KVCache, TokenBatch
 
 NAME = "diptych"
 
 
 @dataclass(frozen=True, eq=False)
-class Paged:
+class PagedContext:
     """What a model's layers receive beside their input: the cache, and each row's position."""
 
     cache: KVCache
-    step: Step
+    step: TokenBatch
     singles: Tensor  # int64: rows that are the only ones of their sequence in this step
     runs: list[tuple[int, int]]  # (first row, rows) of the others
 
     @classmethod
-    def of(cls, cache: KVCache, step: Step) -> Paged:
+    def of(cls, cache: KVCache, step: TokenBatch) -> PagedContext:
         sequences = step.sequences.tolist()
         starts = [i for i, s in enumerate(sequences) if i == 0 or sequences[i - 1] != s]
         spans = [(a, b - a) for a, b in zip(starts, [*starts[1:], len(sequences)], strict=True)]
@@ -51,7 +51,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, paged: Paged, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, paged: PagedContext, **_: Any
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] of a step's tokens, to [1, T, heads, d]."""
     layer = module.layer_idx
@@ -59,7 +59,7 @@ def attention(
     return paged_attention(query[0].transpose(0, 1), paged, layer, scaling)[None], None
 
 
-def paged_attention(query: Tensor, paged: Paged, layer: int, scale: float) -> Tensor:
+def paged_attention(query: Tensor, paged: PagedContext, layer: int, scale: float) -> Tensor:
     """query [T, heads, d] on the pages of its rows' sequences, each up to its own position, to [T, heads, d].
 
     Query heads that share a key head are stacked as queries of one head, so that keys are read once.

@@ -14,19 +14,19 @@ from torch import Tensor
 from contract.errors import Invalid
 from llm import sample
 from llm.parameters import Logprob
-from llm.speculate import Guess, accepted, agreed
-from llm.work import Work
+from llm.sequence import SequenceState
+from llm.speculate import DraftTokens, accepted, agreed
 
-NO_GUESS = Guess([])
+NO_GUESS = DraftTokens([])
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class SampleRequest:
     """A request that needs next tokens: its logits begin at row `first`, one more row than it has guesses."""
 
-    work: Work
+    work: SequenceState
     first: int
-    guess: Guess = NO_GUESS
+    guess: DraftTokens = NO_GUESS
 
     @property
     def plain(self) -> bool:
@@ -40,14 +40,14 @@ class Asked:
 
 
 @dataclass(slots=True, eq=False)
-class Chosen:
+class SampledTokens:
     """The next tokens, and their log probabilities where requested."""
 
     tokens: list[int]
     logprobs: list[Logprob]
 
 
-def look(logits: Tensor, asked: Sequence[Asked], known: Tensor | None = None) -> list[int]:
+def greedy_tokens(logits: Tensor, asked: Sequence[SampleRequest], known: Tensor | None = None) -> list[int]:
     """The most likely token of each row of logits [L, V], -1 where they are not all finite: one copy from the device.
 
     `known` are these, if the forward computed them. If no request is greedy, any token may stand for the most likely
@@ -62,17 +62,17 @@ def look(logits: Tensor, asked: Sequence[Asked], known: Tensor | None = None) ->
 
 
 def choose(
-    logits: Tensor, asked: Sequence[Asked], best: Sequence[int] | None = None
-) -> list[Chosen | Invalid]:  # fmt: skip
+    logits: Tensor, asked: Sequence[SampleRequest], best: Sequence[int] | None = None
+) -> list[SampledTokens | Invalid]:  # fmt: skip
     """The next tokens of each request, all of whose logits must be finite. logits [L, V] may be overwritten.
 
-    `best` is the result of `look`, if it was called. `Invalid`: the request's constraints leave no token.
+    `best` is the result of `greedy_tokens`, if it was called. `Invalid`: the request's constraints leave no token.
     """
     if not asked:
         return []
-    best = look(logits, asked) if best is None else best
+    best = greedy_tokens(logits, asked) if best is None else best
     if all(ask.plain for ask in asked):  # most steps of most servers: hundreds of rows without any adjustment
-        return [Chosen([best[ask.first]], []) for ask in asked]
+        return [SampledTokens([best[ask.first]], []) for ask in asked]
     told = _told(logits, asked)
     adjusted, refused = _adjust_(logits, asked)
     made: list[list[int]] = [[] for _ in asked]
@@ -87,11 +87,11 @@ def choose(
     if drawn:
         for i, tokens in zip(drawn, _drawn(logits, [asked[i] for i in drawn]), strict=True):
             made[i] = tokens
-    chosen = [Chosen(t, _logprobs(told[i], asked[i], t) if i in told else []) for i, t in enumerate(made)]
+    chosen = [SampledTokens(t, _logprobs(told[i], asked[i], t) if i in told else []) for i, t in enumerate(made)]
     return [refused.get(i, one) for i, one in enumerate(chosen)]
 
 
-def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
+def _drawn(logits: Tensor, asked: Sequence[SampleRequest]) -> list[list[int]]:
     rows = [row for ask in asked for row in ask.rows]
     owners = [i for i, ask in enumerate(asked) for _ in ask.rows]
     settings = sample.gathered([s for ask in asked if (s := ask.work.settings) is not None])
@@ -106,7 +106,7 @@ def _drawn(logits: Tensor, asked: Sequence[Asked]) -> list[list[int]]:
     return accepted(p, firsts, [ask.guess for ask in asked], settings, index)
 
 
-def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> tuple[set[int], dict[int, Invalid]]:
+def _adjust_(logits: Tensor, asked: Sequence[SampleRequest]) -> tuple[set[int], dict[int, Invalid]]:
     """Apply penalties, biases and grammars, which only requests without guesses have; returns their rows, and by
     request why none of its tokens is left (its logits are then still finite).
     """
@@ -130,7 +130,7 @@ def _adjust_(logits: Tensor, asked: Sequence[Asked]) -> tuple[set[int], dict[int
     return {ask.first for ask in asked if ask.work.adjusted}, refused
 
 
-def _constrained(row: Tensor, work: Work) -> Tensor:
+def _constrained(row: Tensor, work: SequenceState) -> Tensor:
     """Logits [V] with the request's bias, restricted to the tokens that its grammar allows. Raises `Invalid`."""
     row = row.clone()
     if work.bias is not None:
@@ -142,12 +142,12 @@ def _constrained(row: Tensor, work: Work) -> Tensor:
     return row
 
 
-def _told(logits: Tensor, asked: Sequence[Asked]) -> dict[int, Tensor]:
+def _told(logits: Tensor, asked: Sequence[SampleRequest]) -> dict[int, Tensor]:
     """The model's unmodified logits, of requests that want log probabilities."""
     return {i: logits[list(ask.rows)] for i, ask in enumerate(asked) if ask.work.parameters.logprobs is not None}
 
 
-def _logprobs(logits: Tensor, ask: Asked, tokens: list[int]) -> list[Logprob]:
+def _logprobs(logits: Tensor, ask: SampleRequest, tokens: list[int]) -> list[Logprob]:
     most = ask.work.parameters.logprobs or 0
     logs, top, ids = sample.logprobs(logits[: len(tokens)], torch.tensor(tokens, device=logits.device), most)
     ranked = [tuple(zip(i, t, strict=True)) for i, t in zip(ids.tolist(), top.tolist(), strict=True)]

@@ -15,7 +15,7 @@ from llm.instances import has_finite_instance
 _SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
 
 
-class Constraints:
+class GrammarCompiler:
     """Makes matchers for one tokenizer, which llguidance reads once, on first use."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class Constraints:
             raise Invalid("json_schema", "nothing finite fits it: a $ref leads back to itself through what is required")
         matcher.allowed()
 
-    def matcher(self, schema: str) -> Matcher:
+    def matcher(self, schema: str) -> GrammarMatcher:
         """Raises `Invalid` for a schema that cannot be enforced."""
         try:
             import llguidance
@@ -57,10 +57,10 @@ class Constraints:
             raise Invalid("json_schema", _first_line(str(error))) from None
         if found.is_error():
             raise Invalid("json_schema", _first_line(found.get_error()))
-        return Matcher(found, self._vocabulary)
+        return GrammarMatcher(found, self._vocabulary)
 
 
-class Matcher:
+class GrammarMatcher:
     """An answer's state in its grammar."""
 
     def __init__(self, inner: Any, vocabulary: int) -> None:

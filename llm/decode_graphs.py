@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llm.decode_kernel import PARTS, reach
-from llm.fused import FusedLlama, Rows
+from llm.fused import FusedBatch, FusedLlama
 from llm.sample import likeliest
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class DecodeGraphs:
 
     def _captured(self, rows: int, parts: int) -> Callable[[], object]:
         tokens, positions, sequences = (column[:rows] for column in self._inputs)
-        given = Rows(tokens, positions, sequences, None, None, None, parts)
+        given = FusedBatch(tokens, positions, sequences, None, None, None, parts)
 
         def run() -> object:
             return self.best[:rows].copy_(likeliest(self._model(given, out=self._logits[:rows])))

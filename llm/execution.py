@@ -15,11 +15,11 @@ from core.quant.kernels.cpu.library import identity
 from core.quant.kernels.cuda import driver
 from core.quant.kernels.device import HOPPER, TRITON
 from llm import decode_kernel
-from llm.attention import Paged
+from llm.attention import PagedContext
 from llm.chunk_kernel import tiles
 from llm.decode_graphs import DecodeGraphs, rung
-from llm.fused import FusedLlama, Rows, lacks
-from llm.kv_cache import Kind, KVCache, Step
+from llm.fused import FusedBatch, FusedLlama, lacks
+from llm.kv_cache import Kind, KVCache, TokenBatch
 from llm.load import TextModel, TextModelError
 from llm.program import LlamaPrograms
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 KERNELS, FUSED, TORCH = "kernels", "fused", "torch"
 
 
-class Execution:
+class TextExecution:
     """One model on one cache, called by one thread at a time, on one stream."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Execution:
         if self._programs is not None:
             self._programs.release()
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: TokenBatch) -> Tensor:
         """Logits [L, V] in fp32 of the step's picked rows, overwritten by the next call."""
         if self._programs is not None:
             return self._programs(step)
@@ -96,14 +96,14 @@ class Execution:
         device = self.model.device
         if device.type != "cpu":
             columns = (step.tokens, step.positions, step.sequences, step.picked)
-            step = Step(*(column.to(device, non_blocking=True) for column in columns))
+            step = TokenBatch(*(column.to(device, non_blocking=True) for column in columns))
         with torch.inference_mode():
             made = self.model.network(
                 step.tokens.long()[None],
                 position_ids=step.positions.long()[None],
                 use_cache=False,
                 logits_to_keep=step.picked.long(),
-                paged=Paged.of(self.cache, step),
+                paged=PagedContext.of(self.cache, step),
             )
             logits: Tensor = made.logits[0].float()
             return logits
@@ -125,7 +125,7 @@ class Execution:
             self.kernels_reason = "our CPU kernels are switched off, or do not run here or in this precision"
         return None
 
-    def _on_gpu(self, sequences: int, context: int) -> Fused | None:
+    def _on_gpu(self, sequences: int, context: int) -> FusedTextExecution | None:
         model = self.model
         if model.device.type != "cuda":
             return None
@@ -133,7 +133,7 @@ class Execution:
         why = why or lacks(model.network, self.cache)
         try:
             if why is None:
-                return Fused(FusedLlama(model.network, self.cache), self.cache, sequences, context)
+                return FusedTextExecution(FusedLlama(model.network, self.cache), self.cache, sequences, context)
         except ValueError as error:
             why = str(error)
         self._on_torch(why)
@@ -144,7 +144,7 @@ class Execution:
         log.warning("%s is run by torch's own kernels: %s", self.model.name, why)
 
 
-class Fused:
+class FusedTextExecution:
     """Runs a fused model: in CUDA graphs for decode steps with one row per sequence; otherwise kernel by kernel."""
 
     def __init__(self, model: FusedLlama, cache: KVCache, sequences: int, context: int) -> None:
@@ -155,7 +155,7 @@ class Fused:
 
     @torch.inference_mode()
     def prepare(self, sequences: int, rows: int) -> None:
-        """As `Execution`. Padding rows stand in for later ones: they write nothing."""
+        """As `TextExecution`. Padding rows stand in for later ones: they write nothing."""
         self.graphs.prepare(sequences)
         nobody = torch.full((rows,), -1, dtype=torch.int32, device=self._device)
         zeros = torch.zeros_like(nobody)
@@ -163,11 +163,11 @@ class Fused:
         for width in sorted(width for width in widths if width <= rows):
             tile = torch.tensor([[0, 2, 0]], dtype=torch.int32, device=self._device)
             for parts in self.graphs.rungs:
-                self.model(Rows(zeros[:width], nobody[:width], zeros[:width], zeros[:2], zeros[:1], tile, parts))
+                self.model(FusedBatch(zeros[:width], nobody[:width], zeros[:width], zeros[:2], zeros[:1], tile, parts))
 
     @torch.inference_mode()
-    def __call__(self, step: Step) -> Tensor:
-        """As `Execution`."""
+    def __call__(self, step: TokenBatch) -> Tensor:
+        """As `TextExecution`."""
         self.best = None
         columns = np.stack([part.cpu().numpy() for part in (step.tokens, step.positions, step.sequences)])
         picked = step.picked.cpu().numpy()
@@ -180,7 +180,9 @@ class Fused:
                 return logits
         return self.model(self._rows(columns, picked, firsts))
 
-    def _rows(self, columns: np.ndarray[Any, np.dtype[np.int32]], picked: np.ndarray[Any, Any], firsts: Any) -> Rows:
+    def _rows(
+        self, columns: np.ndarray[Any, np.dtype[np.int32]], picked: np.ndarray[Any, Any], firsts: Any
+    ) -> FusedBatch:
         """All of a forward's inputs, copied to the device at once."""
         rows = columns.shape[1]
         counts = np.diff(firsts, append=rows)
@@ -201,7 +203,7 @@ class Fused:
             part[: len(real)] for part, real in zip(found, given, strict=True)
         )
         all_picked = len(picked) == rows and bool((picked == np.arange(rows)).all())
-        return Rows(
+        return FusedBatch(
             tokens, positions, sequences, None if all_picked else wanted, None if len(singles) == rows else alone,
             taken.view(-1, 3) if len(cut) else None, parts,
         )  # fmt: skip

@@ -23,14 +23,14 @@ from core.quant.kernels.cuda.tiles import Tile
 from core.quant.linear import Int8Linear
 from llm import decode_kernel, family, stream_kernel
 from llm.chunk_kernel import chunks
-from llm.fused_kernels import Sums, add_norm, gate, rotate
+from llm.fused_kernels import SplitSums, add_norm, gate, rotate
 from llm.kv_cache import KVCache
 from llm.launching import LATE
 from llm.pages import PAGE
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class FusedBatch:
     """The tokens of one forward on the device, as in `Step`, and their grouping for attention."""
 
     tokens: Tensor  # int32 [T]
@@ -43,7 +43,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class FusedLinear:
     """One linear layer, or several with the same input, as one product. 8-bit ones have `scale` and `inverse`."""
 
     weight: Tensor  # [N, K], int8, E4M3 or floats
@@ -52,7 +52,7 @@ class Product:
     inverse: Tensor | None  # fp32 [K]
 
     @classmethod
-    def of(cls, *layers: nn.Module) -> Product:
+    def of(cls, *layers: nn.Module) -> FusedLinear:
         """Raises ValueError for layers that cannot be one product. They become views of its tensors."""
         kinds = {type(layer) for layer in layers}
         if len(kinds) != 1 or not kinds <= {nn.Linear, Int8Linear, Fp8Linear}:
@@ -78,9 +78,9 @@ class Product:
     def input(self) -> torch.dtype:
         return self.weight.dtype
 
-    def few(self, x: Tensor, *, early: int = 0) -> Sums:
+    def few(self, x: Tensor, *, early: int = 0) -> SplitSums:
         """x [T, K] of the input's type, T at most `MOST_ROWS`."""
-        return Sums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
+        return SplitSums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
 
     def many(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """x [T, K] to [T, N] as `dtype`, plus `residual`, which is then overwritten with it."""
@@ -94,11 +94,11 @@ class Product:
 @dataclass(frozen=True, eq=False)
 class _Layer:
     norm: Tensor
-    qkv: Product
-    out: Product
+    qkv: FusedLinear
+    out: FusedLinear
     second_norm: Tensor
-    wide: Product  # gate, then up
-    down: Product
+    wide: FusedLinear  # gate, then up
+    down: FusedLinear
 
 
 def lacks(network: Any, cache: KVCache) -> str | None:
@@ -146,16 +146,16 @@ class FusedLlama:
         self._layers = [
             _Layer(
                 layer.input_layernorm.weight.detach(),
-                Product.of(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-                Product.of(layer.self_attn.o_proj),
+                FusedLinear.of(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                FusedLinear.of(layer.self_attn.o_proj),
                 layer.post_attention_layernorm.weight.detach(),
-                Product.of(layer.mlp.gate_proj, layer.mlp.up_proj),
-                Product.of(layer.mlp.down_proj),
+                FusedLinear.of(layer.mlp.gate_proj, layer.mlp.up_proj),
+                FusedLinear.of(layer.mlp.down_proj),
             )
             for layer in network.model.layers
         ]
         self._last_norm = network.model.norm.weight.detach()
-        self._head = Product.of(network.lm_head)
+        self._head = FusedLinear.of(network.lm_head)
         self.vocabulary = len(self._head.weight)
         self._angles = family.angles(network, cache.table.shape[1] * PAGE, self._embeddings.device)
 
@@ -171,7 +171,7 @@ class FusedLlama:
         return sum(weight.nbytes for weight in (*held, self._head.weight))
 
     @torch.inference_mode()
-    def __call__(self, rows: Rows, out: Tensor | None = None) -> Tensor:
+    def __call__(self, rows: FusedBatch, out: Tensor | None = None) -> Tensor:
         """Logits [L, V] in fp32 of the picked rows. `out` may receive them."""
         early = self.early
         few = len(rows.tokens) <= stream_kernel.MOST_ROWS
@@ -182,7 +182,7 @@ class FusedLlama:
             early=early,
         )  # fmt: skip
         for number, layer in enumerate(self._layers):
-            qkv = layer.qkv.few(a, early=early) if few else Sums(layer.qkv.many(a, self.dtype)[None])
+            qkv = layer.qkv.few(a, early=early) if few else SplitSums(layer.qkv.many(a, self.dtype)[None])
             q = rotate(
                 qkv, self._angles, rows.positions, rows.sequences, self.cache, number, self.heads, self.dtype,
                 early=early,
@@ -201,7 +201,9 @@ class FusedLlama:
             )
         return self._logits(a, out)
 
-    def _onwards(self, product: Product, b: Tensor, x: Tensor, norm: Tensor, then: Product, few: bool) -> Tensor:
+    def _onwards(
+        self, product: FusedLinear, b: Tensor, x: Tensor, norm: Tensor, then: FusedLinear, few: bool
+    ) -> Tensor:
         """Add the product of b to x in place; returns its norm for the following product."""
         if few:
             sums = product.few(b, early=self.early)
@@ -217,7 +219,7 @@ class FusedLlama:
             )
         return gate(wide.many(a, self.dtype), then.inverse, then.input)
 
-    def _attend(self, q: Tensor, rows: Rows, number: int, then: Product) -> Tensor:
+    def _attend(self, q: Tensor, rows: FusedBatch, number: int, then: FusedLinear) -> Tensor:
         cache = self.cache
         layer = (*cache.layer(number), cache.table)
         out = torch.empty(q.shape, dtype=then.input, device=q.device)
@@ -237,7 +239,7 @@ class FusedLlama:
             to = made[start : start + len(part)]
             sums = stream_kernel.stream(part, self._head.weight, out=to, early=self.early)
             if sums.data_ptr() != to.data_ptr() or self._head.scale is not None or self._head.bias is not None:
-                to.copy_(Sums(sums, self._head.scale, self._head.bias).whole())
+                to.copy_(SplitSums(sums, self._head.scale, self._head.bias).whole())
         return made
 
 

@@ -20,7 +20,7 @@ from llm.pages import PAGE
 
 
 @dataclass(frozen=True, eq=False)
-class Sums:
+class SplitSums:
     """A product's unsummed result: [splits, T, N], to be summed, times `scale` [N], plus `bias` [N] (fp32, or
     absent).
     """
@@ -164,7 +164,7 @@ def add_norm(
     inverse: Tensor | None,
     dtype: torch.dtype,
     *,
-    sums: Sums | None = None,
+    sums: SplitSums | None = None,
     index: Tensor | None = None,
     kept: Tensor | None = None,
     early: int = 0,
@@ -187,7 +187,7 @@ def add_norm(
 
 
 def rotate(
-    sums: Sums,
+    sums: SplitSums,
     angles: Tensor,
     positions: Tensor,
     sequences: Tensor,
@@ -226,7 +226,7 @@ def gate(x: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def add_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None, dtype: torch.dtype, sums: Sums | None = None
+    x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None, dtype: torch.dtype, sums: SplitSums | None = None
 ) -> tuple[Tensor, Tensor]:
     """The norm's input, as x's type, and its norm."""
     y = x.float() if sums is None else x.float() + sums.whole()

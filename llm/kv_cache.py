@@ -20,7 +20,7 @@ Kind = Literal["float", "int8", "fp8"]
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TokenBatch:
     """The tokens of one forward, of any sequences at any positions: rows of one matrix.
 
     Rows of one sequence are adjacent, at increasing positions; each attends to its sequence up to itself.
@@ -32,7 +32,7 @@ class Step:
     picked: Tensor  # int32 [L]: the rows whose logits are wanted
 
     @classmethod
-    def of(cls, tokens: list[int], positions: list[int], sequences: list[int], picked: list[int]) -> Step:
+    def of(cls, tokens: list[int], positions: list[int], sequences: list[int], picked: list[int]) -> TokenBatch:
         columns = (tokens, positions, sequences, picked)
         return cls(*(torch.from_numpy(np.asarray(column, np.int32)) for column in columns))
 
@@ -127,7 +127,7 @@ class KVCache:
             both = torch.from_numpy(np.array([[*found], [*found.values()]], np.int32)).to(self.table.device)
             self.table.view(-1)[both[0].long()] = both[1]
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, step: Step) -> None:
+    def write(self, layer: int, keys: Tensor, values: Tensor, step: TokenBatch) -> None:
         """Write keys and values [T, kv_heads, d] of a step's tokens into their pages."""
         at, within = self._at(step)
         if self.key_scales is not None and self.value_scales is not None:
@@ -157,6 +157,6 @@ class KVCache:
         keys, values = self.keys[layer].view(plain), self.values[layer].view(plain)
         return (keys.mT, values.mT) if self.turned else (keys, values)
 
-    def _at(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _at(self, step: TokenBatch) -> tuple[Tensor, Tensor]:
         positions = step.positions.long()
         return self.table[step.sequences.long(), positions // PAGE].long(), positions % PAGE

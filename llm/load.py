@@ -226,7 +226,7 @@ def _quantized(name: str, folder: Path | None, network: Any, digest: str, scheme
         raise TextModelError(f"precision {scheme}: there is no quantized model in {where}")
     try:
         manifest = store.load_(network, where, source=digest)
-    except store.StoreError as error:
+    except store.QuantizedStoreError as error:
         raise TextModelError(str(error)) from error
     return hashlib.sha256(f"{digest}:{manifest.recipe}:{manifest.sha256}".encode()).hexdigest()[:16]
 

@@ -15,7 +15,7 @@ PAGE = 16  # tokens
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class SequencePages:
     """The pages of one sequence, in order. The first `shared` were found in the cache: nobody may write to them."""
 
     pages: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Holding:
         return len(self.pages) * PAGE
 
 
-class Pages:
+class PageAllocator:
     """`capacity` pages. A full page with known tokens can be found by sequences with the same prefix.
 
     A released page keeps its contents until it is evicted, least recently used first.
@@ -57,7 +57,7 @@ class Pages:
     def held(self) -> int:
         return len(self._holders)
 
-    def find(self, holding: Holding, tokens: Sequence[int]) -> None:
+    def find(self, holding: SequencePages, tokens: Sequence[int]) -> None:
         """Start a holding with the cached pages of the longest known prefix of these tokens.
 
         Never includes the last token: its forward is needed to compute what follows.
@@ -75,7 +75,7 @@ class Pages:
         holding.shared = holding.published = len(holding.pages)
         self.hits += holding.room
 
-    def extend(self, holding: Holding, tokens: int) -> bool:
+    def extend(self, holding: SequencePages, tokens: int) -> bool:
         """Allocate pages for so many tokens in all. False if there are too few pages: then nothing is allocated."""
         count = -(-tokens // PAGE) - len(holding.pages)
         if count <= 0:
@@ -93,7 +93,7 @@ class Pages:
         holding.pages += taken
         return True
 
-    def publish(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
+    def publish(self, holding: SequencePages, tokens: Sequence[int], computed: int) -> None:
         """Make the full pages among the first `computed` of these tokens findable.
 
         If two sequences computed the same at once each keeps its page; the first one is found.
@@ -110,7 +110,7 @@ class Pages:
                 self._names[page] = name
             holding.key = known[1]
 
-    def release(self, holding: Holding) -> None:
+    def release(self, holding: SequencePages) -> None:
         """Release all pages. Raises `IntegrityError` for one that is not held."""
         for page in reversed(holding.pages):  # a sequence's end is evicted before its beginning
             count = self._holders.get(page, 0)

@@ -72,7 +72,7 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class TextDelta:
     """An iteration's addition: tokens, and the text that is final by now."""
 
     text: str
@@ -81,7 +81,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class GeneratedText:
     """A finished continuation. `cached` of its prompt's tokens were found in the KV cache instead of computed."""
 
     text: str

@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm.choose import Asked
-from llm.kv_cache import Step
-from llm.speculate import Guess
-from llm.work import Work
+from llm.choose import SampleRequest
+from llm.kv_cache import TokenBatch
+from llm.sequence import SequenceState
+from llm.speculate import DraftTokens
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ScheduledTokens:
     """A request's share of an iteration: `count` of its tokens from `start` on, then guesses."""
 
-    work: Work
+    work: SequenceState
     start: int
     count: int
     last: bool  # whether the next token is wanted
 
 
-def gathered(parts: Sequence[Part], guesses: Sequence[Guess]) -> tuple[Step, dict[int, Asked]]:
+def gather_step(
+    parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
+) -> tuple[TokenBatch, dict[int, SampleRequest]]:
     """All parts as one step, and by index those that want a next token."""
     tokens: list[int] = []
     positions: list[int] = []
     sequences: list[int] = []
     picked: list[int] = []
-    asked: dict[int, Asked] = {}
+    asked: dict[int, SampleRequest] = {}
     for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
         work, start = part.work, part.start
         if part.count == 1 and not guess.tokens:  # most of hundreds
@@ -41,6 +43,6 @@ def gathered(parts: Sequence[Part], guesses: Sequence[Guess]) -> tuple[Step, dic
             positions += range(start, start + rows)
             sequences += [work.row] * rows
         if part.last:
-            asked[i] = Asked(work, len(picked), guess)
+            asked[i] = SampleRequest(work, len(picked), guess)
             picked += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
-    return Step.of(tokens, positions, sequences, picked), asked
+    return TokenBatch.of(tokens, positions, sequences, picked), asked

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import Layers
-from core.quant.kernels.cpu.program import Blocks
-from core.quant.kernels.cpu.token_program import PagedLayer, Places, TokenProgram
+from core.quant.kernels.cpu.layers import PackedLayers
+from core.quant.kernels.cpu.program import ScratchArena
+from core.quant.kernels.cpu.token_program import PagedLayer, TokenPositions, TokenProgram
 from llm import family
-from llm.kv_cache import KVCache, Step
+from llm.kv_cache import KVCache, TokenBatch
 from llm.pages import PAGE
 
 
@@ -60,18 +60,18 @@ class LlamaPrograms:
         self._library = library
         self._network = network
         self._cache = cache
-        self._layers = Layers(library, network, half=half)
+        self._layers = PackedLayers(library, network, half=half)
         self._embeddings = network.model.embed_tokens.weight.detach()
         context = cache.table.shape[1] * PAGE
         self._angles = family.angles(network, context, self._embeddings.device)
-        self._blocks = Blocks(), Blocks()  # a head reads what a trunk wrote
+        self._blocks = ScratchArena(), ScratchArena()  # a head reads what a trunk wrote
         self._trunks: dict[int, _Trunk] = {}
         self._heads: dict[int, _Head] = {}
         self._trunk(1)  # packs all layers, and finds any that are unsupported
         self._head(1)
 
     @torch.inference_mode()
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: TokenBatch) -> Tensor:
         """Logits [L, V] of the step's picked rows, in fp32. They are overwritten by the next call."""
         trunk = self._trunks.get(len(step.tokens)) or self._trunk(len(step.tokens))
         trunk.x.copy_(torch.index_select(self._embeddings, 0, step.tokens))
@@ -99,7 +99,7 @@ class LlamaPrograms:
         network, cache, layers = self._network, self._cache, self._layers
         p = TokenProgram(self._library, self._blocks[0])
         x = p.buffer(rows, network.config.hidden_size)
-        places = Places(p.buffer(rows, dtype=torch.int32), p.buffer(rows, dtype=torch.int32), cache.table)
+        places = TokenPositions(p.buffer(rows, dtype=torch.int32), p.buffer(rows, dtype=torch.int32), cache.table)
         grid = (1, 1, rows)
         for index, layer in enumerate(network.model.layers):
             attention, mlp = layer.self_attn, layer.mlp

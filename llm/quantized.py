@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from core.quant import store
-from core.quant.convert import Recipe, Report, Scheme, quantize_
+from core.quant.convert import QuantizationReport, Recipe, Scheme, quantize_
 from core.quant.statistics import Statistics, StatisticsError
 from llm.attention import NAME
 from llm.load import TextModel, variant
@@ -62,7 +62,7 @@ def make(
     *,
     recipe: Recipe | None = None,
     scheme: Scheme = "int8",
-) -> Report:
+) -> QuantizationReport:
     """Calibrate and write the scheme's variant under `out`. Raises what calibration, recipe and store raise."""
     recipe = recipe or llama()
     statistics = calibrate(model, texts, recipe)

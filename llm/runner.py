@@ -18,19 +18,19 @@ from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket
 from core.batching.slots import Slots
-from core.failures import translated
+from core.failures import translate_device_errors
 from llm import parameters
-from llm.choose import Chosen, choose, look
-from llm.constrain import Constraints
-from llm.execution import Execution
-from llm.guessing import Guessing
-from llm.kv_cache import Kind, KVCache, Step
+from llm.choose import SampledTokens, choose, greedy_tokens
+from llm.constrain import GrammarCompiler
+from llm.execution import TextExecution
+from llm.kv_cache import Kind, KVCache, TokenBatch
 from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
-from llm.pages import PAGE, Pages
-from llm.parts import Part, gathered
-from llm.speculate import MOST, Draft, Guess, Lengths
-from llm.work import Work
+from llm.pages import PAGE, PageAllocator
+from llm.parts import ScheduledTokens, gather_step
+from llm.sequence import SequenceState
+from llm.speculate import MOST, DraftLengths, DraftModel, DraftTokens
+from llm.speculator import Speculator
 
 PREFILL, DECODE = "prefill", "decode"
 GROUP = "text"
@@ -68,7 +68,7 @@ class TextRunner:
         self.model = model
         self.context = min(context or model.context, model.context)
         self.patience_s, self.pace_s = patience_s, pace_s
-        self.pages = Pages(pages or max_requests * -(-self.context // PAGE) // 2 + 1)
+        self.pages = PageAllocator(pages or max_requests * -(-self.context // PAGE) // 2 + 1)
         self._lane = lane or Lane("text")
         self._own_lane = lane is None
         self.overlaps = isinstance(lane, StreamLane)
@@ -78,18 +78,18 @@ class TextRunner:
         self._chunk = chunk or usual[1]
         self._max_rows = max(max_rows or usual[0], self._chunk, MOST + 1)
 
-        def execution(of: TextModel, near: KVCache | None = None) -> Execution:
+        def execution(of: TextModel, near: KVCache | None = None) -> TextExecution:
             size = {"pages": self.pages.capacity, "sequences": max_requests, "context": self.context}
-            return Execution(of, **size, kv=kv, kernels=kernels, beside=near)
+            return TextExecution(of, **size, kv=kv, kernels=kernels, beside=near)
 
         self.execution = execution(model)
         self._executions = [self.execution]
-        self.guessing = Guessing(lookup=draft == "lookup")
+        self.guessing = Speculator(lookup=draft == "lookup")
         if draft is not None and not isinstance(draft, str):
             self._check_draft(draft)
-            self.guessing.draft = Draft(execution(draft, self.execution.cache))
+            self.guessing.draft = DraftModel(execution(draft, self.execution.cache))
             self._executions.append(self.guessing.draft.execution)
-        self._constraints = Constraints(model.tokenizer, model.vocabulary, sorted(model.ends))
+        self._constraints = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._costs = CostTable(guess_s=_GUESS_S)
         self._decoding = 0  # requests with new tokens in the last iteration
         self._chunk_now = self._chunk
@@ -126,7 +126,7 @@ class TextRunner:
         row = self._slots.take()
         if row is None:
             return False
-        work: Work = request.work or self._work(request.parameters, row)
+        work: SequenceState = request.work or self._work(request.parameters, row)
         self.pages.find(work.holding, work.tokens)
         others = self._slots.taken - 1
         # A page for each of the others to grow into, or the last one admitted would be preempted at once.
@@ -147,14 +147,14 @@ class TextRunner:
         request.work = None
 
     def preempt(self, request: Request) -> None:
-        work: Work = request.work
+        work: SequenceState = request.work
         self.pages.release(work.holding)
         self._slots.give([work.row])
         work.row, work.computed, work.drafted = -1, 0, 0
 
     def reserve(self, requests: Sequence[Request]) -> bool:
         for request in requests:
-            work: Work = request.work
+            work: SequenceState = request.work
             wanted, had = work.computed + self.rows(request), len(work.holding.pages)
             if wanted <= work.holding.room:
                 continue
@@ -170,20 +170,20 @@ class TextRunner:
         return GROUP
 
     def rows(self, request: Request) -> int:
-        work: Work = request.work
+        work: SequenceState = request.work
         if request.phase == DECODE:
             return 1 + work.guess_count
         return min(self._chunk_now, work.unread)
 
     def iterations(self, request: Request) -> int:
-        work: Work = request.work
+        work: SequenceState = request.work
         chunks = -(-work.unread // self._chunk_now) if request.phase == PREFILL else 0
         return chunks + work.parameters.max_tokens - work.answered
 
     def left_s(self, request: Request, rows: int) -> float:
         return self.iterations(request) * self.cost(GROUP, rows)
 
-    def then(self, request: Request) -> None:
+    def next_group(self, request: Request) -> None:
         """The end of an answer cannot be predicted."""
 
     def limit(self, group: Hashable) -> int:
@@ -201,14 +201,16 @@ class TextRunner:
         requests = list(requests)
         parts = [self._part(request) for request in requests]
 
-        def compute() -> tuple[list[Chosen | BaseException | None], list[Guess], int, float]:
+        def compute() -> tuple[list[SampledTokens | BaseException | None], list[DraftTokens], int, float]:
             with torch.inference_mode():
                 guesses = self.guessing.make(parts)
                 started = time.perf_counter()  # making guesses is timed separately
                 made, rows = self._forward(parts, guesses)
             return made, guesses, rows, time.perf_counter() - started
 
-        def commit(made: tuple[list[Chosen | BaseException | None], list[Guess], int, float]) -> dict[str, Outcome]:
+        def commit(
+            made: tuple[list[SampledTokens | BaseException | None], list[DraftTokens], int, float],
+        ) -> dict[str, Outcome]:
             chosen, guesses, rows, seconds = made
             started = time.perf_counter()
             self.guessing.observe(rows, seconds)
@@ -221,23 +223,23 @@ class TextRunner:
             self._costs[GROUP].observe(rows, seconds + time.perf_counter() - started)
             return outcomes
 
-        return self._lane.start(lambda: translated(compute), commit)
+        return self._lane.start(lambda: translate_device_errors(compute), commit)
 
-    def _part(self, request: Request) -> Part:
-        work: Work = request.work
+    def _part(self, request: Request) -> ScheduledTokens:
+        work: SequenceState = request.work
         if request.phase == DECODE:
-            return Part(work, work.computed, 1, True)
+            return ScheduledTokens(work, work.computed, 1, True)
         count = self.rows(request)
-        return Part(work, work.computed, count, work.computed + count == len(work.tokens))
+        return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
     def _forward(
-        self, parts: Sequence[Part], guesses: Sequence[Guess]
-    ) -> tuple[list[Chosen | BaseException | None], int]:
-        step, asked = gathered(parts, guesses)
+        self, parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
+    ) -> tuple[list[SampledTokens | BaseException | None], int]:
+        step, asked = gather_step(parts, guesses)
         logits = self.execution(step)
         self.guessing.read_along(parts)
-        made: list[Chosen | BaseException | None] = [None] * len(parts)
-        best = look(logits, list(asked.values()), self.execution.best)
+        made: list[SampledTokens | BaseException | None] = [None] * len(parts)
+        best = greedy_tokens(logits, list(asked.values()), self.execution.best)
         good = list(asked)
         if min(best, default=0) < 0:
             good = [i for i, ask in asked.items() if all(best[row] >= 0 for row in ask.rows)]
@@ -247,14 +249,18 @@ class TextRunner:
             made[i] = chosen
         return made, len(step.tokens)
 
-    def _committed(self, request: Request, part: Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
+    def _committed(
+        self, request: Request, part: ScheduledTokens, made: SampledTokens | BaseException | None, guess: DraftTokens
+    ) -> Outcome:
         """An error with one request's text must not regenerate the others'."""
         try:
             return self._commit(request, part, made, guess)
         except Exception as error:
             return Outcome(error=error)
 
-    def _commit(self, request: Request, part: Part, made: Chosen | BaseException | None, guess: Guess) -> Outcome:
+    def _commit(
+        self, request: Request, part: ScheduledTokens, made: SampledTokens | BaseException | None, guess: DraftTokens
+    ) -> Outcome:
         work = part.work
         total = work.parameters.max_tokens
         if isinstance(made, BaseException):
@@ -269,7 +275,7 @@ class TextRunner:
         self._publish(work)
         return Outcome(progress=(work.answered, total), token=news, result=whole, finished=whole is not None)
 
-    def _publish(self, work: Work) -> None:
+    def _publish(self, work: SequenceState) -> None:
         """Make complete pages findable, including the draft's."""
         computed = min(work.computed, len(work.tokens) - 1)
         if self.guessing.draft is not None:
@@ -279,10 +285,12 @@ class TextRunner:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _work(self, wanted: parameters.TextParameters, row: list[int]) -> Work:
+    def _work(self, wanted: parameters.TextParameters, row: list[int]) -> SequenceState:
         try:
             matcher = None if wanted.json_schema is None else self._constraints.matcher(wanted.json_schema)
-            return Work(wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup)
+            return SequenceState(
+                wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup
+            )
         except BaseException:
             self._slots.give(row)
             raise
@@ -296,9 +304,9 @@ class TextRunner:
         for request in requests:
             self._plan(request, lengths)
 
-    def _plan(self, request: Request, lengths: Lengths | None = None) -> None:
+    def _plan(self, request: Request, lengths: DraftLengths | None = None) -> None:
         """Set the phase and the guesses of the next iteration."""
-        work: Work = request.work
+        work: SequenceState = request.work
         request.phase = DECODE if work.decoding else PREFILL
         if work.decoding:
             self.guessing.plan(work, lengths)
@@ -317,12 +325,12 @@ class TextRunner:
         likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
         for width in sorted(likely & {*range(1, self._max_rows + 1)}):
             sequences = [i % room for i in range(width)]
-            step = Step.of([0] * width, [0] * width, sequences, list(range(min(width, room))))
+            step = TokenBatch.of([0] * width, [0] * width, sequences, list(range(min(width, room))))
             for run in range(3):
                 if time.monotonic() >= until:
                     return
                 started = time.perf_counter()
-                look(self.execution(step), [], self.execution.best)  # waits for the device
+                greedy_tokens(self.execution(step), [], self.execution.best)  # waits for the device
                 if run:  # the first run is warm-up
                     self._costs[GROUP].observe(width, time.perf_counter() - started)
 

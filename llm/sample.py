@@ -25,7 +25,7 @@ Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
+class SamplingSettings:
     """Of n rows that are not greedy, each field [n], on the host."""
 
     temperature: Tensor
@@ -34,15 +34,15 @@ class Settings:
     min_p: Tensor
     seeds: Seeds
 
-    def at(self, rows: Tensor) -> Settings:
-        return Settings(
+    def at(self, rows: Tensor) -> SamplingSettings:
+        return SamplingSettings(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.seeds[rows.numpy()]
         )
 
 
-def gathered(settings: Sequence[Settings]) -> Settings:
+def gathered(settings: Sequence[SamplingSettings]) -> SamplingSettings:
     """Concatenate the settings of many rows."""
-    return Settings(
+    return SamplingSettings(
         temperature=torch.cat([s.temperature for s in settings]),
         top_k=torch.cat([s.top_k for s in settings]),
         top_p=torch.cat([s.top_p for s in settings]),
@@ -69,7 +69,7 @@ def likeliest(logits: Tensor) -> Tensor:
     return torch.where(logits.sum(-1).isfinite(), logits.argmax(-1), -1)
 
 
-def probabilities(logits: Tensor, settings: Settings) -> Tensor:
+def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """The distribution of each row's token, [n, V] fp32, not normalized: zero for excluded tokens.
 
     In the order of transformers' warpers: temperature, then the top k, then the fewest of these that reach `top_p`

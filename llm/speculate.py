@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from llm import sample
-from llm.execution import Execution
-from llm.kv_cache import Step
+from llm.execution import TextExecution
+from llm.kv_cache import TokenBatch
 
 MOST = 8  # guesses at a time
 _NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)
@@ -24,7 +24,7 @@ _RATE = 0.08  # learning rate of the acceptance
 _NOMINAL = (0.05, 0.12)  # cost of a guess relative to a forward, lookup or draft, where load may not decide
 
 
-class Lookup:
+class PromptLookup:
     """Finds earlier occurrences of a sequence's last tokens."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -48,7 +48,7 @@ class Lookup:
         return []
 
 
-class Pace:
+class AcceptanceRate:
     """The acceptance rate of one request's guesses."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Pace:
             self.acceptance -= _RATE * self.acceptance
 
 
-class Line:
+class LinearCost:
     """Seconds of a forward as a linear function of its rows, fitted to recent ones: its slope is the cost of one more
     row.
 
@@ -92,7 +92,7 @@ class Line:
         return max(y + slope * (rows - x), y * 0.1), slope
 
 
-class Lengths:
+class DraftLengths:
     """How many guesses pay off, by acceptance: the number that maximizes tokens per second.
 
     With acceptance a, k guesses yield (1 − a^(k+1)) / (1 − a) tokens (Leviathan et al., 2023, equation 1), in one
@@ -110,39 +110,39 @@ class Lengths:
         return int(self._best[round(min(acceptance, 0.99) / 0.99 * (_LEVELS - 1))])
 
 
-NOMINAL = {"lookup": Lengths(1, _NOMINAL[0]), "draft": Lengths(1, _NOMINAL[1])}
+NOMINAL = {"lookup": DraftLengths(1, _NOMINAL[0]), "draft": DraftLengths(1, _NOMINAL[1])}
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class DraftRequest:
     """A sequence to guess on: its tokens, how many of them the draft has read, and how many guesses are wanted."""
 
     row: int  # of the cache's table
     tokens: Sequence[int]
     read: int
     count: int
-    settings: sample.Settings | None  # of one row; None is greedy
+    settings: sample.SamplingSettings | None  # of one row; None is greedy
 
 
 @dataclass(frozen=True, eq=False)
-class Guess:
+class DraftTokens:
     """`tokens` k, and the distributions they were drawn from: [k, V], or None for deterministic guesses."""
 
     tokens: list[int]
     q: Tensor | None = None
 
 
-class Draft:
+class DraftModel:
     """The draft model, of the same vocabulary; its KV cache uses the same page numbers."""
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: TextExecution) -> None:
         self.execution = execution
 
-    def read(self, step: Step) -> None:
+    def read(self, step: TokenBatch) -> None:
         """Prefill the tokens that the model itself prefills."""
-        self.execution(Step(step.tokens, step.positions, step.sequences, step.picked[:0]))
+        self.execution(TokenBatch(step.tokens, step.positions, step.sequences, step.picked[:0]))
 
-    def guess(self, asks: Sequence[Ask]) -> list[Guess]:
+    def guess(self, asks: Sequence[DraftRequest]) -> list[DraftTokens]:
         """Guesses for all sequences at once: as many forwards as the longest has guesses."""
         made: list[list[int]] = [[] for _ in asks]
         drawn: list[list[Tensor]] = [[] for _ in asks]
@@ -163,10 +163,10 @@ class Draft:
                 for (_, i, _), token, q in zip(sampled, tokens, p, strict=True):
                     made[i].append(token)
                     drawn[i].append(q)
-        return [Guess(tokens, torch.stack(q) if q else None) for tokens, q in zip(made, drawn, strict=True)]
+        return [DraftTokens(tokens, torch.stack(q) if q else None) for tokens, q in zip(made, drawn, strict=True)]
 
     @staticmethod
-    def _step(asks: Sequence[Ask], made: Sequence[list[int]]) -> Step:
+    def _step(asks: Sequence[DraftRequest], made: Sequence[list[int]]) -> TokenBatch:
         """The tokens that the draft has not read yet, of each; the first time at least a sequence's last token."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -179,7 +179,7 @@ class Draft:
             positions += range(start, start + len(new))
             sequences += [ask.row] * len(new)
             picked.append(len(tokens) - 1)
-        return Step.of(tokens, positions, sequences, picked)
+        return TokenBatch.of(tokens, positions, sequences, picked)
 
 
 def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:
@@ -194,7 +194,11 @@ def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:
 
 
 def accepted(
-    p: Tensor, firsts: Sequence[int], guesses: Sequence[Guess], settings: sample.Settings, index: sample.Counts
+    p: Tensor,
+    firsts: Sequence[int],
+    guesses: Sequence[DraftTokens],
+    settings: sample.SamplingSettings,
+    index: sample.Counts,
 ) -> list[list[int]]:
     """Each sampled answer's next tokens, by rejection sampling (Chen et al., 2023, algorithm 2). All rows at once.
 
@@ -224,14 +228,14 @@ def accepted(
     return [[*guess.tokens[:end], token] for guess, end, token in zip(guesses, ends, last, strict=True)]
 
 
-def _proposed(guess: Guess) -> Tensor:
+def _proposed(guess: DraftTokens) -> Tensor:
     """The proposal probability of each guess where it was drawn, [k]."""
     if guess.q is None:
         return torch.ones(len(guess.tokens))
     return guess.q.gather(1, torch.tensor(guess.tokens, device=guess.q.device)[:, None])[:, 0]
 
 
-def _left(p: Tensor, guess: Guess, place: int) -> Tensor:
+def _left(p: Tensor, guess: DraftTokens, place: int) -> Tensor:
     """The distribution of the token after the last accepted guess, [V]: p minus the rejected guess's proposal."""
     if place == len(guess.tokens):
         return p

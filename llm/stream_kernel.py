@@ -27,7 +27,7 @@ _H200_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class StreamTile:
     """`columns` of the product by `rows`, `depth` at a time, the whole depth cut into `splits` parts."""
 
     rows: int
@@ -41,7 +41,7 @@ class Tile:
 @functools.cache
 def choose(
     rows: int, columns: int, depth: int, size: int, *, gated: bool = False, processors: int = _H200_MULTIPROCESSORS
-) -> Tile:
+) -> StreamTile:
     """The tile for `rows` × `columns` over `depth` elements of `size` bytes; of a gated product half of `columns`.
 
     The model behind it: the bytes in flight that a multiprocessor needs are latency times bandwidth (4.8 TB/s · 0.8 µs
@@ -54,12 +54,12 @@ def choose(
     tall = 16 if rows <= 16 else 64 if rows <= FEW else 128
     deep = min(max(128 // size, 32), max(32, 1 << (depth - 1).bit_length()))
     if gated:
-        return Tile(tall, 64, deep, 1, 4, 4 if rows <= FEW else 3)
+        return StreamTile(tall, 64, deep, 1, 4, 4 if rows <= FEW else 3)
     wide = 128 if math.ceil(columns / 128) > 3 * processors and rows <= FEW else 64
     steps = math.ceil(depth / deep)
     tiles = math.ceil(columns / wide) * (math.ceil(rows / tall) if rows > FEW else 1)
     fitting = [n for n in (1, 2, 4, 7, 8, 14, 16) if steps % n == 0 and tiles * n <= 3 * processors and steps // n >= 4]
-    return Tile(tall, wide, deep, max(fitting, default=1), 4, {16: 6, 64: 6, 128: 4}[tall] if wide == 64 else 5)
+    return StreamTile(tall, wide, deep, max(fitting, default=1), 4, {16: 6, 64: 6, 128: 4}[tall] if wide == 64 else 5)
 
 
 @kernel("rows")
@@ -152,11 +152,13 @@ def _gated(  # type: ignore[no-untyped-def]
         tl.store(to, y.to(out.dtype.element_ty), known & there[:, None])
 
 
-def _whole(tile: Tile, columns: int, depth: int) -> bool:
+def _whole(tile: StreamTile, columns: int, depth: int) -> bool:
     return columns % tile.columns == 0 and depth % (tile.depth * tile.splits) == 0
 
 
-def stream(x: Tensor, weight: Tensor, *, out: Tensor | None = None, tile: Tile | None = None, early: int = 0) -> Tensor:
+def stream(
+    x: Tensor, weight: Tensor, *, out: Tensor | None = None, tile: StreamTile | None = None, early: int = 0
+) -> Tensor:
     """Sums over parts of the depth: x [T, K] · weight [N, K]ᵀ as [splits, T, N], int32 for int8, else fp32.
 
     T is at most `MOST_ROWS`. Both are int8, both E4M3, or both of one float type, contiguous. `out` [T, N] fp32
@@ -186,7 +188,7 @@ def gated(
     inverse: Tensor | None,
     dtype: torch.dtype,
     *,
-    tile: Tile | None = None,
+    tile: StreamTile | None = None,
     early: int = 0,
 ) -> Tensor:
     """silu(gate) · up of x [T, K] and weight [2N, K] (the gate's rows first), [T, N] as `dtype`.

@@ -16,7 +16,7 @@ _TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """The dimensions of a Llama. Its tokens are bytes; a larger vocabulary has tokens without text."""
 
     vocabulary: int = 262
@@ -42,13 +42,13 @@ class Shape:
 
 
 SHAPES = {
-    TINY: Shape(),
+    TINY: LlamaShape(),
     # 100 million parameters, in the proportions of Llama 3's.
-    LLAMA_100M: Shape(
+    LLAMA_100M: LlamaShape(
         vocabulary=16_000, width=768, inner=2048, layers=12, heads=12, kv_heads=4, head_dim=64, context=2048, tied=False
     ),
     # The published shape of Llama-3.1-8B.
-    LLAMA_8B: Shape(
+    LLAMA_8B: LlamaShape(
         vocabulary=128_256,
         width=4096,
         inner=14_336,
@@ -70,7 +70,7 @@ SHAPES = {
 }
 
 
-def make(shape: Shape, seed: int = 0, *, device: str = "cpu", dtype: str = "float32") -> tuple[Any, Any]:
+def make(shape: LlamaShape, seed: int = 0, *, device: str = "cpu", dtype: str = "float32") -> tuple[Any, Any]:
     """A network and its tokenizer. Equal seeds give equal weights; torch's random state is unchanged.
 
     Small ones are the same on every device. A large one is drawn on `device` and as `dtype`, and differs on another
@@ -111,7 +111,7 @@ def make(shape: Shape, seed: int = 0, *, device: str = "cpu", dtype: str = "floa
     return network, tokenizer(shape.context)
 
 
-def _settle_(network: Any, shape: Shape) -> None:
+def _settle_(network: Any, shape: LlamaShape) -> None:
     """Scale weights so that every layer adds little to the embeddings, as in trained models.
 
     Branches are scaled by one over the root of their number (GPT-2; Radford et al., 2019), and embeddings have a
@@ -142,7 +142,7 @@ def tokenizer(context: int) -> Any:
     return made
 
 
-def save(folder: Path, shape: Shape, seed: int = 0) -> Path:
+def save(folder: Path, shape: LlamaShape, seed: int = 0) -> Path:
     """Write a model of this shape as `save_pretrained` does."""
     network, words = make(shape, seed)
     network.save_pretrained(folder)

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.adapters import Use
+from pipeline.adapters import AdapterUse
 from pipeline.denoise import PackedKeys
-from pipeline.load import Model
+from pipeline.load import ImageModel
 from pipeline.lora_file import PARTS, Factor
 
-Owners = Sequence[tuple[Use, ...]]
+Owners = Sequence[tuple[AdapterUse, ...]]
 """Of each row of a forward the LoRAs that it gets; rows beyond these get none."""
 At = tuple[str, str]  # a part and the name of a layer in it
 
@@ -39,10 +39,10 @@ class _Share(NamedTuple):
 _Table = dict[At, list[tuple[_Share, Factor]]]
 
 
-class Adapted:
+class AdaptedModel:
     """For one thread at a time. Its modules equal the model's, except inside `rows`."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ImageModel) -> None:
         unet, *encoders = (_twin(part) for part in (model.unet, *model.text_encoders))
         self.model = replace(model, unet=unet, text_encoders=(encoders[0], encoders[1]))
         self.keys = PackedKeys(unet)
@@ -72,7 +72,7 @@ class Adapted:
             self._now = {}
 
     @contextmanager
-    def every(self, uses: tuple[Use, ...]) -> Iterator[None]:
+    def every(self, uses: tuple[AdapterUse, ...]) -> Iterator[None]:
         """Context: all rows of every forward get these LoRAs."""
         self._now = _by_layer([_Share(slice(None), use.scale, use.factors) for use in uses])
         try:
@@ -123,7 +123,7 @@ def _each(owners: Owners) -> list[_Share]:
 
 def _together(owners: Owners, device: torch.device, dtype: torch.dtype) -> list[_Share]:
     """One share per LoRA, with all rows that use it: the fewest products."""
-    wanted: dict[int, list[tuple[int, Use]]] = {}
+    wanted: dict[int, list[tuple[int, AdapterUse]]] = {}
     for row, uses in enumerate(owners):
         for use in uses:
             wanted.setdefault(id(use.factors), []).append((row, use))

@@ -23,13 +23,13 @@ from pipeline.folder import ModelError
 from pipeline.lora_file import Factors
 
 if TYPE_CHECKING:
-    from pipeline.load import Model
+    from pipeline.load import ImageModel
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Use:
+class AdapterUse:
     """A LoRA on the model's device, and its scale in a request."""
 
     name: str
@@ -52,13 +52,13 @@ class _File:
 
 
 @dataclass(slots=True, eq=False)
-class Taken:
+class AdapterLease:
     """The LoRAs held by one request, from admission to end."""
 
     files: list[tuple[_File, float]] = field(default_factory=list)
 
 
-def refused(model: Model) -> str | None:
+def refused(model: ImageModel) -> str | None:
     """Why this model does not support per-request LoRAs; None if it does."""
     if not is_quantized(model.precision):
         return None
@@ -66,14 +66,14 @@ def refused(model: Model) -> str | None:
     return f"weights in {model.precision} take none; {', '.join(most)} and {last} do"
 
 
-class Adapters:
+class AdapterCache:
     """The LoRAs of one folder for one model. Thread-safe.
 
     Files are read by the caller that checks a request, before it reaches the engine; a file evicted before the request
     runs is read again. A changed file is read anew: running requests keep the old version.
     """
 
-    def __init__(self, folder: Path, model: Model, capacity_bytes: int) -> None:
+    def __init__(self, folder: Path, model: ImageModel, capacity_bytes: int) -> None:
         """`capacity_bytes` limits the factors' size in the model's precision, including those in use."""
         self.folder = folder.expanduser()
         self.capacity_bytes = capacity_bytes
@@ -99,7 +99,7 @@ class Adapters:
             named, room = " and ".join(file.name for file in files), self.capacity_bytes
             raise ModelError(f"lora {named}: needs {needed} bytes, and there is room for {room} (DIPTYCH_LORA_MIB)")
 
-    def take(self, text: str) -> Taken | None:
+    def take(self, text: str) -> AdapterLease | None:
         """Reserve a checked request's LoRAs; None means not yet: other requests' fill the memory. Reads no file."""
         with self._lock:
             wanted = [(self._files[named.name], named.scale) for named in names.read(text)]
@@ -109,9 +109,9 @@ class Adapters:
             self._pinned_bytes += more
             for file, _ in wanted:
                 file.pins += 1
-            return Taken(wanted)
+            return AdapterLease(wanted)
 
-    def give(self, taken: Taken) -> None:
+    def give(self, taken: AdapterLease) -> None:
         """Release them after the request has ended."""
         with self._lock:
             for file, _ in taken.files:
@@ -120,9 +120,9 @@ class Adapters:
                     self._pinned_bytes -= file.size_bytes
             self._evict()
 
-    def uses(self, taken: Taken) -> tuple[Use, ...]:
+    def uses(self, taken: AdapterLease) -> tuple[AdapterUse, ...]:
         """Load them to the device. On the thread that computes. Raises `ModelError`, naming the LoRA."""
-        return tuple(Use(file.name, file.digest, self._ready(file), scale) for file, scale in taken.files)
+        return tuple(AdapterUse(file.name, file.digest, self._ready(file), scale) for file, scale in taken.files)
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -193,16 +193,16 @@ class Adapters:
                 held -= file.size_bytes
 
 
-def _parts(model: Model) -> dict[str, object]:
+def _parts(model: ImageModel) -> dict[str, object]:
     return {"unet": model.unet, **dict(zip(("text_encoder", "text_encoder_2"), model.text_encoders, strict=True))}
 
 
-def same(uses: Sequence[Use]) -> tuple[tuple[str, float], ...]:
+def same(uses: Sequence[AdapterUse]) -> tuple[tuple[str, float], ...]:
     """A key, equal for LoRAs that give equal embeddings."""
     return tuple((use.digest, use.scale) for use in uses)
 
 
-def check_loras(adapters: Adapters | None, model: Model, text: str) -> None:
+def check_loras(adapters: AdapterCache | None, model: ImageModel, text: str) -> None:
     """Raise `Invalid` for LoRAs that this model does not offer; None: no LoRA folder is configured."""
     if adapters is None:
         raise Invalid("lora", refused(model) or "no folder with LoRAs is named (DIPTYCH_LORA_DIR)")

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from core.quant.statistics import Statistics
 from pipeline.denoise import PackedKeys
-from pipeline.drawing import Drawing
+from pipeline.drawing import Denoiser
 from pipeline.quantized_parts import Part
 from pipeline.vae import unscale
 from unet_opt.calibrate import Around, CalibrationSettings, Observe, calibrate, observe_modules, observe_programs
-from unet_opt.calibrate import Part as Watched
+from unet_opt.calibrate import CalibrationPart as Watched
 from unet_opt.decoder import DecoderPrograms
 from unet_opt.program import UNetPrograms
 
 if TYPE_CHECKING:
-    from pipeline.load import Model
+    from pipeline.load import ImageModel
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def default_prompts() -> tuple[str, ...]:
 
 
 def collect(
-    model: Model,
+    model: ImageModel,
     layers: Mapping[Part, Sequence[str]],
     prompts: Sequence[str],
     *,
@@ -61,7 +61,7 @@ def collect(
     settings = settings or CalibrationSettings()
     until = settings.steps if "vae" in layers else settings.watched_steps
     with _network(model, kernels) as network:
-        drawing = Drawing(model, network.keys, guidance=settings.guidance, steps=settings.steps)
+        drawing = Denoiser(model, network.keys, guidance=settings.guidance, steps=settings.steps)
 
         def run(batch: Sequence[str], around: Around) -> None:
             latents = drawing.latents(
@@ -86,7 +86,7 @@ def seed(prompt: str) -> int:
 
 @dataclass(frozen=True)
 class _Network:
-    """A model's forwards: `keys` and `unet` as `Drawing` takes them, `decode` of unscaled latents."""
+    """A model's forwards: `keys` and `unet` as `Denoiser` takes them, `decode` of unscaled latents."""
 
     keys: Callable[[Tensor], Tensor]
     unet: Callable[..., Any]
@@ -95,7 +95,7 @@ class _Network:
 
 
 @contextmanager
-def _network(model: Model, kernels: ctypes.CDLL | None) -> Iterator[_Network]:
+def _network(model: ImageModel, kernels: ctypes.CDLL | None) -> Iterator[_Network]:
     if kernels is not None and model.dtype is torch.float32 and model.device.type == "cpu":
         try:
             unet, decoder = UNetPrograms(kernels, model.unet), DecoderPrograms(kernels, model.vae)

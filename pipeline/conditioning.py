@@ -11,25 +11,25 @@ import torch
 from contract import markup
 from contract.image import ImageParameters
 from pipeline import denoise
-from pipeline.adapted import Adapted
-from pipeline.adapters import Adapters, same
+from pipeline.adapted import AdaptedModel
+from pipeline.adapters import AdapterCache, same
 from pipeline.encode import Embedding, Encoder, Prompt
-from pipeline.load import Model
-from pipeline.work import Work
+from pipeline.load import ImageModel
+from pipeline.request_state import ImageState
 
 Told = tuple[denoise.Conditioning, list[str]]
 """With what people should know of it."""
 
 
 class Conditioner:
-    def __init__(self, model: Model, encoder: Encoder, keys: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, model: ImageModel, encoder: Encoder, keys: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """`keys` makes keys and values of embeddings, as `denoise.PackedKeys`: [B, T, D] to [B, T, width]."""
         self._model = model
         self.encoder = encoder
         self._keys = keys
 
     def __call__(
-        self, wanted: Sequence[ImageParameters], works: Sequence[Work], bucket: int = 0, *, of: Hashable = None
+        self, wanted: Sequence[ImageParameters], works: Sequence[ImageState], bucket: int = 0, *, of: Hashable = None
     ) -> list[Told]:
         """The conditioning of each request: all prompts go through the encoders in one batch.
 
@@ -75,13 +75,13 @@ class Conditioner:
 class AdaptedConditioner(Conditioner):
     """The same for requests with LoRAs: one by one, each with its own encoders and projections."""
 
-    def __init__(self, adapted: Adapted, adapters: Adapters) -> None:
+    def __init__(self, adapted: AdaptedModel, adapters: AdapterCache) -> None:
         super().__init__(adapted.model, Encoder(adapted.model), adapted.keys)
         self._adapted = adapted
         self._adapters = adapters
 
     def __call__(
-        self, wanted: Sequence[ImageParameters], works: Sequence[Work], bucket: int = 0, *, of: Hashable = None
+        self, wanted: Sequence[ImageParameters], works: Sequence[ImageState], bucket: int = 0, *, of: Hashable = None
     ) -> list[Told]:
         """As `Conditioner`; also loads the requests' LoRAs. Raises `ModelError`, naming the LoRA."""
         made = []

@@ -96,7 +96,7 @@ class Conditioning:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class InpaintMask:
     """The region of an image that is kept, for a UNet that was not trained to inpaint.
 
     After every step it is restored at the next step's noise level (diffusers' inpainting with four channels; Lugmayr et
@@ -116,13 +116,13 @@ class Kept:
 class Trajectory:
     """A request's state between noise and image. Immutable: a step returns a new one."""
 
-    table: sigmas.Table
+    table: sigmas.SamplerTable
     step: int
     x: torch.Tensor  # [1, C, h, w] fp32
     x0: torch.Tensor  # [1, C, h, w] fp32: the sampler's previous estimate, zeros before the first
     guidance_scale: float
     conditioning: Conditioning
-    kept: Kept | None = None
+    kept: InpaintMask | None = None
 
     @property
     def left(self) -> int:
@@ -135,7 +135,7 @@ returns begins with the model output, [B, C, h, w]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
+class UNetInputs:
     """A UNet's arguments for `rows` rows; rows beyond the requests' own are padding."""
 
     sample: torch.Tensor  # [B, C, h, w]
@@ -158,7 +158,7 @@ class Inputs:
         )
 
 
-class _Made(NamedTuple):
+class _GatheredConditioning(NamedTuple):
     """The batched conditioning of these requests, and which request each row belongs to."""
 
     kv: torch.Tensor
@@ -168,7 +168,7 @@ class _Made(NamedTuple):
     rider: torch.Tensor  # [B]: the request's index
 
 
-class Gatherer:
+class BatchGatherer:
     """Batches the rows of many requests, and caches the last batched conditioning.
 
     Consecutive steps usually have the same requests, and only latents and timesteps are new.
@@ -176,18 +176,18 @@ class Gatherer:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._last: tuple[tuple[int, ...], list[Conditioning], _Made] | None = None
+        self._last: tuple[tuple[int, ...], list[Conditioning], _GatheredConditioning] | None = None
 
-    def inputs(self, riders: Sequence[Trajectory], rows: int) -> Inputs:
+    def inputs(self, riders: Sequence[Trajectory], rows: int) -> UNetInputs:
         """Arguments of `rows` rows; padding repeats the first request's row, which keeps it finite."""
         made = self._conditioning([r.conditioning for r in riders], rows - sum(r.conditioning.rows for r in riders))
         scaled = sigmas.model_input(torch.cat([rider.x for rider in riders]), _coefficients(riders))
         times = torch.stack([rider.table.timesteps[rider.step] for rider in riders]).to(scaled.device)
-        return Inputs(
+        return UNetInputs(
             scaled.to(self._dtype)[made.rider], times[made.rider], made.kv, made.pooled, made.time_ids, made.time_cond
         )
 
-    def _conditioning(self, riders: list[Conditioning], padding: int) -> _Made:
+    def _conditioning(self, riders: list[Conditioning], padding: int) -> _GatheredConditioning:
         key = (*(id(rider) for rider in riders), -padding)
         if self._last is None or self._last[0] != key:
 
@@ -202,7 +202,7 @@ class Gatherer:
             own = [number for number, rider in enumerate(riders) for _ in range(rider.rows)]
             rider = torch.tensor(own + [0] * padding, device=kv.device)
             # The requests are kept with the result, so that no other object can take over their identity.
-            self._last = (key, riders, _Made(kv, pooled, time_ids, gather("time_cond"), rider))
+            self._last = (key, riders, _GatheredConditioning(kv, pooled, time_ids, gather("time_cond"), rider))
         return self._last[2]
 
     def forget(self) -> None:

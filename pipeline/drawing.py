@@ -11,17 +11,17 @@ from torch import Tensor
 
 from pipeline import denoise, sigmas
 from pipeline.encode import Encoder
-from pipeline.load import Model
+from pipeline.load import ImageModel
 
 
-class Drawing:
+class Denoiser:
     """A model whose UNet `forward` may be any callable with its arguments, with keys and values packed.
 
     The result equals that of a request for the native size with the model's own sampler.
     """
 
     def __init__(
-        self, model: Model, keys: Callable[[Tensor], Tensor], *, guidance: float = 5.0, steps: int = 20
+        self, model: ImageModel, keys: Callable[[Tensor], Tensor], *, guidance: float = 5.0, steps: int = 20
     ) -> None:
         """`keys` turns hidden states [B, T, D] of text into what cross-attention reads, [B, T, width]."""
         self.model = model
@@ -47,7 +47,7 @@ class Drawing:
         """
         model, unet = self.model, self.model.unet
         side = model.native // model.vae_scale
-        gatherer = denoise.Gatherer(model.dtype)
+        gatherer = denoise.BatchGatherer(model.dtype)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         shape = (1, unet.config.in_channels, side, side)
 

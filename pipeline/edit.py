@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from contract.image import ImageParameters
 from pipeline import vae
-from pipeline.denoise import Kept
-from pipeline.load import Model
-from pipeline.sigmas import Table
+from pipeline.denoise import InpaintMask
+from pipeline.load import ImageModel
+from pipeline.sigmas import SamplerTable
 
 
-def latents(model: Model, wanted: ImageParameters, generator: torch.Generator) -> torch.Tensor:
+def latents(model: ImageModel, wanted: ImageParameters, generator: torch.Generator) -> torch.Tensor:
     """The image's latents, fp32 [1, C, h, w]. The VAE's noise is the first that an edit draws from its seed."""
     scale, channels = model.vae_scale, int(model.unet.config.in_channels)
     noise = torch.randn((1, channels, wanted.height // scale, wanted.width // scale), generator=generator)
@@ -23,8 +23,8 @@ def latents(model: Model, wanted: ImageParameters, generator: torch.Generator) -
 
 
 def begin(
-    wanted: ImageParameters, table: Table, image: torch.Tensor, noise: torch.Tensor, generator: torch.Generator
-) -> tuple[torch.Tensor, Kept | None]:
+    wanted: ImageParameters, table: SamplerTable, image: torch.Tensor, noise: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, InpaintMask | None]:
     """The sample before the first step, and the kept region if there is a mask.
 
     `image` are the source's latents, `noise` is of unit variance; both fp32 [1, C, h, w].
@@ -39,7 +39,7 @@ def begin(
     # diffusers encodes the masked image too, which a UNet of four channels does not read: but its noise is drawn.
     torch.randn(noise.shape, generator=generator)
     mask = _mask(wanted).float()[None, None].to(image.device)  # [1, 1, H, W]
-    return x, Kept(F.interpolate(mask, size=image.shape[-2:]), image, noise)
+    return x, InpaintMask(F.interpolate(mask, size=image.shape[-2:]), image, noise)
 
 
 def finish(wanted: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from contract.markup import Weighted
 from pipeline import weighting
 
 if TYPE_CHECKING:
-    from pipeline.load import Model
+    from pipeline.load import ImageModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ Embed = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def embed(
-    model: Model, ids: Sequence[torch.Tensor], seen: Sequence[torch.Tensor] | None = None
+    model: ImageModel, ids: Sequence[torch.Tensor], seen: Sequence[torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, T] of each encoder to their penultimate layers side by side [B, T, D], and pooled text [B, P].
 
@@ -55,7 +55,7 @@ class Encoder:
     encoders concatenated, pooled output of the second.
     """
 
-    def __init__(self, model: Model, capacity: int = 256, compute: Embed | None = None) -> None:
+    def __init__(self, model: ImageModel, capacity: int = 256, compute: Embed | None = None) -> None:
         """`compute` is how token ids become embeddings; default: `embed` of this model."""
         self._model = model
         self._compute = compute or partial(embed, model)

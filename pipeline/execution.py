@@ -12,10 +12,10 @@ import torch
 
 from contract.plan import AUTO
 from core.batching.cost import CostCurve, CostTable
-from core.cuda_graphs import CudaRecorder, Graphs, Recorder
-from core.graphs import Executables, Key
+from core.cuda_graphs import CudaRecorder, GraphCache, Recorder
+from core.graphs import CompiledCache, ExecutableKey
 from pipeline import denoise, encode
-from pipeline.load import Model
+from pipeline.load import ImageModel
 from pipeline.phases import (
     DEEP,
     ENCODE,
@@ -37,14 +37,14 @@ from pipeline.phases import (
     packed,
     without_text,
 )
-from pipeline.recording import Recordings
+from pipeline.recording import GraphSet
 from unet_opt.decoder import DecoderPrograms
 from unet_opt.deepcache import shapes
 from unet_opt.fused.network import FusedUNet
 from unet_opt.program import UNetPrograms
 
 
-class Group(NamedTuple):
+class BatchGroup(NamedTuple):
     """Requests that may share a forward. `mode` separates deterministic requests, "eager" and "compiled".
 
     `adapted`: those with their own LoRAs, which run on torch only.
@@ -56,7 +56,7 @@ class Group(NamedTuple):
     adapted: bool = False
 
 
-class Way(NamedTuple):
+class ExecutionPlan(NamedTuple):
     """A way to run an iteration: `rows` includes padding, `seconds` is the expected time."""
 
     function: Callable[..., Any]
@@ -65,12 +65,12 @@ class Way(NamedTuple):
     seconds: float
 
 
-class Execution:
+class ImageExecution:
     """The executables of one model, and their cost curves."""
 
     def __init__(
         self,
-        model: Model,
+        model: ImageModel,
         kv_width: int,
         *,
         buckets: Sequence[int],
@@ -80,7 +80,7 @@ class Execution:
         kernels: ctypes.CDLL | None = None,
         fused: bool = False,
         frugal: bool = False,
-        adapted: Model | None = None,
+        adapted: ImageModel | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         """`kernels` are the CPU kernels for UNet and VAE, if there are any: then nothing is compiled.
@@ -98,8 +98,8 @@ class Execution:
         self.programs = kernels is not None
         self._packed: tuple[UNetPrograms, DecoderPrograms] | None = None
         self._fused: FusedUNet | None = None
-        self._recordings: Recordings | None = None
-        self._timed: set[Key] = set()  # shapes that ran without their graph, and are warm
+        self._recordings: GraphSet | None = None
+        self._timed: set[ExecutableKey] = set()  # shapes that ran without their graph, and are warm
         phases = on_torch(model)
         self._adapted = {} if adapted is None else on_torch(adapted)
         if fused:
@@ -108,27 +108,27 @@ class Execution:
             if recorder is None and model.device.type == "cuda":
                 recorder = CudaRecorder(model.device)
             steps = dict.fromkeys(STEPS, self._buckets[::-1])
-            self._recordings = Recordings(Graphs(phases, recorder), {**steps, VAE: VAE_WIDTHS, TEXT: TEXT_WIDTHS})
+            self._recordings = GraphSet(GraphCache(phases, recorder), {**steps, VAE: VAE_WIDTHS, TEXT: TEXT_WIDTHS})
         if kernels is not None:
             self._packed = packed(model, kernels)
             phases |= on_kernels(model, *self._packed)
             if frugal:
                 for programs in self._packed if adapted is None else self._packed[1:]:
                     programs.layers.release()
-        self._executables = Executables(
+        self._executables = CompiledCache(
             phases,
             compiled=compiled and model.device.type == "cpu" and kernels is None and not fused,
             cache=cache,
         )
 
-    def told(self, mode: str, *, adapted: bool) -> str:
+    def metadata(self, mode: str, *, adapted: bool) -> str:
         """The executables that a request of this mode may have used, for its fingerprint."""
         own = KERNELS if self.programs else GRAPHS if self._recordings is not None else ""
         if adapted and own:
             return f"eager and {own}"
         return mode or own or ("eager or compiled" if self._executables.enabled else "eager")
 
-    def fixed_way(self, size: tuple[int, int], depth: str = "", *, adapted: bool = False) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str = "", *, adapted: bool = False) -> str:
         """The mode for a deterministic request that begins now, which it keeps: compiled, or in CUDA graphs, once all
         that it needs is compiled or recorded.
 
@@ -140,42 +140,42 @@ class Execution:
         if self.programs:
             return KERNELS
         steps = (DEEP, SHALLOW[depth]) if depth else (DEEP,)
-        keys = (*(Key(phase, self.deterministic_rows, size) for phase in steps), Key(VAE, 1, size))
+        keys = (*(ExecutableKey(phase, self.deterministic_rows, size) for phase in steps), ExecutableKey(VAE, 1, size))
         if self._recordings is not None:
             return GRAPHS if all(self._recordings.has(key) for key in keys) else LAYERS
         return "eager" if any(self._executables.find(key) is None for key in keys) else "compiled"
 
-    def cheapest(self, group: Group, rows: int) -> Way:
+    def cheapest(self, group: BatchGroup, rows: int) -> ExecutionPlan:
         """The cheapest way to run an iteration of so many rows. For a mode, always the same bucket and executable."""
         phase, size, mode, adapted = group
         if phase in (ENCODE, IMAGE):
-            return Way(self._nothing, False, rows, self._curve(group, False)(rows))
+            return ExecutionPlan(self._nothing, False, rows, self._curve(group, False)(rows))
         if adapted:
             bucket = self.deterministic_rows if mode else rows
-            return Way(self._adapted[phase], False, bucket, self._curve(group, False)(bucket))
+            return ExecutionPlan(self._adapted[phase], False, bucket, self._curve(group, False)(bucket))
         eager = self._executables.eager(phase)
         if self.programs:  # a row's bits do not depend on the batch: no padding
-            return Way(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
+            return ExecutionPlan(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
         if self._recordings is not None:
             return self._graphed(self._recordings, group, self._key(self._recordings, group, rows))
         if mode:
             bucket = self.deterministic_rows if phase in STEPS else 1
-            fixed = self._executables.find(Key(phase, bucket, size)) if mode == "compiled" else None
+            fixed = self._executables.find(ExecutableKey(phase, bucket, size)) if mode == "compiled" else None
             if fixed is None:
-                return Way(eager, False, bucket, self._curve(group, False)(bucket))
-            return Way(fixed, True, bucket, self._curve(group, True)(bucket))
-        best = Way(eager, False, rows, self._curve(group, False)(rows))
+                return ExecutionPlan(eager, False, bucket, self._curve(group, False)(bucket))
+            return ExecutionPlan(fixed, True, bucket, self._curve(group, True)(bucket))
+        best = ExecutionPlan(eager, False, rows, self._curve(group, False)(rows))
         for bucket in self._executables.buckets(phase, size):
             if bucket < rows:
                 continue
-            found, curve = self._executables.find(Key(phase, bucket, size)), self._curve(group, True)
+            found, curve = self._executables.find(ExecutableKey(phase, bucket, size)), self._curve(group, True)
             # An executable without a measured time is used once, to measure it.
             if found is not None and (bucket not in curve.measured or curve(bucket) < best.seconds):
-                best = Way(found, True, bucket, curve(bucket))
+                best = ExecutionPlan(found, True, bucket, curve(bucket))
             break
         return best
 
-    def choose(self, group: Group, rows: int) -> Way:
+    def choose(self, group: BatchGroup, rows: int) -> ExecutionPlan:
         """`cheapest`, for an iteration that now runs so: a missing graph is recorded next."""
         if self._recordings is not None and group.phase not in (ENCODE, IMAGE) and not group.adapted:
             self._recordings.missed(self._key(self._recordings, group, rows))
@@ -204,7 +204,7 @@ class Execution:
         if self._recordings is None:
             return encode.embed(self._model, ids)
         rows = len(ids[0])
-        key = Key(TEXT, self._recordings.width(TEXT, rows), (0, 0))
+        key = ExecutableKey(TEXT, self._recordings.width(TEXT, rows), (0, 0))
         padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self._model.device) for part in ids]
         # Not later: embeddings are cached, and must not depend on when they were computed.
         self._recordings.record_now(key, self._record)
@@ -221,11 +221,11 @@ class Execution:
         pixels: torch.Tensor = self._executables.eager(VAE)(latents)
         return pixels
 
-    def observe(self, group: Group, rows: int, compiled: bool, seconds: float) -> None:
+    def observe(self, group: BatchGroup, rows: int, compiled: bool, seconds: float) -> None:
         """Update a cost curve with an iteration's time, except the first of a shape without its graph, which
         compiles.
         """
-        key = Key(group.phase, rows, group.size)
+        key = ExecutableKey(group.phase, rows, group.size)
         if self._recordings is not None and not compiled and key not in self._timed:
             self._timed.add(key)
             return
@@ -242,7 +242,7 @@ class Execution:
         shallow = SHALLOW[AUTO.depth]
         steps = [(phase, rows) for phase in (DEEP, shallow) for rows in self._buckets]
         for phase, rows in [*steps, (VAE, 1), (VAE, VAE_ROWS)]:
-            self._executables.want(Key(phase, rows, size), self._example(phase, rows, size))
+            self._executables.want(ExecutableKey(phase, rows, size), self._example(phase, rows, size))
         until = time.monotonic() + measure_s
         if self._recordings is not None and self._recordings.records:
             self._recordings.plan(likeliest(self._buckets, size))
@@ -256,9 +256,9 @@ class Execution:
         for phase, rows in [(VAE, 1), *steps]:
             example = self._example(phase, rows, size)
             if self._recordings is not None:
-                ways = [(self._function(Key(phase, rows, size)), True)]
+                ways = [(self._function(ExecutableKey(phase, rows, size)), True)]
             else:
-                found = self._executables.find(Key(phase, rows, size))
+                found = self._executables.find(ExecutableKey(phase, rows, size))
                 ways = [(self._executables.eager(phase), False), *([] if found is None else [(found, True)])]
             for fn, compiled in ways:
                 for run in range(3):
@@ -269,7 +269,7 @@ class Execution:
                         example(fn)
                         self.synchronize()
                     if run:  # the first run is warm-up
-                        self.observe(Group(phase, size), rows, compiled, time.perf_counter() - started)
+                        self.observe(BatchGroup(phase, size), rows, compiled, time.perf_counter() - started)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until all requested executables are compiled or have failed."""
@@ -313,7 +313,7 @@ class Execution:
         """Record and time the most needed graph; False if none is left. On the thread that runs phases."""
         return self._recordings is not None and self._recordings.record_next(self._record)
 
-    def _record(self, key: Key, record: Callable[..., Any]) -> None:
+    def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
         size: Any = key.size  # (width, height); None for `TEXT`
         example = self._example(key.phase, key.rows, size)
         with torch.inference_mode():
@@ -325,40 +325,40 @@ class Execution:
                 example(self._function(key))
                 self.synchronize()
                 if run:  # the first replay uploads the graph to the device
-                    self.observe(Group(key.phase, size), key.rows, True, time.perf_counter() - started)
+                    self.observe(BatchGroup(key.phase, size), key.rows, True, time.perf_counter() - started)
 
-    def _key(self, recordings: Recordings, group: Group, rows: int) -> Key:
+    def _key(self, recordings: GraphSet, group: BatchGroup, rows: int) -> ExecutableKey:
         """The graph for so many rows. For deterministic requests always the same one.
 
         Costs are queried for more rows than any forward has; nothing wider than the widest graph ever runs.
         """
         phase, size, mode, _ = group
         if mode:
-            return Key(phase, self.deterministic_rows if phase in STEPS else 1, size)
-        return Key(phase, recordings.width(phase, rows), size)
+            return ExecutableKey(phase, self.deterministic_rows if phase in STEPS else 1, size)
+        return ExecutableKey(phase, recordings.width(phase, rows), size)
 
-    def _graphed(self, recordings: Recordings, group: Group, key: Key) -> Way:
+    def _graphed(self, recordings: GraphSet, group: BatchGroup, key: ExecutableKey) -> ExecutionPlan:
         """The graph; while it is missing, the next wider one if that is known to cost less, else the same kernels at
         the same width one by one. A mode keeps one width, and either graphs or none.
         """
         graph, eager = self._curve(group, True), self._curve(group, False)
         if group.mode == LAYERS:
-            return Way(self._executables.eager(group.phase), False, key.rows, eager(key.rows))
+            return ExecutionPlan(self._executables.eager(group.phase), False, key.rows, eager(key.rows))
         if recordings.has(key):
-            return Way(self._function(key), True, key.rows, graph(key.rows))
+            return ExecutionPlan(self._function(key), True, key.rows, graph(key.rows))
         # Until it is timed it is assumed as fast as a graph, and so is timed.
         measured = key.rows in eager.measured
         seconds = eager(key.rows) if measured or not graph.measured else graph(key.rows)
         wider = None if group.mode or not measured else recordings.wider(key)
         if wider is not None and graph(wider.rows) < seconds:
-            return Way(self._function(wider), True, wider.rows, graph(wider.rows))
-        return Way(self._function(key), False, key.rows, seconds)
+            return ExecutionPlan(self._function(wider), True, wider.rows, graph(wider.rows))
+        return ExecutionPlan(self._function(key), False, key.rows, seconds)
 
-    def _function(self, key: Key) -> Callable[..., Any]:
+    def _function(self, key: ExecutableKey) -> Callable[..., Any]:
         assert self._recordings is not None
         return without_text(key.phase, self._recordings.function(key))
 
-    def _curve(self, group: Group, compiled: bool) -> CostCurve:
+    def _curve(self, group: BatchGroup, compiled: bool) -> CostCurve:
         return self._costs[group.phase, group.size, compiled, group.adapted]
 
     def _example(self, phase: str, rows: int, size: tuple[int, int], seed: int = 0) -> Callable[[Any], Any]:
@@ -380,7 +380,7 @@ class Execution:
                 return fn([torch.zeros(rows, tokens, dtype=torch.long, device=model.device)] * len(model.tokenizers))
             if phase == VAE:
                 return fn(random(*latents).float())
-            inputs = denoise.Inputs(
+            inputs = denoise.UNetInputs(
                 sample=random(*latents),
                 timestep=torch.full((rows,), 500.0, device=model.device),
                 kv=random(rows, tokens, self._kv_width),

@@ -21,7 +21,7 @@ from core.quant.kernels.describe import cuda_versions, describe, digest
 from core.quant.kernels.device import TORCH, decisions, summary
 
 if TYPE_CHECKING:
-    from pipeline.load import Model
+    from pipeline.load import ImageModel
 
 ROOT = Path(__file__).resolve().parent.parent
 # The sources that an image's bits depend on: every module of ours that generation imports and that computes or decides
@@ -40,7 +40,7 @@ _VARIABLES = (
 )  # fmt: skip
 
 
-class Kernels(NamedTuple):
+class KernelIdentity(NamedTuple):
     """The kernels of a model's UNet and VAE: a name of `core.quant.kernels.device`, and their origin.
 
     `digest` is of their sources and, on a CPU, of what compiled them by `compiler`; all but the name are empty for
@@ -52,7 +52,7 @@ class Kernels(NamedTuple):
     compiler: str = ""
 
     @classmethod
-    def of(cls, model: Model, library_: ctypes.CDLL | None, *, fused: bool) -> Kernels:
+    def of(cls, model: ImageModel, library_: ctypes.CDLL | None, *, fused: bool) -> KernelIdentity:
         """The kernels of a model on the compiled CPU kernels, on fused layers, or, without either, on torch."""
         if library_ is not None:
             return cls(*library.identity(library_))
@@ -67,14 +67,16 @@ def code_digest() -> str:
     return digest(ROOT, CODE)
 
 
-def fingerprint(model: Model, *, executable: str, bucket: int | None, kernels: Kernels | None = None) -> dict[str, Any]:
+def fingerprint(
+    model: ImageModel, *, executable: str, bucket: int | None, kernels: KernelIdentity | None = None
+) -> dict[str, Any]:
     """The fingerprint of an image that this model generates in this process.
 
     `executable` is "eager", "compiled", or "eager or compiled" if the engine chose at each step; "kernels" and "graphs"
     run on `kernels`. `bucket` is the fixed number of rows of a deterministic request's forwards. None: the request
     shared batches of any size, and its last bits may depend on them.
     """
-    kernels = kernels or Kernels()
+    kernels = kernels or KernelIdentity()
     found: dict[str, Any] = {
         "model": model.name,
         "weights": model.digest,

@@ -30,7 +30,7 @@ _SAMPLE_SIZE = 128  # diffusers' default for a UNet without a sample size
 
 
 @dataclass(eq=False)
-class Model:
+class ImageModel:
     """The parts of one SDXL model, in evaluation mode on one device. `digest` identifies its weights."""
 
     name: str
@@ -70,7 +70,7 @@ def load(
     variant: str | None = None,
     unet: Path | None = None,
     loras: Sequence[Lora] = (),
-) -> Model:
+) -> ImageModel:
     """Load a model.
 
     Args:
@@ -132,7 +132,7 @@ def load(
             .requires_grad_(False)
             for part in WEIGHTS
         ]
-    return Model(
+    return ImageModel(
         name=short,
         digest=digest,
         precision=precision,

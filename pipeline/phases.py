@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from contract.plan import AUTO, BLOCK, DEPTHS, RESNET
-from core.graphs import Key
+from core.graphs import ExecutableKey
 from pipeline import encode, vae
 from pipeline.folder import ModelError
-from pipeline.load import Model
+from pipeline.load import ImageModel
 from unet_opt.decoder import DecoderPrograms
-from unet_opt.deepcache import Split
+from unet_opt.deepcache import SplitUNet
 from unet_opt.fused.decoder import FusedDecoder
 from unet_opt.fused.network import FusedUNet
 from unet_opt.program import UNetPrograms
@@ -33,34 +33,39 @@ TEXT = "text"  # the encoders' part of `ENCODE`
 TEXT_WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
-def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[Key]:
+def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[ExecutableKey]:
     """Every graph of this size: first those for one image, then the widest, for a busy server; other depths than
     DeepCache's default last. `buckets` are the widths of steps.
     """
     shallow = SHALLOW[AUTO.depth]
-    one = [Key(TEXT, 2, (0, 0)), Key(VAE, 1, size), Key(DEEP, 2, size), Key(shallow, 2, size)]
-    busy = [Key(phase, max(buckets), size) for phase in (DEEP, shallow)]
-    decodes = [Key(VAE, rows, size) for rows in reversed(VAE_WIDTHS)]
-    texts = [Key(TEXT, rows, (0, 0)) for rows in TEXT_WIDTHS]
+    one = [
+        ExecutableKey(TEXT, 2, (0, 0)),
+        ExecutableKey(VAE, 1, size),
+        ExecutableKey(DEEP, 2, size),
+        ExecutableKey(shallow, 2, size),
+    ]
+    busy = [ExecutableKey(phase, max(buckets), size) for phase in (DEEP, shallow)]
+    decodes = [ExecutableKey(VAE, rows, size) for rows in reversed(VAE_WIDTHS)]
+    texts = [ExecutableKey(TEXT, rows, (0, 0)) for rows in TEXT_WIDTHS]
     phases = dict.fromkeys((DEEP, shallow, *SHALLOW.values()))
-    steps = [Key(phase, rows, size) for phase in phases for rows in sorted(buckets, reverse=True)]
+    steps = [ExecutableKey(phase, rows, size) for phase in phases for rows in sorted(buckets, reverse=True)]
     return [*one, *busy, *decodes, *texts, *steps]
 
 
 Phases = dict[str, Callable[..., Any]]
 
 
-def on_torch(model: Model) -> Phases:
+def on_torch(model: ImageModel) -> Phases:
     """Raises `ModelError` for a UNet without SDXL's layout."""
     try:
-        split = Split(model.unet)
+        split = SplitUNet(model.unet)
     except ValueError as error:
         raise ModelError(str(error)) from error
     shallow = {SHALLOW[depth]: partial(split.shallow, depth) for depth in DEPTHS}
     return {DEEP: split.deep, **shallow, VAE: lambda latents: vae.decode(model, latents)}
 
 
-def on_gpu(model: Model, rows: int) -> tuple[FusedUNet, Phases]:
+def on_gpu(model: ImageModel, rows: int) -> tuple[FusedUNet, Phases]:
     """Raises `ModelError` for parts that the fused layers do not support."""
     try:
         unet, decoder = FusedUNet(model.unet, rows=rows), FusedDecoder(model.vae)
@@ -79,7 +84,7 @@ def on_gpu(model: Model, rows: int) -> tuple[FusedUNet, Phases]:
     }
 
 
-def packed(model: Model, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPrograms]:
+def packed(model: ImageModel, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPrograms]:
     """Raises `ModelError` for parts that the CPU kernels do not support."""
     half = model.precision != "fp32"
     try:
@@ -88,7 +93,7 @@ def packed(model: Model, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPro
         raise ModelError(str(error)) from error
 
 
-def on_kernels(model: Model, unet: UNetPrograms, decoder: DecoderPrograms) -> Phases:
+def on_kernels(model: ImageModel, unet: UNetPrograms, decoder: DecoderPrograms) -> Phases:
     shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
     return {
         DEEP: unet,

@@ -34,7 +34,7 @@ class Picture:
         from PIL.PngImagePlugin import PngInfo
 
         chunks = PngInfo()
-        chunks.add_itxt("parameters", _json(self.parameters.told()))
+        chunks.add_itxt("parameters", _json(self.parameters.to_dict()))
         chunks.add_itxt("fingerprint", _json(self.fingerprint))
         stream = io.BytesIO()
         self.image.save(stream, format="PNG", pnginfo=chunks)

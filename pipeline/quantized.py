@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.quant import store
-from core.quant.convert import Recipe, Report, Scheme, quantize_
+from core.quant.convert import QuantizationReport, Recipe, Scheme, quantize_
 from core.quant.statistics import Statistics
 from pipeline.calibration import collect
 from pipeline.quantized_parts import PARTS, Part, folder
@@ -22,24 +22,24 @@ from unet_opt import recipe as recipes
 from unet_opt.calibrate import CalibrationSettings
 
 if TYPE_CHECKING:
-    from pipeline.load import Model
+    from pipeline.load import ImageModel
 
 Ranges = Mapping[str, Statistics]  # by part
 
 
-def recipes_of(model: Model, alpha: float | None = recipes.ALPHA) -> dict[Part, Recipe]:
+def recipes_of(model: ImageModel, alpha: float | None = recipes.ALPHA) -> dict[Part, Recipe]:
     """The recipe for each part. `alpha` None is plain INT8."""
     return {"unet": recipes.unet(model.unet, alpha=alpha), "vae": recipes.decoder(model.vae)}
 
 
-def ranges(model: Model, prompts: Sequence[str], *, alpha: float | None = recipes.ALPHA, **options: Any) -> Ranges:
+def ranges(model: ImageModel, prompts: Sequence[str], *, alpha: float | None = recipes.ALPHA, **options: Any) -> Ranges:
     """Input ranges of the layers to be quantized; options as for `calibration.collect`."""
     return collect(model, _targets(model, recipes_of(model, alpha)), prompts, **options)
 
 
 def in_8_bits(
-    model: Model, part: Part, found: Ranges, *, scheme: Scheme = "int8", alpha: float | None = recipes.ALPHA
-) -> tuple[Any, Report]:
+    model: ImageModel, part: Part, found: Ranges, *, scheme: Scheme = "int8", alpha: float | None = recipes.ALPHA
+) -> tuple[Any, QuantizationReport]:
     """The part in 8 bits, and a report. The model's own part is unchanged.
 
     Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory.
@@ -51,7 +51,7 @@ def in_8_bits(
 
 
 def make(
-    model: Model,
+    model: ImageModel,
     prompts: Sequence[str],
     out: Path,
     *,
@@ -61,15 +61,15 @@ def make(
     settings: CalibrationSettings | None = None,
     kernels: ctypes.CDLL | None = None,
     tell: Callable[[int], None] = lambda count: None,
-) -> dict[Part, tuple[Report, int]]:
+) -> dict[Part, tuple[QuantizationReport, int]]:
     """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumable.
 
     The model is in fp32, bf16 or fp16, and is not changed. `kernels` are the CPU's. Returns the report and the bytes
     written, by part. Raises what calibration, recipes and the store raise: `StatisticsError`, `RecipeError`,
-    `StoreError`; and OSError if `out` cannot be created.
+    `QuantizedStoreError`; and OSError if `out` cannot be created.
     """
     settings = settings or CalibrationSettings()
-    made: dict[Part, tuple[Report, int]] = {}
+    made: dict[Part, tuple[QuantizationReport, int]] = {}
     out.mkdir(parents=True, exist_ok=True)
     checkpoints: dict[Part, Path] = {part: out / f".{part}-{scheme}.statistics" for part in PARTS}
     found = ranges(
@@ -97,11 +97,13 @@ def calibration_of(prompts: Sequence[str], settings: CalibrationSettings) -> dic
     return asdict(settings) | {"prompts": len(prompts), "prompts_sha256": hashlib.sha256(said).hexdigest()}
 
 
-def watch(model: Model, prompts: Sequence[str], path: Path, *, settings: CalibrationSettings | None = None) -> None:
+def watch(
+    model: ImageModel, prompts: Sequence[str], path: Path, *, settings: CalibrationSettings | None = None
+) -> None:
     """Calibrate only the UNet and keep its statistics in `path`; resumable. To compare recipes on equal statistics."""
     layers = recipes.unet(model.unet).targets(model.unet)
     collect(model, {"unet": layers}, prompts, settings=settings, checkpoints={"unet": path})
 
 
-def _targets(model: Model, of: Mapping[Part, Recipe]) -> dict[Part, list[str]]:
+def _targets(model: ImageModel, of: Mapping[Part, Recipe]) -> dict[Part, list[str]]:
     return {part: recipe.targets(getattr(model, part)) for part, recipe in of.items()}

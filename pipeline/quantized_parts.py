@@ -49,7 +49,7 @@ def apply_(modules: Mapping[str, Any], folders: Mapping[Part, Path], *, digest: 
     for part, where in folders.items():
         try:
             manifest = store.load_(modules[part], where, source=digest)
-        except store.StoreError as error:
+        except store.QuantizedStoreError as error:
             raise ModelError(str(error)) from error
         made.update(f"{part}:{manifest.scheme}:{manifest.recipe}:{manifest.sha256}".encode())
     return made.hexdigest()
@@ -60,5 +60,5 @@ def check_scales_alone(where: Path) -> None:
     try:
         if store.read_manifest(where).weights:
             raise ModelError(f"lora: {where} holds weights of its own; `diptych quantize` makes one of scales alone")
-    except store.StoreError as error:
+    except store.QuantizedStoreError as error:
         raise ModelError(str(error)) from error

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from core.batching.runner import Lane
-from core.cuda_graphs import Graphs
-from core.failures import translated
-from core.graphs import Key
+from core.cuda_graphs import GraphCache
+from core.failures import translate_device_errors
+from core.graphs import ExecutableKey
 from core.threads import UninterruptibleThread
 
 log = logging.getLogger(__name__)
@@ -22,21 +22,21 @@ _SHARE = 0.1  # of the device's time that recording may take under load
 _POLL_S = 0.02  # interval of checks whether the load has ended
 
 
-class Recordings:
+class GraphSet:
     """The graphs of one model: possible widths, recorded graphs, and the queue of those to record.
 
     Graphs that live requests missed come first, in order; then planned ones. Graph functions and `record_next` run on
     one thread, the lane's; everything else may be called on any.
     """
 
-    def __init__(self, graphs: Graphs, widths: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, graphs: GraphCache, widths: Mapping[str, Sequence[int]]) -> None:
         """`widths` are the numbers of rows that each phase is recorded at, ascending."""
         self._graphs = graphs
         self._widths = widths
-        self._missed: dict[Key, None] = {}
-        self._planned: dict[Key, None] = {}
+        self._missed: dict[ExecutableKey, None] = {}
+        self._planned: dict[ExecutableKey, None] = {}
         self._lock = threading.Lock()
-        self.failed: dict[Key, str] = {}  # failed recordings, and why; not retried
+        self.failed: dict[ExecutableKey, str] = {}  # failed recordings, and why; not retried
         self.spent_s = 0.0  # on all recordings so far
 
     def width(self, phase: str, rows: int) -> int:
@@ -48,24 +48,24 @@ class Recordings:
         """Whether it records at all. If not, everything counts as recorded."""
         return self._graphs.records
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: ExecutableKey) -> bool:
         return not self.records or self._graphs.has(key.phase, (key.rows, key.size))
 
-    def wider(self, key: Key) -> Key | None:
+    def wider(self, key: ExecutableKey) -> ExecutableKey | None:
         """The narrowest recorded graph of this phase and size that is wider."""
         wider = (replace(key, rows=width) for width in self._widths[key.phase] if width > key.rows)
         return next((candidate for candidate in wider if self.has(candidate)), None)
 
-    def function(self, key: Key) -> Callable[..., Any]:
+    def function(self, key: ExecutableKey) -> Callable[..., Any]:
         """The phase at this shape: replayed once it is recorded, launched kernel by kernel until then."""
         return partial(self._graphs.run, key.phase, (key.rows, key.size))
 
-    def plan(self, keys: Iterable[Key]) -> None:
+    def plan(self, keys: Iterable[ExecutableKey]) -> None:
         """Queue these for recording, in this order, after earlier ones."""
         with self._lock:
             self._planned |= dict.fromkeys(key for key in keys if not self.has(key) and key not in self.failed)
 
-    def missed(self, key: Key) -> None:
+    def missed(self, key: ExecutableKey) -> None:
         """A live request needs this graph: it is recorded before planned ones."""
         if not self.has(key) and key not in self._missed and key not in self.failed:
             with self._lock:
@@ -84,7 +84,7 @@ class Recordings:
         recorded = len(self._graphs)
         return recorded, recorded + waiting + len(self.failed)
 
-    def record_next(self, record: Callable[[Key, Callable[..., Any]], None]) -> bool:
+    def record_next(self, record: Callable[[ExecutableKey, Callable[..., Any]], None]) -> bool:
         """Record the next one; False if none is left. A failed one is logged and runs without a graph.
 
         `record(key, run)` calls `run` with arguments of that shape, within `torch.inference_mode`: that records them.
@@ -97,7 +97,7 @@ class Recordings:
         self.record_now(key, record)
         return True
 
-    def record_now(self, key: Key, record: Callable[[Key, Callable[..., Any]], None]) -> None:
+    def record_now(self, key: ExecutableKey, record: Callable[[ExecutableKey, Callable[..., Any]], None]) -> None:
         """Record this one, as `record_next` does, unless it is recorded or has failed."""
         if self.has(key) or key in self.failed:
             return
@@ -197,6 +197,6 @@ class BackgroundRecorder:
 
         def record() -> tuple[bool, float]:
             started = self._clock()
-            return translated(self._record_next), self._clock() - started
+            return translate_device_errors(self._record_next), self._clock() - started
 
         return self._lane.call(record)

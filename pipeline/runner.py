@@ -19,20 +19,20 @@ from contract.image import ImageParameters, check
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket
 from core.cuda_graphs import Recorder
-from core.failures import translated
+from core.failures import translate_device_errors
 from pipeline import denoise, edit, sigmas, vae
-from pipeline.adapted import Adapted
-from pipeline.adapters import Adapters, check_loras, named, refused
+from pipeline.adapted import AdaptedModel
+from pipeline.adapters import AdapterCache, check_loras, named, refused
 from pipeline.conditioning import AdaptedConditioner, Conditioner, Told
 from pipeline.encode import Encoder
-from pipeline.execution import Execution, Group
-from pipeline.fingerprint import Kernels, code_digest, fingerprint
-from pipeline.load import Model
+from pipeline.execution import BatchGroup, ImageExecution
+from pipeline.fingerprint import KernelIdentity, code_digest, fingerprint
+from pipeline.load import ImageModel
 from pipeline.phases import DEEP, ENCODE, IMAGE, KERNELS, STEPS, VAE, VAE_ROWS
 from pipeline.picture import Picture
 from pipeline.recording import BackgroundRecorder
+from pipeline.request_state import ImageState, MemoryLedger, gather, keep
 from pipeline.sizes import sizes
-from pipeline.work import Holdings, Work, gather, keep
 
 _ENCODE_ROWS = 32
 _ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
@@ -45,7 +45,7 @@ class ImageRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: ImageModel,
         *,
         lane: Lane | None = None,
         max_requests: int = 32,
@@ -59,13 +59,14 @@ class ImageRunner:
         fused: bool = False,
         memory_bytes: int | None = None,
         frugal: bool = False,
-        adapters: Adapters | None = None,
+        adapters: AdapterCache | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         """`max_rows` limits one UNet forward; `max_requests` limits admitted requests. `cache` stores compiled code.
 
         `memory_bytes` limits what requests hold together, mainly features (default: no limit). `kernels` are the CPU
-        kernels (core.quant.kernels.cpu) to use instead of torch's; `fused`, `frugal` and `recorder` as for `Execution`.
+        kernels (core.quant.kernels.cpu) to use instead of torch's; `fused`, `frugal` and `recorder` as for
+        `ImageExecution`.
         `adapters` are the LoRAs that requests may use; they need an unquantized model.
         """
         if deterministic_rows < 2 or max_rows < 2:
@@ -80,13 +81,13 @@ class ImageRunner:
         self._max_rows = max_rows
         keys = denoise.PackedKeys(model.unet)
         self.adapters = None if refused(model) else adapters
-        self._adapted = None if self.adapters is None else Adapted(model)
-        self._gatherer = denoise.Gatherer(model.dtype)
+        self._adapted = None if self.adapters is None else AdaptedModel(model)
+        self._gatherer = denoise.BatchGatherer(model.dtype)
         self._preview: vae.Preview | None = None
         self._latent: tuple[torch.Tensor, str] | None = None
         code_digest()  # of the sources as they are now; they may change before an image is done
-        self.kernels = Kernels.of(model, kernels, fused=fused)
-        self.execution = Execution(
+        self.kernels = KernelIdentity.of(model, kernels, fused=fused)
+        self.execution = ImageExecution(
             model,
             keys.width,
             buckets=[*(bucket for bucket in buckets if bucket <= max_rows), *([max_rows] if fused else [])],
@@ -104,7 +105,7 @@ class ImageRunner:
         self._conditioners = {False: Conditioner(model, encoder, lambda hidden: self.execution.keys(hidden, keys))}
         if self._adapted is not None and self.adapters is not None:
             self._conditioners[True] = AdaptedConditioner(self._adapted, self.adapters)
-        self.holdings = Holdings(model, self.execution, keys.width, max_requests, memory_bytes, self.adapters)
+        self.holdings = MemoryLedger(model, self.execution, keys.width, max_requests, memory_bytes, self.adapters)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -142,17 +143,17 @@ class ImageRunner:
     def held(self) -> int:
         return self.holdings.slots.taken
 
-    def group(self, request: Request) -> Group:
+    def group(self, request: Request) -> BatchGroup:
         return self._group(request, request.phase)
 
-    def _group(self, request: Request, phase: str) -> Group:
+    def _group(self, request: Request, phase: str) -> BatchGroup:
         wanted, mode = request.parameters, request.work.mode
         adapted = bool(wanted.lora) and phase in (ENCODE, *STEPS)
         if phase == ENCODE:
-            return Group(ENCODE, (0, 0), mode, adapted)
+            return BatchGroup(ENCODE, (0, 0), mode, adapted)
         # On our own kernels bits do not depend on the batch: deterministic requests share it with all others.
         free = self.execution.programs and not adapted
-        return Group(phase, (wanted.width, wanted.height), "" if free else mode, adapted)
+        return BatchGroup(phase, (wanted.width, wanted.height), "" if free else mode, adapted)
 
     def rows(self, request: Request) -> int:
         return 1 if request.phase in (VAE, IMAGE) else request.work.rows
@@ -163,12 +164,12 @@ class ImageRunner:
     def left_s(self, request: Request, rows: int) -> float:
         if request.phase not in STEPS:
             return self.cost(self.group(request), rows)
-        work: Work = request.work
+        work: ImageState = request.work
         left = Counter(work.phase(step) for step in range(work.step, len(work.plan)))
         return sum(count * self.cost(self._group(request, phase), rows) for phase, count in left.items())
 
-    def then(self, request: Request) -> Group | None:
-        work: Work = request.work
+    def next_group(self, request: Request) -> BatchGroup | None:
+        work: ImageState = request.work
         if request.phase == VAE:
             return None
         if request.phase == IMAGE:
@@ -176,7 +177,7 @@ class ImageRunner:
         return self._group(request, work.phase(work.step + (request.phase in STEPS)))
 
     def limit(self, group: Hashable) -> int:
-        assert isinstance(group, Group)
+        assert isinstance(group, BatchGroup)
         phase, mode = group.phase, group.mode
         if phase in STEPS:
             return self.execution.deterministic_rows if mode else self._max_rows
@@ -190,7 +191,7 @@ class ImageRunner:
         return "device"
 
     def cost(self, group: Hashable, rows: int) -> float:
-        assert isinstance(group, Group)
+        assert isinstance(group, BatchGroup)
         return self.execution.cheapest(group, rows).seconds
 
     # -- one iteration ---------------------------------------------------------------------------------------------
@@ -201,14 +202,14 @@ class ImageRunner:
         compute, commit = run(group, list(requests))
 
         def iteration() -> Any:
-            made = translated(compute)
+            made = translate_device_errors(compute)
             if self.execution.pending:
                 self.recording.start()
             return made
 
         return self._lane.start(iteration, commit)
 
-    def _look_at(self, group: Group, requests: list[Request]) -> _Iteration:
+    def _look_at(self, group: BatchGroup, requests: list[Request]) -> _Iteration:
         (request,) = requests
         wanted, work = request.parameters, request.work
 
@@ -225,9 +226,9 @@ class ImageRunner:
 
         return _Iteration(compute, commit)
 
-    def _encode(self, group: Group, requests: list[Request]) -> _Iteration:
+    def _encode(self, group: BatchGroup, requests: list[Request]) -> _Iteration:
         wanted = [request.parameters for request in requests]
-        works: list[Work] = [request.work for request in requests]
+        works: list[ImageState] = [request.work for request in requests]
 
         def compute() -> list[Told]:
             conditioner = self._conditioners[group.adapted]
@@ -259,8 +260,8 @@ class ImageRunner:
 
         return _Iteration(compute, commit)
 
-    def _step(self, group: Group, requests: list[Request]) -> _Iteration:
-        works: list[Work] = [request.work for request in requests]
+    def _step(self, group: BatchGroup, requests: list[Request]) -> _Iteration:
+        works: list[ImageState] = [request.work for request in requests]
         riders = [work.trajectory for work in works]
         assert all(rider is not None for rider in riders)
         present: list[denoise.Trajectory] = [rider for rider in riders if rider is not None]
@@ -292,7 +293,7 @@ class ImageRunner:
 
         return _Iteration(compute, commit)
 
-    def _finish(self, group: Group, requests: list[Request]) -> _Iteration:
+    def _finish(self, group: BatchGroup, requests: list[Request]) -> _Iteration:
         latents = [request.work.trajectory.x for request in requests]
 
         def compute() -> tuple[torch.Tensor, list[bool]]:
@@ -311,14 +312,14 @@ class ImageRunner:
             pixels, finite = made
             outcomes = {}
             for index, request in enumerate(requests):
-                work: Work = request.work
+                work: ImageState = request.work
                 if not finite[index]:
                     nan = f"the {self.model.precision} UNet of {self.model.name} returned NaN"
                     error = Invalid("lora", f"with it {nan}") if work.uses else FloatingPointError(nan)
                     outcomes[request.id] = Outcome(error=error)
                     continue
                 bucket = None if work.mode in ("", KERNELS) else self.execution.deterministic_rows
-                told = self.execution.told(work.mode, adapted=bool(work.uses))
+                told = self.execution.metadata(work.mode, adapted=bool(work.uses))
                 printed = fingerprint(self.model, executable=told, bucket=bucket, kernels=self.kernels)
                 if work.uses:
                     printed["lora"] = {use.name: use.digest for use in work.uses}
@@ -334,14 +335,14 @@ class ImageRunner:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _own_rows(self, group: Group, works: Sequence[Work]) -> AbstractContextManager[None]:
+    def _own_rows(self, group: BatchGroup, works: Sequence[ImageState]) -> AbstractContextManager[None]:
         """Context: each row of a forward gets its request's LoRAs."""
         if not group.adapted:
             return nullcontext()
         assert self._adapted is not None
         return self._adapted.rows([work.uses for work in works for _ in range(work.rows)], apart=bool(group.mode))
 
-    def _start(self, wanted: ImageParameters, work: Work) -> tuple[torch.Tensor, denoise.Kept | None]:
+    def _start(self, wanted: ImageParameters, work: ImageState) -> tuple[torch.Tensor, denoise.InpaintMask | None]:
         """Starting noise, for an edit added to its image, and the kept region.
 
         Drawn on the CPU in fp32: a seed gives the same noise on every device and precision.
@@ -363,7 +364,7 @@ class ImageRunner:
         """
         self._latent = (latent, hashlib.sha256(latent.contiguous().numpy().tobytes()).hexdigest()[:12])
 
-    def _noise(self, work: Work, rider: denoise.Trajectory) -> torch.Tensor | None:
+    def _noise(self, work: ImageState, rider: denoise.Trajectory) -> torch.Tensor | None:
         if not rider.table.noisy[rider.step]:
             return None
         if work.noise is None or work.noise[0] != rider.step:
@@ -378,7 +379,7 @@ class ImageRunner:
         return self._preview(moved.x0)
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
-        """`Execution.prepare` at the native size, on the lane's thread; remaining graphs are recorded in the
+        """`ImageExecution.prepare` at the native size, on the lane's thread; remaining graphs are recorded in the
         background.
         """
         self._lane.call(lambda: self.execution.prepare(measure_s=measure_s))

@@ -63,7 +63,7 @@ _ACCEPTED: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class SamplerTable:
     """One sampler at one step count: what every step feeds to the model and how it moves the sample.
 
     Tables are cached and shared between requests: read them, never write to their tensors.
@@ -99,7 +99,7 @@ def default_name(config: Mapping[str, Any]) -> str:
     raise ValueError(f"_class_name={class_name!r} is not a supported scheduler; supported: {known_names}")
 
 
-def table(config: Mapping[str, Any], name: str, steps: int, begin: int = 0) -> Table:
+def table(config: Mapping[str, Any], name: str, steps: int, begin: int = 0) -> SamplerTable:
     """The table of sampler `name` for `steps` steps of the model whose scheduler_config.json is `config`.
 
     The first `begin` of these steps are left out, as by a pipeline that begins with a picture instead of noise.
@@ -160,7 +160,7 @@ def _plain(value: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _table(config_json: str, name: str, steps: int, begin: int) -> Table:
+def _table(config_json: str, name: str, steps: int, begin: int) -> SamplerTable:
     config: dict[str, Any] = json.loads(config_json)
     scheduler = _scheduler(config, name, steps)
     size = len(scheduler.timesteps)
@@ -183,7 +183,7 @@ def _table(config_json: str, name: str, steps: int, begin: int) -> Table:
     if not math.isfinite(init_noise_sigma):
         raise ValueError(f"{name}, steps={steps}: init_noise_sigma is not finite")
 
-    return Table(
+    return SamplerTable(
         name=name,
         steps=steps - begin,
         init_noise_sigma=init_noise_sigma,

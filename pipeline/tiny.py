@@ -20,7 +20,7 @@ BETAS = (0.00085, 0.012)  # first and last, "scaled_linear"
 
 
 @dataclass(frozen=True)
-class Shape:
+class SDXLShape:
     """The dimensions of an SDXL-shaped model. `native` is in pixels, `channels` are the UNet's.
 
     Both text encoders are `text_width` wide, and their feed-forward layers `text_factor` times that. Methods give the
@@ -122,7 +122,7 @@ class Shape:
 
 
 # Shipped as models/emoji-xl: 19M UNet parameters, 16×16 latents.
-EMOJI = Shape(
+EMOJI = SDXLShape(
     native=128,
     channels=(64, 96, 192),
     transformers=(1, 1, 2),
@@ -140,10 +140,10 @@ EMOJI = Shape(
     vae_attention=True,
     vae_upcast=False,
 )
-SHAPES = {TINY: Shape(heads=(1, 2)), EMOJI_XL: EMOJI}
+SHAPES = {TINY: SDXLShape(heads=(1, 2)), EMOJI_XL: EMOJI}
 
 
-def save(folder: Path, shape: Shape, seed: int = 0, *, variant: str | None = None, dtype: str = "float32") -> Path:
+def save(folder: Path, shape: SDXLShape, seed: int = 0, *, variant: str | None = None, dtype: str = "float32") -> Path:
     """Write a model of this shape as `StableDiffusionXLPipeline.save_pretrained` would. Equal seeds, equal weights."""
     import torch
     from diffusers import StableDiffusionXLPipeline
@@ -155,7 +155,7 @@ def save(folder: Path, shape: Shape, seed: int = 0, *, variant: str | None = Non
     return folder
 
 
-def make(shape: Shape, seed: int = 0) -> Any:
+def make(shape: SDXLShape, seed: int = 0) -> Any:
     """A `StableDiffusionXLPipeline` of this shape with seeded random weights, in fp32 on the CPU."""
     import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel

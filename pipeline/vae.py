@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.load import Model
+    from pipeline.load import ImageModel
 
 
 def unscale(latents: torch.Tensor, config: Any) -> torch.Tensor:
@@ -36,7 +36,7 @@ def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def encode(model: Model, pixels: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def encode(model: ImageModel, pixels: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Latents of images: uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this `noise`.
 
     As in diffusers' pipelines: a sample, not the mean.
@@ -49,7 +49,7 @@ def encode(model: Model, pixels: torch.Tensor, noise: torch.Tensor) -> torch.Ten
 
 
 @torch.inference_mode()
-def decode(model: Model, latents: torch.Tensor) -> torch.Tensor:
+def decode(model: ImageModel, latents: torch.Tensor) -> torch.Tensor:
     """Decode finished latents: [B, C, h, w] to uint8 [B, H, W, 3].
 
     In the VAE's own precision, which is fp32 for a `force_upcast` one in an fp16 model.
@@ -85,7 +85,7 @@ class Preview:
     _SAMPLES = 8
     _SIDE = 16
 
-    def __init__(self, model: Model, pictures: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    def __init__(self, model: ImageModel, pictures: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         """`pictures` decodes latents [B, C, h, w] to uint8 [B, H, W, 3]; default: the model's own VAE, on torch."""
         generator = torch.Generator().manual_seed(0)
         channels = model.vae.config.latent_channels

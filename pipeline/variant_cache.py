@@ -29,7 +29,7 @@ from unet_opt.calibrate import CalibrationSettings
 from unet_opt.recipe import ALPHA
 
 if TYPE_CHECKING:
-    from pipeline.load import Model
+    from pipeline.load import ImageModel
 
 _VERSION = 1  # to be raised when recipes or the collection of ranges change: variants are then rebuilt
 
@@ -51,7 +51,7 @@ class CachedVariant:
 
     def make(
         self,
-        open_model: Callable[[], tuple[Model, ctypes.CDLL | None]],
+        open_model: Callable[[], tuple[ImageModel, ctypes.CDLL | None]],
         *,
         tell: Callable[[int, int], None] = lambda done, total: None,
         wait: Callable[[], None] = lambda: None,
@@ -78,7 +78,7 @@ class CachedVariant:
                 partial.rename(self.folder)
         except OSError as error:
             raise self._unusable(f"{error.filename or self.folder}: {error.strerror or error}") from error
-        except (store.StoreError, StatisticsError, RecipeError) as error:
+        except (store.QuantizedStoreError, StatisticsError, RecipeError) as error:
             if error.__cause__ is None:
                 raise ModelError(f"cannot be quantized to {self.scheme}: {error}") from error
             raise self._unusable(str(error)) from error

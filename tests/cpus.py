@@ -29,7 +29,7 @@ ROOMS = (
     "tests/core/quant", "tests/core/test_graphs.py", "tests/unet_opt", "tests/pipeline", "tests/llm", "tests/models",
     "tests/evaluation", "tests/training",
     "tests/workers/test_build.py", "tests/workers/test_checker.py", "tests/workers/test_expand.py",
-    "tests/workers/test_loras.py", "tests/workers/test_panels.py", "tests/workers/test_worker.py",
+    "tests/workers/test_loras.py", "tests/workers/test_handlers.py", "tests/workers/test_worker.py",
     "tests/cli/test_captions.py", "tests/cli/test_generate.py", "tests/cli/test_lora.py", "tests/cli/test_quantize.py",
     "tests/deployment/test_default.py", "tests/deployment/test_lora.py",
 )  # fmt: skip

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from deployment.wheel import BuildError, moved, rooms
+from deployment.wheel import BuildError, rename_imports, rooms
 from tests.deployment.served import Served
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,7 +219,7 @@ def test_it_serves_a_picture(bare: Path, tmp_path: Path) -> None:
 
 # -- what the build rewrites -------------------------------------------------------------------------------------------
 
-MODULES = {"core", "core.config", "workers.intake", "benchmarks", "cli"}
+MODULES = {"core", "core.config", "workers.prefetch", "benchmarks", "cli"}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ MODULES = {"core", "core.config", "workers.intake", "benchmarks", "cli"}
         ("if x:\n  from core import (\n    a,\n  )", "if x:\n  from diptych.core import (\n    a,\n  )"),
         ("import core.config as c, os", "import diptych.core.config as c, os"),
         ("from .core import x\nimport corelib\nfrom core_x import y", "same"),
-        ("x = 'workers.intake:Steady'", "x = 'diptych.workers.intake:Steady'"),
+        ("x = 'workers.prefetch:ReconnectingConsumer'", "x = 'diptych.workers.prefetch:ReconnectingConsumer'"),
         ("x = 'workers.gone:Steady', 'core/config.py', 'core'", "same"),
         ("run([python, '-P', '-m', 'cli', 'api'])", "run([python, '-P', '-m', 'diptych.cli', 'api'])"),
         ("import_module(f'benchmarks.{what}')", "import_module(f'diptych.benchmarks.{what}')"),
@@ -237,9 +237,9 @@ MODULES = {"core", "core.config", "workers.intake", "benchmarks", "cli"}
     ],
 )  # fmt: skip
 def test_names_of_rooms_are_moved(source: str, made: str) -> None:
-    assert moved(source.encode(), MODULES, "x.py").decode() == (source if made == "same" else made)
+    assert rename_imports(source.encode(), MODULES, "x.py").decode() == (source if made == "same" else made)
 
 
 def test_what_cannot_be_moved_is_named() -> None:
     with pytest.raises(BuildError, match=r"x\.py:2: write `from"):
-        moved(b"import os\nimport core.config", MODULES, "x.py")
+        rename_imports(b"import os\nimport core.config", MODULES, "x.py")

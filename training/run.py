@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.tiny import Shape
+from pipeline.tiny import SDXLShape
 from training.shapes import BY_NAME, Shapes
 
 
@@ -41,7 +41,7 @@ class Run:
     dtype: torch.dtype = torch.float32
 
     @property
-    def picture(self) -> Shape:
+    def picture(self) -> SDXLShape:
         """The picture model's shape, at this run's size."""
         return dataclasses.replace(self.shapes.picture, native=self.size)
 

@@ -28,7 +28,7 @@ class Shapes:
     """Every size of every model."""
 
     vocab: int
-    picture: tiny.Shape
+    picture: tiny.SDXLShape
     vision_width: int
     vision_layers: int
     vision_heads: int
@@ -79,7 +79,7 @@ EMOJI = Shapes(
 
 SMOKE = Shapes(
     vocab=640,
-    picture=tiny.Shape(
+    picture=tiny.SDXLShape(
         channels=(16, 32, 32),
         transformers=(1, 1, 2),
         heads=(1, 2, 2),

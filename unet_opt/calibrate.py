@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import Layer
+from core.quant.kernels.cpu.layers import PackedLayer
 from core.quant.statistics import Statistics, StatisticsError
 from unet_opt.decoder import DecoderPrograms
 from unet_opt.program import UNetPrograms
@@ -46,7 +46,7 @@ Run = Callable[[Sequence[str], Around], None]
 
 
 @dataclass(frozen=True)
-class Part:
+class CalibrationPart:
     """Layers to observe, how, and the file of their statistics so far."""
 
     layers: Sequence[str]
@@ -55,7 +55,7 @@ class Part:
 
 
 def calibrate(
-    parts: Mapping[str, Part],
+    parts: Mapping[str, CalibrationPart],
     prompts: Sequence[str],
     run: Run,
     *,
@@ -104,7 +104,7 @@ def observe_programs(programs: UNetPrograms | DecoderPrograms) -> Observe:
         wanted = {*layers}
         with statistics.batch(step) as see:
 
-            def watch(layer: Layer, x: Tensor) -> None:
+            def watch(layer: PackedLayer, x: Tensor) -> None:
                 if not wanted.isdisjoint(layer.names):
                     with _one_thread():
                         see(layer.names, x)
@@ -141,7 +141,7 @@ def _digest(prompts: Sequence[str], settings: CalibrationSettings) -> str:
     return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _resume(part: Part, digest: str, prompts: Sequence[str], settings: CalibrationSettings) -> Statistics:
+def _resume(part: CalibrationPart, digest: str, prompts: Sequence[str], settings: CalibrationSettings) -> Statistics:
     checkpoint = part.checkpoint
     if checkpoint is None or not checkpoint.is_file():
         return Statistics(digest)

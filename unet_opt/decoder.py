@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import Layers
-from unet_opt.writer import Map, Watch, Writer
+from core.quant.kernels.cpu.layers import PackedLayers
+from unet_opt.program_builder import FeatureMap, ProgramBuilder, Watch
 
 
 class DecoderPrograms:
@@ -22,13 +22,13 @@ class DecoderPrograms:
     """
 
     def __init__(self, library: ctypes.CDLL, vae: Any, *, half: bool = False) -> None:
-        """Raises ValueError for a decoder without SDXL's layout. `half` as for `Layers`."""
+        """Raises ValueError for a decoder without SDXL's layout. `half` as for `PackedLayers`."""
         check(vae)
         self.vae = vae
         self.library = library
         self.watch: Watch | None = None  # called for each layer of every run, which makes runs slower
-        self.layers = Layers(library, vae, half=half)
-        self._programs: dict[tuple[int, int, int], tuple[Writer, Tensor, Tensor]] = {}
+        self.layers = PackedLayers(library, vae, half=half)
+        self._programs: dict[tuple[int, int, int], tuple[ProgramBuilder, Tensor, Tensor]] = {}
         self._lock = threading.Lock()  # programs share their buffers among runs
         self._write(1, 1, 1)  # packs all layers, and finds any unsupported ones
 
@@ -50,11 +50,11 @@ class DecoderPrograms:
             scale = 2 ** (len(self.vae.config.up_block_types) - 1)
             return out.view(rows, height * scale, width * scale, -1).clone()
 
-    def _write(self, rows: int, height: int, width: int) -> tuple[Writer, Tensor, Tensor]:
+    def _write(self, rows: int, height: int, width: int) -> tuple[ProgramBuilder, Tensor, Tensor]:
         vae, decoder = self.vae, self.vae.decoder
-        w = Writer(self.library, self.layers, rows)
+        w = ProgramBuilder(self.library, self.layers, rows)
         start = w.program.buffer(rows * height * width, vae.config.latent_channels)
-        h = Map(start, height, width)
+        h = FeatureMap(start, height, width)
         if getattr(vae, "post_quant_conv", None) is not None:
             h = h._replace(x=w.linear(start, w.layers.floats(vae.post_quant_conv)))
         h = h._replace(x=w.product(h, w.layers.floats(decoder.conv_in)))
@@ -75,7 +75,7 @@ class DecoderPrograms:
         return w, start, out
 
     @staticmethod
-    def _next(w: Writer, before: Map, after: Map) -> Map:
+    def _next(w: ProgramBuilder, before: FeatureMap, after: FeatureMap) -> FeatureMap:
         """Nothing reads `before` again: a decoder has no skips."""
         w.program.give_back(before.x)
         return after

@@ -46,7 +46,7 @@ def _skip_widths(unet: Any) -> list[int]:
     return widths[::-1][: len(unet.up_blocks[-1].resnets)]
 
 
-class Split:
+class SplitUNet:
     """The two callables. They share the UNet's weights, and `deep` computes what the UNet itself computes."""
 
     def __init__(self, unet: Any) -> None:

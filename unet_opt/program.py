@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import Layer, Layers
+from core.quant.kernels.cpu.layers import PackedLayer, PackedLayers
 from unet_opt.deepcache import Features, shapes
-from unet_opt.writer import Map, Watch, Writer
+from unet_opt.program_builder import FeatureMap, ProgramBuilder, Watch
 
 
 class UNetPrograms:
@@ -25,12 +25,12 @@ class UNetPrograms:
     """
 
     def __init__(self, library: ctypes.CDLL, unet: Any, *, half: bool = False) -> None:
-        """Raises ValueError for a UNet without SDXL's layout. `half` as for `Layers`."""
+        """Raises ValueError for a UNet without SDXL's layout. `half` as for `PackedLayers`."""
         check(unet)
         self.unet = unet
         self.library = library
         self.watch: Watch | None = None  # called for each layer of every run, which makes runs slower
-        self.layers = Layers(library, unet, half=half)
+        self.layers = PackedLayers(library, unet, half=half)
         resnets = [module for module in unet.modules() if type(module).__name__ == "ResnetBlock2D"]
         self.time_at: dict[int, tuple[int, int]] = {}
         at = 0
@@ -49,7 +49,7 @@ class UNetPrograms:
                 self.kv_width += 2 * attn.to_out[0].in_features
                 projections += [attn.to_k, attn.to_v]
         self._projections = self.layers.floats(*projections)
-        self._keys: dict[int, tuple[Writer, Tensor, Tensor]] = {}
+        self._keys: dict[int, tuple[ProgramBuilder, Tensor, Tensor]] = {}
         self._programs: dict[tuple[str, int, int, int], UNetProgram] = {}
         self._lock = threading.Lock()  # programs share their buffers among runs
         self._multiple = 2 ** (len(unet.config.block_out_channels) - 1)
@@ -64,7 +64,7 @@ class UNetPrograms:
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As `deepcache.Split.deep`, with packed keys and values [B, T, width] for hidden states, in fp32.
+        """As `deepcache.SplitUNet.deep`, with packed keys and values [B, T, width] for hidden states, in fp32.
 
         `sample` [B, C, h, w] to the model's output [B, C, h, w] and features [B, h, w, channels]. Features lie in
         buffers that the next call of any program of this UNet overwrites. Raises ValueError for shapes that do not fit.
@@ -83,7 +83,7 @@ class UNetPrograms:
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As `deepcache.Split.shallow`, with `kept` features [B, h, w, channels] of an earlier call."""
+        """As `deepcache.SplitUNet.shallow`, with `kept` features [B, h, w, channels] of an earlier call."""
         assert not return_dict
         return self._run(depth, features, sample, timestep, encoder_hidden_states, timestep_cond, added_cond_kwargs)
 
@@ -93,7 +93,7 @@ class UNetPrograms:
         count = rows * tokens
         with self._lock:
             if count not in self._keys:
-                writer = Writer(self.library, self.layers, 1)
+                writer = ProgramBuilder(self.library, self.layers, 1)
                 start = writer.program.buffer(count, width)
                 self._keys[count] = writer, start, writer.linear(start, self._projections)
             writer, start, out = self._keys[count]
@@ -141,16 +141,16 @@ class UNetProgram:
 
     def __init__(self, programs: UNetPrograms, depth: str, rows: int, height: int, width: int) -> None:
         unet = programs.unet
-        self.writer = w = Writer(programs.library, programs.layers, rows)
+        self.writer = w = ProgramBuilder(programs.library, programs.layers, rows)
         self._programs, self._rows = programs, rows
-        self._skips: list[Map] = []
-        self._features: list[Map] = []
+        self._skips: list[FeatureMap] = []
+        self._features: list[FeatureMap] = []
         self._sample = w.program.buffer(rows * height * width, unet.config.in_channels)
         self._time = w.program.buffer(rows, unet.time_embedding.linear_1.in_features)
         self._added = w.program.buffer(rows, unet.add_embedding.linear_1.in_features)
         self._times = self._embed(unet, programs.times)
-        grid = Map(self._sample, height, width)
-        h = Map(w.product(grid, w.layers.floats(unet.conv_in)), height, width)
+        grid = FeatureMap(self._sample, height, width)
+        h = FeatureMap(w.product(grid, w.layers.floats(unet.conv_in)), height, width)
         self._shallow = bool(depth)
         self._out = self._walk_shallow(unet, h, depth) if depth else self._walk(unet, h)
         self._shape = (rows, height, width)
@@ -185,7 +185,7 @@ class UNetProgram:
             call.k, call.v = at, at + 4 * d
             call.keys, call.k_stride, call.v_stride = tokens, width, width
 
-    def _embed(self, unet: Any, times: Layer) -> Tensor:
+    def _embed(self, unet: Any, times: PackedLayer) -> Tensor:
         """What each residual block adds of time, size and pooled text, [rows, sum over blocks]."""
         w, time, added = self.writer, unet.time_embedding, unet.add_embedding
         hidden = w.linear(self._time, w.layers.floats(time.linear_1), silu=True)
@@ -193,21 +193,21 @@ class UNetProgram:
         hidden = w.linear(self._added, w.layers.floats(added.linear_1), silu=True)
         return w.linear(w.linear(hidden, w.layers.floats(added.linear_2), residual=emb, silu=True), times)
 
-    def _resnet(self, h: Map, skip: Map | None, block: Any) -> Map:
+    def _resnet(self, h: FeatureMap, skip: FeatureMap | None, block: Any) -> FeatureMap:
         first, last = self._programs.time_at[id(block)]
         made = self.writer.resnet(h, skip, block, self._times[:, first:last])
         return self._next(h, made if skip is None else self._next(skip, made))
 
-    def _transformer(self, h: Map, block: Any) -> Map:
+    def _transformer(self, h: FeatureMap, block: Any) -> FeatureMap:
         return self._next(h, self.writer.transformer(h, block))
 
-    def _next(self, before: Map, after: Map) -> Map:
+    def _next(self, before: FeatureMap, after: FeatureMap) -> FeatureMap:
         """Nothing reads `before` again, unless it is a pending skip or a feature."""
         if not any(before.x is kept.x for kept in (*self._skips, *self._features)):
             self.writer.program.give_back(before.x)
         return after
 
-    def _walk(self, unet: Any, h: Map) -> Tensor:
+    def _walk(self, unet: Any, h: FeatureMap) -> Tensor:
         w, skips = self.writer, self._skips
         skips.append(h)
         for block in unet.down_blocks:
@@ -233,17 +233,17 @@ class UNetProgram:
         self._features.append(h)
         return self._head(unet, self._up(h, last, 1))
 
-    def _walk_shallow(self, unet: Any, h: Map, depth: str) -> Tensor:
+    def _walk_shallow(self, unet: Any, h: FeatureMap, depth: str) -> Tensor:
         rows, last = self._rows, unet.up_blocks[-1]
         self._features = [
-            Map(self.writer.program.buffer(rows * height * width, channels), height, width)
+            FeatureMap(self.writer.program.buffer(rows * height * width, channels), height, width)
             for channels, height, width in shapes(unet, depth, h.height, h.width)
         ]
         first, *skips = self._features
         self._skips += [h, *skips[::-1]]
         return self._head(unet, self._up(first, last, len(self._skips)))
 
-    def _up(self, h: Map, block: Any, count: int, *, of: int | None = None) -> Map:
+    def _up(self, h: FeatureMap, block: Any, count: int, *, of: int | None = None) -> FeatureMap:
         """So many of an up block's residual blocks: the last ones, or those from `of` on."""
         attentions = getattr(block, "attentions", None)
         first = len(block.resnets) - count if of is None else of
@@ -253,7 +253,7 @@ class UNetProgram:
                 h = self._transformer(h, attentions[i])
         return h
 
-    def _head(self, unet: Any, h: Map) -> Tensor:
+    def _head(self, unet: Any, h: FeatureMap) -> Tensor:
         w = self.writer
         last = w.layers(unet.conv_out)
         a = w.program.group_norm(h.x, None, unet.conv_norm_out, images=self._rows, silu=True, inverse=last.inverse)

@@ -13,18 +13,18 @@ from celery import Celery, Task
 
 from core.config import Settings, read
 from core.jobs.broker import QUEUES, Envelope, celery_settings, task_name
-from workers.station import Station
+from workers.worker import Worker
 
 if TYPE_CHECKING:
-    from workers.equipment import Equipment
+    from workers.serving_runtime import ServingRuntime
 
 Say = Callable[[str], None]
-Build = Callable[[Settings, Say], "Equipment"]
+Build = Callable[[Settings, Say], "ServingRuntime"]
 
 _USUAL_PRIORITY = 5
 
 
-class Application(Celery):  # type: ignore[misc]
+class WorkerApplication(Celery):  # type: ignore[misc]
     """A Celery application with a station. Nothing runs or is loaded before Celery's worker starts."""
 
     def __init__(self, settings: Settings, build: Build) -> None:
@@ -32,55 +32,55 @@ class Application(Celery):  # type: ignore[misc]
         super().__init__("diptych", config_source=celery_settings(settings.redis_url))
         self.conf.update(
             worker_pool="threads",
-            worker_consumer="workers.intake:Steady",
+            worker_consumer="workers.prefetch:ReconnectingConsumer",
             worker_disable_rate_limits=True,
             worker_enable_prefetch_count_reduction=False,  # the intake limits unacknowledged messages
             broker_channel_error_retry=True,  # e.g. of a full Redis
         )
         self.settings = settings
         self.build = build
-        self.station = Station(settings, self.post)
-        self.intake = self.station.intake
-        self.Worker = self.subclass_with_self("workers.boot:Process")
+        self.worker = Worker(settings, self.post)
+        self.prefetch = self.worker.prefetch
+        self.Worker = self.subclass_with_self("workers.boot:WorkerProgram")
         for queue in QUEUES:
-            self.task(_serve, bind=True, base=Served, name=task_name(queue), queue=queue)
+            self.task(_serve, bind=True, base=CountedTask, name=task_name(queue), queue=queue)
 
     def post(self, envelope: Envelope) -> None:
         """Send a message. Raises Celery's and kombu's errors."""
         self.send_task(task_name(envelope.queue), args=[envelope.id], queue=envelope.queue, priority=envelope.priority)
 
 
-class Served(Task):  # type: ignore[misc]
+class CountedTask(Task):  # type: ignore[misc]
     """A task whose messages are counted while unacknowledged."""
 
-    Request = "workers.intake:Received"
+    Request = "workers.prefetch:CountedRequest"
 
 
 def _serve(self: Any, id: str = "", *_: Any) -> None:
     priority = (self.request.delivery_info or {}).get("priority")
-    self.app.station.tasks.run(self.queue, str(id), priority if isinstance(priority, int) else _USUAL_PRIORITY)
+    self.app.worker.tasks.run(self.queue, str(id), priority if isinstance(priority, int) else _USUAL_PRIORITY)
 
 
-def _build(settings: Settings, say: Say) -> Equipment:
+def _build(settings: Settings, say: Say) -> ServingRuntime:
     from pipeline.load import check_name
 
     check_name(settings.model_name)  # importing torch and its dependencies takes seconds
     from workers.build import build
-    from workers.equipment import equip
     from workers.metrics import METER
+    from workers.serving_runtime import build_serving_runtime
 
-    return equip(build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick))
+    return build_serving_runtime(build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick))
 
 
 _MEASURE_S = 5.0  # limit for measuring cost curves; the rest is learnt from the first jobs
 
 
-def create(settings: Settings, build: Build | None = None) -> Application:
+def create(settings: Settings, build: Build | None = None) -> WorkerApplication:
     """Create the application. `build` makes what the worker runs, by default a model with its engine."""
-    return Application(settings, build or _build)
+    return WorkerApplication(settings, build or _build)
 
 
-def __getattr__(name: str) -> Application:
+def __getattr__(name: str) -> WorkerApplication:
     """Create `workers.app.app` from the environment when Celery's command line asks for it."""
     if name != "app":
         raise AttributeError(name)

@@ -13,7 +13,7 @@ import time
 import warnings
 from typing import Any
 
-from celery.apps.worker import Worker
+from celery.apps.worker import Worker as CeleryWorker
 from celery.platforms import SecurityWarning
 from celery.worker import state
 
@@ -21,7 +21,7 @@ from core import traces
 from core.config import Settings
 from core.threads import uninterruptible
 from workers.app import Build, create
-from workers.station import Station
+from workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -44,26 +44,26 @@ def run(settings: Settings, build: Build | None = None) -> int:
     return int(worker.exitcode or 0)
 
 
-class Process(Worker):  # type: ignore[misc]
+class WorkerProgram(CeleryWorker):  # type: ignore[misc]
     """Celery's worker program with a station: built before it connects, and drained before it ends."""
 
     def setup_instance(self, **options: Any) -> None:
-        station: Station = self.app.station
-        self._ending = Ending(station)
+        worker: Worker = self.app.worker
+        self._ending = GracefulShutdown(worker)
         self._ending.install()
-        station.open()
+        worker.open()
         # Imports create millions of long-lived objects; scanning them for garbage takes a tenth of the start-up time.
         gc.disable()
         try:
-            station.equip(self.app.build(self.app.settings, station.say))
+            worker.equip(self.app.build(self.app.settings, worker.say))
         except BaseException:
-            station.forget()
+            worker.forget()
             raise
         finally:
             gc.freeze()
             gc.enable()
         self.pool_cls = "threads"
-        self.concurrency = sum(station.intake.limits.values())  # one thread for each message that may be in flight
+        self.concurrency = sum(worker.prefetch.limits.values())  # one thread for each message that may be in flight
         # Nobody consumes worker events, and each worker would leave its binding in Redis for ever.
         options |= dict.fromkeys(("without_gossip", "without_mingle", "without_heartbeat"), True)
         super().setup_instance(**options)
@@ -78,7 +78,7 @@ class Process(Worker):  # type: ignore[misc]
 
     def on_consumer_ready(self, consumer: Any) -> None:
         super().on_consumer_ready(consumer)
-        self.app.station.ready()
+        self.app.worker.ready()
 
     # Replaces what Celery's program does to the terminal, log and signals of its process.
 
@@ -95,16 +95,16 @@ class Process(Worker):  # type: ignore[misc]
         pass
 
 
-class Ending:
+class GracefulShutdown:
     """A thread that waits for a signal, and then ends the process within a time limit.
 
     At the first signal no new job starts, running ones get `drain_s`, and waiting ones are handed back. A second signal
     hands everything back now.
     """
 
-    def __init__(self, station: Station) -> None:
-        self._station = station
-        self._drain_s = station.settings.drain_s
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._drain_s = worker.settings.drain_s
         self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe to put into from a signal handler
         self._code = 0
         self._thread = threading.Thread(target=self._run, name="ending", daemon=True)
@@ -122,7 +122,7 @@ class Ending:
 
     def finish(self) -> None:
         """Close everything after Celery has ended. Returns unless the interpreter cannot exit cleanly."""
-        self._station.close()
+        self._worker.close()
         traces.end()
         if uninterruptible():
             self._exit()
@@ -137,25 +137,25 @@ class Ending:
         except Exception:
             log.exception("the worker could not be drained")
         state.should_stop = 0
-        self._station.intake.wake()
+        self._worker.prefetch.wake()
 
     def _drain(self) -> None:
-        station = self._station
-        if station.tasks is None:  # still loading: no job is in flight
-            station.forget()
+        worker = self._worker
+        if worker.tasks is None:  # still loading: no job is in flight
+            worker.forget()
             self._exit()
             return
         log.info("stopping: nothing new is begun, what has begun gets %g s", self._drain_s)
-        station.drain()
+        worker.drain()
         until = time.monotonic() + self._drain_s
-        while not station.idle(0.1) and time.monotonic() < until and self._asked.empty():
+        while not worker.idle(0.1) and time.monotonic() < until and self._asked.empty():
             pass
-        if station.idle(0):
+        if worker.idle(0):
             return
-        station.tasks.stop()
-        if not station.idle(_PATIENCE_S):  # an iteration that hangs, or a Redis that does not reply
-            station.tasks.hand_back_all()
-            station.forget()
+        worker.tasks.stop()
+        if not worker.idle(_PATIENCE_S):  # an iteration that hangs, or a Redis that does not reply
+            worker.tasks.hand_back_all()
+            worker.forget()
             self._exit()
 
     def _exit(self) -> None:

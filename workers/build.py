@@ -18,17 +18,17 @@ from contract.precision import runs, unquantized
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
-from core.quant.kernels.device import Decision, lacks
+from core.quant.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
 from pipeline import lora
-from pipeline.adapters import Adapters
+from pipeline.adapters import AdapterCache
 from pipeline.folder import ModelError
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
 from workers import variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
-from workers.devices import check_gpu, decided, describe, fused, keep_compiled, kernels, widest
+from workers.devices import check_gpu, choose_kernels, describe, fused, keep_compiled, kernels, widest
 from workers.variants import Count, Say
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _TEXT_SHARE = 0.1  # of free memory, for the KV cache
 
 
 @dataclass(eq=False)
-class Works:
+class Runtime:
     """An engine and its runners. Closing it ends both."""
 
     settings: Settings
@@ -56,7 +56,7 @@ class Works:
     texts: TextRunner | None = None
     text_lane: Lane | None = None  # if separate from the images' lane
     checker: Checker | None = None
-    decisions: tuple[Decision, ...] = ()  # which kernels run, and why
+    decisions: tuple[KernelChoice, ...] = ()  # which kernels run, and why
 
     def close(self) -> None:
         self.engine.close()
@@ -76,7 +76,7 @@ class Works:
         self.close()
 
 
-def load_model(settings: Settings, say: Say = log.info, count: Count | None = None) -> Model:
+def load_model(settings: Settings, say: Say = log.info, count: Count | None = None) -> ImageModel:
     """Load the settings' model on the settings' device. Raises `pipeline.load.ModelError`.
 
     For 8 bits, a model without a quantized variant is quantized first, once, into the cache; `count` receives the
@@ -95,7 +95,7 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
             STAND_IN_MODEL,
         )
     chosen, plain = precision(settings, device), unquantized(device)
-    unet = variants.unet_of(settings, device, chosen, plain, lambda: plain_model(settings, chosen), say, count)
+    unet = variants.unet_of(settings, device, chosen, plain, lambda: unquantized_model(settings, chosen), say, count)
     return load(
         settings.model_name,
         precision=chosen,
@@ -106,7 +106,7 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
     )
 
 
-def plain_model(settings: Settings, scheme: str) -> tuple[Model, ctypes.CDLL | None]:
+def unquantized_model(settings: Settings, scheme: str) -> tuple[ImageModel, ctypes.CDLL | None]:
     """Load the settings' model for quantization, in its device's own precision, with the CPU kernels that calibrate it.
 
     Raises `ModelError` also if such a model cannot run in `scheme` on this device, before minutes are spent on it.
@@ -134,7 +134,7 @@ def precision(settings: Settings, device: str) -> str:
     requested. Raises `ModelError` for a precision that the device cannot compute in: emulation would be slower than
     fp32.
     """
-    from core.quant.kernels.cpu.library import Unavailable, library
+    from core.quant.kernels.cpu.library import KernelsUnavailable, library
 
     on_cpu, asked = device == "cpu", settings.precision
     if asked != "auto" and not runs(asked, device):
@@ -155,15 +155,15 @@ def precision(settings: Settings, device: str) -> str:
         if on_cpu:
             library(settings.compiled_kernels)
         elif (why := lacks(describe(settings, device), "int8")) is not None:
-            raise Unavailable(why)
-    except Unavailable as error:
+            raise KernelsUnavailable(why)
+    except KernelsUnavailable as error:
         log.warning("%s instead of int8: %s", plain, error)
         return plain
     log.info("int8: the model has such a variant%s, and our kernels run", "" if own else " in the cache")
     return "int8"
 
 
-def memory_bytes(settings: Settings, model: Model) -> int:
+def memory_bytes(settings: Settings, model: ImageModel) -> int:
     """Memory limit for images in progress: the setting, else most of the memory that is free now."""
     if settings.memory_mib:
         return settings.memory_mib * 2**20
@@ -179,11 +179,11 @@ def _free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _adapters(settings: Settings, model: Model) -> Adapters | None:
+def _adapters(settings: Settings, model: ImageModel) -> AdapterCache | None:
     """The LoRAs that requests may use; None if no folder is set."""
     if not settings.lora_dir:
         return None
-    return Adapters(Path(settings.lora_dir), model, settings.lora_mib * 2**20)
+    return AdapterCache(Path(settings.lora_dir), model, settings.lora_mib * 2**20)
 
 
 def text_lane(settings: Settings) -> Lane | None:
@@ -201,7 +201,7 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
 
     Raises `ModelError`. The KV cache's memory is reserved here, before images get the rest, and logged.
     """
-    from core.quant.kernels.cpu.library import Unavailable, library
+    from core.quant.kernels.cpu.library import KernelsUnavailable, library
     from llm.load import TextModelError
     from llm.precision import load as load_text
     from llm.runner import TextRunner
@@ -221,7 +221,7 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
     else:
         try:
             found = library(settings.compiled_kernels)
-        except Unavailable as error:
+        except KernelsUnavailable as error:
             why = str(error)
             log.warning("text is written by torch's own kernels: %s", error)
 
@@ -274,7 +274,7 @@ def build(
     say: Say = lambda text: None,
     count: Count | None = None,
     on_tick: Callable[[Tick], None] | None = None,
-) -> Works:
+) -> Runtime:
     """Load the model and start an engine. `measure_s` limits the time for measuring cost curves.
 
     `say` receives the current step; `count` receives the progress of countable steps, or `say` does if `count` is None.
@@ -289,7 +289,7 @@ def build(
     model = lane.call(lambda: load_model(settings, say, count))
     compiled, why_torch = lane.call(lambda: kernels(settings, model))
     fuse, why_eager = fused(settings, model)
-    decisions = decided(settings, model, why_torch or why_eager)
+    decisions = choose_kernels(settings, model, why_torch or why_eager)
     rows = widest(settings, model) if fuse else settings.max_rows
     images = ImageRunner(
         model,
@@ -315,4 +315,4 @@ def build(
         images.prepare(measure_s=measure_s)
     runners: list[Runner] = [images] if texts is None else [images, texts]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
-    return Works(settings, engine, images, lane, texts, beside, checker, decisions)
+    return Runtime(settings, engine, images, lane, texts, beside, checker, decisions)

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from contract.card import ImageCard, ImageCosts, ImageLimits
 from contract.plan import OFF, DeepCache
-from core.quant.kernels.device import Decision, summary
-from pipeline.execution import Group
+from core.quant.kernels.device import KernelChoice, summary
+from pipeline.execution import BatchGroup
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
 
@@ -17,7 +17,7 @@ _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def image_card(
-    runner: ImageRunner, deepcache: DeepCache | None = None, decisions: Sequence[Decision] = ()
+    runner: ImageRunner, deepcache: DeepCache | None = None, decisions: Sequence[KernelChoice] = ()
 ) -> ImageCard:
     """The card of the runner's model, with its costs as known now. `deepcache` is for jobs that do not say.
 
@@ -33,8 +33,8 @@ def image_card(
         known.setdefault(phase, set()).add(size)
     solo_s, row_s = _steps(runner, DEEP, known[DEEP])
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
-    encode_s = runner.cost(Group(ENCODE, (0, 0)), 2)  # two prompts, one image
-    vae_s = _best(runner, Group(VAE, native), range(1, VAE_ROWS + 1))
+    encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
+    vae_s = _best(runner, BatchGroup(VAE, native), range(1, VAE_ROWS + 1))
     return ImageCard(
         name=model.name,
         precision=model.precision,
@@ -65,7 +65,7 @@ def _steps(
     runner: ImageRunner, phase: str, sizes: Iterable[tuple[int, int]]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds by size: of a forward of two rows; and of one row at the best width."""
-    groups = {_named(size): Group(phase, size) for size in sizes}
+    groups = {_named(size): BatchGroup(phase, size) for size in sizes}
     solo_s = {size: runner.cost(group, 2) for size, group in groups.items()}
     return solo_s, {size: _best(runner, group, _WIDTHS) for size, group in groups.items()}
 
@@ -74,7 +74,7 @@ def _named(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"
 
 
-def _best(runner: ImageRunner, group: Group, widths: Iterable[int]) -> float:
+def _best(runner: ImageRunner, group: BatchGroup, widths: Iterable[int]) -> float:
     """Seconds per row at the cheapest batch width."""
     limit = runner.limit(group)
     return min(runner.cost(group, rows) / rows for rows in {*widths, limit} if rows <= limit)

@@ -18,7 +18,7 @@ Checker: TypeAlias = Callable[[Any], object]
 """Gets a picture (PIL, RGB) and says whether it is fine. Called on several threads at once."""
 
 
-class Filtered(Exception):
+class UnsafeImage(Exception):
     """An image was rejected."""
 
 
@@ -39,6 +39,9 @@ def load(name: str) -> Checker | None:
 
 
 def check(checker: Checker | None, pictures: Sequence[Picture]) -> None:
-    """Raise `Filtered` if an image is rejected. Errors of the checker itself are raised too: then no image is shown."""
+    """Raise `UnsafeImage` if an image is rejected.
+
+    Errors of the checker itself are raised too: then no image is shown.
+    """
     if checker is not None and not all(checker(picture.image.copy()) for picture in pictures):
-        raise Filtered
+        raise UnsafeImage

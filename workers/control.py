@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from core.jobs.registry import Registry
-from workers.outage import Outage
+from workers.store_retry import StoreRetry
 
 log = logging.getLogger(__name__)
 
@@ -15,17 +15,17 @@ _BLOCK_S = 0.5
 _PAUSE_S = 0.5  # after Redis did not reply
 
 
-class Control:
+class ControlListener:
     """A thread that blocks on Redis, and retries through outages; missed cancellations are found at the next lease
     renewal.
     """
 
     def __init__(
-        self, registry: Registry, outage: Outage, worker: str, cancel: Callable[[str, str | None], object]
+        self, registry: Registry, store_retry: StoreRetry, worker: str, cancel: Callable[[str, str | None], object]
     ) -> None:
         """`cancel` is called on the thread, with a job's id and the fencing token of the cancelled attempt."""
         self._registry = registry
-        self._outage = outage
+        self._store_retry = store_retry
         self._worker = worker
         self._cancel = cancel
         self._stopped = threading.Event()
@@ -51,7 +51,7 @@ class Control:
     def _listen(self, after: str) -> str | None:
         """Handle the messages after this one, and return the last id. None: Redis did not reply."""
         try:
-            messages = self._outage.once(lambda: self._registry.control(self._worker, after, _BLOCK_S), None)
+            messages = self._store_retry.once(lambda: self._registry.control(self._worker, after, _BLOCK_S), None)
             for id, message in messages or ():
                 after = id
                 if "cancel" in message:

@@ -11,14 +11,14 @@ from contract.precision import is_quantized
 from core.config import Settings
 from core.quant.kernels import describe as description
 from core.quant.kernels.cuda import driver, language
-from core.quant.kernels.device import EVERY_LAYER, TORCH, Decision, Device, decisions, instead, lacks, say
+from core.quant.kernels.device import EVERY_LAYER, TORCH, DeviceInfo, KernelChoice, decisions, instead, lacks, say
 from pipeline.folder import ModelError
-from pipeline.load import Model
+from pipeline.load import ImageModel
 
 log = logging.getLogger(__name__)
 
 
-def describe(settings: Settings, device: str) -> Device:
+def describe(settings: Settings, device: str) -> DeviceInfo:
     """The properties of this device that select kernels. On a CPU the kernels are compiled for it, once."""
     return description.describe(torch.device(device), settings.compiled_kernels)
 
@@ -32,12 +32,12 @@ def check_gpu(settings: Settings, device: str, precision: str) -> None:
         raise ModelError(f"{precision} does not run on {device}: {why}; take {instead(found, precision)}")
 
 
-def kernels(settings: Settings, model: Model) -> tuple[ctypes.CDLL | None, str]:
+def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, str]:
     """The CPU kernels for this model; or None, and on a CPU the reason why torch's are used.
 
     Raises `ModelError` for INT8 without them: emulation would be slower than fp32.
     """
-    from core.quant.kernels.cpu.library import Unavailable, library
+    from core.quant.kernels.cpu.library import KernelsUnavailable, library
     from unet_opt.program import check
 
     if model.device.type != "cpu":
@@ -49,13 +49,13 @@ def kernels(settings: Settings, model: Model) -> tuple[ctypes.CDLL | None, str]:
     try:
         check(model.unet)
         return library(settings.compiled_kernels), ""
-    except (Unavailable, ValueError) as error:
+    except (KernelsUnavailable, ValueError) as error:
         if model.precision == "int8":
             raise ModelError(f"int8 does not run here: {error}; take fp32") from error
         return None, str(error)
 
 
-def fused(settings: Settings, model: Model) -> tuple[bool, str]:
+def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
     """Whether this model runs fused layers in CUDA graphs, and on a GPU the reason if not.
 
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
@@ -82,7 +82,7 @@ def fused(settings: Settings, model: Model) -> tuple[bool, str]:
     return True, ""
 
 
-def widest(settings: Settings, model: Model) -> int:
+def widest(settings: Settings, model: ImageModel) -> int:
     """Maximum rows per forward: the setting, but on a GPU no more than its tiles were tuned for, which is logged.
 
     A device without tuning results uses the setting: its tiles are chosen by estimated cost, at any width.
@@ -105,11 +105,11 @@ def widest(settings: Settings, model: Model) -> int:
     return max(2, min(tuned, settings.max_rows))
 
 
-def decided(settings: Settings, model: Model, why_torch: str) -> tuple[Decision, ...]:
+def choose_kernels(settings: Settings, model: ImageModel, why_torch: str) -> tuple[KernelChoice, ...]:
     """Which kernels run this model, each logged; `why_torch` if they are torch's."""
-    found: tuple[Decision, ...]
+    found: tuple[KernelChoice, ...]
     if why_torch:
-        where, found = str(model.device), (Decision(EVERY_LAYER, TORCH, why_torch),)
+        where, found = str(model.device), (KernelChoice(EVERY_LAYER, TORCH, why_torch),)
     else:
         device = describe(settings, str(model.device))
         where, found = str(device), decisions(device, model.precision)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from contract.image import ImageParameters
     from pipeline.prompts import Prompt
-    from workers.build import Works
+    from workers.build import Runtime
 
 
-class OutError(ValueError):
+class OutputError(ValueError):
     """Images cannot be written. The message names the folder, and how many were written."""
 
 
@@ -37,7 +37,7 @@ def folder(path: Path) -> Iterator[None]:
             probe.write(bytes(4096))  # a full disk still creates empty files
     except OSError as error:
         _remove(made)
-        raise OutError(f"--out: {path} cannot be written ({error.strerror})") from error
+        raise OutputError(f"--out: {path} cannot be written ({error.strerror})") from error
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ def _remove(made: Sequence[Path]) -> None:
 
 
 def draw(
-    works: Works, jobs: Iterator[tuple[ImageParameters, Prompt]], total: int, each: int, out: Path, console: Console
+    works: Runtime, jobs: Iterator[tuple[ImageParameters, Prompt]], total: int, each: int, out: Path, console: Console
 ) -> int:
     """Keep the engine full with `total` images of `each` steps, and write finished ones; never keeps more in memory."""
     from rich.progress import (
@@ -91,7 +91,7 @@ def draw(
         raise KeyboardInterrupt(f"{len(written)} of {total} pictures were written") from None
     except OSError as error:
         been = f"{len(written)} of {total} pictures were written"
-        raise OutError(f"--out: {out} cannot be written ({error.strerror}); {been}") from error
+        raise OutputError(f"--out: {out} cannot be written ({error.strerror}); {been}") from error
     took_s = time.monotonic() - started
     if total == 1 and written:
         print(written[0], flush=True)
@@ -125,7 +125,7 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _submit(works: Works, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
+def _submit(works: Runtime, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
     from core.batching.request import Outcome, Request
 
     def listen(_: Request, outcome: Outcome) -> None:

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from contract.card import MAX_PROMPT_CHARACTERS
-from contract.characters import complaint
+from contract.characters import text_error
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.text import TextJob
 
 if TYPE_CHECKING:
-    from workers.panels import Panel
+    from workers.handlers import JobHandler
 
 FIELD = "expand_prompt"
 MOST_TOKENS = 96  # the length SDXL reads of a prompt, with some margin
@@ -30,19 +30,19 @@ INSTRUCTION = (
 )
 
 
-def ask(pictures: Sequence[ImageParameters], panel: Panel | None) -> list[Any]:
+def expansion_requests(pictures: Sequence[ImageParameters], handler: JobHandler | None) -> list[Any]:
     """Build text requests, one per image. Raises `Invalid`, naming expand_prompt."""
-    if panel is None:
+    if handler is None:
         raise Invalid(FIELD, "this worker serves no text model")
-    instruction = panel.expansion_instruction or INSTRUCTION
-    return [wanted for picture in pictures for wanted in _requests(picture, panel, instruction)]
+    instruction = handler.expansion_instruction or INSTRUCTION
+    return [wanted for picture in pictures for wanted in _requests(picture, handler, instruction)]
 
 
-def _requests(picture: ImageParameters, panel: Panel, instruction: str) -> list[Any]:
+def _requests(picture: ImageParameters, handler: JobHandler, instruction: str) -> list[Any]:
     messages = [{"role": "system", "content": instruction}, {"role": "user", "content": picture.prompt}]
     asked = TextJob(messages=messages, max_tokens=MOST_TOKENS, seed=picture.seed, temperature=TEMPERATURE)
     try:
-        return panel.requests(asked)
+        return handler.requests(asked)
     except Invalid as error:
         raise error.of(FIELD) from error  # the client sent expand_prompt, not this request
 
@@ -52,12 +52,12 @@ def expanded(pictures: Sequence[ImageParameters], texts: Sequence[str]) -> list[
     made = []
     for picture, text in zip(pictures, texts, strict=True):
         prompt = " ".join(text.split()).strip(' "“”')
-        fit = prompt and complaint(prompt, MAX_PROMPT_CHARACTERS) is None
+        fit = prompt and text_error(prompt, MAX_PROMPT_CHARACTERS) is None
         made.append(replace(picture, prompt=prompt) if fit else picture)
     return made
 
 
-def tell(result: dict[str, Any], pictures: Sequence[ImageParameters]) -> dict[str, Any]:
+def add_prompts(result: dict[str, Any], pictures: Sequence[ImageParameters]) -> dict[str, Any]:
     """The job's result, with the prompt that each image was generated from."""
     images = [
         {**image, "revised_prompt": picture.prompt} for image, picture in zip(result["images"], pictures, strict=True)

@@ -25,7 +25,7 @@ _USER_COMMENT, _EXIF = 0x9286, 0x8769
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ImageFormat:
     """An output format. `compression` 0 to 100 applies to the lossy ones; WebP at 100 is lossless."""
 
     name: str = "png"
@@ -40,7 +40,7 @@ class Format:
         return MEDIA_TYPES[self.name]
 
 
-def encode(picture: Picture, wanted: Format) -> bytes:
+def encode(picture: Picture, wanted: ImageFormat) -> bytes:
     """Encode the image file. Requested previews do not change a bit of it."""
     picture = dataclasses.replace(picture, parameters=dataclasses.replace(picture.parameters, preview_every=0))
     if wanted.name == "png":
@@ -48,7 +48,7 @@ def encode(picture: Picture, wanted: Format) -> bytes:
     from PIL.Image import Exif
 
     # EXIF's UserComment holds what a PNG holds in text chunks.
-    told = {"parameters": picture.parameters.told(), "fingerprint": picture.fingerprint}
+    told = {"parameters": picture.parameters.to_dict(), "fingerprint": picture.fingerprint}
     exif = Exif()
     exif.get_ifd(_EXIF)[_USER_COMMENT] = b"UNICODE\0" + json.dumps(
         told, ensure_ascii=False, sort_keys=True, allow_nan=False

@@ -21,7 +21,7 @@ _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
-class Meter:
+class WorkerMetrics:
     """One set per process. Thread-safe. All metrics start at 0."""
 
     def __init__(self) -> None:
@@ -94,4 +94,4 @@ class _Now(Collector):
             yield used
 
 
-METER = Meter()
+METER = WorkerMetrics()

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from core.jobs.record import Report
+from core.jobs.record import ProgressReport
 from core.jobs.store import JobStore
 from workers.formats import preview
-from workers.outage import Outage
-from workers.written import Written
+from workers.store_retry import StoreRetry
+from workers.stream_buffer import StreamBuffer
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +26,22 @@ _TICK_S = 0.02  # longest wait for the end of the tick that a report came from
 _PAUSE_S = 0.05  # between round trips: faster updates would be invisible, and only fill the stream
 
 
-class Publisher:
+class ProgressPublisher:
     """`say` never blocks. Progress that Redis does not accept is dropped: the next report supersedes it."""
 
     def __init__(
-        self, store: JobStore, outage: Outage, ticks: Callable[[], int], stale: Callable[[str, Any], object]
+        self, store: JobStore, store_retry: StoreRetry, ticks: Callable[[], int], stale: Callable[[str, Any], object]
     ) -> None:
         """`ticks` counts the engine's ticks. `stale` is called with id and fencing token of attempts this worker has
         lost.
         """
         self._store = store
-        self._outage = outage
+        self._store_retry = store_retry
         self._ticks = ticks
         self._stale = stale
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._said: dict[str, tuple[Report, Written | None]] = {}
+        self._said: dict[str, tuple[ProgressReport, StreamBuffer | None]] = {}
         self._looks: dict[str, dict[int, Any]] = {}
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -58,7 +58,7 @@ class Publisher:
         self._thread.join()
 
     def say(
-        self, id: str, attempt: int | str, data: dict[str, Any], look: Any = None, written: Written | None = None
+        self, id: str, attempt: int | str, data: dict[str, Any], look: Any = None, written: StreamBuffer | None = None
     ) -> None:
         """Queue a job's progress, on the engine's thread; `attempt` is its fencing token.
 
@@ -67,7 +67,7 @@ class Publisher:
         with self._lock:
             if look is not None:
                 self._looks.setdefault(id, {})[data["image"]] = look
-            self._said[id] = Report(id, attempt, data), written
+            self._said[id] = ProgressReport(id, attempt, data), written
         self._wake.set()
 
     def _run(self) -> None:
@@ -91,7 +91,7 @@ class Publisher:
                 self.flushes += 1
                 self._write({id: (_with(said[id][0], looks.get(id, {})), said[id][1]) for id in said})
 
-    def _write(self, said: dict[str, tuple[Report, Written | None]]) -> None:
+    def _write(self, said: dict[str, tuple[ProgressReport, StreamBuffer | None]]) -> None:
         news = {id: written.news() for id, (_, written) in said.items() if written is not None and written.followed}
         reports = []
         for id, (report, written) in said.items():
@@ -101,7 +101,7 @@ class Publisher:
                 report = replace(report, data={**report.data, **written.so_far()})
             reports.append(report)
         try:
-            told = self._outage.once(lambda: self._store.tell(reports), None)
+            told = self._store_retry.once(lambda: self._store.notify(reports), None)
         except Exception:  # a failed write must not end the thread
             log.exception("progress could not be told")
             return
@@ -116,7 +116,7 @@ class Publisher:
                 written.followed |= id in told.followed
 
 
-def _with(report: Report, looks: Mapping[int, Any]) -> Report:
+def _with(report: ProgressReport, looks: Mapping[int, Any]) -> ProgressReport:
     """The report with previews, encoded here to spare the engine's thread."""
     if not looks:
         return report

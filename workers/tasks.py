@@ -21,19 +21,19 @@ from core.batching.runner import OutOfMemory
 from core.jobs.broker import Envelope
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
-from core.logs import about, request
+from core.logs import job_context, request_context
 from workers import expand
-from workers.aside import Aside
-from workers.checker import Filtered
-from workers.gate import Gate
-from workers.hand import Hand, Work
+from workers.active_jobs import ActiveJob, ActiveJobs
+from workers.artifact_writer import ArtifactWriter
+from workers.checker import UnsafeImage
+from workers.delayed_requeue import DelayedRequeue
 from workers.metrics import METER
-from workers.outage import GivenUp, Outage
-from workers.publisher import Publisher
-from workers.shelf import Shelf
+from workers.publisher import ProgressPublisher
+from workers.shared_lock import SharedLock
+from workers.store_retry import RetryAbandoned, StoreRetry
 
 if TYPE_CHECKING:
-    from workers.panels import Panel, Tally
+    from workers.handlers import JobHandler, JobProgress
 
 log = logging.getLogger(__name__)
 
@@ -45,47 +45,47 @@ class Tasks:
         self,
         worker: str,
         store: JobStore,
-        outage: Outage,
-        gate: Gate,
-        hand: Hand,
-        publisher: Publisher,
+        store_retry: StoreRetry,
+        shared_lock: SharedLock,
+        active_jobs: ActiveJobs,
+        publisher: ProgressPublisher,
         artifacts: Artifacts,
         engine: Engine,
-        panels: Mapping[str, Panel],
+        handlers: Mapping[str, JobHandler],
         send: Callable[[Envelope], None],
     ) -> None:
         self._worker = worker
         self._store = store
-        self._outage = outage
-        self._gate = gate
-        self._hand = hand
+        self._store_retry = store_retry
+        self._shared_lock = shared_lock
+        self._active_jobs = active_jobs
         self._publisher = publisher
         self._artifacts = artifacts
         self._engine = engine
-        self._panels = panels
+        self._handlers = handlers
         self._send = send
-        self._aside = Aside(self._post)
+        self._delayed_requeue = DelayedRequeue(self._post)
         self._draining = False
 
     def drain(self) -> None:
         """Start no more jobs: those still in the engine's queue, and new ones, are handed back."""
         self._draining = True
-        self._gate.close()
-        self._aside.close()
-        for work in self._hand.works():
+        self._shared_lock.close()
+        self._delayed_requeue.close()
+        for work in self._active_jobs.works():
             if not work.begun:
                 work.stop()
 
     def stop(self) -> None:
         """Stop the running jobs, so that they are handed back too."""
-        for work in self._hand.works():
+        for work in self._active_jobs.works():
             work.stop()
 
     def hand_back_all(self) -> None:
         """Hand back all active jobs without waiting. One try each."""
-        for work in self._hand.works():
+        for work in self._active_jobs.works():
             work.drop()  # from here on not written by its own thread
-            self._hand.remove(work)
+            self._active_jobs.remove(work)
             try:
                 self._return(work.claim, unless=lambda: True)
             except Exception as error:
@@ -96,9 +96,9 @@ class Tasks:
     def run(self, queue: str, id: str, priority: int) -> None:
         """Serve a message. Never raises."""
         try:
-            with about(id):
+            with job_context(id):
                 self._serve(Envelope(id, queue, priority))
-        except GivenUp:
+        except RetryAbandoned:
             pass  # the worker ends while Redis is down: the lease will expire
         except Exception:
             log.exception("%s: an error of this worker's own", id)
@@ -106,12 +106,12 @@ class Tasks:
     def _serve(self, envelope: Envelope) -> None:
         id = envelope.id
         look = lambda: self._store.glance(id)  # noqa: E731
-        waits, alone, model = self._outage.patiently(look, unless=lambda: self._draining)
-        panel = self._panels.get(envelope.queue)
-        if waits and panel is not None and model != panel.name:
-            self._aside.put(envelope)  # for another worker
+        waits, alone, model = self._store_retry.patiently(look, unless=lambda: self._draining)
+        handler = self._handlers.get(envelope.queue)
+        if waits and handler is not None and model != handler.name:
+            self._delayed_requeue.put(envelope)  # for another worker
             return
-        if not self._gate.enter(alone=alone):
+        if not self._shared_lock.enter(alone=alone):
             self._post(envelope)  # not started: another worker may take it at once
             return
         try:
@@ -123,7 +123,7 @@ class Tasks:
                 return
             self._work(claim)
         finally:
-            self._gate.leave()
+            self._shared_lock.leave()
 
     def _claim(self, envelope: Envelope) -> Claim | None:
         unsure = False
@@ -131,11 +131,11 @@ class Tasks:
             if self._draining:
                 self._post(envelope)
                 return None
-            claim = self._outage.once(lambda: (self._store.claim(envelope.id, self._worker),), None)
+            claim = self._store_retry.once(lambda: (self._store.claim(envelope.id, self._worker),), None)
             if claim is not None:
                 break
             unsure = True  # it may have succeeded, with only the reply lost
-            self._outage.patiently(lambda: self._store.suspect(envelope.id), unless=lambda: self._draining)
+            self._store_retry.patiently(lambda: self._store.suspect(envelope.id), unless=lambda: self._draining)
         if claim[0] is None and unsure:
             self._disown(envelope.id)
         return claim[0]
@@ -144,20 +144,20 @@ class Tasks:
         """Hand back a job that was claimed for this worker by a call whose reply was lost."""
         job = self._patiently(lambda: self._store.get(id))
         ours = job is not None and job.state is JobState.RUNNING and job.worker == self._worker
-        if job is not None and ours and id not in self._hand:
+        if job is not None and ours and id not in self._active_jobs:
             envelope = self._patiently(lambda: self._store.hand_back(id, job.fence))
             if envelope is not None:
                 self._post(envelope)
 
     def _work(self, claim: Claim) -> None:
-        work = Work(claim, self._engine)
+        work = ActiveJob(claim, self._engine)
         begun = time.monotonic()
-        self._hand.add(work)
+        self._active_jobs.add(work)
         if self._draining:  # after the claim, unseen by `hand_back_all`
             work.stop()
         asked = {"request_id": claim.request_id} if claim.request_id else {}
         try:
-            with request(claim.request_id), traces.span(
+            with request_context(claim.request_id), traces.span(
                 f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
                 model=claim.model, worker=self._worker, **asked,
             ) as span:  # fmt: skip
@@ -167,32 +167,32 @@ class Tasks:
                     span.fail(outcome)
             METER.ended(claim.modality, outcome, time.monotonic() - begun)
         finally:
-            self._hand.remove(work)
+            self._active_jobs.remove(work)
 
-    def _make(self, work: Work) -> dict[str, Any] | Exception:
+    def _make(self, work: ActiveJob) -> dict[str, Any] | Exception:
         """The job's result, or the reason for its failure."""
         claim = work.claim
         try:
-            panel = self._panels[claim.modality]
-            if claim.model != panel.name:
+            handler = self._handlers[claim.modality]
+            if claim.model != handler.name:
                 raise Aborted("it was handed back by another, and is of another's model")
-            job = panel.read(claim.parameters)
-            wanted = panel.requests(job)
+            job = handler.read(claim.parameters)
+            wanted = handler.requests(job)
             keep = lambda key: self._patiently(lambda: self._store.keep(key))  # noqa: E731
-            shelf = Shelf(self._artifacts, keep)
+            artifact_writer = ArtifactWriter(self._artifacts, keep)
             deadline = self._deadline(claim)
             started = time.monotonic()
             if job.expand_prompt:
                 wanted = self._expanded(work, wanted, deadline)
             with traces.span("engine", requests=len(wanted)):
-                made = work.make(self._requests(claim, wanted, panel.tally(wanted), deadline))
+                made = work.make(self._requests(claim, wanted, handler.tally(wanted), deadline))
             engine_s = time.monotonic() - started
             if work.dropped:
                 raise Aborted("nobody waits for it any more")
-            result = panel.result(job, made, shelf)
+            result = handler.result(job, made, artifact_writer)
             if job.expand_prompt:
-                result = expand.tell(result, wanted)
-            work.artifacts = shelf.keys
+                result = expand.add_prompts(result, wanted)
+            work.artifacts = artifact_writer.keys
             return {**result, "engine_s": round(engine_s, 6)}
         except Exception as error:
             return error
@@ -202,15 +202,15 @@ class Tasks:
         left_s = claim.deadline_left_s
         return math.inf if left_s is None else self._engine.clock() + left_s
 
-    def _expanded(self, work: Work, pictures: list[Any], deadline: float) -> list[Any]:
-        """The image parameters with prompts expanded by the text model. Raises as `Work.make`."""
+    def _expanded(self, work: ActiveJob, pictures: list[Any], deadline: float) -> list[Any]:
+        """The image parameters with prompts expanded by the text model. Raises as `ActiveJob.make`."""
         claim = work.claim
         requests = [
             Request(
                 f"{claim.id}/{claim.attempt}/prompt-{index}/{claim.incarnation}", "text", wanted,
                 priority=claim.priority, deadline=deadline, tenant=claim.owner,
             )
-            for index, wanted in enumerate(expand.ask(pictures, self._panels.get("text")))
+            for index, wanted in enumerate(expand.expansion_requests(pictures, self._handlers.get("text")))
         ]  # fmt: skip
         try:
             texts = work.make(requests)
@@ -218,7 +218,7 @@ class Tasks:
             raise error.of(expand.FIELD) from error
         return expand.expanded(pictures, [made.text for made in texts])
 
-    def _requests(self, claim: Claim, wanted: list[Any], tally: Tally, deadline: float) -> list[Request]:
+    def _requests(self, claim: Claim, wanted: list[Any], tally: JobProgress, deadline: float) -> list[Request]:
         if tally.written is not None:
             tally.written.followed = claim.followed is True
             tally.written.cumulative = not claim.incarnation
@@ -244,7 +244,7 @@ class Tasks:
             for index, parameters in enumerate(wanted)
         ]
 
-    def _end(self, work: Work, made: dict[str, Any] | Exception) -> str:
+    def _end(self, work: ActiveJob, made: dict[str, Any] | Exception) -> str:
         """Record the outcome, retrying through any outage, and return it as one word.
 
         Every write is refused if the job is no longer this worker's.
@@ -282,7 +282,7 @@ class Tasks:
 
     def _return(self, claim: Claim, unless: Callable[[], bool] = lambda: False) -> None:
         """Hand back a claimed job and send its message again."""
-        envelope = self._outage.patiently(lambda: self._store.hand_back(claim.id, claim.fence), unless=unless)
+        envelope = self._store_retry.patiently(lambda: self._store.hand_back(claim.id, claim.fence), unless=unless)
         if envelope is not None:
             log.info("%s is handed back", claim.id)
             self._post(envelope)
@@ -294,13 +294,13 @@ class Tasks:
             log.info("%s could not be sent, a sweep will (%s)", envelope.id, type(error).__name__)
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
-        return self._outage.patiently(call)
+        return self._store_retry.patiently(call)
 
 
 def _told(error: Exception) -> tuple[str, str]:
     """Error code and message of a failure, for the client. Contains nothing of the request."""
     match error:
-        case Filtered():
+        case UnsafeImage():
             return "content_filter", "a picture was refused by this service's checker"
         case OutOfMemory():
             return "out_of_memory", "the device has too little memory for this job"

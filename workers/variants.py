@@ -14,7 +14,7 @@ from core.quant.convert import Scheme
 from pipeline.folder import ModelError
 
 if TYPE_CHECKING:
-    from pipeline.load import Model
+    from pipeline.load import ImageModel
     from pipeline.variant_cache import CachedVariant
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 Count = Callable[[str, int, int], None]
 """Told what is counted, how many are done, and of how many."""
-Open = Callable[[], "tuple[Model, ctypes.CDLL | None]"]
+Open = Callable[[], "tuple[ImageModel, ctypes.CDLL | None]"]
 
 
 def unet_of(
@@ -85,7 +85,7 @@ def quantize_into(
     name = settings.model_name
     doing = f"quantizing {Path(name).name if Path(name).is_dir() else name} to {place.scheme}"
 
-    def opened() -> tuple[Model, ctypes.CDLL | None]:
+    def opened() -> tuple[ImageModel, ctypes.CDLL | None]:
         say(f"{doing}, once, into {place.folder}")
         return open_model()
 

@@ -31,8 +31,8 @@ from contract.plan import AUTO, DeepCache
 from core.batching.engine import Engine, Tick
 from core.quant.convert import Scheme
 from pipeline import sdxl
-from pipeline.execution import Group
-from pipeline.load import Model
+from pipeline.execution import BatchGroup
+from pipeline.load import ImageModel
 from pipeline.phases import STEPS
 from pipeline.runner import ImageRunner
 
@@ -58,7 +58,7 @@ class Watch:
         self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def __call__(self, tick: Tick) -> None:
-        if isinstance(tick.group, Group):
+        if isinstance(tick.group, BatchGroup):
             self.seconds[tick.group.phase, tick.rows].append(tick.seconds)
 
     def summary(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def closed_loop(engine: Engine, order: Order, pictures: int, name: str) -> tuple
     return (last - first) / (ended[last] - ended[first]), ended[last] - ended[first]
 
 
-def stock(source: Model, order: Order, batch: int, rounds: int) -> float:
+def stock(source: ImageModel, order: Order, batch: int, rounds: int) -> float:
     """Pictures a second of diffusers' pipeline in batches of so many."""
     pipeline = sources.stock_pipeline(source)
 
@@ -147,7 +147,7 @@ def arrivals(runner: ImageRunner, cached: DeepCache | None, capacity: float, cou
     return found
 
 
-def runner_of(model: Model) -> tuple[ImageRunner, float]:
+def runner_of(model: ImageModel) -> tuple[ImageRunner, float]:
     """A runner with all its graphs recorded, and the seconds that took."""
     started = time.perf_counter()
     runner = ImageRunner(

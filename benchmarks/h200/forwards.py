@@ -24,7 +24,7 @@ from benchmarks.h200.engine import GMAC_A_ROW
 from benchmarks.h200.numerics import KINDS
 from benchmarks.h200.timing import Clocks, milliseconds, sustained, table
 from contract.plan import DEPTHS
-from core.cuda_graphs import Captured, CudaRecorder
+from core.cuda_graphs import CapturedGraph, CudaRecorder
 from core.quant.kernels.cuda import conv, group_norm, layer_norm, linear
 from unet_opt.deepcache import kept
 from unet_opt.fused import layers
@@ -37,7 +37,7 @@ ROWS = (16, 8, 4, 2)
 
 def captured(run: Callable[[], T]) -> tuple[Callable[[], T], T]:
     """A CUDA graph of `run`, and what its replays write."""
-    graph = Captured(run, (), {}, CudaRecorder(torch.device("cuda")))
+    graph = CapturedGraph(run, (), {}, CudaRecorder(torch.device("cuda")))
     return graph, graph()
 
 

@@ -80,7 +80,7 @@ def compile_all() -> dict[str, Any]:
     """Compile every variant on all cores before anything is measured; processes, since NVRTC may lock."""
     products = [
         gemm_source.source(
-            gemm_source.Variant(
+            gemm_source.GemmVariant(
                 b, n, c, gemm.stages(tiles.Tile(b, n, c, t).rows, n), fp8=fp8, geglu=gated, turns=bool(t)
             )
         )
@@ -176,7 +176,7 @@ def _check_attention(note: Note) -> None:
                 qkv = torch.randn(2, max(sq, sk), 3, 5, 64, device="cuda", dtype=BF16) * 2
                 query, key, value = qkv[:, :sq, 0], qkv[:, :sk, 1], qkv[:, :sk, 2]
                 given = None if dtype == BF16 else torch.rand(320, device="cuda") * 60
-                variant = attention_source.Variant(consumers, keys, 2, output, emulated)
+                variant = attention_source.AttentionVariant(consumers, keys, 2, output, emulated)
                 y = attention.attention_int8(query, key, value, given, dtype, variant=variant)
                 expected = attention.attention_int8_reference(query, key, value, given, dtype)
                 note(f"attention {consumers}x{keys} {output} emulated {emulated}", y, expected, 0.04)
@@ -316,7 +316,7 @@ def measure_attention() -> dict[str, Any]:
             short = [(2, 80, 2, 0), (2, 80, 4, 0), (3, 80, 2, 0), (3, 80, 4, 0)]
             for consumers, keys, stages, emulated in variants if sk == sq else short:
                 for output, dtype in (("int8", INT8), ("bf16", BF16)):
-                    variant = attention_source.Variant(consumers, keys, stages, output, emulated)
+                    variant = attention_source.AttentionVariant(consumers, keys, stages, output, emulated)
                     name = f"{consumers}x{keys} s{stages} e{emulated} {output}"
                     given = one if dtype == INT8 else None
                     times[name] = milliseconds(

@@ -27,11 +27,11 @@ from contract.plan import AUTO, DEPTHS, DeepCache
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.quant.convert import Scheme
-from core.quant.linear import Scaled
+from core.quant.linear import ScaledWeights
 from pipeline import sdxl
 from pipeline.denoise import PackedKeys
-from pipeline.drawing import Drawing
-from pipeline.load import Model
+from pipeline.drawing import Denoiser
+from pipeline.load import ImageModel
 from pipeline.runner import ImageRunner
 from unet_opt.deepcache import kept
 from unet_opt.fused.decoder import FusedDecoder
@@ -53,9 +53,9 @@ def agreement(actual: Tensor, expected: Tensor) -> dict[str, float]:
     }
 
 
-def layers(source: Model, variant: Model) -> dict[str, Any]:
+def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
     """Each quantized layer on the input that the stock UNet gives it: cosines with the layer in bf16."""
-    names = [n for n, m in variant.unet.named_modules() if isinstance(m, Scaled)]
+    names = [n for n, m in variant.unet.named_modules() if isinstance(m, ScaledWeights)]
     cosines: dict[str, float] = {}
     hooks = []
 
@@ -76,7 +76,7 @@ def layers(source: Model, variant: Model) -> dict[str, Any]:
     return {"layers": len(cosines), "median_cosine": statistics.median(cosines.values()), "worst": worst}
 
 
-def company(variant: Model, cached: DeepCache | None) -> dict[str, Any]:
+def company(variant: ImageModel, cached: DeepCache | None) -> dict[str, Any]:
     """A deterministic request alone, and among others that join meanwhile: whether its pixels are equal."""
     runner = ImageRunner(variant, fused=True, max_rows=16, deterministic_rows=8, buckets=(2, 4, 8, 16))
     side = variant.native
@@ -107,7 +107,7 @@ def company(variant: Model, cached: DeepCache | None) -> dict[str, Any]:
     }
 
 
-def drawn(variant: Model, prompts: Sequence[str], cached: DeepCache | None) -> list[Any]:
+def drawn(variant: ImageModel, prompts: Sequence[str], cached: DeepCache | None) -> list[Any]:
     """Pictures of the prompts by the engine, all in flight at once."""
     runner = ImageRunner(variant, fused=True, max_rows=16, buckets=(2, 4, 8, 16))
     side = variant.native
@@ -134,11 +134,11 @@ def grid(rows: Sequence[Sequence[Any]], file: Path) -> None:
 
 
 @torch.inference_mode()
-def check(source: Model, kinds: list[str], prompts: Sequence[str], pictures: Path | None) -> dict[str, Any]:
+def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures: Path | None) -> dict[str, Any]:
     found = sources.ranges(source)
     given = sources.inputs(source, 4)
     expected = sources.stock(source.unet, given)
-    drawing = Drawing(source, PackedKeys(source.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
+    drawing = Denoiser(source, PackedKeys(source.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
     seeds = range(len(sources.PROMPTS))
     twenty = drawing.latents(sources.PROMPTS, seeds)
     sources.plain_attention(source)
@@ -161,7 +161,7 @@ def check(source: Model, kinds: list[str], prompts: Sequence[str], pictures: Pat
                 depth, own, given["latents"].to(torch.bfloat16), given["timestep"], added_cond_kwargs=conditions
             )
             result[f"shallow {depth}"] = agreement(again, out)["psnr_db"]
-        same = Drawing(variant, PackedKeys(variant.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
+        same = Denoiser(variant, PackedKeys(variant.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
         result["twenty_steps"] = agreement(same.latents(sources.PROMPTS, seeds, forward=unet), twenty)
         decoder = FusedDecoder(variant.vae)
         made = decoder(twenty[:1] / source.vae.config.scaling_factor).permute(0, 3, 1, 2)

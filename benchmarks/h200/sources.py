@@ -15,7 +15,7 @@ from torch import Tensor
 from core.quant.convert import Scheme
 from pipeline import quantized, sdxl
 from pipeline.calibration import default_prompts
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from unet_opt.calibrate import CalibrationSettings
 
 PROMPTS = (
@@ -26,7 +26,7 @@ STEPS, GUIDANCE = CalibrationSettings().steps, CalibrationSettings().guidance
 CALIBRATED = 8  # prompts: fewer than `diptych quantize` takes, since what is measured does not depend on the ranges
 
 
-def model(name: str = sdxl.NAME) -> Model:
+def model(name: str = sdxl.NAME) -> ImageModel:
     """In bf16, UNet and VAE channels last."""
     made = load(name, precision="bf16", device="cuda")
     made.unet.to(memory_format=torch.channels_last)
@@ -34,19 +34,19 @@ def model(name: str = sdxl.NAME) -> Model:
     return made
 
 
-def ranges(source: Model, prompts: int = CALIBRATED) -> quantized.Ranges:
+def ranges(source: ImageModel, prompts: int = CALIBRATED) -> quantized.Ranges:
     """What flows into the layers of UNet and VAE, as `diptych quantize` collects it, of the first of its prompts."""
     return quantized.ranges(source, default_prompts()[:prompts])
 
 
-def plain_attention(source: Model) -> None:
+def plain_attention(source: ImageModel) -> None:
     """Give the UNet diffusers' own attention back, after `PackedKeys`."""
     from diffusers.models.attention_processor import AttnProcessor2_0
 
     source.unet.set_attn_processor(AttnProcessor2_0())
 
 
-def variant(source: Model, scheme: Scheme | None, found: quantized.Ranges) -> Model:
+def variant(source: ImageModel, scheme: Scheme | None, found: quantized.Ranges) -> ImageModel:
     """The model with UNet and VAE of its own, quantized unless `scheme` is None."""
     unet: Any = source.unet
     vae: Any = source.vae
@@ -57,7 +57,7 @@ def variant(source: Model, scheme: Scheme | None, found: quantized.Ranges) -> Mo
     return replace(source, unet=copy.deepcopy(unet), vae=copy.deepcopy(vae), precision=scheme or "bf16")
 
 
-def stock_pipeline(source: Model) -> Any:
+def stock_pipeline(source: ImageModel) -> Any:
     """diffusers' own pipeline on the model's weights."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
@@ -71,7 +71,7 @@ def stock_pipeline(source: Model) -> Any:
     return made
 
 
-def inputs(source: Model, rows: int, seed: int = 3) -> dict[str, Tensor]:
+def inputs(source: ImageModel, rows: int, seed: int = 3) -> dict[str, Tensor]:
     """What the UNet is given: noise, timesteps, text, its pooled form, and the sizes that SDXL is told."""
     g = torch.Generator("cuda").manual_seed(seed)
     config, side = source.unet.config, source.native // source.vae_scale

@@ -26,7 +26,7 @@ import torch
 from benchmarks import provenance, record
 from benchmarks.h200 import text_kernels, text_peers
 from benchmarks.h200.timing import Clocks, sustained, table
-from llm.kv_cache import Step
+from llm.kv_cache import TokenBatch
 from llm.pages import PAGE
 from llm.tiny import LLAMA_8B
 
@@ -99,10 +99,10 @@ class Bench:
 
     def execution(self, kind: str, sequences: int, context: int, *, kv: Any = None, fill: bool = False) -> Any:
         """The real one, each sequence in pages of its own."""
-        from llm.execution import FUSED, Execution
+        from llm.execution import FUSED, TextExecution
 
         each = -(-context // 16)
-        made = Execution(
+        made = TextExecution(
             self.models[kind], pages=each * sequences, sequences=sequences, context=context, kv=kv or KV[kind]
         )
         if made.kind != FUSED:
@@ -130,13 +130,13 @@ class Bench:
             cosines, agreed = [], []
             for s, (text, theirs) in enumerate(zip(texts, wanted, strict=True)):
                 rows = range(len(text))
-                made = run(Step.of(list(text), list(rows), [s] * len(text), list(rows)))
+                made = run(TokenBatch.of(list(text), list(rows), [s] * len(text), list(rows)))
                 cosines.append(torch.cosine_similarity(made, theirs, dim=-1).mean().item())
                 agreed.append((made.argmax(-1) == theirs.argmax(-1)).float().mean().item())
             # The same by decoding: the last tokens one by one, in a graph and without.
-            one = [run(Step.of([t[-1] for t in texts], [127, 127], [0, 1], [0, 1])).clone() for _ in range(2)]
+            one = [run(TokenBatch.of([t[-1] for t in texts], [127, 127], [0, 1], [0, 1])).clone() for _ in range(2)]
             plain = run._fused.model(run._fused._rows(*_columns([t[-1] for t in texts], [127, 127], [0, 1])))
-            alone = run(Step.of([texts[1][-1]], [127], [1], [0]))
+            alone = run(TokenBatch.of([texts[1][-1]], [127], [1], [0]))
             theirs = torch.stack([w[-1] for w in wanted])
             found[f"{kind}, kv {kv}"] = {
                 "cosine": round(sum(cosines) / 2, 5), "top1": round(sum(agreed) / 2, 4),
@@ -164,7 +164,7 @@ class Bench:
         run, ours = self.execution(kind, 2, 256, kv="float"), []
         for s, text in enumerate(texts):
             rows = list(range(len(text)))
-            ours.append(run(Step.of(list(text), rows, [s] * len(text), rows)).clone())
+            ours.append(run(TokenBatch.of(list(text), rows, [s] * len(text), rows)).clone())
 
         def near(a: Sequence[Any], b: Sequence[Any]) -> float:
             return round(torch.cosine_similarity(torch.cat(list(a)), torch.cat(list(b)), dim=-1).mean().item(), 5)
@@ -181,7 +181,7 @@ class Bench:
 
     def steps(self, kind: str) -> dict[str, Any]:
         """ms of a decode step: the graph's own, and as a server sees it, greedy tokens back on the host each time."""
-        from llm.choose import look
+        from llm.choose import greedy_tokens
 
         found: dict[str, Any] = {}
         for batch in BATCHES:
@@ -195,10 +195,10 @@ class Bench:
                 graph = run._fused.graphs._graph(*text_kernels.graph_size(batch, context))
                 device = sustained(graph, 40)
                 for _ in range(3):
-                    look(run(step), [], run.best)
+                    greedy_tokens(run(step), [], run.best)
                 started = time.perf_counter()
                 for _ in range(20):
-                    look(run(step), [], run.best)
+                    greedy_tokens(run(step), [], run.best)
                 wall = (time.perf_counter() - started) / 20 * 1e3
                 read = run._fused.model.weight_bytes + batch * context * _token_bytes(run.cache)
                 floor = read / BANDWIDTH * 1e3
@@ -225,7 +225,7 @@ class Bench:
                 tokens += self.prompt(length, s)
                 positions += range(length)
                 owners += [s] * length
-            step = Step.of(tokens, positions, owners, [length * (s + 1) - 1 for s in range(sequences)])
+            step = TokenBatch.of(tokens, positions, owners, [length * (s + 1) - 1 for s in range(sequences)])
             ms = sustained(lambda run=run, step=step: run(step), 8)  # type: ignore[misc]
             self.reading[kind, length] = len(tokens) / ms * 1e3
             found[f"{sequences} × {length}"] = {"ms": round(ms, 2), "tokens_per_s": round(len(tokens) / ms * 1e3)}

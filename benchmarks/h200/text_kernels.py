@@ -18,9 +18,9 @@ from benchmarks.h200.timing import milliseconds, sustained, table
 from core.quant.kernels.cuda.linear import linear_int8
 from llm import decode_kernel
 from llm.decode_kernel import decode, decode_reference, reach
-from llm.kv_cache import Kind, KVCache, Step
+from llm.kv_cache import Kind, KVCache, TokenBatch
 from llm.launching import EAGER, LATE
-from llm.stream_kernel import Tile, choose, gated, gated_reference, stream, stream_reference
+from llm.stream_kernel import StreamTile, choose, gated, gated_reference, stream, stream_reference
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -72,7 +72,7 @@ def check(_: str) -> dict[str, Any]:
             cache.settle()
             every = torch.arange(1536, dtype=torch.int32, device="cuda")
             keys, values = (torch.randn(1536, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            cache.write(0, keys, values, Step(every, every, torch.full_like(every, s), every[:0]))
+            cache.write(0, keys, values, TokenBatch(every, every, torch.full_like(every, s), every[:0]))
         positions = torch.tensor([0, 15, 100, 255, 256, 700, 1023, 1535], dtype=torch.int32, device="cuda")
         sequences = torch.arange(8, dtype=torch.int32, device="cuda")
         q = torch.randn(8, 32, 128, device="cuda", dtype=torch.bfloat16)
@@ -114,7 +114,7 @@ def _copies(kind: str, columns: int, depth: int) -> list[Tensor]:
     ]
 
 
-def _ms(x: Tensor, weights: list[Tensor], *, gate_up: bool, tile: Tile | None = None) -> float:
+def _ms(x: Tensor, weights: list[Tensor], *, gate_up: bool, tile: StreamTile | None = None) -> float:
     """Of our product for few rows."""
     if not gate_up:
         return milliseconds(lambda i: stream(x, weights[i], tile=tile), sets=len(weights))
@@ -130,10 +130,10 @@ def _other_ms(x: Tensor, weights: list[Tensor]) -> float:
     return milliseconds(lambda i: linear_int8(x, weights[i], scale), sets=len(weights))
 
 
-def step_of(batch: int, context: int) -> Step:
+def step_of(batch: int, context: int) -> TokenBatch:
     """One row of each sequence, the `context`-th token of each."""
     every = list(range(batch))
-    return Step.of([3 + i for i in every], [context - 1] * batch, every, every)
+    return TokenBatch.of([3 + i for i in every], [context - 1] * batch, every, every)
 
 
 def graph_size(batch: int, context: int) -> tuple[int, int]:
@@ -211,9 +211,9 @@ def attention(bench: Any) -> dict[str, Any]:
 
 def sampling(bench: Any) -> dict[str, Any]:
     """ms of choosing 256 tokens from logits on the device."""
-    from llm.choose import Asked, choose, look
+    from llm.choose import SampleRequest, choose, greedy_tokens
     from llm.parameters import TextParameters
-    from llm.work import Work
+    from llm.sequence import SequenceState
 
     model = bench.models["bf16"]
     logits = 3 * torch.randn(256, model.vocabulary, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
@@ -226,12 +226,12 @@ def sampling(bench: Any) -> dict[str, Any]:
     }
     for name, options in kinds.items():
         given = TextParameters((1, 2, 3), 9, **options)
-        works = [Work(given, model.tokenizer, model.vocabulary, None, lookup=False) for _ in range(256)]
-        asked = [Asked(work, i) for i, work in enumerate(works)]
+        works = [SequenceState(given, model.tokenizer, model.vocabulary, None, lookup=False) for _ in range(256)]
+        asked = [SampleRequest(work, i) for i, work in enumerate(works)]
         for turn in range(6):
             if turn == 1:
                 started = time.perf_counter()
-            choose(logits, asked, look(logits, asked))
+            choose(logits, asked, greedy_tokens(logits, asked))
         found[name] = round((time.perf_counter() - started) / 5 * 1e3, 2)
     return found
 
@@ -244,7 +244,7 @@ def tiles(_: str, until: float) -> dict[str, Any]:
         weights = _copies("int8", columns, depth)
         x = drawn("int8", rows, depth)
         usual = choose(rows, columns // (2 if fused else 1), depth, 1, gated=fused)
-        timed: list[tuple[float, Tile]] = []
+        timed: list[tuple[float, StreamTile]] = []
         for tile in [usual, *_variants(usual, depth, fused)]:
             if time.monotonic() > until:
                 return found
@@ -262,7 +262,7 @@ def tiles(_: str, until: float) -> dict[str, Any]:
     return found
 
 
-def _variants(usual: Tile, depth: int, fused: bool) -> list[Tile]:
+def _variants(usual: StreamTile, depth: int, fused: bool) -> list[StreamTile]:
     """Tiles around the usual one that fit, with enough in flight."""
     made = []
     for columns, (deep, stages), splits in itertools.product(
@@ -272,7 +272,7 @@ def _variants(usual: Tile, depth: int, fused: bool) -> list[Tile]:
         near = usual.splits / 2 <= splits <= usual.splits * 2
         if depth // deep % splits or not 60_000 < shared < 220_000 or not near:
             continue
-        tile = Tile(usual.rows, columns, deep, splits, usual.warps, stages)
+        tile = StreamTile(usual.rows, columns, deep, splits, usual.warps, stages)
         if tile != usual:
             made.append(tile)
     return made

@@ -173,7 +173,7 @@ class SimulatedRunner:
         to_come = work.life[work.at : work.at + self.iterations(request)]
         return sum(self.cost(group, rows) for group, _ in to_come)
 
-    def then(self, request: Request) -> Group | None:
+    def next_group(self, request: Request) -> Group | None:
         work: _Work = request.work
         return None if request.phase == VAE else work.life[work.at + 1][0]
 

@@ -88,7 +88,7 @@ class Policy:
             if key == led or key[0] != name or key[2] or runner.iterations(requests[0]) <= 1:
                 continue
             theirs = self.widest(runner, key[1], requests, False)
-            if not any(runner.then(r) == group for r in theirs) or self._shares.behind(theirs[0], mine[0]):
+            if not any(runner.next_group(r) == group for r in theirs) or self._shares.behind(theirs[0], mine[0]):
                 continue
             saved_s = self._saved_s(runner, theirs, mine) - self._saved_s(runner, mine, theirs)
             if saved_s <= best_saved_s:
@@ -102,7 +102,7 @@ class Policy:
         """Seconds that are saved where `first` runs, and then `second` with those of the first that join it."""
         groups = runner.group(first[0]), runner.group(second[0])
         own = [sum(runner.rows(r) for r in requests) for requests in (first, second)]
-        joining = sum(runner.rows(r) for r in first if runner.then(r) == groups[1])
+        joining = sum(runner.rows(r) for r in first if runner.next_group(r) == groups[1])
         ran = own[0], min(own[1] + joining, max(own[1], self._limits.of(runner, groups[1])))
         return sum(
             rows * runner.cost(group, sum(own)) / sum(own) - runner.cost(group, rows)

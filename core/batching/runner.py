@@ -85,7 +85,7 @@ class Runner(Protocol):
         """Seconds that these iterations take, each in a forward of so many rows."""
         ...
 
-    def then(self, request: Request) -> Hashable:
+    def next_group(self, request: Request) -> Hashable:
         """The group after the next iteration; None where there is none, or where nobody can know."""
         ...
 

@@ -3,7 +3,7 @@
 It does not read what a line asks for. Every write is fenced by the batch's current position, so that two processes that
 work on the same batch do nothing twice.
 
-    batch:{id}, batches:{owner}    hash: `Batch`'s fields; zset of ids by time
+    batch:{id}, batches:{owner}    hash: `BatchRecord`'s fields; zset of ids by time
     every_batch                    zset: id → creation time, of all owners
     batches                        zset: batches in progress → start time
     batch_jobs:{id}                hash: line → its live job
@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 from core.config import Settings
 from core.jobs.connection import RedisClient, RedisStore
-from core.jobs.files import KEPT_S, File, Listed, listed
+from core.jobs.files import KEPT_S, File, ListPage, list_page
 from core.jobs.keys import PREFIX
 from core.jobs.record import milliseconds, pairs, to_json
 
@@ -31,7 +31,7 @@ _HELD_MS = 3 * 86_400_000  # a batch holds its input until it has ended, which t
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRecord:
     """A batch's record.
 
     `key` is its input's artifact, which outlives the file's record; `base` is the URL that the links in its output
@@ -87,13 +87,13 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class BatchProgress:
     """The current state of a batch: its lines in progress, by job, and which of those jobs have ended.
 
     `lost` holds jobs that are gone or that no longer belong to the line (the id was used again).
     """
 
-    batch: Batch
+    batch: BatchRecord
     under_way: dict[int, str]
     ended: list[int]
     lost: list[int]
@@ -130,7 +130,7 @@ class BatchStore(RedisStore):
         base: str,
         metadata: dict[str, str] | None,
         errors: list[dict[str, Any]],
-    ) -> Batch:
+    ) -> BatchRecord:
         """Create a batch of a file. A batch with `errors` is created as failed."""
         id = f"batch_{secrets.token_hex(12)}"
         fields: dict[str, str | int] = {
@@ -142,20 +142,20 @@ class BatchStore(RedisStore):
         flat = [value for pair in fields.items() for value in pair]
         created = self._add(id, owner, file.id, int(not errors), KEPT_S * 1000, _HELD_MS, *flat)
         made = {"created": created, "ended": created if errors else ""}
-        return Batch.of(id, {name: str(value) for name, value in {**fields, **made}.items()})
+        return BatchRecord.of(id, {name: str(value) for name, value in {**fields, **made}.items()})
 
-    def batch(self, id: str) -> Batch | None:
+    def batch(self, id: str) -> BatchRecord | None:
         fields: Any = self._client.hgetall(f"{PREFIX}batch:{id}")
-        return Batch.of(id, fields) if fields else None
+        return BatchRecord.of(id, fields) if fields else None
 
-    def batches(self, owner: str | None, *, after: str = "", limit: int = 1000) -> Listed[Batch] | None:
+    def batches(self, owner: str | None, *, after: str = "", limit: int = 1000) -> ListPage[BatchRecord] | None:
         """List an owner's batches, or all (owner None), newest first, after the given one. None: that one does not
         exist.
         """
         if owner is None:
             self._index_all()
         index = f"{PREFIX}every_batch" if owner is None else f"{PREFIX}batches:{owner}"
-        return listed(self._client, index, "batch", Batch.of, lambda _: True, False, after, limit)
+        return list_page(self._client, index, "batch", BatchRecord.of, lambda _: True, False, after, limit)
 
     def _index_all(self) -> None:
         """Add batches that were made before the index of all batches existed. Runs once."""
@@ -176,14 +176,14 @@ class BatchStore(RedisStore):
             if len(flat) < 3 * _PORTION:
                 return found
 
-    def look(self, ids: Sequence[str]) -> list[Look]:
+    def progress(self, ids: Sequence[str]) -> list[BatchProgress]:
         """Read the current state of these batches; those no longer in progress are left out."""
-        found: list[Look] = []
+        found: list[BatchProgress] = []
         for at in range(0, len(ids), _PORTION):
             portion = ids[at : at + _PORTION]
             flat = self._look(*portion)
             for id, fields, lines in zip(portion, flat[::2], flat[1::2], strict=True):
-                batch = Batch.of(id, pairs(fields)) if fields else None
+                batch = BatchRecord.of(id, pairs(fields)) if fields else None
                 if batch is not None and batch.status in LIVE:
                     found.append(_looked(batch, lines))
         return found
@@ -228,7 +228,7 @@ class BatchStore(RedisStore):
         """
         return bool(self._note(id, line, to_json(result), kind, self._retention_ms))
 
-    def turn(self, batch: Batch, status: str, **fields: str | int) -> bool:
+    def turn(self, batch: BatchRecord, status: str, **fields: str | int) -> bool:
         """Change a batch's status, if it still has the status of this reading. False: it has changed."""
         flat = [value for pair in {"status": status, **fields}.items() for value in pair]
         return bool(self._turn(batch.id, batch.status, *flat))
@@ -239,7 +239,7 @@ def _place(line: int, place: int | None) -> str:
     return "" if place is None else f"{line + 1}:{place}"
 
 
-def _looked(batch: Batch, lines: Sequence[str]) -> Look:
+def _looked(batch: BatchRecord, lines: Sequence[str]) -> BatchProgress:
     entries = list(zip(lines[::3], lines[1::3], lines[2::3], strict=True))
     of = {state: sorted(int(line) for line, _, said in entries if said == state) for state in ("ended", "lost")}
-    return Look(batch, {int(line): job for line, job, _ in entries}, of["ended"], of["lost"])
+    return BatchProgress(batch, {int(line): job for line, job, _ in entries}, of["ended"], of["lost"])

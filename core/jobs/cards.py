@@ -12,7 +12,7 @@ from pydantic import StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationE
 
 from contract.card import ModelCard, invalid_card, read_card, to_data
 from contract.errors import Invalid
-from core.jobs.unreadable import TALLY, VERSION, Unreadable, check_version
+from core.jobs.unreadable import TALLY, VERSION, UnreadableRecord, check_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class WorkerCard:
 _WORKER = TypeAdapter(WorkerCard)
 
 
-def written(card: ModelCard | WorkerCard) -> dict[str, Any]:
+def card_json(card: ModelCard | WorkerCard) -> dict[str, Any]:
     """A card as it is kept, with the version of its form."""
     if not isinstance(card, WorkerCard):
         return {"v": VERSION, **to_data(card)}
@@ -46,16 +46,16 @@ def written(card: ModelCard | WorkerCard) -> dict[str, Any]:
 
 
 def worker_card(id: str, raw: Any) -> WorkerCard:
-    """A worker's card from its JSON; a model in it that cannot be read is left out. Raises `Unreadable`."""
+    """A worker's card from its JSON; a model in it that cannot be read is left out. Raises `UnreadableRecord`."""
     _check("worker card", id, raw)
     given = raw.get("models", [])
     if not isinstance(given, list):
-        raise Unreadable("worker card", id, "its field models has another form")
+        raise UnreadableRecord("worker card", id, "its field models has another form")
     models: list[ModelCard] = []
     for model in given:
         try:
             models.append(model_card(f"{id}/{len(models)}", model))
-        except Unreadable as error:
+        except UnreadableRecord as error:
             TALLY.note(error)
     try:
         return replace(_WORKER.validate_python({**raw, "models": []}), models=models)
@@ -64,7 +64,7 @@ def worker_card(id: str, raw: Any) -> WorkerCard:
 
 
 def model_card(name: str, raw: Any) -> ModelCard:
-    """A model's card from its JSON. Raises `Unreadable`."""
+    """A model's card from its JSON. Raises `UnreadableRecord`."""
     _check("model card", name, raw)
     try:
         return read_card(raw)
@@ -74,9 +74,9 @@ def model_card(name: str, raw: Any) -> ModelCard:
 
 def _check(kind: str, id: str, raw: Any) -> None:
     if not isinstance(raw, dict):
-        raise Unreadable(kind, id, "it is no JSON object")
+        raise UnreadableRecord(kind, id, "it is no JSON object")
     check_version(kind, id, raw.get("v"))
 
 
-def _unreadable(kind: str, id: str, error: Invalid) -> Unreadable:
-    return Unreadable(kind, id, f"its field {error.field} {error.message}")
+def _unreadable(kind: str, id: str, error: Invalid) -> UnreadableRecord:
+    return UnreadableRecord(kind, id, f"its field {error.field} {error.message}")

@@ -54,7 +54,7 @@ class StoreDown(StoreError):
 
 
 class StoreDenied(StoreDown):
-    """The Redis user lacks a right; `rights.Rights` names which. Retryable."""
+    """The Redis user lacks a right; `rights.RedisPermissions` names which. Retryable."""
 
 
 class StoreFull(StoreError):
@@ -122,7 +122,7 @@ class RedisClient(redis.Redis):
         return made
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        with translated():
+        with translate_redis_errors():
             return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> redis.client.Pipeline:
@@ -131,7 +131,7 @@ class RedisClient(redis.Redis):
 
 class _Pipeline(redis.client.Pipeline):
     def execute(self, raise_on_error: bool = True) -> list[Any]:
-        with translated():
+        with translate_redis_errors():
             return super().execute(raise_on_error)
 
 
@@ -174,7 +174,7 @@ class RedisStore:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translate_redis_errors() -> Iterator[None]:
     """Context manager and decorator that turns redis-py's errors into `StoreError`s."""
     try:
         yield

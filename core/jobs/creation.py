@@ -13,13 +13,13 @@ from typing import Any
 
 from core.jobs import rates
 from core.jobs.broker import level, list_key
-from core.jobs.record import Backlog, Draft, Job, JobState, Standing, milliseconds, pairs, to_json
+from core.jobs.record import Job, JobDraft, JobState, QueueBacklog, QueuePosition, milliseconds, pairs, to_json
 
 _MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4  # the possible outcomes; else the job existed already, or is refused
 
 
 @dataclass(frozen=True, slots=True)
-class Creation:
+class JobCreation:
     """The outcome for a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is
     used up, the owner is `barred`, or the last of `charges` exceeds its limit.
 
@@ -32,15 +32,15 @@ class Creation:
     full: bool = False
     share: bool = False
     barred: bool = False
-    standing: Standing | None = None
-    charges: tuple[rates.Standing, ...] = ()
+    standing: QueuePosition | None = None
+    charges: tuple[rates.RateLimitState, ...] = ()
 
 
 def argument(
-    draft: Draft,
+    draft: JobDraft,
     max_queued: int,
     message: str = "",
-    charges: Sequence[rates.Charge] = (),
+    charges: Sequence[rates.RateLimitCost] = (),
     always: int = 0,
     most: int | None = None,
 ) -> str:
@@ -60,7 +60,7 @@ def argument(
     ])  # fmt: skip
 
 
-def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creation:
+def outcome(draft: JobDraft, charges: Sequence[rates.RateLimitCost], answer: Any) -> JobCreation:
     """Decode the answer of `lua/jobs/create.lua`."""
     said, fields = (answer, None) if isinstance(answer, str) else answer
     code, count, *numbers = map(int, said.split())
@@ -69,14 +69,14 @@ def outcome(draft: Draft, charges: Sequence[rates.Charge], answer: Any) -> Creat
     )
     if code == _MADE:
         created, deadline, sequence, ahead, *backlog = numbers[5 * count :]
-        standing = Standing(ahead, Backlog(*backlog))
+        standing = QueuePosition(ahead, QueueBacklog(*backlog))
         made = _queued(draft, created, deadline, f"{created}-{sequence}")
-        return Creation(made, True, standing=standing, charges=counters)
+        return JobCreation(made, True, standing=standing, charges=counters)
     job = None if fields is None else Job.of(draft.id, pairs(fields))
-    return Creation(job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, charges=counters)
+    return JobCreation(job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, charges=counters)
 
 
-def _queued(draft: Draft, created: int, deadline: int, incarnation: str) -> Job:
+def _queued(draft: JobDraft, created: int, deadline: int, incarnation: str) -> Job:
     """The record created from a draft, equal to what reading it back would give."""
     return Job(
         id=draft.id, modality=draft.modality, model=draft.model, state=JobState.QUEUED, parameters=draft.parameters,

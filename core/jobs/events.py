@@ -204,7 +204,7 @@ class EventReader:
 
     async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """Run a command, retrying while Redis is down; None if the reader is closed."""
-        pauses = _Pauses()
+        pauses = _Backoff()
         while not self._closed:
             try:
                 return await command()
@@ -231,7 +231,7 @@ class EventReader:
     # -- the two tasks -----------------------------------------------------------------------------------------
 
     async def _forever(self, work: Callable[[], Awaitable[None]]) -> None:
-        pauses, away = _Pauses(), False
+        pauses, away = _Backoff(), False
         while not self._closed:
             try:
                 await work()
@@ -247,7 +247,7 @@ class EventReader:
             else:
                 if away:
                     log.info("events: Redis is back")
-                pauses, away = _Pauses(), False
+                pauses, away = _Backoff(), False
 
     async def _wait(self) -> None:
         """Wait once for notices, and mark the followed jobs that they name."""
@@ -306,7 +306,7 @@ class EventReader:
                 follower.give(event)
 
 
-class _Pauses:
+class _Backoff:
     """Delays between retries, each twice the one before."""
 
     def __init__(self) -> None:

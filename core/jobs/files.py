@@ -61,7 +61,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed(Generic[T]):
+class ListPage(Generic[T]):
     """One page of a list; `more` says whether another follows."""
 
     items: list[T]
@@ -103,22 +103,22 @@ class FileStore(RedisStore):
 
     def files(
         self, owner: str, *, purpose: str | None = None, oldest: bool = False, after: str = "", limit: int = 10_000
-    ) -> Listed[File] | None:
+    ) -> ListPage[File] | None:
         """List an owner's files with this purpose, newest first unless `oldest`, after the given one. None: that one
         does not exist.
         """
         wanted = lambda file: purpose in (None, file.purpose)  # noqa: E731
-        return listed(self._client, f"{PREFIX}files:{owner}", "file", File.of, wanted, oldest, after, limit)
+        return list_page(self._client, f"{PREFIX}files:{owner}", "file", File.of, wanted, oldest, after, limit)
 
     def forget(self, file: File) -> None:
         """Delete the record; the artifact is deleted within seconds unless something else references it."""
         self._forget(file.id)
 
 
-def listed(
+def list_page(
     client: redis.Redis, index: str, kind: str, of: Callable[[str, Mapping[str, str]], T],
     wanted: Callable[[T], bool], oldest: bool, after: str, limit: int,
-) -> Listed[T] | None:  # fmt: skip
+) -> ListPage[T] | None:  # fmt: skip
     """Read a page of an index: for each id a hash `{kind}:{id}`, some of which may be gone."""
     rank: Any = (client.zrank if oldest else client.zrevrank)(index, after) if after else -1
     if rank is None:
@@ -135,4 +135,4 @@ def listed(
         rank += len(ids)
         if len(ids) < _PORTION:
             break
-    return Listed(found[:limit], len(found) > limit)
+    return ListPage(found[:limit], len(found) > limit)

@@ -35,7 +35,7 @@ _GUARDED, _OPEN = "keys", "open"  # values of `keys.ACCESS`
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """An API key as stored. `hash` is SHA-256 of the whole token, which is random and so needs no salt.
 
     `rate` (requests) and `quota` (images) have the form 60/minute, `queued` (the key's jobs that may wait in a queue)
@@ -55,13 +55,13 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class AccessPolicy:
     """Who is admitted: the keys by id; and, without keys, whether access is `closed` or `open`.
 
     Neither: as far as this Redis can tell, there never was a key.
     """
 
-    keys: Mapping[str, Key]
+    keys: Mapping[str, ApiKey]
     closed: bool = False
     open: bool = False
 
@@ -83,22 +83,22 @@ class Keyring(RedisStore):
         quota: str = "",
         queued: str = "",
         file_bytes: int = 0,
-    ) -> tuple[Key, str]:
+    ) -> tuple[ApiKey, str]:
         """Create a key; returns it with its token, which is shown only once. Raises ValueError, naming the field."""
         check(name, scopes, rate, quota, queued, file_bytes)
         id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         token = f"dpt_{id}_{secret}"
         ordered = tuple(scope for scope in SCOPES if scope in scopes)
-        key = Key(id, name, _hash(token), ordered, rate, quota, int(time.time()), queued, file_bytes)
+        key = ApiKey(id, name, _hash(token), ordered, rate, quota, int(time.time()), queued, file_bytes)
         self._add(id, to_json(asdict(key)))
         return key, token
 
-    def all(self) -> list[Key]:
+    def all(self) -> list[ApiKey]:
         """Every key, oldest first."""
         found: Any = self._client.hgetall(keys.KEYS)
         return sorted((_key(json.loads(text)) for text in found.values()), key=lambda key: (key.created, key.id))
 
-    def guard(self) -> Guard:
+    def guard(self) -> AccessPolicy:
         """Read who is admitted now."""
         with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
             pipe.hgetall(keys.KEYS)
@@ -108,7 +108,7 @@ class Keyring(RedisStore):
         if known and said != _GUARDED:  # keys of a version that stored no access state
             with contextlib.suppress(StoreFull):
                 self._client.set(keys.ACCESS, _GUARDED)
-        return Guard(known, not known and said == _GUARDED, not known and said == _OPEN)
+        return AccessPolicy(known, not known and said == _GUARDED, not known and said == _OPEN)
 
     def revoke(self, id: str, *, end: bool = False) -> bool:
         """Delete a key by id. False: it does not exist. APIs notice within a second or two.
@@ -170,7 +170,7 @@ def webhook_secret(shared: bytes, owner: str) -> str:
     return "whsec_" + base64.b64encode(hmac.digest(shared, f"webhooks of {owner}".encode(), hashlib.sha256)).decode()
 
 
-def matching(token: str, known: Mapping[str, Key]) -> Key | None:
+def matching(token: str, known: Mapping[str, ApiKey]) -> ApiKey | None:
     """The key, among those given by id, that this token belongs to."""
     match = _TOKEN.fullmatch(token)
     key = known.get(match[1]) if match else None
@@ -181,7 +181,7 @@ def _hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _key(raw: Mapping[str, Any]) -> Key:
-    known = {field.name: raw[field.name] for field in fields(Key) if field.name in raw}
+def _key(raw: Mapping[str, Any]) -> ApiKey:
+    known = {field.name: raw[field.name] for field in fields(ApiKey) if field.name in raw}
     scopes = {*raw["scopes"]} if "file_bytes" in raw else {*raw["scopes"], "files"}  # older keys: all could use files
-    return Key(**{**known, "scopes": tuple(scope for scope in SCOPES if scope in scopes)})
+    return ApiKey(**{**known, "scopes": tuple(scope for scope in SCOPES if scope in scopes)})

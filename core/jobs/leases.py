@@ -10,8 +10,8 @@ from contract.errors import Invalid
 from core.jobs import keys
 from core.jobs.broker import Envelope
 from core.jobs.connection import RedisClient, RedisStore
-from core.jobs.record import Claim, JobState, Report, Told, from_json, milliseconds, to_json
-from core.jobs.unreadable import TALLY, Unreadable, check_version
+from core.jobs.record import Claim, JobState, ProgressReport, ReportOutcome, from_json, milliseconds, to_json
+from core.jobs.unreadable import TALLY, UnreadableRecord, check_version
 
 MARGIN_MS = 3_600_000  # an artifact outlives the records that reference it by this
 
@@ -46,7 +46,7 @@ class JobLeases(RedisStore):
         found: Any = self._client.hmget(keys.job(id), "state", "suspect", "model", "v")
         try:
             check_version("record", id, found[3])
-        except Unreadable as error:
+        except UnreadableRecord as error:
             TALLY.note(error)
             return found[0] == JobState.QUEUED, False, ""
         return found[0] == JobState.QUEUED, found[1] == "1", found[2] or ""
@@ -66,7 +66,7 @@ class JobLeases(RedisStore):
             asked = from_json(parameters) or {}
             asked.keys()
         except (ValueError, RecursionError, AttributeError):
-            TALLY.note(Unreadable("record", id, "its parameters are no JSON object"))
+            TALLY.note(UnreadableRecord("record", id, "its parameters are no JSON object"))
             self.fail(id, f"{attempt}@{of}", "record_unreadable", "the job's record is damaged")
             return None
         return Claim(
@@ -91,16 +91,16 @@ class JobLeases(RedisStore):
             return set()
         return set(self._renew(worker, self._lease_ms, *(value for pair in held.items() for value in pair)))
 
-    def report(self, items: Sequence[Report]) -> set[str]:
+    def report(self, items: Sequence[ProgressReport]) -> set[str]:
         """Report progress; returns the ids whose attempt is no longer the running one. For callers that do not need the
         followers.
         """
-        return self.tell(items).stale
+        return self.notify(items).stale
 
-    def tell(self, items: Sequence[Report]) -> Told:
+    def notify(self, items: Sequence[ProgressReport]) -> ReportOutcome:
         """Report progress in one round trip; returns lost and followed ids."""
         if not items:
-            return Told(set(), set())
+            return ReportOutcome(set(), set())
         flat: list[str | int] = []
         for item in items:
             looks = [value for look in item.previews.items() for value in look]
@@ -108,7 +108,7 @@ class JobLeases(RedisStore):
             whole = "1" if item.pieces and item.whole else ""
             flat += (item.id, item.attempt, to_json(item.data), event, whole, len(looks), *looks)
         stale, followed = self._report(*flat)
-        return Told(set(stale), set(followed))
+        return ReportOutcome(set(stale), set(followed))
 
     def succeed(self, id: str, attempt: int | str, result: dict[str, Any], artifacts: Sequence[str] = ()) -> bool:
         """End a running job successfully. False: refused, because this attempt no longer runs.
@@ -133,7 +133,7 @@ class JobLeases(RedisStore):
 
     def refuse(self, id: str, attempt: int | str, error: Invalid) -> bool:
         """End a running job whose request cannot be served. False: refused, as for `succeed`."""
-        return self._end(id, attempt, JobState.FAILED, "error", to_json(error.told()))
+        return self._end(id, attempt, JobState.FAILED, "error", to_json(error.to_dict()))
 
     def expire(self, id: str, attempt: int | str) -> bool:
         """End a running job whose deadline has passed. False: refused, as for `succeed`."""

@@ -31,7 +31,7 @@ end
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RateLimitState:
     """A counter's state. `allowed`: the request just counted was within the limit; `reset_s`: when the full limit is
     available again.
     """
@@ -48,7 +48,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Charge:
+class RateLimitCost:
     """A cost against a rate limit such as 60/minute. `who` is the caller, `what` the limited action."""
 
     rate: str
@@ -64,32 +64,32 @@ class Charge:
         last, this = _keys(self.rate, self.what, self.who)
         return last, this, str(item.amount), str(item.get_expiry()), str(min(self.cost, item.amount))
 
-    def standing(self, told: Sequence[int]) -> Standing:
+    def standing(self, told: Sequence[int]) -> RateLimitState:
         """Decode `charge`'s answer: allowed, then count and remaining ms of the previous window and of the current
         one.
         """
         allowed, *window = told
-        return standing(_parsed(self.rate), bool(allowed), window)
+        return rate_limit_state(_parsed(self.rate), bool(allowed), window)
 
 
-def standing(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> Standing:
+def rate_limit_state(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> RateLimitState:
     """Same as the library's `SlidingWindowCounterRateLimiter.get_window_stats`, on values its script has read."""
     last, last_ms, this, this_ms = window
     last_s, this_s, span_s = max(0, last_ms) / 1000, max(0, this_ms) / 1000, item.get_expiry()
     remaining = item.amount - math.floor(last * last_s / span_s + this)
     resets = [last_s % (span_s / last)] if last else []
     resets += [this_s % span_s] if this else []
-    return Standing(allowed, item.amount, max(0, remaining), min(resets, default=0.0))
+    return RateLimitState(allowed, item.amount, max(0, remaining), min(resets, default=0.0))
 
 
-class Rates(RedisStore):
+class RateLimiter(RedisStore):
     """Rate limit counters. Windows slide, so that two bursts cannot meet at a window's border."""
 
     def __init__(self, redis: RedisClient | str) -> None:
         super().__init__(redis)
         self._take = self._client.script("rates/take", LIMITS)
 
-    def take(self, charge: Charge) -> Standing:
+    def take(self, charge: RateLimitCost) -> RateLimitState:
         """Charge the counter. Raises `StoreDown`, and `StoreFull` if nothing can be written."""
         told: str = self._take(*charge.arguments)
         return charge.standing([int(number) for number in told.split()])

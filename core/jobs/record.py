@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope
-from core.jobs.unreadable import Unreadable, check_version
+from core.jobs.unreadable import UnreadableRecord, check_version
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -59,7 +59,7 @@ def pairs(flat: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class JobDraft:
     """A job to be created. `modality` is also the name of its queue.
 
     `priority` is Celery's: 0 the most urgent, 9 the least. `deadline_s` counts from its creation; None: no deadline.
@@ -159,17 +159,17 @@ class Job:
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
-        """Parse the fields of the hash `job:{id}`. Raises `Unreadable`."""
+        """Parse the fields of the hash `job:{id}`. Raises `UnreadableRecord`."""
         owner = fields.get("owner", "")
         try:
             check_version("record", id, fields.get("v"))
             return cls._of(id, fields)
-        except Unreadable as error:
-            raise Unreadable("record", id, error.why, owner) from None
+        except UnreadableRecord as error:
+            raise UnreadableRecord("record", id, error.why, owner) from None
         except KeyError as error:
-            raise Unreadable("record", id, f"its field {error} is missing", owner) from None
+            raise UnreadableRecord("record", id, f"its field {error} is missing", owner) from None
         except (ValueError, RecursionError):
-            raise Unreadable("record", id, "a field is of another form", owner) from None
+            raise UnreadableRecord("record", id, "a field is of another form", owner) from None
 
     @classmethod
     def _of(cls, id: str, fields: Mapping[str, str]) -> Self:
@@ -250,11 +250,12 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProgressReport:
     """Progress of a held job: `data` becomes the event's data and the record's `progress`.
 
     `attempt` is the claim's `fence`, or its bare number. `previews` are previews of its images: the image's index, and
-    a small PNG in base64. `pieces` are new pieces of its texts (see `workers.written`), sent in the event only; with
+    a small PNG in base64. `pieces` are new pieces of its texts (see `workers.stream_buffer`), sent in the event only;
+    with
     `whole` they are the complete texts, and replace what was sent before.
     """
 
@@ -267,7 +268,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReportOutcome:
     """Outcome of reports: ids whose attempt no longer runs, and ids that somebody follows."""
 
     stale: set[str]
@@ -275,7 +276,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class QueueBacklog:
     """A queue's load: waiting and running jobs, and their estimated work (ms of one worker)."""
 
     queued: int
@@ -285,15 +286,15 @@ class Backlog:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class QueuePosition:
     """A job's queue position: how many jobs are served before it, and its queue's total load."""
 
     ahead: int
-    backlog: Backlog
+    backlog: QueueBacklog
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class JobPage:
     """Jobs, newest first. `after` is where the next page continues; `more` says whether there may be one."""
 
     jobs: list[Job]

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from contract.card import ModelCard
 from core.jobs import keys
-from core.jobs.cards import WorkerCard, model_card, worker_card, written
+from core.jobs.cards import WorkerCard, card_json, model_card, worker_card
 from core.jobs.connection import TIMEOUT_S, RedisClient, RedisStore
 from core.jobs.record import to_json
-from core.jobs.unreadable import TALLY, Unreadable
+from core.jobs.unreadable import TALLY, UnreadableRecord
 
 T = TypeVar("T")
 
@@ -37,8 +37,10 @@ class Registry(RedisStore):
 
         Works on a full Redis too.
         """
-        models = [value for model in card.models for value in (model.name, to_json(written(model)))]
-        return frozenset(self._announce(card.id, to_json(written(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models))
+        models = [value for model in card.models for value in (model.name, to_json(card_json(model)))]
+        return frozenset(
+            self._announce(card.id, to_json(card_json(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models)
+        )
 
     def paused(self) -> set[str]:
         """The queues from which no worker takes jobs."""
@@ -119,7 +121,7 @@ def _read(kind: str, cards: Mapping[str, str], read: Callable[[str, Any], T]) ->
             try:
                 raw = json.loads(cards[name])
             except (ValueError, RecursionError):
-                raise Unreadable(kind, name, "it is no JSON") from None
+                raise UnreadableRecord(kind, name, "it is no JSON") from None
             yield read(name, raw)
-        except Unreadable as error:
+        except UnreadableRecord as error:
             TALLY.note(error)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import redis
 
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, list_key
-from core.jobs.connection import RedisStore, translated
+from core.jobs.connection import RedisStore, translate_redis_errors
 from core.jobs.keys import PREFIX
 
 WHERE: Final = "'Redis over TLS, and its rights' in docs/operations.md tells which it needs"
@@ -48,10 +48,10 @@ def _commands() -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
-class Rights(RedisStore):
+class RedisPermissions(RedisStore):
     """The rights of the client's user."""
 
-    @translated()
+    @translate_redis_errors()
     def missing(self) -> list[str]:
         """List the commands, with keys, that Redis refuses to this user. Raises `StoreDown`.
 
@@ -77,7 +77,7 @@ class Rights(RedisStore):
         ]
 
 
-def told(missing: list[str]) -> str:
+def describe_missing(missing: list[str]) -> str:
     """A sentence that names missing rights."""
     more = f" and {len(missing) - _SAID} more" if len(missing) > _SAID else ""
     return f"Redis refuses {', '.join(missing[:_SAID])}{more} to this service's user; {WHERE}"

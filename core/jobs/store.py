@@ -14,15 +14,15 @@ from core.jobs.broker import PRIORITY_STEPS
 from core.jobs.connection import RedisClient
 from core.jobs.leases import MARGIN_MS, JobLeases
 from core.jobs.record import (
-    Backlog,
-    Draft,
     Job,
+    JobDraft,
+    JobPage,
     JobState,
-    Page,
-    Standing,
+    QueueBacklog,
+    QueuePosition,
     pairs,
 )
-from core.jobs.unreadable import TALLY, Unreadable
+from core.jobs.unreadable import TALLY, UnreadableRecord
 from core.jobs.upkeep import JobUpkeep
 
 _LOOKS = 2000  # entries that one page of a list may scan
@@ -89,11 +89,11 @@ class JobStore(JobLeases, JobUpkeep):
             retention_s=settings.retention_s,
         )
 
-    def create(self, draft: Draft) -> Job:
+    def create(self, draft: JobDraft) -> Job:
         """Same as `make`, for callers whose id is new."""
         return self.make(draft)[0]
 
-    def make(self, draft: Draft, message: str = "") -> tuple[Job, bool]:
+    def make(self, draft: JobDraft, message: str = "") -> tuple[Job, bool]:
         """Create a queued job's record, and push `message` into its queue's list, which makes a worker look at it.
 
         Without a message the caller sends `Envelope(job.id, job.modality, job.priority)`. Raises `QueueFull`, and
@@ -108,7 +108,7 @@ class JobStore(JobLeases, JobUpkeep):
         return made.job, made.made
 
     def get(self, id: str) -> Job | None:
-        """Read a record; None if it does not exist or has expired. Raises `Unreadable`."""
+        """Read a record; None if it does not exist or has expired. Raises `UnreadableRecord`."""
         fields: Any = self._client.hgetall(keys.job(id))
         return Job.of(id, fields) if fields else None
 
@@ -141,14 +141,14 @@ class JobStore(JobLeases, JobUpkeep):
         """
         return int(self._empty(queue, self._retention_ms, limit, *PRIORITY_STEPS))
 
-    def standing(self, id: str) -> Standing | None:
+    def standing(self, id: str) -> QueuePosition | None:
         """The position of a queued job. None: it is not queued."""
         answer = self._standing(id, *PRIORITY_STEPS)
-        return None if not answer else Standing(int(answer[0]), Backlog(*map(int, answer[1:])))
+        return None if not answer else QueuePosition(int(answer[0]), QueueBacklog(*map(int, answer[1:])))
 
     def page(
         self, owner: str | None, *, state: JobState | None = None, model: str = "", after: str = "", limit: int = 20
-    ) -> Page | None:
+    ) -> JobPage | None:
         """List an owner's jobs (None: all owners), newest first, after the given one. None: that one does not exist.
 
         A page may be short, or empty, although more follow, if few of very many jobs match the state and model.
@@ -170,11 +170,11 @@ class JobStore(JobLeases, JobUpkeep):
             try:
                 if fields:  # one may have ended or changed state since the list was read
                     jobs.append(Job.of(id, fields))
-            except Unreadable as error:
+            except UnreadableRecord as error:
                 TALLY.note(error)
-        return Page(jobs, last, more == "1")
+        return JobPage(jobs, last, more == "1")
 
-    def backlog(self, queue: str) -> Backlog:
+    def backlog(self, queue: str) -> QueueBacklog:
         """A queue's load, in jobs and in estimated work."""
         fields: Any = self._client.hmget(keys.backlog(queue), "queued", "queued_ms", "running", "running_ms")
-        return Backlog(*(int(field or 0) for field in fields))
+        return QueueBacklog(*(int(field or 0) for field in fields))

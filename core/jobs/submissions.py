@@ -15,11 +15,11 @@ from typing import Any
 import redis
 from redis.asyncio.connection import AbstractConnection
 
-from core.jobs.connection import TIMEOUT_S, RedisClient, StoreDown, StoreError, StoreFull, translated
-from core.jobs.creation import Creation, argument, outcome
+from core.jobs.connection import TIMEOUT_S, RedisClient, StoreDown, StoreError, StoreFull, translate_redis_errors
+from core.jobs.creation import JobCreation, argument, outcome
 from core.jobs.keys import PREFIX
-from core.jobs.rates import LIMITS, Charge
-from core.jobs.record import Draft, milliseconds
+from core.jobs.rates import LIMITS, RateLimitCost
+from core.jobs.record import JobDraft, milliseconds
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +65,12 @@ class Submissions:
 
     async def make(
         self,
-        draft: Draft,
+        draft: JobDraft,
         message: str = "",
-        charges: Sequence[Charge] = (),
+        charges: Sequence[RateLimitCost] = (),
         always: int = 0,
         most: int | None = None,
-    ) -> Creation:
+    ) -> JobCreation:
         """Charge the rate limits, create the record, and push `message` into the queue's list: all or nothing.
 
         If a charge exceeds its limit, the queue is full, or `most` of the owner's jobs wait in it, no job is created,
@@ -171,7 +171,7 @@ async def _answer(line: AbstractConnection) -> Any:
 def _refused(answer: Any) -> bool:
     """Whether a retry may succeed."""
     try:
-        with translated():
+        with translate_redis_errors():
             if isinstance(answer, Exception):
                 raise answer
     except (StoreDown, StoreFull):
@@ -189,7 +189,7 @@ def _tell(batch: Sequence[tuple[str, asyncio.Future[Any]]], answers: Sequence[An
             answered.set_result(answer)
             continue
         try:
-            with translated():
+            with translate_redis_errors():
                 raise answer
         except Exception as error:
             answered.set_exception(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.jobs.batches import LIVE, Batch, BatchStore
+from core.jobs.batches import LIVE, BatchRecord, BatchStore
 from core.jobs.record import Job, JobState
 from core.jobs.store import JobStore
 
@@ -13,19 +13,19 @@ _PAGE = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class TenantUsage:
     """How many jobs and batches of an owner are live."""
 
     jobs: int
     batches: int
 
 
-def left(store: JobStore, batches: BatchStore, owner: str) -> Left:
+def usage(store: JobStore, batches: BatchStore, owner: str) -> TenantUsage:
     """Count an owner's live jobs and batches. Raises `StoreError`."""
-    return Left(sum(1 for _ in _jobs(store, owner)), sum(1 for _ in _batches(batches, owner)))
+    return TenantUsage(sum(1 for _ in _jobs(store, owner)), sum(1 for _ in _batches(batches, owner)))
 
 
-def cancel_all(store: JobStore, batches: BatchStore, owner: str) -> Left:
+def cancel_all(store: JobStore, batches: BatchStore, owner: str) -> TenantUsage:
     """Cancel an owner's live batches and jobs; returns how many there were. Raises `StoreError`.
 
     Batches first, so that none starts another job afterwards: an API cancels their jobs in progress within seconds.
@@ -37,7 +37,7 @@ def cancel_all(store: JobStore, batches: BatchStore, owner: str) -> Left:
     for job in _jobs(store, owner):
         now = store.cancel(job.id)
         jobs += now is not None and now.state is JobState.CANCELLED
-    return Left(jobs, ended)
+    return TenantUsage(jobs, ended)
 
 
 def _jobs(store: JobStore, owner: str) -> Iterator[Job]:
@@ -50,7 +50,7 @@ def _jobs(store: JobStore, owner: str) -> Iterator[Job]:
                 break
 
 
-def _batches(batches: BatchStore, owner: str) -> Iterator[Batch]:
+def _batches(batches: BatchStore, owner: str) -> Iterator[BatchRecord]:
     after = ""
     while (page := batches.batches(owner, after=after, limit=_PAGE)) is not None:
         yield from (batch for batch in page.items if batch.status in LIVE)

@@ -15,7 +15,7 @@ VERSION = 1  # of the records, cards and events written here; older versions, an
 _REMEMBERED = 10_000  # logged ones; beyond that some are logged and counted again
 
 
-class Unreadable(ValueError):
+class UnreadableRecord(ValueError):
     """Data in Redis cannot be read. `why` contains none of it; `owner` is its owner, where known."""
 
     def __init__(self, kind: str, id: str, why: str, owner: str | None = None) -> None:
@@ -26,7 +26,7 @@ class Unreadable(ValueError):
         self.owner = owner
 
 
-class Tally:
+class UnreadableCounter:
     """Number of unreadable records and cards, by kind, each counted once. Thread-safe."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Tally:
         self._seen: set[tuple[str, str]] = set()
         self._counts: Counter[str] = Counter()
 
-    def note(self, error: Unreadable) -> None:
+    def note(self, error: UnreadableRecord) -> None:
         """Count and log it, unless it was seen before."""
         with self._lock:
             if (error.kind, error.id) in self._seen:
@@ -51,14 +51,14 @@ class Tally:
             return {kind: self._counts[kind] for kind in ("record", "model card", "worker card")}
 
 
-TALLY = Tally()  # per process
+TALLY = UnreadableCounter()  # per process
 
 
 def check_version(kind: str, id: str, version: object) -> None:
-    """Raises `Unreadable` for data of a newer version. None: written before versions existed."""
+    """Raises `UnreadableRecord` for data of a newer version. None: written before versions existed."""
     if version is None:
         return
     if not str(version).isdecimal():
-        raise Unreadable(kind, id, "its version is no number")
+        raise UnreadableRecord(kind, id, "its version is no number")
     if int(str(version)) > VERSION:
-        raise Unreadable(kind, id, f"it is of version {int(str(version))}, newer than {VERSION}")
+        raise UnreadableRecord(kind, id, f"it is of version {int(str(version))}, newer than {VERSION}")

@@ -9,13 +9,13 @@ from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.crashes import alone_from
 from core.jobs.record import milliseconds
-from core.jobs.unreadable import TALLY, Unreadable
+from core.jobs.unreadable import TALLY, UnreadableRecord
 
 _SILENCE_S = 5.0  # without any sweep: means that nobody could reach Redis
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class SweepResult:
     """Result of a sweep: envelopes that the caller must send, ids of jobs that it ended, and how many expired list
     entries it examined.
     """
@@ -50,7 +50,7 @@ class JobUpkeep(RedisStore):
         self._due = self._client.script("artifacts/due")
         self._gone = self._client.script("artifacts/gone")
 
-    def sweep(self, limit: int = 100) -> Sweep:
+    def sweep(self, limit: int = 100) -> SweepResult:
         """Handle passed deadlines, expired leases and lost messages.
 
         At most `limit` jobs of each, and five times as many expired records. Several sweeps may run at once. Envelopes
@@ -63,11 +63,11 @@ class JobUpkeep(RedisStore):
             self._silence_ms, alone_from(self._max_attempts), *(value for entry in lists for value in entry),
         )  # fmt: skip
         for id in unreadable:
-            TALLY.note(Unreadable("record", id, "it is of a newer version, or a field is of another form"))
+            TALLY.note(UnreadableRecord("record", id, "it is of a newer version, or a field is of another form"))
         envelopes = [
             Envelope(id, queue, int(level)) for id, queue, level in zip(send[::3], send[1::3], send[2::3], strict=True)
         ]
-        return Sweep(envelopes, expired, failed, ended)
+        return SweepResult(envelopes, expired, failed, ended)
 
     def due(self, limit: int = 100) -> list[str]:
         """List artifacts that nothing references. The caller deletes them, then calls `gone`; else they are listed

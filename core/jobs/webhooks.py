@@ -16,7 +16,7 @@ from core.jobs.record import milliseconds, to_json
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueWebhook:
     """A webhook due now, and its failed attempts so far. `host` is the receiver's, with its port.
 
     The job's id may have been reused: the outcome is recorded for this incarnation only.
@@ -29,7 +29,7 @@ class Due:
     incarnation: str = ""
 
 
-class Webhooks(RedisStore):
+class WebhookQueue(RedisStore):
     """The lanes in which webhooks wait.
 
     `retention_s`: how long an ended job's record is kept after delivery.
@@ -54,7 +54,7 @@ class Webhooks(RedisStore):
         of_lane: int = 20,
         without: Collection[str] = (),
         without_lanes: Collection[tuple[str, str]] = (),
-    ) -> list[Due]:
+    ) -> list[DueWebhook]:
         """Take due webhooks, of all owners and receivers in turn; no other caller gets them `within_s`.
 
         The owners and lanes (owner and receiver) given are skipped.
@@ -65,15 +65,15 @@ class Webhooks(RedisStore):
         }
         flat: Any = self._due(milliseconds(within_s), limit, of_owner, of_lane, to_json(skipped))
         return [
-            Due(id, int(tries), owner, host, incarnation)
+            DueWebhook(id, int(tries), owner, host, incarnation)
             for id, tries, owner, host, incarnation in zip(*(flat[k::5] for k in range(5)), strict=True)
         ]
 
-    def settle(self, due: Due) -> None:
+    def settle(self, due: DueWebhook) -> None:
         """Record that it was delivered, or given up."""
         self._settle(due.id, due.owner, due.host, "", 0, self._retention_ms, due.incarnation)
 
-    def again(self, due: Due, after_s: float, *, failed: bool = True) -> None:
+    def again(self, due: DueWebhook, after_s: float, *, failed: bool = True) -> None:
         """Requeue one that could not be delivered. Without `failed`, no attempt is counted."""
         after_ms = milliseconds(after_s)
         self._settle(due.id, due.owner, due.host, after_ms, int(failed), self._retention_ms, due.incarnation)

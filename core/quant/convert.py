@@ -71,7 +71,7 @@ class Recipe:
 
 
 @dataclass
-class Report:
+class QuantizationReport:
     """What `quantize_` changed, and what it left unquantized, with the reason."""
 
     changed: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Report:
 
 def quantize_(
     model: nn.Module, recipe: Recipe, statistics: Statistics, *, scheme: Scheme = "int8", digest: str | None = None
-) -> Report:
+) -> QuantizationReport:
     """Replace layers of `model` as `recipe` says, with scales from `statistics`. Works in place; returns a report.
 
     `digest` of the model's weights, where given, must be the one that the statistics were collected on. Raises
@@ -97,7 +97,7 @@ def quantize_(
     made: dict[str, nn.Module] = {}
     for family in families.values():
         made |= _family(model, family, recipe, statistics, scheme)
-    report = Report(targets)
+    report = QuantizationReport(targets)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)) and name not in made:
             report.skipped[name] = recipe.rule(name).reason

@@ -30,7 +30,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return whole.view(weight.shape), scale
 
 
-class Fixed(nn.Module):
+class FixedDtypeModule(nn.Module):
     """A module whose buffers keep their dtypes when a model is cast: `to` only moves them to its device."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -42,7 +42,7 @@ class Fixed(nn.Module):
         return self
 
 
-class Scaled(Fixed):
+class ScaledWeights(FixedDtypeModule):
     """8-bit weights with a scale for each output channel, and a vector that multiplies inputs."""
 
     weight: Tensor  # [N, ...], int8 or E4M3
@@ -58,7 +58,7 @@ class Scaled(Fixed):
         self.register_buffer("bias", bias)
 
 
-class ScaledLinear(Scaled):
+class ScaledLinear(ScaledWeights):
     """Of a linear layer; weight [N, K]."""
 
     def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None) -> None:
@@ -69,7 +69,7 @@ class ScaledLinear(Scaled):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class ScaledConv2d(Scaled):
+class ScaledConv2d(ScaledWeights):
     """Of a convolution; weight [N, kh, kw, C], channels last, as the kernels read it."""
 
     def __init__(

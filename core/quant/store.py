@@ -28,7 +28,7 @@ _QUANTIZED = (Int8Linear, Int8Conv2d, Fp8Linear, Fp8Conv2d)
 _KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in _QUANTIZED}
 
 
-class StoreError(ValueError):
+class QuantizedStoreError(ValueError):
     """A quantized model that cannot be written or read. The message names the file and says why."""
 
 
@@ -51,14 +51,14 @@ class Manifest:
 
 
 def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = True) -> int:
-    """Write a quantized model; returns the bytes of its file. Raises `StoreError`.
+    """Write a quantized model; returns the bytes of its file. Raises `QuantizedStoreError`.
 
     Without `weights` only the layers' input scales are stored, a hundredth of the size; then loading needs the weights
     that the model was quantized from.
     """
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, _QUANTIZED)}
     if manifest.layers != {name: type(module).__name__ for name, module in quantized.items()}:
-        raise StoreError(f"{folder}: the manifest names other layers than those that are quantized")
+        raise QuantizedStoreError(f"{folder}: the manifest names other layers than those that are quantized")
     if weights:
         tensors = {name: _kept(model, name, tensor) for name, tensor in model.state_dict().items()}
     else:
@@ -76,7 +76,7 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
         described.replace(folder / MANIFEST)
         return (folder / WEIGHTS).stat().st_size
     except (OSError, SafetensorError) as error:
-        raise StoreError(f"{folder}: cannot be written ({error})") from error
+        raise QuantizedStoreError(f"{folder}: cannot be written ({error})") from error
 
 
 def round_(model: nn.Module) -> None:
@@ -86,24 +86,24 @@ def round_(model: nn.Module) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `StoreError` if there is none, or one of another format."""
+    """Raises `QuantizedStoreError` if there is none, or one of another format."""
     path = folder / MANIFEST
     try:
         whole = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+        raise QuantizedStoreError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise StoreError(f"{path}: is damaged ({error})") from error
+        raise QuantizedStoreError(f"{path}: is damaged ({error})") from error
     if not isinstance(whole, dict):
-        raise StoreError(f"{path}: is damaged (no object)")
+        raise QuantizedStoreError(f"{path}: is damaged (no object)")
     if whole.get("format") != _FORMAT:
-        raise StoreError(f"{path}: format {whole.get('format')!r} is not known, only {_FORMAT}")
+        raise QuantizedStoreError(f"{path}: format {whole.get('format')!r} is not known, only {_FORMAT}")
     kinds = {"str": str, "bool": bool, "int": int}
     for field in fields(Manifest):
         if not isinstance(whole.get(field.name), kinds.get(str(field.type), dict)):
-            raise StoreError(f"{path}: is damaged (no {field.name})")
+            raise QuantizedStoreError(f"{path}: is damaged (no {field.name})")
     if not all(isinstance(kind, str) for kind in whole["layers"].values()):
-        raise StoreError(f"{path}: is damaged (no kinds of layers)")
+        raise QuantizedStoreError(f"{path}: is damaged (no kinds of layers)")
     return Manifest(**{field.name: whole[field.name] for field in fields(Manifest)})
 
 
@@ -111,13 +111,14 @@ def load_(model: nn.Module, folder: Path, *, source: str | None = None) -> Manif
     """Turn the unquantized `model` into the saved one. In place.
 
     `source`, where given, must be the digest of the weights that the quantized model was made from; it is required if
-    only scales were stored, and the model must then be in fp32. Raises `StoreError`, and then has changed nothing.
+    only scales were stored, and the model must then be in fp32. Raises `QuantizedStoreError`, and then has changed
+    nothing.
     """
     manifest = read_manifest(folder)
     if source is not None and manifest.source != source:
-        raise StoreError(f"{folder}: was quantized from other weights than the model's")
+        raise QuantizedStoreError(f"{folder}: was quantized from other weights than the model's")
     if source is None and not manifest.weights:
-        raise StoreError(f"{folder}: holds scales alone, so the digest of the model's weights must be known")
+        raise QuantizedStoreError(f"{folder}: holds scales alone, so the digest of the model's weights must be known")
     tensors = _read(folder / WEIGHTS, manifest)
     made = {name: _layer(model, folder, manifest, name, tensors) for name in manifest.layers}
     rest = {} if not manifest.weights else _rest(model, folder, made, tensors)
@@ -139,33 +140,35 @@ def _kept(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 def _read(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     try:
         if _sha256(path) != manifest.sha256:
-            raise StoreError(f"{path}: is not the file that {MANIFEST} describes: damaged or replaced")
+            raise QuantizedStoreError(f"{path}: is not the file that {MANIFEST} describes: damaged or replaced")
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise StoreError(f"{path}: cannot be read ({error})") from error
+        raise QuantizedStoreError(f"{path}: cannot be read ({error})") from error
 
 
 def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The quantized layer of this name, on the device of the model's own."""
     kind = _KINDS.get(manifest.layers[name])
     if kind is None:
-        raise StoreError(f"{folder / MANIFEST}: layer {name} is of the unknown kind {manifest.layers[name]!r}")
+        raise QuantizedStoreError(f"{folder / MANIFEST}: layer {name} is of the unknown kind {manifest.layers[name]!r}")
     try:
         layer = model.get_submodule(name)
     except AttributeError as error:
-        raise StoreError(f"{folder}: the model has no layer {name}") from error
+        raise QuantizedStoreError(f"{folder}: the model has no layer {name}") from error
     if not isinstance(layer, nn.Conv2d if issubclass(kind, ScaledConv2d) else nn.Linear):
         found = type(layer).__name__
-        raise StoreError(f"{folder}: layer {name} is a {found} in the model, not what became {kind.__name__}")
+        raise QuantizedStoreError(f"{folder}: layer {name} is a {found} in the model, not what became {kind.__name__}")
     if not manifest.weights and layer.weight.dtype != torch.float32:
-        raise StoreError(f"{folder}: holds scales alone, for weights in fp32, and layer {name} is {layer.weight.dtype}")
+        raise QuantizedStoreError(
+            f"{folder}: holds scales alone, for weights in fp32, and layer {name} is {layer.weight.dtype}"
+        )
     parts = {part: tensors.get(f"{name}.{part}") for part in ("weight", "scale", "inverse", "bias")}
     try:
         return _made(kind, layer, parts, weights=manifest.weights)
     except KeyError as error:
-        raise StoreError(f"{folder / WEIGHTS}: {error.args[0]} of layer {name} is missing") from error
+        raise QuantizedStoreError(f"{folder / WEIGHTS}: {error.args[0]} of layer {name} is missing") from error
     except ValueError as error:
-        raise StoreError(f"{folder / WEIGHTS}: layer {name} does not fit the model's: {error}") from error
+        raise QuantizedStoreError(f"{folder / WEIGHTS}: layer {name} does not fit the model's: {error}") from error
 
 
 def _made(
@@ -202,14 +205,16 @@ def _made(
 def _rest(
     model: nn.Module, folder: Path, made: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors of unquantized layers. Raises `StoreError` if they differ from the model's."""
+    """The tensors of unquantized layers. Raises `QuantizedStoreError` if they differ from the model's."""
     own = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in made}
     rest = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in made}
     for name in sorted(own.keys() ^ rest.keys()):
-        raise StoreError(f"{folder / WEIGHTS}: does not fit the model (first difference: {name})")
+        raise QuantizedStoreError(f"{folder / WEIGHTS}: does not fit the model (first difference: {name})")
     for name, tensor in own.items():
         if tensor.shape != rest[name].shape:
-            raise StoreError(f"{folder / WEIGHTS}: {name} is {[*rest[name].shape]}, and {[*tensor.shape]} in the model")
+            raise QuantizedStoreError(
+                f"{folder / WEIGHTS}: {name} is {[*rest[name].shape]}, and {[*tensor.shape]} in the model"
+            )
     return rest
 
 

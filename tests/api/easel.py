@@ -13,7 +13,7 @@ from typing import Self
 
 from PIL import Image
 
-from core.jobs.record import Claim, Report
+from core.jobs.record import Claim, ProgressReport
 from tests.api.world import Worker
 
 
@@ -64,7 +64,7 @@ class Easel:
             if p.get("preview_every") and step % p["preview_every"] == 0 and step < p["steps"]:
                 looks = {k: base64.b64encode(self._picture(claim, k, 8)).decode() for k in range(p["n"])}
                 data["previews"] = list(looks)
-            if self.worker.store.report([Report(claim.id, claim.attempt, data, looks)]):
+            if self.worker.store.report([ProgressReport(claim.id, claim.attempt, data, looks)]):
                 return  # cancelled
         if self.failing:
             self.worker.store.fail(claim.id, claim.attempt, "engine_error", "the engine failed at this job")

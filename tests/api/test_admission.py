@@ -13,7 +13,7 @@ from api import admission
 from api.errors import ApiError
 from contract.card import ImageCosts, ImageLimits
 from contract.image import ImageFields
-from core.jobs.record import Backlog
+from core.jobs.record import QueueBacklog
 from tests.api.world import CARD
 
 
@@ -115,13 +115,13 @@ def test_a_card_without_costs_is_no_obstacle() -> None:
     for costs in (ImageCosts(), ImageCosts(encode_s=0.5)):
         card = dataclasses.replace(CARD, costs=costs)
         draft = admission.image_draft(fields(deadline_s=1), card)
-        admission.check_deadline(draft, card, Backlog(0, 0, 0, 0), 1)
+        admission.check_deadline(draft, card, QueueBacklog(0, 0, 0, 0), 1)
 
 
 def hopeless(backlog_ms: int, ready: int, **given: object) -> str | None:
     draft = admission.image_draft(fields(**given), CARD)
     try:
-        admission.check_deadline(draft, CARD, Backlog(1, backlog_ms, 0, 0), ready)
+        admission.check_deadline(draft, CARD, QueueBacklog(1, backlog_ms, 0, 0), ready)
     except ApiError as error:
         assert (error.status, error.param, error.code) == (400, "deadline_s", "deadline_hopeless")
         return str(error)

@@ -14,7 +14,7 @@ import pytest
 
 from api import batch_lines, body, files
 from api.batch_feeder import BatchFeeder
-from api.batch_lines import Raw
+from api.batch_lines import RawLine
 from api.service import Service
 from core.jobs.batches import BatchStore
 from core.jobs.keyring import Keyring
@@ -55,8 +55,8 @@ def ended(client: openai.OpenAI, id: str) -> Any:
     )
 
 
-def checked(data: bytes) -> batch_lines.Checked:
-    return batch_lines.check((Raw(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL)
+def checked(data: bytes) -> batch_lines.CheckedFile:
+    return batch_lines.check((RawLine(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL)
 
 
 def told(client: openai.OpenAI, file: str | None) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def test_two_who_work_at_one_do_nothing_twice(redis_url: str, folder: Path) -> N
             batch = service.batches.add("", URL, file, 6, "http://x/", None, [])
             one, other = BatchFeeder(service), BatchFeeder(service)
             for _ in range(3):
-                stale = service.batches.look([batch.id])
+                stale = service.batches.progress([batch.id])
                 one.work()
                 other._store = Stale(redis_url, stale)  # it acts on what it read before
                 other.work()
@@ -188,7 +188,7 @@ class Stale(BatchStore):
         super().__init__(url)
         self._was = was
 
-    def look(self, ids: Any) -> list[Any]:
+    def progress(self, ids: Any) -> list[Any]:
         return self._was
 
 
@@ -229,7 +229,7 @@ def test_as_many_lines_as_are_allowed() -> None:
 def test_looking_at_a_long_file_leaves_the_interpreter_to_others_again_and_again() -> None:
     rests: list[float] = []
     data = lines(*[{"prompt": "a"}] * 2000)
-    batch_lines.check((Raw(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL, rests.append)
+    batch_lines.check((RawLine(raw, 0) for raw in data.split(b"\n") if raw.strip()), URL, rests.append)
     assert len(rests) >= len(data) / 8192
     assert all(0 <= rest <= 0.05 for rest in rests)
 

@@ -15,9 +15,9 @@ from api.schemas import read
 from contract import plan
 from contract.image import ImageFields, ImageJob
 from contract.plan import AUTO, DEPTHS, DeepCache
-from core.jobs.record import Backlog, Draft
+from core.jobs.record import JobDraft, QueueBacklog
 from tests.api.world import CARD, Api, Worker, check_error, eventually
-from workers.panels import pictures
+from workers.handlers import pictures
 
 
 def _passed_on(value: Any, steps: int = 20) -> Any:
@@ -97,7 +97,7 @@ SCHEDULES = st.sampled_from(["off", "auto"]) | st.fixed_dictionaries(
 )
 
 
-def _draft(card: Any = CACHED, **asked: Any) -> Draft:
+def _draft(card: Any = CACHED, **asked: Any) -> JobDraft:
     return admission.image_draft(read(ImageFields, {"prompt": "a cat", **asked}), card)
 
 
@@ -175,6 +175,6 @@ def test_a_deadline_is_held_against_the_steps_that_are_made(shared: Api, worker:
 
 def test_the_most_urgent_estimate_adds_what_is_queued() -> None:
     draft = _draft(deadline_s=2.0, deepcache="auto")
-    admission.check_deadline(draft, CACHED, Backlog(1, 500, 0, 0), 1)
+    admission.check_deadline(draft, CACHED, QueueBacklog(1, 500, 0, 0), 1)
     with pytest.raises(ApiError, match="cannot be met"):
-        admission.check_deadline(draft, CACHED, Backlog(1, 700, 0, 0), 1)
+        admission.check_deadline(draft, CACHED, QueueBacklog(1, 700, 0, 0), 1)

@@ -9,14 +9,14 @@ import threading
 import pytest
 
 from api.poller import Poller
-from core.jobs.webhooks import Webhooks
+from core.jobs.webhooks import WebhookQueue
 from tests.api.world import PATIENCE_S, eventually
 
 
 def test_it_outlives_redis_and_mistakes(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone = f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
-    away, here = Webhooks(gone), Webhooks(redis_url)
+    away, here = WebhookQueue(gone), WebhookQueue(redis_url)
     looks: list[str] = []
 
     def look() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from core.jobs.record import Draft
+from core.jobs.record import JobDraft
 from tests.api.world import SERVE, Api, Worker, eventually, process, settings_of
 
 CLIENT_S = 1.0
@@ -106,7 +106,7 @@ def test_a_body_that_comes_steadily_is_waited_for(api: Api) -> None:
 
 def test_who_does_not_read_is_closed_and_who_reads_slowly_is_not(api: Api) -> None:
     with Worker(api.settings) as worker:
-        worker.store.create(Draft("large", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
+        worker.store.create(JobDraft("large", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
         claim = worker.take("large")
         data = bytes(8 * 2**20)
         picture = {
@@ -131,7 +131,7 @@ def test_who_does_not_read_is_closed_and_who_reads_slowly_is_not(api: Api) -> No
 
 def test_an_event_stream_that_nobody_reads_is_closed(api: Api) -> None:
     with Worker(api.settings) as worker:
-        worker.store.create(Draft("told", "image", "emoji-xl", {"n": 1}))
+        worker.store.create(JobDraft("told", "image", "emoji-xl", {"n": 1}))
         with connected(api, small=True) as client:
             client.sendall(b"GET /v1/jobs/told/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
             eventually(lambda: api.server.server_state.connections)
@@ -160,7 +160,7 @@ def test_idle_connections_make_way(redis_url: str, folder: Path) -> None:
 def test_where_all_are_busy_a_new_one_is_told(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder, connections=3)
     with Worker(settings) as worker, Api(settings) as api, contextlib.ExitStack() as streams:
-        worker.store.create(Draft("told", "image", "emoji-xl", {"n": 1}))
+        worker.store.create(JobDraft("told", "image", "emoji-xl", {"n": 1}))
         for _ in range(3):
             client = streams.enter_context(connected(api))
             client.sendall(b"GET /v1/jobs/told/events HTTP/1.1\r\nHost: localhost\r\n\r\n")

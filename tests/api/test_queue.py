@@ -10,13 +10,13 @@ import pytest
 import redis
 from celery import Celery
 
-from api.queue import Queue
+from api.queue import MessageProducer
 from core.jobs.broker import QUEUES, Envelope, celery_settings, level, list_key, task_name
 
 
 @pytest.fixture
-def queue(redis_url: str) -> Iterator[Queue]:
-    queue = Queue(redis_url)
+def queue(redis_url: str) -> Iterator[MessageProducer]:
+    queue = MessageProducer(redis_url)
     yield queue
     queue.close()
 
@@ -33,7 +33,7 @@ def without_names(message: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", QUEUES)
 @pytest.mark.parametrize("priority", range(10))
-def test_as_celery_puts_it(queue: Queue, redis_url: str, name: str, priority: int) -> None:
+def test_as_celery_puts_it(queue: MessageProducer, redis_url: str, name: str, priority: int) -> None:
     envelope = Envelope("job_0123-_aZ", name, priority)
     queue.send(envelope)
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
@@ -41,7 +41,7 @@ def test_as_celery_puts_it(queue: Queue, redis_url: str, name: str, priority: in
     assert without_names(json.loads(queue.message(envelope))) == without_names(sent)
 
 
-def test_as_celery_reads_it(queue: Queue, redis_url: str) -> None:
+def test_as_celery_reads_it(queue: MessageProducer, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         for id in ("job_1", "job_2"):
             client.lpush(list_key("image", 3), queue.message(Envelope(id, "image", 5)))
@@ -55,7 +55,7 @@ def test_as_celery_reads_it(queue: Queue, redis_url: str) -> None:
     app.close()
 
 
-def test_no_two_are_alike(queue: Queue) -> None:
+def test_no_two_are_alike(queue: MessageProducer) -> None:
     made = [json.loads(queue.message(Envelope("job_1", "image", 5))) for _ in range(50)]
     assert len({message["properties"]["delivery_tag"] for message in made}) == 50
     assert len({message["headers"]["id"] for message in made}) == 50

@@ -15,9 +15,9 @@ import pytest
 import redis
 
 from core import traces
-from core.jobs.record import Draft, new_id
+from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
-from core.logs import JsonLines, TextLines, request
+from core.logs import JsonLines, TextLines, request_context
 from deployment.redis import RedisServer
 from tests.api.test_text import ASK, CHAT
 from tests.api.world import Api, Worker, check_error, settings_of
@@ -116,7 +116,7 @@ def test_spans_of_the_api_and_of_the_worker_have_it(redis_server: RedisServer, t
 def test_a_job_of_a_version_without_ids_is_still_done(redis_url: str) -> None:
     store = JobStore(redis_url)
     id = new_id()
-    store.create(Draft(id=id, modality="text", model="m", parameters={}, request_id="mine"))
+    store.create(JobDraft(id=id, modality="text", model="m", parameters={}, request_id="mine"))
     with redis.Redis.from_url(redis_url) as client:
         assert client.hdel(f"diptych:job:{id}", "request_id", "trace") == 2
     claim = store.claim(id, "w")
@@ -131,7 +131,7 @@ def test_plain_lines_have_it_too() -> None:
     log = logging.Logger("api")
     log.addHandler(handler)
     log.warning("before")
-    with request("req_1"):
+    with request_context("req_1"):
         log.warning("inside")
         try:
             raise ValueError("why")

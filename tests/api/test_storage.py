@@ -16,7 +16,7 @@ import pytest
 from core.artifacts import ArtifactError, Artifacts
 from core.config import Settings
 from core.jobs.files import FileStore
-from core.jobs.record import Draft, JobState
+from core.jobs.record import JobDraft, JobState
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
 
 WITHIN_S = 2.0
@@ -71,7 +71,7 @@ def test_every_call_ends_in_time(hung: list[socket.socket]) -> None:
 def test_nothing_else_waits_for_it(hung: list[socket.socket], settings: Settings) -> None:
     with Worker(settings) as worker, Api(settings) as api:
         worker.announce()
-        worker.store.create(Draft("drawn", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
+        worker.store.create(JobDraft("drawn", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
         claim = worker.take("drawn")
         picture = {"key": KEY, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "size_bytes": 1}
         assert worker.store.succeed("drawn", claim.attempt, {"images": [picture], "engine_s": 0.1})
@@ -146,7 +146,7 @@ def test_the_sweep_does_not_wait_for_it(hung: list[socket.socket], settings: Set
     with Worker(settings) as worker, Api(settings):
         worker.redis.zadd("diptych:kept", {KEY.replace("/00/", f"/{k:02x}/"): 1 for k in range(100)})
         eventually(lambda: len(hung) >= 1, "nobody deletes them")
-        worker.store.create(Draft("late", "image", "emoji-xl", {"n": 1}, deadline_s=0.01))
+        worker.store.create(JobDraft("late", "image", "emoji-xl", {"n": 1}, deadline_s=0.01))
         until = time.monotonic() + MUCH_S
         while not worker.is_("late", JobState.EXPIRED):
             assert time.monotonic() < until, "nobody sweeps"

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from core.jobs.record import Claim, JobState, Report
+from core.jobs.record import Claim, JobState, ProgressReport
 from tests.api.world import PATIENCE_S, Api, Worker, eventually
 
 
@@ -28,7 +28,7 @@ def taken(worker: Worker, known: set[str]) -> Claim:
 
 def look(worker: Worker, claim: Claim, done: int, image: int, png: bytes) -> None:
     data = {"steps_done": done, "steps": 20, "image": image, "images_done": 0, "previews": [image]}
-    report = Report(claim.id, claim.attempt, data, {image: base64.b64encode(png).decode()})
+    report = ProgressReport(claim.id, claim.attempt, data, {image: base64.b64encode(png).decode()})
     assert worker.store.report([report]) == set()
 
 

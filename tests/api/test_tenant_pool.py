@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from api.tenant_pool import Bound, TenantPool, TimeUp
+from api.tenant_pool import Deadline, DeadlineExceeded, TenantPool
 from tests.api.world import PATIENCE_S, eventually
 
-Work = Callable[[Bound], None]
+Work = Callable[[Deadline], None]
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_tenants_and_their_lanes_take_turns(go: threading.Event) -> None:
     items, ran = pool(1), list[str]()
     begun = threading.Event()
 
-    def first(bound: Bound) -> None:
+    def first(bound: Deadline) -> None:
         begun.set()
         go.wait(PATIENCE_S)
 
@@ -53,7 +53,7 @@ def test_so_many_at_once_of_a_tenant_and_of_a_lane(go: threading.Event) -> None:
     running: list[str] = []
 
     def work(name: str) -> Work:
-        def run(bound: Bound) -> None:
+        def run(bound: Deadline) -> None:
             running.append(name)
             go.wait(PATIENCE_S)
 
@@ -77,7 +77,7 @@ def test_so_many_at_once_of_a_tenant_and_of_a_lane(go: threading.Event) -> None:
 def test_an_exception_ends_its_item(caplog: pytest.LogCaptureFixture) -> None:
     items, ran = pool(), list[int]()
 
-    def wrong(bound: Bound) -> None:
+    def wrong(bound: Deadline) -> None:
         raise KeyError("choices")
 
     with caplog.at_level(logging.ERROR, "api.tenant_pool"):
@@ -94,10 +94,10 @@ def test_what_hangs_is_cut_and_others_go_on() -> None:
     here, there = socket.socketpair()
     never, ran = threading.Event(), list[str]()
 
-    def waits(bound: Bound) -> None:
+    def waits(bound: Deadline) -> None:
         with bound.closing(lambda: here.shutdown(socket.SHUT_RDWR)):
             here.recv(1)
-        with pytest.raises(TimeUp):
+        with pytest.raises(DeadlineExceeded):
             bound.left_s()
         ran.append("cut")
 
@@ -119,7 +119,7 @@ def test_stopping_drops_what_waits_and_cuts_what_runs() -> None:
     here, there = socket.socketpair()
     begun, ended, ran = threading.Event(), threading.Event(), list[int]()
 
-    def waits(bound: Bound) -> None:
+    def waits(bound: Deadline) -> None:
         with bound.closing(lambda: here.shutdown(socket.SHUT_RDWR)):
             begun.set()
             here.recv(1)

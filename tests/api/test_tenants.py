@@ -20,7 +20,7 @@ from PIL import Image
 
 from api import body
 from api.batch_feeder import BatchFeeder
-from api.tenant_pool import Bound
+from api.tenant_pool import Deadline
 from api.text_drafts import CHAT
 from api.webhook_sender import WebhookSender
 from api.webhooks import Unreachable, call
@@ -448,6 +448,6 @@ def test_a_call_takes_no_longer_than_it_may() -> None:
     """Whatever an answer is like."""
     for kind in (rivals.silent, rivals.trickling_status, rivals.continuing):
         with rivals.receiver(kind) as (url, _):
-            bound = Bound(0.3)
+            bound = Deadline(0.3)
             with pytest.raises(Unreachable, match="does not answer"):
                 call(url, {}, b"{}", private=True, bound=bound)

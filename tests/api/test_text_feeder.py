@@ -24,11 +24,11 @@ from contract.card import ModelCard, TextCosts, TextOffer
 from contract.errors import Invalid
 from core.artifacts import NoArtifact
 from core.config import Settings
-from core.jobs.batches import Batch, BatchStore
+from core.jobs.batches import BatchRecord, BatchStore
 from core.jobs.broker import PRIORITY_STEPS, list_key
 from core.jobs.cards import WorkerCard
 from core.jobs.keyring import Keyring
-from core.jobs.record import Claim, Draft, Job, JobState
+from core.jobs.record import Claim, Job, JobDraft, JobState
 from deployment.redis import RedisServer
 from tests.api import test_batches
 from tests.api.test_batches import ended, told
@@ -232,7 +232,7 @@ class Desk:
         for part in ("batches", "files", "rates", "keyring", "registry", "store", "queue"):
             getattr(self.service, part).close()
 
-    def batch(self, *bodies: dict[str, Any]) -> Batch:
+    def batch(self, *bodies: dict[str, Any]) -> BatchRecord:
         file = kept(self.service, lines(CHAT, *bodies))
         return self.service.batches.add("", CHAT, file, len(bodies), "http://x/", None, [])
 
@@ -243,7 +243,7 @@ class Desk:
         assert file is not None
         return [json.loads(line) for line in self.service.artifacts.get(file.key).splitlines()]
 
-    def found(self, batch: Batch) -> Batch:
+    def found(self, batch: BatchRecord) -> BatchRecord:
         found = self.service.batches.batch(batch.id)
         assert found is not None
         return found
@@ -292,7 +292,7 @@ def test_every_line_is_told_once_in_order(
 def used_again(scribe: Scribe, id: str) -> Job:
     """Somebody erases the job of a line, and makes one of the same id."""
     assert scribe.store.erase(id)
-    return scribe.store.create(Draft(id, "text", TEXT.name, {"messages": [], "n": 1}))
+    return scribe.store.create(JobDraft(id, "text", TEXT.name, {"messages": [], "n": 1}))
 
 
 @pytest.mark.parametrize("status", ["cancelling", "expired"])
@@ -369,7 +369,7 @@ def test_who_comes_late_begins_nothing_of_a_batch_that_has_ended(redis_url: str,
     batch = desk.batch(*ask(*"abcd"))
     worker, late = BatchFeeder(desk.service), BatchFeeder(desk.service)
     worker.work()
-    stale = desk.service.batches.look([batch.id])
+    stale = desk.service.batches.progress([batch.id])
     assert desk.service.batches.turn(stale[0].batch, "cancelling")
     worker.work()
     assert desk.found(batch).status == "cancelled"
@@ -390,7 +390,7 @@ def test_what_is_large_lies_beside_redis(redis_url: str, folder: Path, scribe: S
     worker.work()
     for length in (batch_feeder._LARGE, batch_feeder._LARGE, 1):
         scribe.write(scribe.take(scribe.next()), length)
-    assert worker._gather(*desk.service.batches.look([batch.id])) == 0
+    assert worker._gather(*desk.service.batches.progress([batch.id])) == 0
     noted = dict(desk.service.batches.results(batch.id))
     assert [set(result) for result in noted.values()] == [{"laid"}, {"laid"}, {"status_code", "request_id", "body"}]
     assert max(map(len, scribe.redis.hvals(f"diptych:batch_done:{batch.id}"))) < 1000

@@ -150,7 +150,7 @@ def test_erasing(shared: Api, worker: Worker) -> None:
 
 
 def test_previews_and_formats(shared: Api, worker: Worker) -> None:
-    from core.jobs.record import Report
+    from core.jobs.record import ProgressReport
 
     id = shared.order(preview_every=2, output_format="webp", output_compression=80, steps=8)
     claim = worker.take(id)
@@ -158,7 +158,7 @@ def test_previews_and_formats(shared: Api, worker: Worker) -> None:
         "preview_every": 2, "output_format": "webp", "output_compression": 80,
     }  # fmt: skip
     assert shared.client.get(f"/v1/jobs/{id}/preview").status_code == 204
-    worker.store.report([Report(id, 1, {"steps_done": 2, "steps": 8, "previews": [0]}, {0: "UE5H"})])
+    worker.store.report([ProgressReport(id, 1, {"steps_done": 2, "steps": 8, "previews": [0]}, {0: "UE5H"})])
     look = shared.client.get(f"/v1/jobs/{id}/preview")
     assert look.content == b"PNG" and look.headers["content-type"] == "image/png"
     assert shared.client.get(f"/v1/jobs/{id}/preview?image=1").status_code == 204

@@ -33,7 +33,7 @@ from core.config import Settings
 from core.jobs.broker import PRIORITY_STEPS, list_key
 from core.jobs.cards import WorkerCard
 from core.jobs.files import File
-from core.jobs.record import Claim, Job, JobState, Report
+from core.jobs.record import Claim, Job, JobState, ProgressReport
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 
@@ -254,7 +254,7 @@ class Worker:
     def report(self, claim: Claim, done: int) -> None:
         n, steps = claim.parameters["n"], claim.parameters["steps"]
         data = {"steps_done": done, "steps": n * steps, "image": 0, "images_done": 0}
-        assert self.store.report([Report(claim.id, claim.attempt, data)]) == set()
+        assert self.store.report([ProgressReport(claim.id, claim.attempt, data)]) == set()
 
     def finish(self, claim: Claim) -> list[bytes]:
         """End it well; returns its pictures."""

@@ -20,13 +20,13 @@ from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from llm.load import TextModel
 from llm.runner import TextRunner
-from workers.control import Control
-from workers.gate import Gate
-from workers.hand import Hand
-from workers.outage import Outage
-from workers.publisher import Publisher
+from workers.active_jobs import ActiveJobs
+from workers.control import ControlListener
+from workers.publisher import ProgressPublisher
+from workers.shared_lock import SharedLock
+from workers.store_retry import StoreRetry
 from workers.tasks import Tasks
-from workers.texts import TextPanel
+from workers.text_handler import TextJobHandler
 
 NAME = "worker-of-texts"
 
@@ -37,15 +37,15 @@ class TextWorker:
     def __init__(self, settings: Settings, model: TextModel, **options: Any) -> None:
         self.runner = TextRunner(model, **options)
         self.engine = Engine([self.runner])
-        self.panel = TextPanel(self.runner)
+        self.handler = TextJobHandler(self.runner)
         self._store, self._registry = JobStore.of(settings), Registry.of(settings)
         self._redis: redis.Redis = redis.Redis.from_url(settings.redis_url, decode_responses=True)
-        outage, hand = Outage(), Hand()
-        self._publisher = Publisher(self._store, outage, lambda: self.engine.ticks, hand.drop)
-        self._control = Control(self._registry, outage, NAME, hand.drop)
+        store_retry, active_jobs = StoreRetry(), ActiveJobs()
+        self._publisher = ProgressPublisher(self._store, store_retry, lambda: self.engine.ticks, active_jobs.drop)
+        self._control = ControlListener(self._registry, store_retry, NAME, active_jobs.drop)
         self._tasks = Tasks(
-            NAME, self._store, outage, Gate(on_change=lambda: None), hand, self._publisher,
-            Artifacts(settings.artifacts), self.engine, {"text": self.panel}, lambda envelope: None,
+            NAME, self._store, store_retry, SharedLock(on_change=lambda: None), active_jobs, self._publisher,
+            Artifacts(settings.artifacts), self.engine, {"text": self.handler}, lambda envelope: None,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(32)
         self._stopping = threading.Event()
@@ -54,7 +54,7 @@ class TextWorker:
     def __enter__(self) -> Self:
         self._publisher.start()
         self._control.start()
-        self._registry.announce(WorkerCard(NAME, "here", 1, "ready", "", 1.5, [self.panel.card()]), 600)
+        self._registry.announce(WorkerCard(NAME, "here", 1, "ready", "", 1.5, [self.handler.card()]), 600)
         self._thread.start()
         return self
 

@@ -14,13 +14,13 @@ import torch
 from benchmarks import compiling, openvino_unet, peers, record
 from core import graphs
 from core.config import Settings
-from core.quant.kernels.cpu.library import Unavailable, library
+from core.quant.kernels.cpu.library import KernelsUnavailable, library
 from pipeline import tiny
-from pipeline.denoise import Inputs
+from pipeline.denoise import UNetInputs
 from tests.core.quant.stage import CACHE
 
 NAME = "random:test-peers"
-SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))  # heads of 16, as our kernels want them
+SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))  # heads of 16, as our kernels want them
 ALL = list(peers.CONTENDERS)
 OPTIONAL = {"openvino-fp32", "openvino-int8"}
 
@@ -47,7 +47,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def have_kernels() -> bool:
     try:
         library(CACHE)
-    except Unavailable:
+    except KernelsUnavailable:
         return False
     return True
 
@@ -167,7 +167,7 @@ def test_the_fastest_setting_counts() -> None:
 
 def test_who_fails_when_given_rows_is_left_out_too(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(stage: peers.Stage) -> peers.Bind:
-        def bind(inputs: Inputs) -> dict[str, peers.Forward]:
+        def bind(inputs: UNetInputs) -> dict[str, peers.Forward]:
             raise peers.Missing(f"cannot do {inputs.sample.shape[0]} rows")
 
         return bind

@@ -22,4 +22,4 @@ def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("models") / "whole", tiny.Shape())
+    return tiny.save(tmp_path_factory.mktemp("models") / "whole", tiny.SDXLShape())

@@ -126,7 +126,7 @@ def small(folder: Path, chat: bool) -> Path:
 
     special = ["<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"]
     vocabulary = {word: number for number, word in enumerate([*special, *WORDS])}
-    network, _ = tiny.make(tiny.Shape(vocabulary=len(vocabulary)))
+    network, _ = tiny.make(tiny.LlamaShape(vocabulary=len(vocabulary)))
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     words = PreTrainedTokenizerFast(

@@ -10,7 +10,7 @@ import redis
 import cli
 from cli.doctor import gpu
 from core.jobs.keyring import Keyring
-from core.quant.kernels.device import Device
+from core.quant.kernels.device import DeviceInfo
 from deployment.redis import free_port
 from tests.core.quant.kernels.test_device import A100, B200, H200, L4, NO_NVRTC, V100
 from tests.servers import redis_server, redis_url
@@ -115,15 +115,15 @@ TRITONS = "linear, geglu, conv, upsample conv, layer norm"
             ],
         ),
     ],
-    ids=lambda value: value.name if isinstance(value, Device) else "",
+    ids=lambda value: value.name if isinstance(value, DeviceInfo) else "",
 )
-def test_what_draws_on_a_gpu_is_said_for_each_precision(device: Device, said: list[str]) -> None:
+def test_what_draws_on_a_gpu_is_said_for_each_precision(device: DeviceInfo, said: list[str]) -> None:
     marks = {"well": "✓", "note": "·", "ill": "✗"}
     assert [f"{marks[one.state]} {one.what}: {one.says}" for one in gpu("cuda:0", device, 80 * 2**30)] == said
 
 
 @pytest.mark.parametrize("device", [L4, B200, NO_NVRTC], ids=lambda device: device.name)
-def test_fp8_runs_from_ada_on(device: Device) -> None:
+def test_fp8_runs_from_ada_on(device: DeviceInfo) -> None:
     (fp8,) = [one for one in gpu("cuda:0", device, 2**30) if one.what == "cuda:0 fp8"]
     assert fp8.state == "well" and fp8.says.startswith("Triton kernels")
     assert (NO_NVRTC.nvrtc_lacks or "") in fp8.says if device is NO_NVRTC else "not a Hopper device" in fp8.says

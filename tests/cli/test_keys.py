@@ -11,7 +11,7 @@ import cli
 from core.jobs.batches import BatchStore
 from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring, matching
-from core.jobs.record import Draft
+from core.jobs.record import JobDraft
 from core.jobs.store import JobStore, QueueFull
 from deployment.redis import RedisServer, address_in
 from tests.servers import redis_server, redis_url
@@ -82,7 +82,7 @@ def test_what_a_revoked_key_asked_for_ends_or_goes_on(
     other, _ = keyring.add("another")
     for owner in (mine.id, other.id):
         for k in range(120):
-            store.create(Draft(f"{owner}-{k}", "image", "m", {}, owner=owner))
+            store.create(JobDraft(f"{owner}-{k}", "image", "m", {}, owner=owner))
         assert store.claim(f"{owner}-7", "worker") is not None
     file = files.add(mine.id, "lines", "batch", 10, "key")
     batch = batches.add(mine.id, "/v1/images/generations", file, 3, "http://x/", None, [])
@@ -104,7 +104,7 @@ def test_what_a_revoked_key_asked_for_ends_or_goes_on(
     assert now is not None and now.status == ("cancelling" if cancelled else "in_progress")
     if cancelled:  # an API that has not heard of it yet makes none either
         with pytest.raises(QueueFull):
-            store.create(Draft("late", "image", "m", {}, owner=mine.id))
+            store.create(JobDraft("late", "image", "m", {}, owner=mine.id))
         assert run(capsys, "revoke", mine.id, "--cancel-jobs")[:2] == (
             0, "it was revoked before\ncancelled: 0 jobs, 0 batches\n"
         )  # fmt: skip
@@ -135,7 +135,7 @@ def test_the_redis_of_a_service_here_is_found(
     server = RedisServer(tmp_path / "redis")
     server.start()
     try:
-        server.tell()
+        server.write_url()
         assert (tmp_path / "redis" / "address").stat().st_mode & 0o777 == 0o600
         assert run(capsys, "add", "me", "--data", str(tmp_path))[0] == 0
         assert "  me  images,text,files  " in run(capsys, "list", "--data", str(tmp_path))[1]

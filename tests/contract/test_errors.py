@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from api.errors import unsuccessful
+from api.errors import job_error
 from contract.errors import CONTEXT_LENGTH, Invalid
 from core.jobs.record import Job, JobState
 
@@ -25,7 +25,7 @@ TOLD = [
 
 @pytest.mark.parametrize("error", TOLD, ids=str)
 def test_field_code_and_sentence_reach_the_client(error: Invalid) -> None:
-    said = unsuccessful(replace(FAILED, error=error.told()))
+    said = job_error(replace(FAILED, error=error.to_dict()))
     assert (said.status, said.param, said.code, str(said)) == (400, error.field, error.code, str(error))
     assert said.detail == error.message
 
@@ -33,7 +33,7 @@ def test_field_code_and_sentence_reach_the_client(error: Invalid) -> None:
 def test_a_sentence_is_not_taken_apart() -> None:
     """An older worker tells no field. What its sentence mentions decides nothing."""
     told = {"code": "invalid_request", "message": "prompt: more than the model's context of 256"}
-    said = unsuccessful(replace(FAILED, error=told))
+    said = job_error(replace(FAILED, error=told))
     assert (said.status, said.param, said.code, str(said)) == (400, None, "invalid_value", told["message"])
 
 

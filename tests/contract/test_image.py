@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from contract.bounds import MAX_SEED
 from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer
 from contract.errors import Invalid
-from contract.image import ImageFields, ImageJob, ImageParameters, Source, asked, check
+from contract.image import ImageFields, ImageJob, ImageParameters, Source, check, image_job
 from pipeline.sizes import sizes
 
 SIZES = sizes(64, 16)
@@ -166,15 +166,15 @@ def test_a_record_carries_every_field() -> None:
     assert named == CHANGED.keys() and {one.name for one in dataclasses.fields(ImageJob)} - {"picture"} == BESIDE.keys()
     picture = dataclasses.replace(GOOD, **CHANGED)
     for job in (ImageJob(GOOD), ImageJob(picture), ImageJob(GOOD, **BESIDE), ImageJob(picture, **BESIDE)):
-        assert ImageJob.read(json.loads(json.dumps(job.told()))) == job
+        assert ImageJob.read(json.loads(json.dumps(job.to_dict()))) == job
 
 
 def test_a_record_tells_what_the_version_before_reads() -> None:
-    assert ImageJob(GOOD).told() == {
+    assert ImageJob(GOOD).to_dict() == {
         "prompt": "a fox", "negative_prompt": None, "n": 1, "seed": 7, "steps": 20, "guidance_scale": 5.0, "width": 64,
         "height": 64, "scheduler": None, "deterministic": False,
     }  # fmt: skip
-    whole = ImageJob(dataclasses.replace(GOOD, **CHANGED), **BESIDE).told()
+    whole = ImageJob(dataclasses.replace(GOOD, **CHANGED), **BESIDE).to_dict()
     assert whole["edit"] == {"strength": 0.5, "image": "image", "mask": "mask"}
     assert {name: whole[name] for name in BESIDE if name != "source"} == {
         name: value for name, value in BESIDE.items() if name != "source"
@@ -182,7 +182,7 @@ def test_a_record_tells_what_the_version_before_reads() -> None:
 
 
 def test_a_newer_versions_fields_are_passed_over() -> None:
-    assert ImageJob.read({**ImageJob(GOOD).told(), "aspect": "wide"}) == ImageJob(GOOD)
+    assert ImageJob.read({**ImageJob(GOOD).to_dict(), "aspect": "wide"}) == ImageJob(GOOD)
 
 
 @given(st.integers(1, 40), st.sampled_from([None, (100, 50)]), st.booleans())
@@ -190,7 +190,7 @@ def test_what_is_asked_for_is_what_is_drawn(steps: int, edited: tuple[int, int] 
     """What one check has taken at the door no other refuses at the model."""
     offer = dataclasses.replace(OFFER, native=(64, 64))
     try:
-        job = asked(ImageFields(prompt="a fox", steps=steps), offer, edited, masked=masked)
+        job = image_job(ImageFields(prompt="a fox", steps=steps), offer, edited, masked=masked)
     except Invalid as error:
         assert error.field == "strength" and int(steps * 0.8) == 0
         return

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.loras import MAX_LORAS, MAX_SCALE, Named, is_name, read
+from contract.loras import MAX_LORAS, MAX_SCALE, LoraReference, is_name, read
 
 NAME = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}", fullmatch=True)
 SCALE = st.floats(-MAX_SCALE, MAX_SCALE).map(lambda scale: float(f"{scale:.6g}"))
@@ -17,11 +17,11 @@ SCALE = st.floats(-MAX_SCALE, MAX_SCALE).map(lambda scale: float(f"{scale:.6g}")
 @given(named=st.lists(st.tuples(NAME, SCALE), max_size=MAX_LORAS, unique_by=lambda pair: pair[0]), space=st.booleans())
 def test_what_is_written_is_read(named: list[tuple[str, float]], space: bool) -> None:
     text = (" , " if space else ",").join(f"{name}:{scale:.6g}" for name, scale in named)
-    assert read(text) == tuple(Named(*pair) for pair in named)
+    assert read(text) == tuple(LoraReference(*pair) for pair in named)
 
 
 def test_a_scale_that_is_not_given_is_one() -> None:
-    assert read("a, b:0.5,c:-1e1,") == (Named("a", 1.0), Named("b", 0.5), Named("c", -10.0))
+    assert read("a, b:0.5,c:-1e1,") == (LoraReference("a", 1.0), LoraReference("b", 0.5), LoraReference("c", -10.0))
     assert read("") == read(" , ") == ()
 
 

@@ -43,14 +43,14 @@ def test_auto_runs_even_steps_deep_and_the_last() -> None:
     ],
 )
 def test_plans_of_eight_steps(schedule: DeepCache, deep: list[int]) -> None:
-    assert schedule.complaint(8) is None
+    assert schedule.error_for(8) is None
     assert _deep(schedule, 8) == deep
 
 
 @given(SCHEDULES, st.integers(1, 60))
 def test_every_plan_keeps_its_word(schedule: DeepCache, steps: int) -> None:
     plan = schedule.plan(steps)
-    assert schedule.complaint(steps) is None
+    assert schedule.error_for(steps) is None
     assert len(plan) == steps and plan[0]
     assert all(plan[: schedule.first]) and all(plan[max(0, steps - schedule.last) :])
     deep = _deep(schedule, steps)
@@ -77,7 +77,7 @@ def test_every_plan_keeps_its_word(schedule: DeepCache, steps: int) -> None:
     ],
 )
 def test_what_is_wrong_is_named(schedule: DeepCache, field: str) -> None:
-    complaint = schedule.complaint(20)
+    complaint = schedule.error_for(20)
     assert complaint is not None and complaint.field == f"deepcache.{field}"
 
 

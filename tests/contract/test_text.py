@@ -19,22 +19,22 @@ OFFER = TextOffer(context=256, max_logit_bias=1024)
 
 def test_a_chat_says_what_the_version_before_reads() -> None:
     asked = {"temperature": 0.0, "n": 2, "stop": "x", "logit_bias": {"7": -1.0}, "max_completion_tokens": 9}
-    assert ChatFields(**CHAT, **asked, logprobs=True).job().told() == {
+    assert ChatFields(**CHAT, **asked, logprobs=True).job().to_dict() == {
         "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], "n": 2,
         "temperature": 0.0, "stop": ["x"], "logit_bias": {"7": -1.0}, "max_tokens": 9, "logprobs": 0,
     }  # fmt: skip
-    assert ChatFields(**CHAT).job().told().keys() == {"messages", "n"}
+    assert ChatFields(**CHAT).job().to_dict().keys() == {"messages", "n"}
 
 
 def test_a_completion_says_what_the_version_before_reads() -> None:
     whole = CompletionFields(prompt=["a", "b"], echo=True, seed=3).job()
-    assert whole.told() == {"prompts": ["a", "b"], "n": 1, "max_tokens": 16, "seed": 3, "echo": True}
+    assert whole.to_dict() == {"prompts": ["a", "b"], "n": 1, "max_tokens": 16, "seed": 3, "echo": True}
     assert whole.count == 2 and CompletionFields(prompt=[1, 2], n=3).job().tokens == 2
 
 
 def test_a_record_carries_every_field() -> None:
     job = TextJob(*range(1, 1 + len(dataclasses.fields(TextJob))))  # type: ignore[arg-type]
-    assert TextJob.read({**json.loads(json.dumps(job.told())), "newer": 1}) == job
+    assert TextJob.read({**json.loads(json.dumps(job.to_dict())), "newer": 1}) == job
     assert {one.name for one in dataclasses.fields(TextParameters)} - set(TextJob.__slots__) == {"prompt", "ignore_end"}
 
 

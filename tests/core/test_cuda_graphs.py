@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.cuda_graphs import Captured, Graphs
+from core.cuda_graphs import CapturedGraph, GraphCache
 from tests.core.tape import Tape
 
 
@@ -22,7 +22,7 @@ def draw(seed: int, rows: int = 3) -> torch.Tensor:
 
 
 def test_a_recording_computes_on_what_it_is_given_now() -> None:
-    captured = Captured(blend, (draw(1), draw(2)), {}, Tape())
+    captured = CapturedGraph(blend, (draw(1), draw(2)), {}, Tape())
     for seed in range(3, 9):
         x, weight = draw(seed), draw(seed + 20)
         for key, made in captured(x, weight).items():
@@ -30,7 +30,7 @@ def test_a_recording_computes_on_what_it_is_given_now() -> None:
 
 
 def test_its_arguments_may_change_one_by_one() -> None:
-    captured = Captured(blend, (draw(1), draw(2)), {}, Tape())
+    captured = CapturedGraph(blend, (draw(1), draw(2)), {}, Tape())
     weight = draw(30)
     for seed in range(3, 6):  # the weight is the very tensor of the call before, and is not copied again
         x = draw(seed)
@@ -40,7 +40,7 @@ def test_its_arguments_may_change_one_by_one() -> None:
 
 def test_another_tensor_at_the_same_address_is_another() -> None:
     memory = torch.empty(3, 4)
-    captured = Captured(blend, (draw(1), draw(2)), {}, Tape())
+    captured = CapturedGraph(blend, (draw(1), draw(2)), {}, Tape())
     weight = draw(30)
     for seed in (3, 4):
         x = memory[:]  # as an allocator gives memory again that has become free
@@ -53,7 +53,7 @@ def test_a_tensor_is_held_until_another_has_taken_its_place() -> None:
     import gc
     import weakref
 
-    captured = Captured(blend, (draw(1), draw(2)), {}, Tape())
+    captured = CapturedGraph(blend, (draw(1), draw(2)), {}, Tape())
     x = draw(3)
     seen = weakref.ref(x)
     captured(x, draw(4))
@@ -71,14 +71,14 @@ def test_what_it_was_recorded_with_is_not_held() -> None:
 
     x = draw(1)
     seen = weakref.ref(x)
-    captured = Captured(blend, (x, draw(2)), {}, Tape())
+    captured = CapturedGraph(blend, (x, draw(2)), {}, Tape())
     del x
     gc.collect()
     assert seen() is None and captured is not None
 
 
 def test_other_arguments_than_those_recorded_are_refused() -> None:
-    captured = Captured(blend, (draw(1), draw(2)), {"scale": 2.0}, Tape())
+    captured = CapturedGraph(blend, (draw(1), draw(2)), {"scale": 2.0}, Tape())
     for arguments, options, why in (
         ((draw(1), draw(2)), {}, "another form"),
         ((draw(1), draw(2)), {"scale": 3.0}, "3.0, and 2.0 was recorded"),
@@ -102,7 +102,7 @@ def test_what_is_not_recorded_is_called() -> None:
         return x * 2
 
     for recorder in (None, Broken(), Tape()):
-        graphs = Graphs({"double": counted}, recorder)
+        graphs = GraphCache({"double": counted}, recorder)
         calls.clear()
         assert torch.equal(graphs.run("double", 3, draw(1)), 2 * draw(1)) and calls == [3]
         assert graphs.records == (recorder is not None) and not graphs.has("double", 3)
@@ -116,7 +116,7 @@ def test_what_is_recorded_runs_no_python_again() -> None:
         return x * 2
 
     tape = Tape()
-    graphs = Graphs({"double": counted}, tape)
+    graphs = GraphCache({"double": counted}, tape)
     graphs.record("double", 3, draw(1))
     graphs.record("double", 3, draw(1))  # once is enough
     assert tape.recordings == 1 and graphs.has("double", 3)
@@ -128,14 +128,14 @@ def test_what_is_recorded_runs_no_python_again() -> None:
 
 
 def test_a_recording_that_fails_leaves_nothing_behind() -> None:
-    graphs = Graphs({"double": lambda x: x * 2}, Broken())
+    graphs = GraphCache({"double": lambda x: x * 2}, Broken())
     with pytest.raises(torch.OutOfMemoryError):
         graphs.record("double", 3, draw(1))
     assert len(graphs) == 0 and torch.equal(graphs.run("double", 3, draw(1)), 2 * draw(1))
 
 
 def test_the_least_recently_used_is_let_go() -> None:
-    graphs = Graphs({"double": lambda x: x * 2}, Tape(), capacity=2)
+    graphs = GraphCache({"double": lambda x: x * 2}, Tape(), capacity=2)
     for rows in (1, 2):
         graphs.record("double", rows, draw(0, rows))
     graphs.run("double", 1, draw(0, 1))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.graphs import Executables, Key, compiler
+from core.graphs import CompiledCache, ExecutableKey, compiler
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
 # torch.compile's own modules use what Python and numpy have deprecated.
@@ -36,8 +36,8 @@ def example(rows: int):  # type: ignore[no-untyped-def]
 
 @needs_compiler
 def test_compiled_code_takes_over_bucket_by_bucket(tmp_path: Path) -> None:
-    made = Executables({"double": double}, compiled=True, cache=tmp_path)
-    keys = [Key("double", rows, (8, 8)) for rows in (2, 4)]
+    made = CompiledCache({"double": double}, compiled=True, cache=tmp_path)
+    keys = [ExecutableKey("double", rows, (8, 8)) for rows in (2, 4)]
     assert made.find(keys[0]) is None and made.eager("double") is double
     for key in keys:
         made.want(key, example(key.rows))
@@ -54,26 +54,28 @@ def test_compiled_code_takes_over_bucket_by_bucket(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_eager_serves_while_code_is_compiled(tmp_path: Path) -> None:
-    made, release = Executables({"double": double}, compiled=True, cache=tmp_path), threading.Event()
+    made, release = CompiledCache({"double": double}, compiled=True, cache=tmp_path), threading.Event()
 
     def slow(fn):  # type: ignore[no-untyped-def]
         release.wait()
         fn(torch.ones(5, 3))
 
-    made.want(Key("double", 5, 0), slow)
+    made.want(ExecutableKey("double", 5, 0), slow)
     assert not made.wait(0.05)
-    assert made.find(Key("double", 5, 0)) is None
+    assert made.find(ExecutableKey("double", 5, 0)) is None
     torch.testing.assert_close(made.eager("double")(torch.zeros(5, 3)), torch.zeros(5, 3))
     release.set()
-    assert made.wait(300) and made.find(Key("double", 5, 0)) is not None
+    assert made.wait(300) and made.find(ExecutableKey("double", 5, 0)) is not None
 
 
 @needs_compiler
 @pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no priorities here")
 def test_compiling_gives_way_to_what_is_served() -> None:
-    made, seen = Executables({"double": double}, compiled=True), list[int]()
+    made, seen = CompiledCache({"double": double}, compiled=True), list[int]()
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    made.want(Key("double", 6, 0), lambda _: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    made.want(
+        ExecutableKey("double", 6, 0), lambda _: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    )
     assert made.wait(300)
     assert set(seen) == {15} and os.getpriority(os.PRIO_PROCESS, 0) == before
 
@@ -84,15 +86,15 @@ def test_what_does_not_compile_stays_eager_and_says_why(caplog: pytest.LogCaptur
         torch._dynamo.graph_break()
         return x
 
-    made = Executables({"breaks": breaks, "double": double}, compiled=True)
+    made = CompiledCache({"breaks": breaks, "double": double}, compiled=True)
     with caplog.at_level(logging.WARNING):
-        made.want(Key("breaks", 2, 0), example(2))
-        made.want(Key("double", 3, 0), example(3))
+        made.want(ExecutableKey("breaks", 2, 0), example(2))
+        made.want(ExecutableKey("double", 3, 0), example(3))
         assert made.wait(300)
-    assert made.find(Key("breaks", 2, 0)) is None and "breaks" in made.failed
+    assert made.find(ExecutableKey("breaks", 2, 0)) is None and "breaks" in made.failed
     assert "breaks does not compile and stays eager" in caplog.text
-    assert made.find(Key("double", 3, 0)) is not None, "one phase's failure is not another's"
-    made.want(Key("breaks", 4, 0), example(4))
+    assert made.find(ExecutableKey("double", 3, 0)) is not None, "one phase's failure is not another's"
+    made.want(ExecutableKey("breaks", 4, 0), example(4))
     assert made.wait(1), "a phase that failed is not tried again"
 
 
@@ -101,26 +103,26 @@ def test_without_a_compiler_everything_is_eager(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    made = Executables({"double": double}, compiled=True)
+    made = CompiledCache({"double": double}, compiled=True)
     assert not made.enabled and "no C++ compiler" in caplog.text
-    made.want(Key("double", 2, 0), example(2))
-    assert made.wait(0) and made.find(Key("double", 2, 0)) is None
+    made.want(ExecutableKey("double", 2, 0), example(2))
+    assert made.wait(0) and made.find(ExecutableKey("double", 2, 0)) is None
 
 
 def test_compiling_can_be_off() -> None:
-    made = Executables({"double": double}, compiled=False)
-    made.want(Key("double", 2, 0), example(2))
-    assert made.wait(0) and made.find(Key("double", 2, 0)) is None
+    made = CompiledCache({"double": double}, compiled=False)
+    made.want(ExecutableKey("double", 2, 0), example(2))
+    assert made.wait(0) and made.find(ExecutableKey("double", 2, 0)) is None
 
 
 _PROCESS = """
 import os, sys, torch
 from pathlib import Path
 vars(os).pop("setpriority", None)
-from core.graphs import Executables, Key
+from core.graphs import CompiledCache, ExecutableKey
 from torch._dynamo.utils import counters
-made = Executables({"f": lambda x: (x * 3).cos() - x}, compiled=True, cache=Path(sys.argv[1]))
-made.want(Key("f", 4, 0), lambda fn: fn(torch.ones(4, 7)))
+made = CompiledCache({"f": lambda x: (x * 3).cos() - x}, compiled=True, cache=Path(sys.argv[1]))
+made.want(ExecutableKey("f", 4, 0), lambda fn: fn(torch.ones(4, 7)))
 assert made.wait(300) and not made.failed, made.failed
 hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 print("hits", hits, "misses", counters["inductor"]["fxgraph_cache_miss"])

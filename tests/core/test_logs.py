@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 
-from core.logs import JsonLines, about
+from core.logs import JsonLines, job_context
 
 
 def test_lines() -> None:
@@ -18,7 +18,7 @@ def test_lines() -> None:
     log.addHandler(handler)
     log.warning("it is\nlate, %s", "ä")
     log.info("job_%s failed", "0" * 24)
-    with about("mine"):
+    with job_context("mine"):
         log.error("here")
         other = threading.Thread(target=lambda: log.error("elsewhere"))
         other.start()

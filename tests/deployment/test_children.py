@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployment import children
-from deployment.children import Backoff, Child, reason
+from deployment.children import Backoff, ChildProcess, reason
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    started: list[Child] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., ChildProcess]]:
+    started: list[ChildProcess] = []
 
-    def begin(program: str, **options: object) -> Child:
+    def begin(program: str, **options: object) -> ChildProcess:
         command = [sys.executable, "-u", "-c", program]
-        child = Child("child", command, dict(os.environ), tmp_path / "logs" / "child.log", **options)  # type: ignore[arg-type]
+        child = ChildProcess("child", command, dict(os.environ), tmp_path / "logs" / "child.log", **options)  # type: ignore[arg-type]
         child.start()
         started.append(child)
         return child
@@ -40,7 +40,7 @@ def wait_until(seen: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def hear(child: Child) -> list[str]:
+def hear(child: ChildProcess) -> list[str]:
     """All that it says until it ends."""
     lines: list[str] = []
     while child.code is None:
@@ -48,18 +48,18 @@ def hear(child: Child) -> list[str]:
     return lines + child.lines()
 
 
-def test_lines_are_heard_once_and_whole_and_the_last_without_its_end(start: Callable[..., Child]) -> None:
+def test_lines_are_heard_once_and_whole_and_the_last_without_its_end(start: Callable[..., ChildProcess]) -> None:
     child = start("import sys\nfor k in range(300): print('line', k, file=(sys.stdout, sys.stderr)[k % 2])\n"
                   "print('without end', end='')")  # fmt: skip
     assert hear(child) == [f"line {k}" for k in range(300)] + ["without end"]
     assert child.lines() == [] and child.code == 0
 
 
-def test_what_is_no_text_is_still_heard(start: Callable[..., Child]) -> None:
+def test_what_is_no_text_is_still_heard(start: Callable[..., ChildProcess]) -> None:
     assert hear(start("import os; os.write(1, b'\\xff\\n')")) == ["\ufffd"]
 
 
-def test_what_an_earlier_life_said_is_not_heard_again(start: Callable[..., Child]) -> None:
+def test_what_an_earlier_life_said_is_not_heard_again(start: Callable[..., ChildProcess]) -> None:
     child = start("print('once')")
     wait_until(lambda: child.code is not None)
     child.start()
@@ -68,7 +68,7 @@ def test_what_an_earlier_life_said_is_not_heard_again(start: Callable[..., Child
 
 
 def test_a_log_does_not_grow_for_ever_and_nothing_of_it_is_missed(
-    start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., ChildProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "_LOG_BYTES", 1000)
     child = start("import sys\nfor line in range(200):\n    print('x' * 20, line); sys.stdout.flush()\n"
@@ -78,12 +78,12 @@ def test_a_log_does_not_grow_for_ever_and_nothing_of_it_is_missed(
     assert child.log.stat().st_size < 3000
 
 
-def test_it_has_a_session_of_its_own_is_nice_and_reads_nothing(start: Callable[..., Child]) -> None:
+def test_it_has_a_session_of_its_own_is_nice_and_reads_nothing(start: Callable[..., ChildProcess]) -> None:
     child = start("import os, sys; print(os.getsid(0) == os.getpid(), os.nice(0), repr(sys.stdin.read()))", niceness=5)
     assert hear(child) == [f"True {min(os.nice(0) + 5, 19)} ''"]
 
 
-def test_an_inherited_descriptor_keeps_its_number(start: Callable[..., Child]) -> None:
+def test_an_inherited_descriptor_keeps_its_number(start: Callable[..., ChildProcess]) -> None:
     read, write = os.pipe()
     try:
         child = start(f"import os; os.write({write}, b'here')", descriptors=(write,))
@@ -95,7 +95,7 @@ def test_an_inherited_descriptor_keeps_its_number(start: Callable[..., Child]) -
         os.close(write)
 
 
-def test_killing_it_ends_what_it_started(start: Callable[..., Child]) -> None:
+def test_killing_it_ends_what_it_started(start: Callable[..., ChildProcess]) -> None:
     child = start("import subprocess, sys, time\n"
                   "print(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)")  # fmt: skip
     said: list[str] = []
@@ -106,7 +106,7 @@ def test_killing_it_ends_what_it_started(start: Callable[..., Child]) -> None:
     grandchild.wait(60)
 
 
-def test_what_it_left_behind_goes_too(start: Callable[..., Child]) -> None:
+def test_what_it_left_behind_goes_too(start: Callable[..., ChildProcess]) -> None:
     child = start("import subprocess; print(subprocess.Popen(['sleep', '600']).pid)")
     (said,) = hear(child)
     grandchild = psutil.Process(int(said))
@@ -115,7 +115,7 @@ def test_what_it_left_behind_goes_too(start: Callable[..., Child]) -> None:
 
 
 def test_one_that_never_started_can_be_ended(tmp_path: Path) -> None:
-    child = Child("child", ["/bin/true"], {}, tmp_path / "log")
+    child = ChildProcess("child", ["/bin/true"], {}, tmp_path / "log")
     child.terminate()
     child.kill()
     assert child.pid == 0 and child.code == 0
@@ -124,7 +124,7 @@ def test_one_that_never_started_can_be_ended(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        Child("child", ["/bin/true"], {}, tmp_path / "file" / "log").start()
+        ChildProcess("child", ["/bin/true"], {}, tmp_path / "file" / "log").start()
 
 
 @given(st.lists(st.floats(0, 59.9), min_size=1, max_size=20))

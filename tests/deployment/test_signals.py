@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from deployment import signals
-from deployment.signals import Stop
+from deployment.signals import StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
 def test_each_of_them_asks(number: int, code: int) -> None:
     before = signal.getsignal(number)
-    with Stop() as stop:
+    with StopSignals() as stop:
         assert not stop.asked
         os.kill(os.getpid(), number)
         assert stop.asked and stop.exit_code == code and stop.urged == 0
@@ -35,7 +35,7 @@ def test_each_of_them_asks(number: int, code: int) -> None:
 def test_one_that_arrives_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    with Stop() as stop:
+    with StopSignals() as stop:
         for at, urged in ((100.0, 0), (100.2, 0), (100.6, 1), (100.8, 1), (102.0, 2)):
             now[0] = at
             os.kill(os.getpid(), signal.SIGINT)
@@ -44,7 +44,7 @@ def test_one_that_arrives_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_first_one_decides_the_code() -> None:
-    with Stop() as stop:
+    with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
     assert stop.exit_code == 0
@@ -53,7 +53,7 @@ def test_the_first_one_decides_the_code() -> None:
 def test_ctrl_c_counts_where_it_was_ignored_and_a_lost_terminal_does_not() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Stop() as stop:
+    with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.asked
         os.kill(os.getpid(), signal.SIGINT)
@@ -64,5 +64,5 @@ def test_signals_that_were_held_back_come_through() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     # To this very thread: any other one of the process, which does not hold it back, would end us all.
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-    with Stop() as stop:
+    with StopSignals() as stop:
         assert stop.asked

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from core.quant.kernels.cpu.library import Unavailable, library
+from core.quant.kernels.cpu.library import KernelsUnavailable, library
 from evaluation import variants
 from pipeline import quantized, tiny
 from pipeline.load import load
@@ -26,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("variants")
     try:
         library(found / "kernels")
-    except Unavailable as error:
+    except KernelsUnavailable as error:
         pytest.skip(str(error))
-    model = tiny.save(found / "model", tiny.Shape(channels=(16, 32), heads=(1, 2)))
+    model = tiny.save(found / "model", tiny.SDXLShape(channels=(16, 32), heads=(1, 2)))
     loaded = load(str(model))
     quantized.make(loaded, CAPTIONS[:2], model)
     quantized.watch(load(str(model)), CAPTIONS[:2], found / "statistics.safetensors")

@@ -12,8 +12,8 @@ from typing import Any
 
 from api.app import serve
 from core.config import read
-from core.jobs.creation import Creation
-from core.jobs.record import Draft
+from core.jobs.creation import JobCreation
+from core.jobs.record import JobDraft
 from core.jobs.submissions import Submissions
 
 DIES = "the server dies now"  # in a prompt
@@ -25,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     make = Submissions.make
 
-    async def make_and_die(submissions: Submissions, draft: Draft, *given: Any, **named: Any) -> Creation:
+    async def make_and_die(submissions: Submissions, draft: JobDraft, *given: Any, **named: Any) -> JobCreation:
         made = await make(submissions, draft, *given, **named)
         if DIES in draft.parameters.get("prompt", ""):
             os.kill(os.getpid(), signal.SIGKILL)

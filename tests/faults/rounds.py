@@ -21,7 +21,7 @@ from PIL import Image
 from core.jobs import keys
 from core.jobs.broker import PRIORITY_STEPS, QUEUES
 from core.jobs.connection import StoreError
-from core.jobs.record import Backlog
+from core.jobs.record import QueueBacklog
 from tests.faults.client import PATIENCE_S, Client, Order, Refused, patiently
 from tests.faults.parts import Part, wait_for
 from tests.faults.stack import FINAL, Entry, Stack
@@ -320,7 +320,7 @@ def counters(stack: Stack) -> list[str]:
 def _left(stack: Stack) -> Iterable[str]:
     try:
         for queue in QUEUES:
-            if (backlog := stack.store.backlog(queue)) != Backlog(0, 0, 0, 0):
+            if (backlog := stack.store.backlog(queue)) != QueueBacklog(0, 0, 0, 0):
                 yield f"the {queue} queue's counters are not zero: {backlog}"
     except StoreError as error:
         yield f"the counters cannot be read: {error}"

@@ -17,11 +17,11 @@ from typing import Self
 
 import httpx2
 
-from api.queue import Queue
+from api.queue import MessageProducer
 from core.jobs import keys
 from core.jobs.broker import Envelope
 from core.jobs.crashes import alone_from
-from core.jobs.record import Draft, new_id
+from core.jobs.record import JobDraft, new_id
 from tests.faults.captions import CAPTIONS
 from tests.faults.client import Order, Refused, patiently
 from tests.faults.fragile import DIES
@@ -369,9 +369,9 @@ def texts_start(round: Round, load: Load) -> None:
     drawn = f"all {slots} image slots are taken"
     round.wait(drawn, lambda: sum(state == "running" for state, _ in stack.states(images).values()) == slots)
     waits = []
-    with contextlib.closing(Queue(stack.redis.url)) as queue:
+    with contextlib.closing(MessageProducer(stack.redis.url)) as queue:
         for number in range(-1, TEXTS):  # the first one connects the sender, and does not count
-            draft = Draft(new_id(), "text", "stage-text", {"prompt": f"text {number}", "steps": 1})
+            draft = JobDraft(new_id(), "text", "stage-text", {"prompt": f"text {number}", "steps": 1})
             job = patiently(partial(stack.store.create, draft))  # to the same effect, however often
             queue.send(Envelope(job.id, job.modality, job.priority))
             round.accepted(job.id, None)

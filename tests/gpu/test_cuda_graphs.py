@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.cuda_graphs import Captured, CudaRecorder, Graphs
+from core.cuda_graphs import CapturedGraph, CudaRecorder, GraphCache
 
 
 def draw(seed: int, rows: int = 8) -> torch.Tensor:
@@ -21,7 +21,7 @@ def blend(x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_a_replay_computes_on_what_it_is_given_now() -> None:
-    captured = Captured(blend, (draw(1), draw(2)), {}, CudaRecorder(torch.device("cuda")))
+    captured = CapturedGraph(blend, (draw(1), draw(2)), {}, CudaRecorder(torch.device("cuda")))
     for seed in range(3, 9):
         x, weight = draw(seed), draw(seed + 20)
         for key, made in captured(x, weight).items():
@@ -33,7 +33,7 @@ def test_graphs_of_many_widths_share_memory_and_do_not_mix() -> None:
         y = x.repeat(1, 4096)
         return (y * 2).exp().sum(1)
 
-    graphs = Graphs({"wide": wide}, CudaRecorder(torch.device("cuda")))
+    graphs = GraphCache({"wide": wide}, CudaRecorder(torch.device("cuda")))
     for rows in (64, 32, 16, 8):  # the widest first: the others find room in its memory
         graphs.record("wide", rows, draw(0, rows))
     held = torch.cuda.memory_reserved()
@@ -64,7 +64,7 @@ def really_out_of_memory(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("broken", [out_of_memory, asks_the_host, really_out_of_memory])
 def test_a_recording_that_fails_in_the_middle_disturbs_no_other(broken: Callable[..., Any]) -> None:
-    graphs = Graphs({"broken": broken, "blend": blend}, CudaRecorder(torch.device("cuda")))
+    graphs = GraphCache({"broken": broken, "blend": blend}, CudaRecorder(torch.device("cuda")))
     graphs.record("blend", 8, draw(1), draw(2))
     with pytest.raises(RuntimeError):  # of which torch's OutOfMemoryError is one
         graphs.record("broken", 8, draw(1))

@@ -15,9 +15,9 @@ LEAST_DB = 38.0  # of one forward in INT8 beside bf16; 42.6 in fp32 with emulate
 
 
 def layers(module: Any) -> dict[str, Any]:
-    from core.quant.linear import Scaled
+    from core.quant.linear import ScaledWeights
 
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, Scaled)}
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, ScaledWeights)}
 
 
 def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from contract.image import ImageParameters
 from contract.plan import AUTO, DeepCache
 from core.batching.engine import Engine
 from core.batching.request import Request
-from core.graphs import Key
+from core.graphs import ExecutableKey
 from pipeline import quantized, tiny
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
 
-SHAPE = tiny.Shape(native=64, channels=(64, 128), heads=(1, 2), resnets=2, groups=16)
+SHAPE = tiny.SDXLShape(native=64, channels=(64, 128), heads=(1, 2), resnets=2, groups=16)
 WIDTHS = (2, 4, 8)
 
 
@@ -32,11 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def model(folder: Path, precision: str) -> Model:
+def model(folder: Path, precision: str) -> ImageModel:
     return load(str(folder), precision=precision, device="cuda")
 
 
-def runner_of(made: Model) -> ImageRunner:
+def runner_of(made: ImageModel) -> ImageRunner:
     return ImageRunner(made, fused=True, max_rows=8, buckets=WIDTHS, deterministic_rows=8, max_requests=32)
 
 
@@ -51,7 +51,7 @@ def test_a_replay_has_the_bits_of_the_same_kernels_one_by_one(folder: Path, prec
         runner.prepare(measure_s=600)
         execution, size = runner.execution, (64, 64)
         for phase, rows in [*((p, r) for p in ("deep", "shallow", "shallow-resnet") for r in WIDTHS), ("vae", 4)]:
-            key = Key(phase, rows, size)
+            key = ExecutableKey(phase, rows, size)
             assert execution._recordings is not None and execution._recordings.has(key)
             for seed in range(3):
                 found = []

@@ -15,7 +15,7 @@ from core.batching.engine import Engine
 from core.batching.request import Request
 from llm import tiny
 from llm.load import TextModel, load
-from llm.parameters import Text, TextParameters
+from llm.parameters import GeneratedText, TextParameters
 from llm.runner import TextRunner
 from tests.core.quant.stage import ROOT
 from tests.core.quant.stage import kernels as kernels
@@ -142,7 +142,7 @@ def serving(model: TextModel, **options: Any) -> Iterator[tuple[Engine, TextRunn
         runner.close()
 
 
-def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[Text]:
+def answers(engine: Engine, wanted: Sequence[TextParameters]) -> list[GeneratedText]:
     futures = [engine.submit(Request(f"{i}", "text", one)) for i, one in enumerate(wanted)]
     return [future.result(timeout=300) for future in futures]
 

@@ -9,9 +9,9 @@ import torch
 
 from contract.errors import Invalid
 from llm import sample
-from llm.choose import Asked, choose
+from llm.choose import SampleRequest, choose
 from llm.parameters import TextParameters
-from llm.work import Work
+from llm.sequence import SequenceState
 from tests.llm import stage
 
 
@@ -75,9 +75,9 @@ def test_never_and_always(temperature: float, draft: Any) -> None:
     assert all(text.tokens == (30,) * 12 for text in found[12:])
 
 
-def _asked(temperature: float, bias: dict[int, float], first: int) -> Asked:
+def _asked(temperature: float, bias: dict[int, float], first: int) -> SampleRequest:
     wanted = TextParameters((5, 6), 9, temperature=temperature, seed=first, logit_bias=tuple(bias.items()))
-    return Asked(Work(wanted, stage.small().tokenizer, 64, None, lookup=False), first)
+    return SampleRequest(SequenceState(wanted, stage.small().tokenizer, 64, None, lookup=False), first)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])

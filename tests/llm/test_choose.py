@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llm import sample
-from llm.choose import Asked, choose, look
-from llm.constrain import Constraints
+from llm.choose import SampleRequest, choose, greedy_tokens
+from llm.constrain import GrammarCompiler
 from llm.parameters import TextParameters
-from llm.speculate import MOST, Guess, accepted
-from llm.work import Work
+from llm.sequence import SequenceState
+from llm.speculate import MOST, DraftTokens, accepted
 from tests.core.quant.stage import normal
 from tests.llm import stage
 
@@ -53,24 +53,25 @@ KINDS = {
 }
 
 
-def work_of(kind: Kind) -> Work:
+def work_of(kind: Kind) -> SequenceState:
     model = stage.small()
-    made = Work(TextParameters(PROMPT, 50, ignore_end=True, **kind.wanted), model.tokenizer, model.vocabulary, None,
+    made = SequenceState(TextParameters(PROMPT, 50, ignore_end=True, **kind.wanted), model.tokenizer, model.vocabulary,
+                None,
                 lookup=False)  # fmt: skip
     made.take(list(kind.said), [], set())
     return made
 
 
-def guess_of(kind: Kind, logits: Tensor, seed: int) -> Guess:
+def guess_of(kind: Kind, logits: Tensor, seed: int) -> DraftTokens:
     """Some right and some wrong guesses, by the logits [k + 1, V] that they will be held against."""
     if not kind.guesses:
-        return Guess([])
+        return DraftTokens([])
     if kind.drafted:
         q = (logits[:-1] + normal(seed, *logits[:-1].shape)).softmax(-1)
-        return Guess(q.argmax(-1).tolist(), q)
+        return DraftTokens(q.argmax(-1).tolist(), q)
     best = logits.argmax(-1).tolist()
     right = seed % (kind.guesses + 1)
-    return Guess([best[j] if j < right else best[j] + 1 for j in range(kind.guesses)])
+    return DraftTokens([best[j] if j < right else best[j] + 1 for j in range(kind.guesses)])
 
 
 def penalized(kind: Kind, row: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def penalized(kind: Kind, row: Tensor) -> Tensor:
     return row
 
 
-def alone(kind: Kind, logits: Tensor, guess: Guess) -> list[int]:
+def alone(kind: Kind, logits: Tensor, guess: DraftTokens) -> list[int]:
     """What follows for one request, of its own logits [k + 1, V]."""
     if kind.wanted["temperature"] == 0:
         best = penalized(kind, logits[0]).argmax().item() if not guess.tokens else None
@@ -95,7 +96,7 @@ def alone(kind: Kind, logits: Tensor, guess: Guess) -> list[int]:
         right = next((j for j, token in enumerate(guess.tokens) if token != rows[j]), len(guess.tokens))
         return [int(token) for token in rows[: right + 1]]
     wanted = kind.wanted
-    settings = sample.Settings(
+    settings = sample.SamplingSettings(
         torch.tensor([wanted["temperature"]]), torch.tensor([wanted["top_k"]]),
         torch.tensor([wanted["top_p"]], dtype=torch.float64), torch.tensor([wanted["min_p"]]),
         np.array([wanted["seed"]], np.uint64),
@@ -110,15 +111,15 @@ def alone(kind: Kind, logits: Tensor, guess: Guess) -> list[int]:
 
 
 def check(names: list[str], seed: int, *, looked: bool) -> None:
-    asked: list[Asked] = []
+    asked: list[SampleRequest] = []
     rows: list[Tensor] = []
     for n, name in enumerate(names):
         kind = KINDS[name]
         own = normal(seed + n, kind.guesses + 1, stage.small().vocabulary, scale=3)
-        asked.append(Asked(work_of(kind), sum(map(len, rows)), guess_of(kind, own, seed + n)))
+        asked.append(SampleRequest(work_of(kind), sum(map(len, rows)), guess_of(kind, own, seed + n)))
         rows.append(own)
     logits = torch.cat(rows) if rows else torch.zeros(0, stage.small().vocabulary)
-    best = look(logits, asked) if looked else None
+    best = greedy_tokens(logits, asked) if looked else None
     chosen = choose(logits.clone(), asked, best)
     assert len(chosen) == len(names)
     for name, own, ask, found in zip(names, rows, asked, chosen, strict=True):
@@ -149,10 +150,10 @@ def test_all_kinds_together_are_what_each_is_alone(names: list[str], seed: int, 
 def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
     pytest.importorskip("llguidance")
     model = stage.small()
-    constraints = Constraints(model.tokenizer, model.vocabulary, sorted(model.ends))
+    constraints = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
     logits = normal(3, 3, model.vocabulary, scale=3)
     held, drawn, free = (
-        Work(TextParameters(PROMPT, 50, **wanted), model.tokenizer, model.vocabulary, matcher, lookup=False)
+        SequenceState(TextParameters(PROMPT, 50, **wanted), model.tokenizer, model.vocabulary, matcher, lookup=False)
         for wanted, matcher in (
             (GREEDY, constraints.matcher('{"type": "boolean"}')),
             (SEEDED, constraints.matcher('{"type": "integer"}')),
@@ -162,17 +163,17 @@ def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
     assert held.matcher is not None and drawn.matcher is not None
     allowed, digits = held.matcher.allowed(), drawn.matcher.allowed()
     assert 0 < allowed.sum() < model.vocabulary and not allowed[logits[0].argmax()]
-    made = choose(logits.clone(), [Asked(held, 0), Asked(drawn, 1), Asked(free, 2)])
+    made = choose(logits.clone(), [SampleRequest(held, 0), SampleRequest(drawn, 1), SampleRequest(free, 2)])
     assert made[0].tokens == [int(logits[0].where(allowed, -torch.inf).argmax())]
     assert digits[made[1].tokens[0]]
     assert made[2].tokens == [int(logits[2].argmax())]
 
 
 def test_rows_that_are_not_finite_are_found() -> None:
-    greedy, drawn = Asked(work_of(KINDS["greedy"]), 0), Asked(work_of(KINDS["drawn"]), 1)
+    greedy, drawn = SampleRequest(work_of(KINDS["greedy"]), 0), SampleRequest(work_of(KINDS["drawn"]), 1)
     logits = normal(1, 4, stage.small().vocabulary)
     logits[1, 3], logits[2, 0] = torch.nan, torch.inf
     best = logits.argmax(-1).tolist()
-    assert look(logits, [greedy, drawn]) == [best[0], -1, -1, best[3]]
-    assert [token >= 0 for token in look(logits, [drawn])] == [True, False, False, True]
-    assert look(logits, [greedy], torch.tensor([4, 3, 2, 1])) == [4, 3, 2, 1], "the forward has looked already"
+    assert greedy_tokens(logits, [greedy, drawn]) == [best[0], -1, -1, best[3]]
+    assert [token >= 0 for token in greedy_tokens(logits, [drawn])] == [True, False, False, True]
+    assert greedy_tokens(logits, [greedy], torch.tensor([4, 3, 2, 1])) == [4, 3, 2, 1], "the forward has looked already"

@@ -17,7 +17,7 @@ from tests.interpreted import CUDA
 
 # isort: split
 from llm.decode_kernel import decode, decode_reference, lacks
-from llm.kv_cache import KVCache, Step
+from llm.kv_cache import KVCache, TokenBatch
 from tests.core.quant.stage import ROOT
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -33,7 +33,7 @@ def filled(lengths: list[int], kv_heads: int, d: int, dtype: torch.dtype, kind: 
     for s, length in enumerate(lengths):
         cache.place(s, order[s * each : (s + 1) * each])
         positions = torch.arange(length, dtype=torch.int32, device=DEVICE)
-        step = Step(positions, positions, torch.full_like(positions, s), positions[:0])
+        step = TokenBatch(positions, positions, torch.full_like(positions, s), positions[:0])
         keys, values = (torch.randn(length, kv_heads, d, generator=draw, device=DEVICE).to(dtype) for _ in range(2))
         cache.write(0, keys, values, step)
     return cache

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from llm.execution import FUSED, KERNELS, TORCH, Execution
-from llm.kv_cache import Step
+from llm.execution import FUSED, KERNELS, TORCH, TextExecution
+from llm.kv_cache import TokenBatch
 from llm.load import TextModel, TextModelError
 from tests.llm import stage
 
@@ -20,26 +20,26 @@ SIZE: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 64}
 
 def test_on_a_cpu_our_kernels_run_and_else_torch() -> None:
     model = stage.small()
-    assert Execution(model, kernels=stage.kernels(), **SIZE).kind == KERNELS
-    assert Execution(model, **SIZE).kind == TORCH
+    assert TextExecution(model, kernels=stage.kernels(), **SIZE).kind == KERNELS
+    assert TextExecution(model, **SIZE).kind == TORCH
 
 
 def test_fp8_is_refused_on_a_cpu() -> None:
     with pytest.raises(TextModelError, match="fp8 does not run on a CPU; take int8 or fp32"):
-        Execution(replace(stage.small(), precision="fp8"), kernels=stage.kernels(), **SIZE)
+        TextExecution(replace(stage.small(), precision="fp8"), kernels=stage.kernels(), **SIZE)
 
 
 def test_pages_in_e4m3_run_on_torch_where_there_is_no_gpu(caplog: pytest.LogCaptureFixture) -> None:
     model = stage.small()
     with caplog.at_level(logging.WARNING):
-        eight = Execution(model, kv="fp8", kernels=stage.kernels(), **SIZE)
+        eight = TextExecution(model, kv="fp8", kernels=stage.kernels(), **SIZE)
     assert eight.kind == TORCH and "not in E4M3" in caplog.text
-    exact = Execution(model, **SIZE)
+    exact = TextExecution(model, **SIZE)
     found = []
     for execution in (eight, exact):
         execution.cache.place(0, [3, 7])
         tokens = list(range(40, 60))
-        found.append(execution(Step.of(tokens, list(range(20)), [0] * 20, [19])).clone())
+        found.append(execution(TokenBatch.of(tokens, list(range(20)), [0] * 20, [19])).clone())
     # Each key and value loses up to a sixteenth of itself.
     assert 0 < (found[0] - found[1]).norm() < 0.1 * found[1].norm()
 
@@ -58,13 +58,13 @@ def test_on_a_gpu_fused_kernels_run_all_but_fp32(
     from llm.load import load
 
     with caplog.at_level(logging.WARNING):
-        execution = Execution(moved(load(tiny.TINY), dtype), **SIZE)
+        execution = TextExecution(moved(load(tiny.TINY), dtype), **SIZE)
     assert execution.kind == kind
     assert (kind == FUSED) != ("not fp32" in caplog.text)
     execution.cache.place(0, [3, 7])
     execution.prepare(3, 64)
     tokens = list(range(40, 60))
-    logits = execution(Step.of(tokens, list(range(20)), [0] * 20, [19]))
+    logits = execution(TokenBatch.of(tokens, list(range(20)), [0] * 20, [19]))
     assert logits.shape == (1, 262) and logits.dtype == torch.float32 and bool(logits.isfinite().all())
 
 

@@ -15,10 +15,10 @@ from core.quant.kernels.cuda.quantize import to_levels
 from llm import tiny
 from llm.chunk_kernel import chunks, tiles
 from llm.decode_kernel import decode, decode_reference, reach
-from llm.execution import Fused
+from llm.execution import FusedTextExecution
 from llm.fused import FusedLlama
 from llm.fused_kernels import (
-    Sums,
+    SplitSums,
     add_norm,
     add_norm_reference,
     gate,
@@ -26,7 +26,7 @@ from llm.fused_kernels import (
     rotate,
     rotate_reference,
 )
-from llm.kv_cache import Kind, KVCache, Step
+from llm.kv_cache import Kind, KVCache, TokenBatch
 from llm.load import TextModel, load
 from llm.quantized import quantize
 from llm.stream_kernel import choose, gated, gated_reference, stream, stream_reference
@@ -115,7 +115,7 @@ def test_add_norm(to: torch.dtype, splits: int) -> None:
     x, weight = normal(generator, rows, channels).to(DTYPE), 1 + 0.1 * normal(generator, channels).to(DTYPE)
     parts = operand(generator, torch.int8, max(1, splits), rows, channels).int()
     scale, bias = normal(generator, channels) / 40, normal(generator, channels)
-    sums = Sums(parts, scale, bias) if splits else None
+    sums = SplitSums(parts, scale, bias) if splits else None
     inverse = 30 + normal(generator, channels) if to in EIGHT else None
     kept = torch.empty_like(x)
     found = add_norm(x, weight, 1e-5, inverse, to, sums=sums, kept=kept)
@@ -152,11 +152,11 @@ def test_rotate(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
     angle = normal(generator, 256, d // 2)
     angles = torch.cat([angle.cos(), angle.sin()], dim=1)
     found, wanted = cache_of(kind, kv_heads, d), cache_of(kind, kv_heads, d)
-    q = rotate(Sums(parts), angles, positions, sequences, found, 0, heads, DTYPE)
+    q = rotate(SplitSums(parts), angles, positions, sequences, found, 0, heads, DTYPE)
     real = positions >= 0
     wanted_q, k, v = rotate_reference(parts.sum(0), angles, positions.clamp_min(0), heads, kv_heads)
     close(q, wanted_q.to(DTYPE))
-    step = Step(positions[real], positions[real], sequences[real], positions[:0])
+    step = TokenBatch(positions[real], positions[real], sequences[real], positions[:0])
     wanted.write(0, k[real], v[real], step)
     for ours, theirs in zip(found.layer(0), wanted.layer(0), strict=True):
         if ours is not None and theirs is not None:
@@ -180,7 +180,7 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
     cache = cache_of(kind, kv_heads, d)
     for s in range(6):
         every = torch.arange(256, dtype=torch.int32, device=DEVICE)
-        step = Step(every, every, torch.full_like(every, s), every[:0])
+        step = TokenBatch(every, every, torch.full_like(every, s), every[:0])
         cache.write(
             0, normal(generator, 256, kv_heads, d).to(DTYPE), normal(generator, 256, kv_heads, d).to(DTYPE), step
         )
@@ -216,7 +216,7 @@ def model_of(kind: str) -> TextModel:
     return quantize(model, texts, scheme="fp8" if kind == "fp8" else "int8")
 
 
-def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> Fused:
+def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> FusedTextExecution:
     cache = KVCache(
         layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=40, sequences=sequences,
         context=160, dtype=DTYPE, device=DEVICE, kind=kv, turned=True,
@@ -224,20 +224,22 @@ def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> Fused:
     for s in range(sequences):
         cache.place(s, list(range(s * 10, s * 10 + 10)))
     cache.settle()
-    return Fused(FusedLlama(model.network, cache), cache, sequences, 160)
+    return FusedTextExecution(FusedLlama(model.network, cache), cache, sequences, 160)
 
 
-def read(run: Fused, ids: list[list[int]], cuts: list[int]) -> list[list[Tensor]]:
+def read(run: FusedTextExecution, ids: list[list[int]], cuts: list[int]) -> list[list[Tensor]]:
     """Logits of every token of these texts: the first `cuts` of each in chunks together, the others one by one."""
     logits: list[list[Tensor]] = [[] for _ in ids]
     rows = [(s, p) for s, text in enumerate(ids) for p in range(cuts[s])]
-    step = Step.of([ids[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], list(range(len(rows))))
+    step = TokenBatch.of(
+        [ids[s][p] for s, p in rows], [p for _, p in rows], [s for s, _ in rows], list(range(len(rows)))
+    )
     for (s, _), row in zip(rows, run(step).clone(), strict=True):
         logits[s].append(row)
     for at in range(min(cuts), max(map(len, ids))):
         alive = [s for s, text in enumerate(ids) if cuts[s] <= at < len(text)]
         if alive:
-            step = Step.of([ids[s][at] for s in alive], [at] * len(alive), alive, list(range(len(alive))))
+            step = TokenBatch.of([ids[s][at] for s in alive], [at] * len(alive), alive, list(range(len(alive))))
             for s, row in zip(alive, run(step).clone(), strict=True):
                 logits[s].append(row)
     return logits
@@ -307,7 +309,7 @@ def test_rows_that_fill_up_write_nowhere() -> None:
     read(run, TEXTS, [3, 3, 3])
     cache = run.model.cache
     before = cache.keys.clone(), cache.values.clone()
-    step = Step.of([7, 8, 9], [60, 61, 62], [0, 1, 2], [0, 1, 2])  # in a bucket of four
+    step = TokenBatch.of([7, 8, 9], [60, 61, 62], [0, 1, 2], [0, 1, 2])  # in a bucket of four
     run(step)
     for old, new in zip(before, (cache.keys, cache.values), strict=True):
         changed = (old != new).flatten(2).any(-1).any(0).nonzero()[:, 0].tolist()

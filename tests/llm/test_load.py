@@ -21,8 +21,8 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.t5.configuration_t5 import T5Config
 
 from llm import tiny
-from llm.execution import KERNELS, TORCH, Execution
-from llm.kv_cache import Step
+from llm.execution import KERNELS, TORCH, TextExecution
+from llm.kv_cache import TokenBatch
 from llm.load import TextModelError, load
 from tests.llm import stage
 
@@ -58,7 +58,7 @@ def saved(folder: Path, config: Any) -> Path:
     return folder
 
 
-def logits(execution: Execution, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+def logits(execution: TextExecution, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     """Of all tokens [S, T, V]: read in chunks, all sequences in each forward, in pages that lie in no order."""
     count, length = ids.shape
     order = torch.randperm(execution.cache.keys.shape[1], generator=torch.Generator().manual_seed(1)).tolist()
@@ -68,7 +68,7 @@ def logits(execution: Execution, ids: torch.Tensor, chunks: list[int]) -> torch.
     made, start = [], 0
     for size in chunks:
         rows = [(s, t) for s in range(count) for t in range(start, start + size)]
-        step = Step.of([int(ids[s, t]) for s, t in rows], [t for _, t in rows], [s for s, _ in rows],
+        step = TokenBatch.of([int(ids[s, t]) for s, t in rows], [t for _, t in rows], [s for s, _ in rows],
                        list(range(len(rows))))  # fmt: skip
         made.append(execution(step).clone().view(count, size, -1))
         start += size
@@ -88,7 +88,7 @@ def test_logits_are_transformers(name: str, tmp_path: Path, caplog: pytest.LogCa
     size: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256}
     for kernels, expected in ((None, TORCH), (stage.kernels(), kind)):
         with caplog.at_level(logging.WARNING):
-            execution = Execution(model, kernels=kernels, **size)
+            execution = TextExecution(model, kernels=kernels, **size)
         assert execution.kind == expected
         found = logits(execution, ids, [20, 1, 1, 5, 16])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
@@ -100,7 +100,7 @@ def test_int8_pages_on_torch_and_on_kernels_agree() -> None:
     ids = torch.randint(6, 4096, (2, 40), generator=torch.Generator().manual_seed(3))
     size: dict[str, Any] = {"pages": 8, "sequences": 2, "context": 256}
     exact, plain, ours = (
-        logits(Execution(model, kv=kv, kernels=kernels, **size), ids, [30, 1, 9])  # type: ignore[arg-type]
+        logits(TextExecution(model, kv=kv, kernels=kernels, **size), ids, [30, 1, 9])  # type: ignore[arg-type]
         for kv, kernels in (("float", None), ("int8", None), ("int8", stage.kernels()))
     )
     assert 1e-4 < (plain - exact).abs().max() < 0.05 * exact.abs().max()
@@ -113,16 +113,16 @@ def test_rows_keep_their_bits_in_any_step() -> None:
     model = stage.emoji()
     ids = torch.randint(6, 4096, (3, 40), generator=torch.Generator().manual_seed(4))
     size: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256, "kernels": stage.kernels()}
-    whole = logits(Execution(model, **size), ids, [40])
-    assert torch.equal(logits(Execution(model, **size), ids, [1] * 40), whole)
-    assert torch.equal(logits(Execution(model, **size), ids[1:2], [7, 33])[0], whole[1])
+    whole = logits(TextExecution(model, **size), ids, [40])
+    assert torch.equal(logits(TextExecution(model, **size), ids, [1] * 40), whole)
+    assert torch.equal(logits(TextExecution(model, **size), ids[1:2], [7, 33])[0], whole[1])
 
 
 def test_weights_are_held_once_if_wished() -> None:
     """Packed weights do without the model's own, also in programs that are written later, and where ends are tied."""
     model = load(str(stage.LM))
     ids = torch.randint(6, 4096, (2, 30), generator=torch.Generator().manual_seed(5))
-    execution = Execution(model, pages=8, sequences=2, context=256, kernels=stage.kernels())
+    execution = TextExecution(model, pages=8, sequences=2, context=256, kernels=stage.kernels())
     wanted = logits(execution, ids, [30])
     before = sum(weight.numel() for weight in model.network.parameters())
     execution.release()
@@ -205,6 +205,6 @@ def test_bf16_weights_on_kernels() -> None:
     folder = load(str(stage.LM), precision="bf16")
     ids = torch.randint(6, 4096, (2, 20), generator=torch.Generator().manual_seed(3))
     size: dict[str, Any] = {"pages": 8, "sequences": 2, "context": 256, "kernels": stage.kernels()}
-    half = logits(Execution(folder, **size), ids, [20])
+    half = logits(TextExecution(folder, **size), ids, [20])
     rounded = replace(model, network=load(str(stage.LM), precision="bf16").network.float())
-    torch.testing.assert_close(half, logits(Execution(rounded, **size), ids, [20]), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(half, logits(TextExecution(rounded, **size), ids, [20]), rtol=1e-4, atol=1e-3)

@@ -7,14 +7,14 @@ import random
 import pytest
 
 from core.batching.slots import IntegrityError
-from llm.pages import PAGE, Holding, Pages
+from llm.pages import PAGE, PageAllocator, SequencePages
 
 
 def test_10_000_operations_leave_every_page_free() -> None:
     """Begin, grow, publish and release in any order; whoever finds a page finds what was written for these tokens."""
     draw = random.Random(0)
-    pages = Pages(24)
-    live: list[tuple[Holding, list[int]]] = []
+    pages = PageAllocator(24)
+    live: list[tuple[SequencePages, list[int]]] = []
     written: dict[tuple[int, int], tuple[int, ...]] = {}  # page → the tokens up to its end, as of the last write
     shared = refused = 0
     for _ in range(10_000):
@@ -22,7 +22,7 @@ def test_10_000_operations_leave_every_page_free() -> None:
         if what < 0.3:
             # Few different beginnings, so that many are shared.
             tokens = [draw.randint(0, 1) for _ in range(3)] * draw.randint(1, 30)
-            holding = Holding()
+            holding = SequencePages()
             pages.find(holding, tokens)
             shared += holding.shared
             for number in range(holding.shared):
@@ -57,34 +57,34 @@ def test_10_000_operations_leave_every_page_free() -> None:
 
 
 def test_the_last_token_is_never_found() -> None:
-    pages, tokens = Pages(4), list(range(PAGE))
-    first = Holding()
+    pages, tokens = PageAllocator(4), list(range(PAGE))
+    first = SequencePages()
     assert pages.extend(first, PAGE)
     pages.publish(first, tokens, PAGE)
-    second, third = Holding(), Holding()
+    second, third = SequencePages(), SequencePages()
     pages.find(second, tokens)
     pages.find(third, [*tokens, 99])
     assert second.pages == [] and third.pages == first.pages and pages.hits == PAGE
 
 
 def test_equal_tokens_behind_other_beginnings_are_not_found() -> None:
-    pages = Pages(8)
-    first = Holding()
+    pages = PageAllocator(8)
+    first = SequencePages()
     tokens = [1] * PAGE + [2] * PAGE
     assert pages.extend(first, 2 * PAGE)
     pages.publish(first, tokens, 2 * PAGE)
-    other = Holding()
+    other = SequencePages()
     pages.find(other, [3] * PAGE + [2] * PAGE + [0])
     assert other.pages == []
 
 
 def test_two_that_computed_the_same_keep_a_page_each() -> None:
-    pages, tokens = Pages(8), [5] * (2 * PAGE)
-    both = [Holding(), Holding()]
+    pages, tokens = PageAllocator(8), [5] * (2 * PAGE)
+    both = [SequencePages(), SequencePages()]
     for holding in both:
         assert pages.extend(holding, 2 * PAGE)
         pages.publish(holding, tokens, 2 * PAGE)
-    third = Holding()
+    third = SequencePages()
     pages.find(third, [*tokens, 0])
     assert third.pages == both[0].pages != both[1].pages
     for holding in (*both, third):
@@ -95,32 +95,32 @@ def test_two_that_computed_the_same_keep_a_page_each() -> None:
 
 def test_idle_pages_are_found_until_their_place_is_needed() -> None:
     """The longest unused go first, and of one sequence the end before the beginning."""
-    pages = Pages(4)
+    pages = PageAllocator(4)
     old, new = [1] * (2 * PAGE), [2] * (2 * PAGE)
     for tokens in (old, new):
-        holding = Holding()
+        holding = SequencePages()
         assert pages.extend(holding, len(tokens))
         pages.publish(holding, tokens, len(tokens))
         pages.release(holding)
     assert pages.free == 4 and pages.held == 0
-    taker = Holding()
+    taker = SequencePages()
     assert pages.extend(taker, PAGE)
-    found = {name: Holding() for name in ("old", "new")}
+    found = {name: SequencePages() for name in ("old", "new")}
     pages.find(found["old"], [*old, 0])
     pages.find(found["new"], [*new, 0])
     assert len(found["old"].pages) == 1 and len(found["new"].pages) == 2
 
 
 def test_too_few_pages_take_nothing() -> None:
-    pages, holding = Pages(2), Holding()
+    pages, holding = PageAllocator(2), SequencePages()
     assert not pages.extend(holding, 3 * PAGE)
     assert holding.pages == [] and pages.free == 2
 
 
 def test_books_that_do_not_balance_are_told() -> None:
-    pages, holding = Pages(2), Holding()
+    pages, holding = PageAllocator(2), SequencePages()
     assert pages.extend(holding, PAGE)
-    stolen = Holding(list(holding.pages))
+    stolen = SequencePages(list(holding.pages))
     pages.release(holding)
     with pytest.raises(IntegrityError, match="not held"):
         pages.release(stolen)

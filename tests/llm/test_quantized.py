@@ -14,8 +14,8 @@ import torch
 from core.quant.linear import Int8Linear
 from core.quant.statistics import StatisticsError
 from llm import tiny
-from llm.execution import Execution
-from llm.kv_cache import Step
+from llm.execution import TextExecution
+from llm.kv_cache import TokenBatch
 from llm.load import TextModel, TextModelError, load, variant
 from llm.quantized import calibrate, make, quantize
 from llm.recipe import llama
@@ -28,12 +28,12 @@ TEXTS = [line for part in CAPTIONS.split("\n") for line in part.split("|") if li
 
 def perplexity(model: TextModel) -> float:
     """Of captions, on our kernels."""
-    execution = Execution(model, pages=16, sequences=1, context=256, kernels=stage.kernels())
+    execution = TextExecution(model, pages=16, sequences=1, context=256, kernels=stage.kernels())
     execution.cache.place(0, list(range(16)))
     total, count = 0.0, 0
     for text in TEXTS:
         ids = stage.plain(model, text)
-        step = Step.of(list(ids), list(range(len(ids))), [0] * len(ids), list(range(len(ids) - 1)))
+        step = TokenBatch.of(list(ids), list(range(len(ids))), [0] * len(ids), list(range(len(ids) - 1)))
         logs = execution(step).log_softmax(-1)
         total -= float(logs.gather(1, torch.tensor(ids[1:])[:, None]).sum())
         count += len(ids) - 1

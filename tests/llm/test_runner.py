@@ -21,7 +21,7 @@ from core.batching.runner import Lane
 from core.batching.scheduler import Scheduler
 from llm.load import TextModelError
 from llm.pages import PAGE
-from llm.parameters import Delta, TextParameters
+from llm.parameters import TextDelta, TextParameters
 from llm.runner import TextRunner
 from tests.llm import stage
 
@@ -68,7 +68,7 @@ def test_events_add_up_to_the_result() -> None:
         request = Request("a", "text", wanted, listener=lambda _, outcome: told.append(outcome))
         text = engine.submit(request).result()
     deltas = [outcome.token for outcome in told if outcome.token is not None]
-    assert all(isinstance(delta, Delta) for delta in deltas) and len(deltas) > 3
+    assert all(isinstance(delta, TextDelta) for delta in deltas) and len(deltas) > 3
     assert "".join(delta.text for delta in deltas) == text.text
     assert tuple(t for delta in deltas for t in delta.tokens) == text.tokens
     assert tuple(p for delta in deltas for p in delta.logprobs) == text.logprobs

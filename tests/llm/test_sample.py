@@ -25,8 +25,8 @@ from tests.core.quant.stage import normal
 
 def settings(
     rows: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> sample.Settings:
-    return sample.Settings(
+) -> sample.SamplingSettings:
+    return sample.SamplingSettings(
         torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64),
         torch.full((rows,), min_p), np.arange(rows, dtype=np.uint64),
     )  # fmt: skip
@@ -112,7 +112,7 @@ def test_rows_without_bounds_stand_beside_others() -> None:
 
 def test_a_row_is_drawn_as_if_it_were_alone() -> None:
     logits = normal(1, 40, 500, scale=2)
-    many = sample.Settings(
+    many = sample.SamplingSettings(
         torch.linspace(0.2, 2, 40), torch.arange(40) % 7 * 9, torch.linspace(0.3, 1, 40, dtype=torch.float64),
         torch.linspace(0, 0.2, 40), np.arange(40, dtype=np.uint64),
     )  # fmt: skip

@@ -13,15 +13,25 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from llm import sample
-from llm.speculate import MOST, NOMINAL, Guess, Lengths, Line, Lookup, Pace, accepted, agreed
+from llm.speculate import (
+    MOST,
+    NOMINAL,
+    AcceptanceRate,
+    DraftLengths,
+    DraftTokens,
+    LinearCost,
+    PromptLookup,
+    accepted,
+    agreed,
+)
 from tests.core.quant.stage import normal
 from tests.llm import stage
 
 WORDS, N = 5, 20_000
 
 
-def settings(n: int) -> sample.Settings:
-    return sample.Settings(
+def settings(n: int) -> sample.SamplingSettings:
+    return sample.SamplingSettings(
         torch.ones(n), torch.zeros(n, dtype=torch.long), torch.ones(n, dtype=torch.float64), torch.zeros(n),
         np.arange(n, dtype=np.uint64),
     )  # fmt: skip
@@ -41,7 +51,7 @@ def test_rejection_sampling_follows_the_target(kind: str) -> None:
     first = sample.draw(q[:1].expand(N, -1), sample.uniform(seeds.seeds, index, sample.DRAFT)).tolist()
     second = sample.draw(q[1:].expand(N, -1), sample.uniform(seeds.seeds, index + 1, sample.DRAFT)).tolist()
     known = None if kind in ("certain", "disjoint") else q
-    guesses = [Guess([a, b], known) for a, b in zip(first, second, strict=True)]
+    guesses = [DraftTokens([a, b], known) for a, b in zip(first, second, strict=True)]
     made = accepted(target.repeat(N, 1), range(0, 3 * N, 3), guesses, seeds, index)
     # Where a guess was rejected the answer ends early: its other tokens come from later forwards.
     heads = torch.bincount(torch.tensor([tokens[0] for tokens in made]), minlength=WORDS)
@@ -70,7 +80,7 @@ def test_mixed_numbers_of_guesses_in_one_pass() -> None:
     """None, one and three guesses side by side are what each is alone."""
     target = normal(3, 9, WORDS).softmax(-1)
     q = normal(4, 3, WORDS).softmax(-1)
-    guesses = [Guess([]), Guess([2], q[:1]), Guess([0, 4, 1], q), Guess([1])]
+    guesses = [DraftTokens([]), DraftTokens([2], q[:1]), DraftTokens([0, 4, 1], q), DraftTokens([1])]
     firsts, index, whole = [0, 1, 3, 7], np.array([5, 6, 7, 8]), settings(4)
     together = accepted(target, firsts, guesses, whole, index)
     for i in range(4):
@@ -136,20 +146,20 @@ def joint(
 
 
 def test_lookup_finds_what_followed() -> None:
-    known = Lookup([1, 2, 3, 4, 5, 9, 2, 3, 4])
+    known = PromptLookup([1, 2, 3, 4, 5, 9, 2, 3, 4])
     assert known.guess(3) == [5, 9, 2]
     known.extend([8])
     assert known.guess(3) == []
     known.extend([4, 5])  # two tokens are known where three are not
     assert known.guess(2) == [9, 2]
-    assert Lookup([7]).guess(3) == []
+    assert PromptLookup([7]).guess(3) == []
 
 
 def test_lookup_is_what_a_search_from_the_end_finds() -> None:
     draw = torch.Generator().manual_seed(0)
     for _ in range(100):
         tokens = torch.randint(0, 4, (30,), generator=draw).tolist()
-        known = Lookup(tokens[:10])
+        known = PromptLookup(tokens[:10])
         known.extend(tokens[10:])
         wanted: list[int] = []
         for n in (3, 2):
@@ -163,7 +173,7 @@ def test_lookup_is_what_a_search_from_the_end_finds() -> None:
 def test_pace_comes_to_the_true_rate() -> None:
     draw = np.random.default_rng(0)
     for rate in (0.1, 0.5, 0.9):
-        pace, seen = Pace(), []
+        pace, seen = AcceptanceRate(), []
         for _ in range(2000):
             run = next((j for j in range(3) if draw.random() > rate), 3)
             pace.learn(3, run)
@@ -172,7 +182,7 @@ def test_pace_comes_to_the_true_rate() -> None:
 
 
 def test_a_line_is_found_and_follows_what_changes() -> None:
-    line, draw = Line(), np.random.default_rng(1)
+    line, draw = LinearCost(), np.random.default_rng(1)
     assert line(5) == (0.0, 0.0)
     for fixed, each in ((0.002, 0.0003), (0.001, 0.0)):
         for _ in range(400):
@@ -184,7 +194,7 @@ def test_a_line_is_found_and_follows_what_changes() -> None:
 
 
 def test_a_line_of_one_width_has_a_usual_slope() -> None:
-    line = Line()
+    line = LinearCost()
     for _ in range(50):
         line.observe(64, 0.007)
     assert line(64) == (pytest.approx(0.007), pytest.approx(0.0001))
@@ -192,7 +202,7 @@ def test_a_line_of_one_width_has_a_usual_slope() -> None:
 
 def test_lengths_bring_the_most_tokens_a_second() -> None:
     for forward_s, guess_s in ((1, 0.01), (1, 0.2), (0.3, 1)):
-        lengths = Lengths(forward_s, guess_s)
+        lengths = DraftLengths(forward_s, guess_s)
         for acceptance in (0.0, 0.3, 0.6, 0.9, 0.99):
             level = round(acceptance / 0.99 * 31) / 31 * 0.99
 
@@ -200,6 +210,6 @@ def test_lengths_bring_the_most_tokens_a_second() -> None:
                 return sum(a**j for j in range(k + 1)) / (f + k * g)
 
             assert rate(lengths(acceptance)) == pytest.approx(max(rate(k) for k in range(MOST + 1)))
-    for one, two in itertools.pairwise(Lengths(1, 0.1)(a / 100) for a in range(100)):
+    for one, two in itertools.pairwise(DraftLengths(1, 0.1)(a / 100) for a in range(100)):
         assert one <= two
-    assert Lengths(1, 5)(0.9) == 0 and NOMINAL["lookup"](0.9) > NOMINAL["draft"](0.5) > 0
+    assert DraftLengths(1, 5)(0.9) == 0 and NOMINAL["lookup"](0.9) > NOMINAL["draft"](0.5) > 0

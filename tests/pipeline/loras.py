@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pipeline.load import Model
+from pipeline.load import ImageModel
 
 ATTENTION = "down_blocks.1.attentions.0.transformer_blocks.0"
 UNET = (
@@ -41,7 +41,7 @@ LAYERS: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 
 
-def layer(model: Model, part: str, name: str) -> Any:
+def layer(model: ImageModel, part: str, name: str) -> Any:
     """The model's own layer, whether its text encoders have a level more or less."""
     module = {"unet": model.unet, "text_encoder": model.text_encoders[0], "text_encoder_2": model.text_encoders[1]}[
         part
@@ -53,7 +53,7 @@ def layer(model: Model, part: str, name: str) -> Any:
 
 
 def matrices(
-    model: Model, seed: int, *, rank: int = 2, loud: float = 0.1, layers: Mapping[str, Sequence[str]] = LAYERS
+    model: ImageModel, seed: int, *, rank: int = 2, loud: float = 0.1, layers: Mapping[str, Sequence[str]] = LAYERS
 ) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
     """Random (down, up) for each (part, layer)."""
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ def matrices(
 
 
 def write(
-    model: Model,
+    model: ImageModel,
     folder: Path,
     name: str,
     seed: int = 0,

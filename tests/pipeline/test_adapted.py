@@ -20,11 +20,11 @@ from contract.image import Edit, ImageParameters
 from contract.plan import AUTO, DeepCache
 from core.batching.request import State
 from pipeline import lora, quantized, tiny
-from pipeline.adapters import Adapters
+from pipeline.adapters import AdapterCache
 from pipeline.load import load
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels, solo
-from unet_opt.deepcache import Split
+from unet_opt.deepcache import SplitUNet
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = [
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runner_of(folder: Path | None, name: str = tiny.TINY, **options: Any) -> Watching:
     model = load(name)
-    adapters = None if folder is None else Adapters(folder, model, ROOM)
+    adapters = None if folder is None else AdapterCache(folder, model, ROOM)
     return Watching(model, adapters=adapters, **options)
 
 
@@ -183,7 +183,7 @@ def test_the_file_says_what_was_added(folder: Path, runner: Watching) -> None:
     assert told["parameters"]["lora"] == "a:0.5,b"
     assert {name: len(digest) for name, digest in told["fingerprint"]["lora"].items()} == {"a": 64, "b": 64}
     plain = solo(runner, PLAIN)
-    assert "lora" not in plain.parameters.told() and "lora" not in plain.fingerprint
+    assert "lora" not in plain.parameters.to_dict() and "lora" not in plain.fingerprint
 
 
 def test_prompts_are_remembered_for_each_lora_and_scale(runner: Watching) -> None:
@@ -207,7 +207,7 @@ def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
     given = {"text_embeds": torch.randn(1, 24), "time_ids": torch.ones(1, 6)}
     text = torch.randn(1, 77, 2 * runner.execution._kv_width)[..., : runner.execution._kv_width]
     with torch.inference_mode():
-        outputs = [Split(unet).deep(x, t, text, None, given)[0] for unet in (own, twin)]
+        outputs = [SplitUNet(unet).deep(x, t, text, None, given)[0] for unet in (own, twin)]
     assert torch.equal(*outputs), "with no LoRA it is the model"
 
 
@@ -240,7 +240,7 @@ def test_without_a_folder_and_over_eight_bits_there_are_none(
     saved = tiny.save(tmp_path / "tiny", tiny.SHAPES[tiny.TINY])
     quantized.make(load(str(saved)), ["a hat"], saved)
     model = load(str(saved), precision="int8")
-    runner = Watching(model, kernels=kernels, frugal=True, adapters=Adapters(folder, model, ROOM))
+    runner = Watching(model, kernels=kernels, frugal=True, adapters=AdapterCache(folder, model, ROOM))
     assert runner.adapters is None
     with pytest.raises(Invalid, match=r"^lora: weights in int8 take none"):
         Crank(runner).submit("x", with_lora("a"))
@@ -255,7 +255,7 @@ def test_a_file_that_goes_bad_fails_its_own_request_alone(folder: Path, tmp_path
     data[-4:] = np.float32(np.nan).tobytes()
     path.write_bytes(data)
     small = sum(one.numel() for pair in loras.matrices(model, 0).values() for one in pair) * 4
-    runner = Watching(model, adapters=Adapters(tmp_path, model, 4 * small))
+    runner = Watching(model, adapters=AdapterCache(tmp_path, model, 4 * small))
     crank = Crank(runner)
     for name in ("good", "nan", "bad", "gone"):
         crank.submit(name, with_lora(name))
@@ -275,7 +275,7 @@ def test_a_file_that_goes_bad_fails_its_own_request_alone(folder: Path, tmp_path
 
 def test_in_bf16_it_is_as_near_to_fused_weights_as_bf16_is(folder: Path) -> None:
     model = load(tiny.TINY, precision="bf16")
-    own = Watching(model, adapters=Adapters(folder, model, ROOM))
+    own = Watching(model, adapters=AdapterCache(folder, model, ROOM))
     fused = Watching(load(tiny.TINY, precision="bf16", loras=lora.find("a", str(folder))))
     whole = Watching(load(tiny.TINY, loras=lora.find("a", str(folder))))
     drawn, rounded, exact, plain = (
@@ -288,7 +288,7 @@ def test_in_bf16_it_is_as_near_to_fused_weights_as_bf16_is(folder: Path) -> None
 
 def test_a_lora_that_breaks_the_model_fails_its_own_request_and_says_so(folder: Path) -> None:
     model = load(tiny.TINY, precision="fp16")
-    half = Watching(model, adapters=Adapters(folder, model, ROOM))
+    half = Watching(model, adapters=AdapterCache(folder, model, ROOM))
     crank = Crank(half)
     for name, text in (("broken", "b:100,a:100"), ("whole", "a:0.5")):
         crank.submit(name, with_lora(text))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from contract.image import ImageParameters
 from pipeline import tiny
-from pipeline.adapters import Adapters, Taken
+from pipeline.adapters import AdapterCache, AdapterLease
 from pipeline.folder import ModelError
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels
 
@@ -24,12 +24,12 @@ NAMES = ("a", "b", "c", "d")
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> ImageModel:
     return load(tiny.TINY)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, model: ImageModel) -> Path:
     folder = tmp_path_factory.mktemp("loras")
     for seed, name in enumerate(NAMES):
         loras.write(model, folder, name, seed, layers=LAYERS)
@@ -38,20 +38,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(model: Model) -> int:
+def one(model: ImageModel) -> int:
     """Bytes of one LoRA."""
     return sum(4 * part.numel() for pair in loras.matrices(model, 0, layers=LAYERS).values() for part in pair)
 
 
-def taken(adapters: Adapters, text: str) -> Taken:
+def taken(adapters: AdapterCache, text: str) -> AdapterLease:
     adapters.check(text)
     found = adapters.take(text)
     assert found is not None
     return found
 
 
-def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: Model, one: int) -> None:
-    adapters = Adapters(folder, model, 2 * one)
+def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
     for name in ("a", "b", "a", "c"):
         adapters.check(name)
     assert list(adapters.held) == ["a", "c"] and adapters.reads == 3
@@ -61,8 +61,8 @@ def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: M
     assert list(adapters.held) == ["a", "b"] and adapters.reads == 4
 
 
-def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: Model, one: int) -> None:
-    adapters = Adapters(folder, model, 2 * one)
+def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
     first, second = taken(adapters, "a"), taken(adapters, "b:0.5")
     (use,) = adapters.uses(second)
     adapters.check("c")
@@ -81,8 +81,8 @@ def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: Mo
     assert sum(adapters.held.values()) <= 2 * one
 
 
-def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: Model, one: int) -> None:
-    adapters = Adapters(folder, model, one)
+def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, one)
     adapters.check("a")
     adapters.check("b")
     assert list(adapters.held) == ["b"]
@@ -93,8 +93,8 @@ def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: 
     assert adapters.uses(held)[0].factors is use.factors and adapters.reads == 3
 
 
-def test_what_never_fits_is_refused_by_name(folder: Path, model: Model, one: int) -> None:
-    adapters = Adapters(folder, model, 2 * one)
+def test_what_never_fits_is_refused_by_name(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
     with pytest.raises(ModelError, match=r"^lora big: needs \d+ bytes"):
         adapters.check("big")
     with pytest.raises(ModelError, match=r"^lora a and b and c: needs"):
@@ -103,10 +103,10 @@ def test_what_never_fits_is_refused_by_name(folder: Path, model: Model, one: int
 
 
 def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
-    tmp_path: Path, model: Model, one: int
+    tmp_path: Path, model: ImageModel, one: int
 ) -> None:
     path = loras.write(model, tmp_path, "a", 1, layers=LAYERS)
-    adapters = Adapters(tmp_path, model, 4 * one)
+    adapters = AdapterCache(tmp_path, model, 4 * one)
     before = taken(adapters, "a")
     (old,) = adapters.uses(before)
     loras.write(model, tmp_path, "a", 2, layers=LAYERS)
@@ -127,9 +127,11 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
     steps=st.lists(st.tuples(st.sampled_from(("check", "take", "give")), st.sampled_from((*NAMES, "a,c"))), max_size=40)
 )
 @settings(max_examples=100)
-def test_the_books_balance_whatever_comes(steps: list[tuple[str, str]], folder: Path, model: Model, one: int) -> None:
-    adapters = Adapters(folder, model, 2 * one)
-    held: list[tuple[str, Taken]] = []
+def test_the_books_balance_whatever_comes(
+    steps: list[tuple[str, str]], folder: Path, model: ImageModel, one: int
+) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
+    held: list[tuple[str, AdapterLease]] = []
     for what, text in steps:
         if what == "check":
             adapters.check(text)
@@ -151,8 +153,8 @@ def test_the_books_balance_whatever_comes(steps: list[tuple[str, str]], folder: 
     assert sum(adapters.held.values()) <= 2 * one and adapters._pinned_bytes == 0
 
 
-def test_many_threads_at_once(folder: Path, model: Model, one: int) -> None:
-    adapters = Adapters(folder, model, 2 * one)
+def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
     failures: list[BaseException] = []
 
     def work(name: str) -> None:
@@ -174,11 +176,11 @@ def test_many_threads_at_once(folder: Path, model: Model, one: int) -> None:
     assert not failures and adapters._pinned_bytes == 0 and sum(adapters.held.values()) <= 2 * one
 
 
-def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, model: Model, one: int) -> None:
+def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, model: ImageModel, one: int) -> None:
     wanted = {name: ImageParameters("a hat", 1, 32, 32, steps=2, lora=name) for name in (*NAMES, "a,b")}
 
     def drawn(room: int, submit: Callable[[Crank], None]) -> dict[str, object]:
-        runner = Watching(model, adapters=Adapters(folder, model, room))
+        runner = Watching(model, adapters=AdapterCache(folder, model, room))
         crank = Crank(runner)
         submit(crank)
         return crank.pictures()

@@ -12,24 +12,24 @@ from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.statistics import Statistics
 from pipeline import quantized, sdxl, tiny
 from pipeline.calibration import collect, default_prompts
-from pipeline.load import Model, load, weights_digest
+from pipeline.load import ImageModel, load, weights_digest
 from unet_opt.calibrate import CalibrationSettings
 
 SHAPES = {
-    "wide-heads": tiny.Shape(channels=(16, 32), heads=(1, 2)),
-    "deep": tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2),
-    "distilled": tiny.Shape(channels=(16, 32), heads=(1, 2), time_cond=32, force_zeros=False),
+    "wide-heads": tiny.SDXLShape(channels=(16, 32), heads=(1, 2)),
+    "deep": tiny.SDXLShape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2),
+    "distilled": tiny.SDXLShape(channels=(16, 32), heads=(1, 2), time_cond=32, force_zeros=False),
 }
 PROMPTS = default_prompts()[:11]  # a whole batch, and a part of one
 QUICK = CalibrationSettings(steps=4, watched_steps=2)
 
 
 @pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> ImageModel:
     return load(str(tiny.save(tmp_path / "model", SHAPES[request.param])))
 
 
-def ranges(model: Model, kernels: ctypes.CDLL | None = None) -> quantized.Ranges:
+def ranges(model: ImageModel, kernels: ctypes.CDLL | None = None) -> quantized.Ranges:
     return quantized.ranges(model, PROMPTS, settings=QUICK, kernels=kernels)
 
 
@@ -48,7 +48,7 @@ def check_close(found: Statistics, wanted: Statistics) -> None:
             )
 
 
-def test_the_cpu_kernels_find_the_ranges_that_torch_finds(model: Model, kernels: ctypes.CDLL) -> None:
+def test_the_cpu_kernels_find_the_ranges_that_torch_finds(model: ImageModel, kernels: ctypes.CDLL) -> None:
     plain, programs = ranges(model), ranges(model, kernels)
     assert {part: found.batches for part, found in plain.items()} == {"unet": [2] * QUICK.watched_steps, "vae": [2]}
     for part in quantized.PARTS:
@@ -67,7 +67,9 @@ def test_one_pass_finds_what_the_unet_alone_and_the_decoder_alone_read(kernels: 
 
 
 @pytest.mark.parametrize("with_kernels", [True, False])
-def test_the_model_is_left_as_it_was(model: Model, kernels: ctypes.CDLL, with_kernels: bool, tmp_path: Path) -> None:
+def test_the_model_is_left_as_it_was(
+    model: ImageModel, kernels: ctypes.CDLL, with_kernels: bool, tmp_path: Path
+) -> None:
     state = {
         part: {name: tensor.clone() for name, tensor in getattr(model, part).state_dict().items()}
         for part in quantized.PARTS

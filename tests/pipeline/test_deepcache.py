@@ -24,13 +24,15 @@ from pipeline import quantized, tiny
 from pipeline.load import load
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, stock_picture
-from unet_opt.deepcache import Split, kept
+from unet_opt.deepcache import SplitUNet, kept
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
 SHAPE = "cached"
-worlds.MORE[SHAPE] = tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
+worlds.MORE[SHAPE] = tiny.SDXLShape(
+    native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2
+)
 LANE = Lane("tests")
 
 SCHEDULES = (
@@ -88,7 +90,7 @@ def together(runner: Watching, parameters: list[ImageParameters], order: random.
 def stepping(schedule: DeepCache, steps: int) -> Iterator[None]:
     """The stock pipeline with its UNet called as the schedule says, one picture at a time: what ours must equal."""
     unet = stock(SHAPE).unet
-    split, plan = Split(unet), iter(schedule.plan(steps))
+    split, plan = SplitUNet(unet), iter(schedule.plan(steps))
     features: list[Any] = []
     own = unet.forward
 
@@ -255,7 +257,7 @@ def test_ten_thousand_iterations_of_aborts_and_failures_leave_every_slot_free(ke
     assert refused > 100, "memory never ran short"
 
 
-worlds.MORE["tiny-heads"] = tiny.Shape(channels=(16, 32), heads=(1, 2))
+worlds.MORE["tiny-heads"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
 
 # -- memory and refusals -------------------------------------------------------------------------------------------
@@ -334,7 +336,7 @@ def test_left_and_then_follow_the_schedule() -> None:
     crank.turn()
     seen = []
     while not request.state.final:
-        following = runner.then(request)
+        following = runner.next_group(request)
         seen.append((request.phase, following and following.phase, runner.left_s(request, 2)))
         crank.turn()
     assert seen == [

@@ -296,8 +296,8 @@ def test_an_edit_that_makes_no_sense_is_refused_by_field(change: dict[str, Any],
 
 def test_a_file_names_what_was_edited_by_its_hash_and_any_other_does_not() -> None:
     one = wanted(masked=True)
-    told = one.told()["edit"]
+    told = one.to_dict()["edit"]
     assert told["strength"] == 0.6 and len(told["image"]) == len(told["mask"]) == 64
-    assert wanted(picture=5).told()["edit"]["image"] != told["image"] and wanted().told()["edit"]["mask"] is None
-    assert "edit" not in replace(one, edit=None).told()
+    assert wanted(picture=5).to_dict()["edit"]["image"] != told["image"] and wanted().to_dict()["edit"]["mask"] is None
+    assert "edit" not in replace(one, edit=None).to_dict()
     assert "\\x" not in repr(one)

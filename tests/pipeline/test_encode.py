@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.encode import Embedding, Encoder
-from pipeline.load import Model
+from pipeline.load import ImageModel
 from tests.pipeline.worlds import model, stock
 
 PROMPTS = [
@@ -30,7 +30,7 @@ PROMPTS = [
 class Counting(Encoder):
     """Notes which prompts went through the encoders together."""
 
-    def __init__(self, model: Model, capacity: int = 256) -> None:
+    def __init__(self, model: ImageModel, capacity: int = 256) -> None:
         super().__init__(model, capacity)
         self.batches: list[list[str]] = []
 
@@ -40,7 +40,7 @@ class Counting(Encoder):
 
 
 @pytest.fixture(scope="module")
-def plain() -> Model:
+def plain() -> ImageModel:
     return model("plain")
 
 
@@ -60,7 +60,7 @@ def test_an_absent_negative_prompt_is_that_of_diffusers() -> None:
     assert torch.equal(encoder.zero.pooled, pooled[0])
 
 
-def test_a_prompt_is_encoded_alike_in_company(plain: Model) -> None:
+def test_a_prompt_is_encoded_alike_in_company(plain: ImageModel) -> None:
     together = Encoder(plain).encode(PROMPTS)
     for prompt, embedding in zip(PROMPTS, together, strict=True):
         (alone,) = Encoder(plain).encode([prompt])
@@ -70,7 +70,7 @@ def test_a_prompt_is_encoded_alike_in_company(plain: Model) -> None:
 
 
 @pytest.mark.parametrize("bucket", [2, 4])
-def test_in_a_bucket_bits_do_not_depend_on_companions(plain: Model, bucket: int) -> None:
+def test_in_a_bucket_bits_do_not_depend_on_companions(plain: ImageModel, bucket: int) -> None:
     solo = {prompt: Encoder(plain).encode([prompt], bucket)[0] for prompt in PROMPTS}
     for order in (PROMPTS, PROMPTS[::-1], PROMPTS[3:] + PROMPTS[:3]):
         for prompt, embedding in zip(order, Encoder(plain).encode(order, bucket), strict=True):
@@ -78,7 +78,7 @@ def test_in_a_bucket_bits_do_not_depend_on_companions(plain: Model, bucket: int)
             assert torch.equal(embedding.pooled, solo[prompt].pooled)
 
 
-def test_buckets_are_full_and_remembered_apart(plain: Model) -> None:
+def test_buckets_are_full_and_remembered_apart(plain: ImageModel) -> None:
     encoder = Counting(plain)
     encoder.encode(["a", "b", "c"], bucket=2)
     assert encoder.batches == [["a", "b"], ["c", ""]]
@@ -88,7 +88,7 @@ def test_buckets_are_full_and_remembered_apart(plain: Model) -> None:
     assert encoder.batches[2:] == [["a", "c"]]
 
 
-def test_what_is_remembered_is_not_encoded_again(plain: Model) -> None:
+def test_what_is_remembered_is_not_encoded_again(plain: ImageModel) -> None:
     encoder = Counting(plain)
     first = encoder.encode(["a", "b", "a"])
     assert first[0] is first[2] and encoder.batches == [["a", "b"]]
@@ -99,7 +99,7 @@ def test_what_is_remembered_is_not_encoded_again(plain: Model) -> None:
     assert encoder.encode([]) == []
 
 
-def test_the_least_recently_used_go_first_and_no_more_are_kept_than_said(plain: Model) -> None:
+def test_the_least_recently_used_go_first_and_no_more_are_kept_than_said(plain: ImageModel) -> None:
     encoder = Counting(plain, capacity=3)
     encoder.encode(["a", "b", "c"])
     encoder.encode(["a"])
@@ -112,7 +112,7 @@ def test_the_least_recently_used_go_first_and_no_more_are_kept_than_said(plain: 
     assert len(encoder._known) == 3
 
 
-def test_a_known_prompt_survives_newcomers_in_its_own_batch(plain: Model) -> None:
+def test_a_known_prompt_survives_newcomers_in_its_own_batch(plain: ImageModel) -> None:
     encoder = Counting(plain, capacity=2)
     (first,) = encoder.encode(["a"])
     assert encoder.encode(["b", "c", "d", "a"])[3] is first
@@ -124,14 +124,14 @@ def words(tokens: int) -> str:
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 75, 76, 77])
-def test_a_prompt_that_fits_is_not_called_cut(plain: Model, tokens: int) -> None:
+def test_a_prompt_that_fits_is_not_called_cut(plain: ImageModel, tokens: int) -> None:
     prompt = words(tokens)
     assert len(plain.tokenizers[0](prompt).input_ids) == tokens
     assert Encoder(plain).encode([prompt])[0].dropped == ""
 
 
 @pytest.mark.parametrize("over", [1, 2, 30, 1000])
-def test_what_was_beyond_reach_is_said_word_by_word(plain: Model, over: int) -> None:
+def test_what_was_beyond_reach_is_said_word_by_word(plain: ImageModel, over: int) -> None:
     prompt = words(77 + over)
     (found,) = Encoder(plain).encode([prompt])
     assert found.dropped == " ".join(prompt.split()[-over:])
@@ -140,19 +140,19 @@ def test_what_was_beyond_reach_is_said_word_by_word(plain: Model, over: int) -> 
     assert torch.equal(found.hidden, fits.hidden) and torch.equal(found.pooled, fits.pooled)
 
 
-def test_only_the_prompt_that_was_cut_says_so(plain: Model) -> None:
+def test_only_the_prompt_that_was_cut_says_so(plain: ImageModel) -> None:
     found = Encoder(plain).encode([words(77), words(80), "short"], bucket=4)
     assert [bool(embedding.dropped) for embedding in found] == [False, True, False]
 
 
-def test_a_character_that_is_cut_through_is_no_error(plain: Model) -> None:
+def test_a_character_that_is_cut_through_is_no_error(plain: ImageModel) -> None:
     for start in range(4):
         (found,) = Encoder(plain).encode(["x" * start + "🦊" * 40])
         assert "🦊" in found.dropped
         found.dropped.encode()
 
 
-def test_what_is_remembered_does_not_keep_its_batch_alive(plain: Model) -> None:
+def test_what_is_remembered_does_not_keep_its_batch_alive(plain: ImageModel) -> None:
     encoder = Encoder(plain, capacity=1)
     found = encoder.encode([f"prompt {i}" for i in range(16)])
     kept = found[-1]
@@ -165,5 +165,5 @@ def test_what_is_remembered_does_not_keep_its_batch_alive(plain: Model) -> None:
 
 
 @pytest.mark.parametrize("tail", ["[/red] [bold]:smile:", "It's  CAPITAL,\nand\tspaced!!", "🦊 café 一只狐狸", "a.b.c"])
-def test_what_was_cut_is_quoted_as_it_was_written(plain: Model, tail: str) -> None:
+def test_what_was_cut_is_quoted_as_it_was_written(plain: ImageModel, tail: str) -> None:
     assert Encoder(plain).encode([f"{words(77)} {tail}"])[0].dropped == tail

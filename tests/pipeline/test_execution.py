@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from contract.image import ImageParameters
-from core.graphs import Key, compiler
-from pipeline.execution import Group
+from core.graphs import ExecutableKey, compiler
+from pipeline.execution import BatchGroup
 from pipeline.phases import DEEP, VAE
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 
@@ -35,7 +35,9 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monke
             crank.turn()
     assert {r.work.mode for r in crank.scheduler.live.values() if r.work} == {"", "eager"}
     for phase, rows in ((DEEP, 4), (VAE, 1)):  # as `prepare` asks, less what this test does not use
-        runner.execution._executables.want(Key(phase, rows, SIZE), runner.execution._example(phase, rows, SIZE))
+        runner.execution._executables.want(
+            ExecutableKey(phase, rows, SIZE), runner.execution._example(phase, rows, SIZE)
+        )
     assert runner.execution.wait(900)
     assert not runner.execution._executables.failed
     crank.submit("late", wanted(3, True))
@@ -60,8 +62,8 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monke
 def test_a_free_request_takes_whichever_is_cheaper_by_what_was_seen() -> None:
     """Compiled once it is there, so that it is timed, and only if a bucket is wide enough."""
     runner = Watching(model("plain"), buckets=(4,), deterministic_rows=4)
-    execution, group = runner.execution, Group(DEEP, SIZE)
-    execution._executables._compiled[Key(DEEP, 4, SIZE)] = lambda *_: None  # chosen here, and not called
+    execution, group = runner.execution, BatchGroup(DEEP, SIZE)
+    execution._executables._compiled[ExecutableKey(DEEP, 4, SIZE)] = lambda *_: None  # chosen here, and not called
     for _ in range(3):
         execution.observe(group, 3, False, 0.001)
         execution.observe(group, 5, False, 0.001)

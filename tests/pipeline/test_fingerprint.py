@@ -17,11 +17,11 @@ import torch
 
 from contract.image import ImageParameters
 from core.quant.kernels.cpu import library as module
-from core.quant.kernels.cpu.library import Unavailable, identity
+from core.quant.kernels.cpu.library import KernelsUnavailable, identity
 from core.quant.kernels.describe import digest
 from pipeline import fingerprint as prints
 from pipeline import tiny
-from pipeline.fingerprint import CODE, ROOT, Kernels, fingerprint
+from pipeline.fingerprint import CODE, ROOT, KernelIdentity, fingerprint
 from pipeline.load import load
 from pipeline.picture import Picture
 from tests.core.quant import stage
@@ -38,7 +38,7 @@ WISH = ImageParameters("a red hat", 3, 32, 32, steps=3, deterministic=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def shapes() -> None:
-    worlds.MORE["fingerprint"] = tiny.Shape(channels=(16, 32), heads=(1, 2))
+    worlds.MORE["fingerprint"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_the_compiler_is_named_where_it_made_code(monkeypatch: pytest.MonkeyPatc
     assert "compiler" not in fingerprint(drawn, executable="eager", bucket=8)
     for executable in ("compiled", "eager or compiled"):
         assert fingerprint(drawn, executable=executable, bucket=8)["compiler"] == "g++ 99"
-    own = Kernels("avx2", "0123", "clang 7")
+    own = KernelIdentity("avx2", "0123", "clang 7")
     named = fingerprint(drawn, executable="kernels", bucket=None, kernels=own)
     assert (named["kernels"], named["compiler"]) == ("avx2 0123", "clang 7")
 
@@ -79,11 +79,11 @@ _PRINT = """
 import json, sys
 from pathlib import Path
 from core.quant.kernels.cpu.library import library
-from pipeline.fingerprint import Kernels, fingerprint
+from pipeline.fingerprint import KernelIdentity, fingerprint
 from pipeline.load import load
 model = load("random:tiny")
 found = library(Path(sys.argv[1])) if sys.argv[1] else None
-kernels = Kernels.of(model, found, fused=False)
+kernels = KernelIdentity.of(model, found, fused=False)
 print(json.dumps(fingerprint(model, executable="kernels", bucket=None, kernels=kernels)))
 """
 
@@ -137,7 +137,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def drawn(cache: Path) -> Picture:
     try:
         kernels = module.library.__wrapped__(cache)
-    except Unavailable as error:
+    except KernelsUnavailable as error:
         pytest.skip(str(error))
     picture: Picture = solo(Watching(model("fingerprint"), kernels=kernels), WISH)
     return picture

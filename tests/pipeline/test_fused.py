@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from contract.image import ImageParameters
 from contract.plan import DeepCache
 from pipeline import encode
-from pipeline.execution import Group, Way
+from pipeline.execution import BatchGroup, ExecutionPlan
 from pipeline.folder import ModelError
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.test_kernels import SHAPES, mixture, together
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 CUDA = torch.cuda.is_available()
 
 
-def served(shape: str) -> Model:
+def served(shape: str) -> ImageModel:
     worlds.MORE.update(SHAPES)
     model(shape)  # which names it
     return load(f"random:test-{shape}", precision="bf16", device="cuda") if CUDA else model(shape)
@@ -131,7 +131,7 @@ def test_padding_repeats_a_row_and_changes_no_picture(monkeypatch: pytest.Monkey
     runner = runner_of("wide-heads")
     choose, seen = runner.execution.choose, list[tuple[str, int, list[torch.Tensor]]]()
 
-    def watched(group: Group, rows: int) -> Way:
+    def watched(group: BatchGroup, rows: int) -> ExecutionPlan:
         way = choose(group, rows)
 
         def function(*arguments: Any, **options: Any) -> Any:
@@ -166,7 +166,7 @@ def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
     one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0)
     solo(runner, one)
     assert runner.recording.wait(600)
-    group = Group("deep", (side, side))
+    group = BatchGroup("deep", (side, side))
     assert runner.execution.cheapest(group, 2).compiled and not runner.execution.cheapest(group, 16).compiled
     assert runner.execution.graphs == (3, 3), "the encoders for two prompts, deep steps of two rows, one picture's VAE"
     assert runner.execution.costs()["deep", (side, side), True].keys() == {2}, "it was timed"
@@ -176,7 +176,7 @@ def test_while_a_graph_is_missing_a_wider_one_serves_where_it_costs_less() -> No
     runner = runner_of("wide-heads", recorded=False)
     runner.recording.close()
     execution, side = runner.execution, runner.model.native
-    group = Group("deep", (side, side))
+    group = BatchGroup("deep", (side, side))
     execution.choose(group, 8)
     while execution.record_next():
         pass
@@ -201,7 +201,7 @@ def test_deterministic_requests_never_take_a_wider_graph() -> None:
     runner = runner_of("wide-heads", recorded=False)
     runner.recording.close()
     execution, side = runner.execution, runner.model.native
-    group = Group("deep", (side, side))
+    group = BatchGroup("deep", (side, side))
     execution.choose(group, 16)
     while execution.record_next():
         pass
@@ -284,7 +284,7 @@ def test_what_is_wider_than_any_forward_costs_more() -> None:
     runner = runner_of("wide-heads")
     side = runner.model.native
     for phase, widest in (("deep", 16), ("vae", 4)):
-        group = Group(phase, (side, side))
+        group = BatchGroup(phase, (side, side))
         assert runner.cost(group, 10 * widest) >= runner.cost(group, widest)
 
 

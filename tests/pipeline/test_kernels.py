@@ -21,8 +21,8 @@ from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_pi
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
 SHAPES = {
-    "wide-heads": tiny.Shape(channels=(16, 32), heads=(1, 2)),
-    "deep": tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2),
+    "wide-heads": tiny.SDXLShape(channels=(16, 32), heads=(1, 2)),
+    "deep": tiny.SDXLShape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2),
 }
 
 

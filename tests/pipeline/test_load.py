@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import folder as folders
 from pipeline import tiny
-from pipeline.load import Model, ModelError, load
-from pipeline.tiny import Shape
+from pipeline.load import ImageModel, ModelError, load
+from pipeline.tiny import SDXLShape
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -27,7 +27,7 @@ Damage = Callable[[Path], Any]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("models") / "whole", Shape())
+    return tiny.save(tmp_path_factory.mktemp("models") / "whole", SDXLShape())
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def alter(file: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage
     return damage
 
 
-def made_of(shape: Shape, part: str) -> Damage:
+def made_of(shape: SDXLShape, part: str) -> Damage:
     """The part of a model of another shape in the place of this one's."""
 
     def damage(folder: Path) -> None:
@@ -141,7 +141,7 @@ def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], A
     return lambda tensors: tensors.update({name: value})
 
 
-def assert_equal_weights(one: Model, other: Model) -> None:
+def assert_equal_weights(one: ImageModel, other: ImageModel) -> None:
     for name in ("unet", "vae"):
         assert_equal(getattr(one, name), getattr(other, name))
     for a, b in zip(one.text_encoders, other.text_encoders, strict=True):
@@ -202,7 +202,7 @@ BAD: dict[str, tuple[Damage, str]] = {
         "tokenizer_2 model_max_length is 99, not 77",
     ),
     "words too many": (
-        made_of(Shape(), "tokenizer"),  # replaced below by an encoder that knows fewer words
+        made_of(SDXLShape(), "tokenizer"),  # replaced below by an encoder that knows fewer words
         "tokenizer has 514 words, and text_encoder has room for 500",
     ),
     "unet config missing": (remove("unet/config.json"), "unet: config.json is missing"),
@@ -248,11 +248,11 @@ BAD: dict[str, tuple[Damage, str]] = {
         "unet addition_embed_type is None, not text_time",
     ),
     "text widths": (
-        made_of(Shape(text_width=8), "text_encoder"),
+        made_of(SDXLShape(text_width=8), "text_encoder"),
         r"cross_attention_dim \(the text encoders' widths together\) is 32, not 24",
     ),
     "pooled widths": (
-        made_of(Shape(pooled_width=40), "text_encoder_2"),
+        made_of(SDXLShape(pooled_width=40), "text_encoder_2"),
         "projection_class_embeddings_input_dim is 72, not 88",
     ),
 }
@@ -344,7 +344,7 @@ def test_options_that_do_not_fit_are_named(saved: Path, options: dict[str, str],
 
 def test_a_saved_model_has_the_weights_that_it_was_saved_with(saved: Path) -> None:
     model = load(str(saved))
-    assert_equal(model.unet, tiny.make(Shape()).unet)
+    assert_equal(model.unet, tiny.make(SDXLShape()).unet)
     assert (model.native, model.multiple, model.name) == (32, 16, "whole")
     modules = (model.unet, model.vae, *model.text_encoders)
     assert not any(module.training for module in modules)
@@ -358,7 +358,7 @@ def test_shards_give_the_same_model(saved: Path, folder: Path) -> None:
 
 
 def test_variants_give_the_model_that_they_hold(tmp_path: Path, saved: Path) -> None:
-    half = tiny.save(tmp_path / "half", Shape(), variant="fp16", dtype="float16")
+    half = tiny.save(tmp_path / "half", SDXLShape(), variant="fp16", dtype="float16")
     model = load(str(half), variant="fp16")
     assert model.unet.dtype is torch.float32
     weight = load(str(saved)).unet.conv_in.weight

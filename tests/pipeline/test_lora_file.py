@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 
 from pipeline import lora_file, tiny
 from pipeline.folder import ModelError
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from tests.pipeline import loras
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
@@ -24,19 +24,19 @@ PARTS = ("unet", "text_encoder", "text_encoder_2")
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> ImageModel:
     return load(tiny.TINY)
 
 
-def parts(model: Model) -> dict[str, Any]:
+def parts(model: ImageModel) -> dict[str, Any]:
     return dict(zip(PARTS, (model.unet, *model.text_encoders), strict=True))
 
 
-def read(model: Model, path: Path) -> dict[tuple[str, str], lora_file.Factor]:
+def read(model: ImageModel, path: Path) -> dict[tuple[str, str], lora_file.Factor]:
     return lora_file.read(path.stem, path.read_bytes(), parts(model))
 
 
-def summed(model: Model, factors: lora_file.Factors) -> dict[tuple[str, str], torch.Tensor]:
+def summed(model: ImageModel, factors: lora_file.Factors) -> dict[tuple[str, str], torch.Tensor]:
     """What each layer's weight gets."""
     made = {}
     for (part, name), factor in factors.items():
@@ -77,7 +77,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_it_is_what_diffusers_reads(kind: str, model: Model, tmp_path: Path) -> None:
+def test_it_is_what_diffusers_reads(kind: str, model: ImageModel, tmp_path: Path) -> None:
     options = LAYOUTS[kind]
     if kind == "metadata":  # peft wants to know which layers; and there it takes no more than it was told
         config = dict(options["metadata"])
@@ -92,7 +92,7 @@ def test_it_is_what_diffusers_reads(kind: str, model: Model, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_files_in_half_precision_are_read_as_they_are(dtype: torch.dtype, model: Model, tmp_path: Path) -> None:
+def test_files_in_half_precision_are_read_as_they_are(dtype: torch.dtype, model: ImageModel, tmp_path: Path) -> None:
     path = loras.write(model, tmp_path, "one")
     whole = read(model, path)
     path.write_bytes(save({key: tensor.to(dtype) for key, tensor in load_file(path).items()}))
@@ -103,7 +103,7 @@ def test_files_in_half_precision_are_read_as_they_are(dtype: torch.dtype, model:
         assert factor.down.dtype is torch.float32 and torch.equal(factor.down, whole[at].down.to(dtype).float())
 
 
-def test_a_linear_layer_is_a_convolution_of_1_by_1(model: Model, tmp_path: Path) -> None:
+def test_a_linear_layer_is_a_convolution_of_1_by_1(model: ImageModel, tmp_path: Path) -> None:
     path = loras.write(model, tmp_path, "one", layers={"unet": loras.UNET})
     plain = read(model, path)
     path.write_bytes(save({key: tensor[..., None, None].contiguous() for key, tensor in load_file(path).items()}))
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_is_not_supported_says_what_it_is(kind: str, model: Model, tmp_path: Path) -> None:
+def test_what_is_not_supported_says_what_it_is(kind: str, model: ImageModel, tmp_path: Path) -> None:
     path = loras.write(model, tmp_path, "bad")
     tensors = load_file(path)
     edit, words = CASES[kind]
@@ -152,7 +152,7 @@ def test_what_is_not_supported_says_what_it_is(kind: str, model: Model, tmp_path
     assert str(caught.value).startswith("lora bad: does not fit (") and words in str(caught.value)
 
 
-def test_an_alpha_that_is_no_number_is_refused(model: Model, tmp_path: Path) -> None:
+def test_an_alpha_that_is_no_number_is_refused(model: ImageModel, tmp_path: Path) -> None:
     path = loras.write(model, tmp_path, "bad", layout="kohya", alpha=float("nan"))
     with pytest.raises(ModelError, match=r"alpha of .* is no finite number"):
         read(model, path)
@@ -161,7 +161,7 @@ def test_an_alpha_that_is_no_number_is_refused(model: Model, tmp_path: Path) -> 
 @given(data=st.data())
 @settings(max_examples=60)
 def test_a_damaged_file_is_refused_and_nothing_else_happens(
-    data: st.DataObject, model: Model, tmp_path_factory: pytest.TempPathFactory
+    data: st.DataObject, model: ImageModel, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = loras.write(model, tmp_path_factory.getbasetemp(), "damaged", layers={"unet": loras.UNET[:1]})
     whole = bytearray(path.read_bytes())

@@ -11,11 +11,11 @@ import pytest
 
 from contract.image import ImageParameters
 from pipeline import quantized, tiny
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Watching, levels, solo
 
-SHAPE = tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
+SHAPE = tiny.SDXLShape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
 ONE = ImageParameters("a red hat", 1, 64, 64, steps=4, preview_every=1)
 
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Pa
     return found
 
 
-def held(model: Model) -> int:
+def held(model: ImageModel) -> int:
     return sum(t.nbytes for module in (model.unet, model.vae.decoder) for t in module.state_dict().values())
 
 

@@ -12,33 +12,33 @@ import pytest
 import torch
 
 from core.batching.runner import Lane
-from core.cuda_graphs import Graphs
-from core.graphs import Key
-from pipeline.recording import BackgroundRecorder, Recordings
+from core.cuda_graphs import GraphCache
+from core.graphs import ExecutableKey
+from pipeline.recording import BackgroundRecorder, GraphSet
 from tests.core.tape import Tape
 
 WIDTHS = {"double": (1, 2, 4)}
 
 
-def recordings(tape: Tape, *, capacity: int = 128) -> Recordings:
-    return Recordings(Graphs({"double": lambda x: x * 2}, tape, capacity=capacity), WIDTHS)
+def recordings(tape: Tape, *, capacity: int = 128) -> GraphSet:
+    return GraphSet(GraphCache({"double": lambda x: x * 2}, tape, capacity=capacity), WIDTHS)
 
 
-def key(rows: int) -> Key:
-    return Key("double", rows, (8, 8))
+def key(rows: int) -> ExecutableKey:
+    return ExecutableKey("double", rows, (8, 8))
 
 
 class Log:
     """Records by an example, and notes in which order."""
 
-    def __init__(self, of: Recordings) -> None:
+    def __init__(self, of: GraphSet) -> None:
         self.of = of
         self.order: list[int] = []
 
     def __call__(self) -> bool:
         return self.of.record_next(self._record)
 
-    def _record(self, key: Key, record: Callable[..., Any]) -> None:
+    def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
         self.order.append(key.rows)
         with torch.inference_mode():
             record(torch.ones(key.rows, 3))
@@ -121,7 +121,7 @@ def test_a_lost_device_is_not_taken_for_one_graph_that_fails() -> None:
 class Stage:
     """A background recorder of real threads, whose clock and whose traffic the test has in its hands."""
 
-    def __init__(self, recordings: Recordings, lane: Lane) -> None:
+    def __init__(self, recordings: GraphSet, lane: Lane) -> None:
         self.now = 0.0
         self.busy = True
         self.asked = threading.Semaphore(0)  # released whenever it is asked whether there is traffic
@@ -150,7 +150,7 @@ def lane() -> Iterator[Lane]:
 
 
 @contextmanager
-def stage(made: Recordings, lane: Lane) -> Iterator[Stage]:
+def stage(made: GraphSet, lane: Lane) -> Iterator[Stage]:
     found = Stage(made, lane)
     try:
         yield found

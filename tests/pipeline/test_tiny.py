@@ -11,7 +11,7 @@ import torch
 
 from pipeline import tiny
 from pipeline.load import PARTS, load
-from pipeline.tiny import Shape
+from pipeline.tiny import SDXLShape
 
 
 def weights(pipeline: Any) -> dict[str, torch.Tensor]:
@@ -26,16 +26,16 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_equal_seeds_give_equal_weights_and_leave_the_generator_alone() -> None:
     state = torch.random.get_rng_state()
-    first = weights(tiny.make(Shape(), seed=3))
+    first = weights(tiny.make(SDXLShape(), seed=3))
     torch.manual_seed(99)
-    assert equal(first, weights(tiny.make(Shape(), seed=3)))
+    assert equal(first, weights(tiny.make(SDXLShape(), seed=3)))
     torch.random.set_rng_state(state)
-    tiny.make(Shape(), seed=4)
+    tiny.make(SDXLShape(), seed=4)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_another_seed_gives_other_weights() -> None:
-    first, other = weights(tiny.make(Shape(), seed=0)), weights(tiny.make(Shape(), seed=1))
+    first, other = weights(tiny.make(SDXLShape(), seed=0)), weights(tiny.make(SDXLShape(), seed=1))
     assert not torch.equal(first["unet.conv_in.weight"], other["unet.conv_in.weight"])
 
 
@@ -45,9 +45,9 @@ def test_stock_diffusers_loads_the_saved_folder_and_draws(tmp_path: Path) -> Non
     from diffusers import StableDiffusionXLPipeline
 
     logging.getLogger("diffusers").setLevel(logging.ERROR)
-    folder = tiny.save(tmp_path / "m", Shape())
+    folder = tiny.save(tmp_path / "m", SDXLShape())
     stock = StableDiffusionXLPipeline.from_pretrained(folder)
-    assert equal(weights(stock), weights(tiny.make(Shape())))
+    assert equal(weights(stock), weights(tiny.make(SDXLShape())))
     stock.set_progress_bar_config(disable=True)
     assert stock("a fox", num_inference_steps=2, width=32, height=32).images[0].size == (32, 32)
     ours = load(str(folder))

@@ -14,7 +14,7 @@ import pytest
 from pipeline import quantized_parts, tiny, variant_cache
 from pipeline.calibration import default_prompts
 from pipeline.folder import ModelError
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from pipeline.variant_cache import CachedVariant
 from tests.core.quant.stage import ROOT
 
@@ -27,7 +27,7 @@ class Opener:
     def __init__(self, kernels: ctypes.CDLL | None) -> None:
         self.kernels, self.count = kernels, 0
 
-    def __call__(self) -> tuple[Model, ctypes.CDLL | None]:
+    def __call__(self) -> tuple[ImageModel, ctypes.CDLL | None]:
         self.count += 1
         return load(tiny.TINY), self.kernels
 
@@ -86,7 +86,7 @@ def test_a_second_process_waits_for_the_first_and_says_so(kernels: ctypes.CDLL, 
     opened, waiting, go_on = threading.Event(), threading.Event(), threading.Event()
     first, second = Opener(kernels), Opener(kernels)
 
-    def slowly() -> tuple[Model, ctypes.CDLL | None]:
+    def slowly() -> tuple[ImageModel, ctypes.CDLL | None]:
         opened.set()
         assert go_on.wait(60)
         return first()
@@ -145,7 +145,7 @@ def test_a_cache_that_takes_no_more_is_said_by_its_setting(tmp_path: Path) -> No
 
 
 def test_a_model_that_cannot_be_quantized_is_not_blamed_on_the_cache(tmp_path: Path) -> None:
-    def broken() -> tuple[Model, None]:
+    def broken() -> tuple[ImageModel, None]:
         model = load(tiny.TINY)
         model.unet.conv_in.weight.data.fill_(float("nan"))
         return model, None

@@ -20,7 +20,7 @@ from contract.image import ImageParameters
 from contract.markup import Weighted
 from core.batching.request import Request
 from pipeline.encode import Embedding, Encoder, embed
-from pipeline.load import Model
+from pipeline.load import ImageModel
 from pipeline.runner import ImageRunner
 from tests.pipeline.worlds import Crank, levels, model, solo
 
@@ -34,7 +34,7 @@ def read(text: str) -> Weighted:
     return found
 
 
-def states(model: Model, k: int, ids: list[int], hidden: Sequence[int] = ()) -> np.ndarray:
+def states(model: ImageModel, k: int, ids: list[int], hidden: Sequence[int] = ()) -> np.ndarray:
     """[T, D] of one encoder, in fp64; without a look at the tokens at these places, which compel calls masking."""
     mask = torch.ones(1, len(ids), dtype=torch.long)
     mask[0, list(hidden)] = 0
@@ -44,7 +44,7 @@ def states(model: Model, k: int, ids: list[int], hidden: Sequence[int] = ()) -> 
     return found
 
 
-def expected(model: Model, parts: Parts) -> np.ndarray:
+def expected(model: ImageModel, parts: Parts) -> np.ndarray:
     """compel's arithmetic, token by token, for words that stand apart. No part may be cut."""
     sides = []
     for k, tokenizer in enumerate(model.tokenizers):
@@ -206,7 +206,7 @@ def test_weights_change_the_picture_and_are_in_its_file(runner: ImageRunner, fie
     told = Image.open(io.BytesIO(drawn[1].png())).text  # type: ignore[attr-defined]
     assert json.loads(told["parameters"])["prompt_weighting"] is True
     assert json.loads(told["parameters"])[field] == "a (red)1.5 fog"
-    assert "prompt_weighting" not in replace(FOX, prompt_weighting=False).told()
+    assert "prompt_weighting" not in replace(FOX, prompt_weighting=False).to_dict()
 
 
 def test_same_seed_same_picture_in_any_company(runner: ImageRunner) -> None:

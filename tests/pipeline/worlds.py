@@ -20,24 +20,24 @@ from core.batching.request import Request, State
 from core.batching.runner import Ticket
 from core.batching.scheduler import Batch, Scheduler
 from pipeline import tiny
-from pipeline.load import Model, load
+from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
-from pipeline.tiny import Shape
+from pipeline.tiny import SDXLShape
 
 SHAPES = {
-    "plain": Shape(),
-    "three-levels": Shape(native=64, channels=(16, 24, 32), transformers=(1, 1, 2), heads=(2, 3, 4)),
-    "many-heads": Shape(heads=(4, 8), groups=4, force_zeros=False),
-    "two-resnets": Shape(resnets=2, transformers=(1, 3), groups=16, pooled_width=32),
-    "v-prediction": Shape(prediction_type="v_prediction", scheduler={"rescale_betas_zero_snr": True}),
-    "distilled": Shape(time_cond=32, prediction_type="sample"),
+    "plain": SDXLShape(),
+    "three-levels": SDXLShape(native=64, channels=(16, 24, 32), transformers=(1, 1, 2), heads=(2, 3, 4)),
+    "many-heads": SDXLShape(heads=(4, 8), groups=4, force_zeros=False),
+    "two-resnets": SDXLShape(resnets=2, transformers=(1, 3), groups=16, pooled_width=32),
+    "v-prediction": SDXLShape(prediction_type="v_prediction", scheduler={"rescale_betas_zero_snr": True}),
+    "distilled": SDXLShape(time_cond=32, prediction_type="sample"),
 }
 
-MORE: dict[str, Shape] = {}
+MORE: dict[str, SDXLShape] = {}
 """Of single tests, which put them here; what runs over all shapes leaves them out."""
 
 
-def shape(name: str) -> Shape:
+def shape(name: str) -> SDXLShape:
     return SHAPES[name] if name in SHAPES else MORE[name]
 
 
@@ -49,7 +49,7 @@ def await_end(ticket: Ticket) -> None:
 
 
 @functools.cache
-def model(name: str) -> Model:
+def model(name: str) -> ImageModel:
     """A model of this shape; made by way of the registry that `load` reads."""
     key = f"random:test-{name}"
     tiny.SHAPES[key] = shape(name)

@@ -16,7 +16,7 @@ import torch
 from core.quant.statistics import Statistics, StatisticsError
 from tests.core.quant.blocks import LAYERS, block
 from tests.core.quant.stage import ROOT, normal
-from unet_opt.calibrate import Around, CalibrationSettings, Part, calibrate, observe_modules
+from unet_opt.calibrate import Around, CalibrationPart, CalibrationSettings, calibrate, observe_modules
 
 SETTINGS = CalibrationSettings()
 BATCH = SETTINGS.batch
@@ -50,7 +50,7 @@ def hash_of(prompt: str) -> int:
 
 
 def collect(run: Run, checkpoint: Path | None = None, prompts: Sequence[str] = PROMPTS, **options: Any) -> Statistics:
-    part = Part(options.pop("layers", LAYERS), observe_modules(run.model), checkpoint)
+    part = CalibrationPart(options.pop("layers", LAYERS), observe_modules(run.model), checkpoint)
     return calibrate({"block": part}, prompts, run, digest=options.pop("digest", "digest"), **options)["block"]
 
 
@@ -115,9 +115,9 @@ class Both:
         self.first(batch, seen("first"))
         self.second(batch, seen("second"))
 
-    def parts(self, folder: Path) -> Mapping[str, Part]:
+    def parts(self, folder: Path) -> Mapping[str, CalibrationPart]:
         return {
-            name: Part(LAYERS, observe_modules(run.model), folder / name)
+            name: CalibrationPart(LAYERS, observe_modules(run.model), folder / name)
             for name, run in (("first", self.first), ("second", self.second))
         }
 

@@ -13,7 +13,7 @@ from contract.plan import BLOCK, DEPTHS, RESNET
 from pipeline.denoise import PackedKeys
 from tests.core.quant.stage import kernels
 from tests.unet_opt.shapes import UNETS, Inputs, inputs, quantized, stock, unet
-from unet_opt.deepcache import Split, kept, shapes
+from unet_opt.deepcache import SplitUNet, kept, shapes
 from unet_opt.program import UNetPrograms
 
 
@@ -29,7 +29,7 @@ def _call(function: Any, given: Inputs, hidden: Tensor, *first: Any) -> tuple[Te
 @pytest.mark.parametrize("size", [(8, 8), (4, 12), (6, 5)])
 def test_deep_and_shallow_are_the_stock_unet_exactly(name: str, size: tuple[int, int]) -> None:
     one = unet(name)
-    split, given = Split(one), inputs(one, 3, *size)
+    split, given = SplitUNet(one), inputs(one, 3, *size)
     wanted = stock(one, given)
     eps, *features = _call(split.deep, given, given.hidden)
     assert torch.equal(eps, wanted)
@@ -61,7 +61,7 @@ def test_in_the_kernels_shallow_on_fresh_features_has_the_bits_of_deep(name: str
 def test_on_old_features_kernels_and_torch_agree_and_differ_from_the_whole(depth: str) -> None:
     """What a shallow step is for: another sample and another time on features of the step before."""
     one = unet("three-levels")
-    split, programs = Split(one), UNetPrograms(kernels(), one)
+    split, programs = SplitUNet(one), UNetPrograms(kernels(), one)
     before, now = inputs(one, 4, 8, 8), inputs(one, 4, 8, 8)
     now = now._replace(sample=now.sample * 0.9 + 0.3, timestep=now.timestep - 20)
     packed = PackedKeys(copy.deepcopy(one))(now.hidden)
@@ -117,7 +117,7 @@ def test_a_unet_of_another_build_is_refused() -> None:
     one = unet("plain")
     del one.down_blocks[0].resnets[-1]
     with pytest.raises(ValueError, match="cannot be split"):
-        Split(one)
+        SplitUNet(one)
 
 
 _SDXL = {

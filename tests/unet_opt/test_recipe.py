@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.quant.convert import RecipeError, Report, quantize_
+from core.quant.convert import QuantizationReport, RecipeError, quantize_
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.statistics import Statistics
 from core.quant.store import Manifest, load_, round_, save
@@ -116,7 +116,7 @@ def test_a_decoder_is_quantized_behind_its_first_block() -> None:
 
 
 @functools.cache
-def emoji() -> tuple[Any, Any, Report]:
+def emoji() -> tuple[Any, Any, QuantizationReport]:
     """A random UNet of the shape of models/emoji-xl, and the same in INT8."""
     plain = tiny.make(tiny.SHAPES[tiny.EMOJI_XL]).unet.eval().requires_grad_(False)
     made, statistics = copy.deepcopy(plain), Statistics("digest")
@@ -126,7 +126,7 @@ def emoji() -> tuple[Any, Any, Report]:
     return plain, made, quantize_(made, wanted, statistics)
 
 
-def manifest(made: Any, report: Report) -> Manifest:
+def manifest(made: Any, report: QuantizationReport) -> Manifest:
     layers = {name: type(made.get_submodule(name)).__name__ for name in report.changed}
     return Manifest("int8", "sdxl-unet", "digest", layers, report.skipped, {})
 

@@ -22,11 +22,11 @@ from core.artifacts import Artifacts
 from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.cards import WorkerCard
-from core.jobs.record import Draft, Job, new_id
+from core.jobs.record import Job, JobDraft, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from tests.workers.stage import MODEL
-from workers.app import Application, create
+from workers.app import WorkerApplication, create
 
 PATIENCE_S = 60.0  # how long anything may take before a test fails
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Crew:
         self.artifacts_url = (folder / "artifacts").as_uri()
         self.artifacts = Artifacts(self.artifacts_url)
         self.hired: list[Hired] = []
-        self._sender: Application | None = None
+        self._sender: WorkerApplication | None = None
 
     def hire(self, *switches: str, ready: bool = True, command: tuple[str, ...] = (), **settings: Any) -> Hired:
         """Start a worker; with `ready` wait until it takes jobs. `settings` become DIPTYCH_*."""
@@ -126,7 +126,7 @@ class Crew:
             usual = {"prompt": "hello", "steps": 2}
         model = model or (MODEL if modality == "image" else "stage-text")
         parameters = {**usual, **asked}
-        draft = Draft(new_id(), modality, model, parameters, priority=priority, deadline_s=deadline_s, owner=owner)
+        draft = JobDraft(new_id(), modality, model, parameters, priority=priority, deadline_s=deadline_s, owner=owner)
         return self.store.create(draft).id
 
     def send(self, id: str, queue: str = "image", priority: int = 5) -> None:

@@ -59,9 +59,9 @@ from core.batching.slots import Slots
 from core.config import Settings
 from core.threads import UninterruptibleThread
 from workers import boot
-from workers.equipment import Equipment, panels_of
-from workers.panels import Panel, PictureTally, pictures
-from workers.shelf import Shelf
+from workers.artifact_writer import ArtifactWriter
+from workers.handlers import ImageJobProgress, JobHandler, pictures
+from workers.serving_runtime import ServingRuntime, handlers_of
 
 MODEL = "stage"
 SIZES = ((32, 32), (64, 32), (32, 64))
@@ -148,7 +148,7 @@ class StageRunner:
     def left_s(self, request: Request, rows: int) -> float:
         return self.iterations(request) * self._step_s
 
-    def then(self, request: Request) -> None:
+    def next_group(self, request: Request) -> None:
         return None
 
     def limit(self, group: object) -> int:
@@ -228,16 +228,16 @@ class StagePictures:
     def requests(self, job: ImageJob) -> list[Any]:
         return pictures(job)
 
-    def tally(self, requests: Sequence[Any]) -> PictureTally:
-        return PictureTally([request.steps for request in requests])
+    def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
+        return ImageJobProgress([request.steps for request in requests])
 
-    def result(self, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+    def result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         images = []
         for wanted in made:
             prompt = wanted.prompt if self.name == MODEL else f"{self.name}: {wanted.prompt}"
             data = picture(prompt, wanted.seed, wanted.width, wanted.height)
             images.append({
-                "key": shelf.put(data, "image/png"), "seed": wanted.seed, "width": wanted.width,
+                "key": artifact_writer.put(data, "image/png"), "seed": wanted.seed, "width": wanted.width,
                 "height": wanted.height, "media_type": "image/png", "size_bytes": len(data), "warnings": [],
             })  # fmt: skip
         return {"images": images}
@@ -269,15 +269,15 @@ class StageText:
         return StageTextJob(parameters)
 
     def requests(self, job: StageTextJob | TextJob) -> list[Any]:
-        parameters = job.told() if isinstance(job, TextJob) else job.parameters
+        parameters = job.to_dict() if isinstance(job, TextJob) else job.parameters
         if "messages" in parameters:
             return [TextParameters(parameters["messages"][-1]["content"], 2)]
         return [TextParameters(parameters["prompt"], parameters["steps"])]
 
-    def tally(self, requests: Sequence[Any]) -> PictureTally:
-        return PictureTally([request.steps for request in requests])
+    def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
+        return ImageJobProgress([request.steps for request in requests])
 
-    def result(self, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+    def result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         return {"text": made[0].prompt}
 
 
@@ -286,7 +286,7 @@ class Stage:
     """What the stand-in worker drives."""
 
     engine: Engine
-    panels: dict[str, Panel]
+    handlers: dict[str, JobHandler]
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def close(self) -> None:
@@ -305,13 +305,13 @@ def build(
     load_s: float = 0.0,
     name: str = MODEL,
     note: Note = lambda event, request: None,
-) -> Equipment:
+) -> ServingRuntime:
     """The stand-in's engine and panels, in this process."""
     if load_s:
         say("loading the stage")
         time.sleep(load_s)
     runners: list[Any] = []
-    panels: dict[str, Panel] = {}
+    handlers: dict[str, JobHandler] = {}
     closers = []
     if real:
         from workers.build import build as build_real
@@ -319,15 +319,15 @@ def build(
         works = build_real(settings, measure_s=0.2, say=say)
         works.engine.close()
         runners.append(works.images)
-        panels |= panels_of(works)
+        handlers |= handlers_of(works)
         closers += [works.images.close, works.lane.close]
     for modality, wanted in (("image", not real), ("text", text)):
         if wanted:
             lane = Lane(modality)
             runners.append(StageRunner(modality, lane, step_s, settings.max_requests, note))
-            panels[modality] = StagePictures(step_s, name) if modality == "image" else StageText(step_s)
+            handlers[modality] = StagePictures(step_s, name) if modality == "image" else StageText(step_s)
             closers.append(lane.close)
-    return Stage(Engine(runners, starvation_s=settings.starvation_s), panels, closers)
+    return Stage(Engine(runners, starvation_s=settings.starvation_s), handlers, closers)
 
 
 def _writer(path: Path | None) -> Note:
@@ -356,7 +356,7 @@ def main() -> int:
         UninterruptibleThread(target=threading.Event().wait).start()
     note = _writer(options.log)
 
-    def made(settings: Settings, say: Callable[[str], None]) -> Equipment:
+    def made(settings: Settings, say: Callable[[str], None]) -> ServingRuntime:
         return build(
             settings, say, text=options.text, real=options.real, step_s=options.step, load_s=options.load,
             name=options.name, note=note,

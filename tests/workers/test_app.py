@@ -16,9 +16,9 @@ create(Settings(model="/nowhere", redis_url="redis://127.0.0.1:1")).build(Settin
 """
 _COMMAND = """
 from rich.console import Console
-from cli.arguments import open_works
+from cli.arguments import open_runtime
 from core.config import Settings
-open_works(Settings(model="/nowhere"), Console())
+open_runtime(Settings(model="/nowhere"), Console())
 """
 _LOOK = """
 except ModelError as error:

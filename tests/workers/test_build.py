@@ -16,7 +16,7 @@ from core.batching.runner import Lane
 from core.config import Settings
 from core.quant.kernels import describe as description
 from core.quant.kernels.cpu import library as kernels
-from core.quant.kernels.cpu.library import Unavailable
+from core.quant.kernels.cpu.library import KernelsUnavailable
 from core.quant.kernels.cuda import driver, language
 from core.quant.kernels.device import say
 from llm import tiny as texts
@@ -30,9 +30,9 @@ from tests.core.quant.stage import CACHE
 from workers import app, variants
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision, text_runner
-from workers.equipment import WorksEquipment, panels_of
+from workers.serving_runtime import ModelRuntime, handlers_of
 
-SHAPE = tiny.Shape(channels=(16, 32), heads=(1, 2))
+SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def has_kernels(cache: Path) -> None:
     try:
         kernels.library(cache / "kernels")
-    except Unavailable as error:
+    except KernelsUnavailable as error:
         pytest.skip(str(error))
 
 
@@ -136,7 +136,7 @@ def test_what_would_not_run_in_8_bits_is_refused_before_it_is_calibrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Narrow heads, which the kernels do not know; and no compiler at all."""
-    narrow = tiny.save(tmp_path / "narrow", tiny.Shape())
+    narrow = tiny.save(tmp_path / "narrow", tiny.SDXLShape())
     said: list[str] = []
     with pytest.raises(ModelError, match=r"int8 does not run here: unet .*no multiple of 16"):
         build(settings(narrow, tmp_path / "cache", precision="int8"), say=said.append)
@@ -195,7 +195,7 @@ def test_a_worker_measures_what_forwards_cost_before_its_first_job(cache: Path) 
     said: list[str] = []
     given = settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False)
     with closing(app._build(given, said.append)) as equipment:
-        assert isinstance(equipment, WorksEquipment)
+        assert isinstance(equipment, ModelRuntime)
         curves = equipment.works.images.execution.costs()
         assert {key[0] for key in curves} >= {"deep", "vae"}
         assert all(seconds > 0 for curve in curves.values() for seconds in curve.values())
@@ -213,9 +213,9 @@ def test_jobs_that_do_not_say_are_cached_as_the_settings_say(
 ) -> None:
     job = {"n": 1, "seed": 1, "prompt": "x", "width": 16, "height": 16, "steps": 4, "guidance_scale": 1.0}
     with build(settings(tiny.TINY, cache, deepcache=text, kernels=False, compile=False)) as works:
-        panel = panels_of(works)["image"]
-        assert [one.deepcache for one in panel.requests(panel.read(job))] == [schedule]
-        assert [one.deepcache for one in panel.requests(panel.read({**job, "deepcache": "off"}))] == [None]
+        handler = handlers_of(works)["image"]
+        assert [one.deepcache for one in handler.requests(handler.read(job))] == [schedule]
+        assert [one.deepcache for one in handler.requests(handler.read({**job, "deepcache": "off"}))] == [None]
 
 
 @pytest.mark.parametrize("text", ["on", "0", "-1", "2:deep", "", "1001"])

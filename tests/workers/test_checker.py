@@ -18,10 +18,10 @@ from core.config import Settings
 from core.config import read as read_settings
 from pipeline.folder import ModelError
 from pipeline.tiny import TINY
-from workers.build import Works, build
-from workers.checker import Filtered, load
-from workers.equipment import panels_of
-from workers.shelf import Shelf
+from workers.artifact_writer import ArtifactWriter
+from workers.build import Runtime, build
+from workers.checker import UnsafeImage, load
+from workers.serving_runtime import handlers_of
 from workers.tasks import _told
 
 JOB = {
@@ -58,7 +58,7 @@ def doorman(monkeypatch: pytest.MonkeyPatch) -> Doorman:
 
 
 @pytest.fixture
-def works(doorman: Doorman, tmp_path: Path) -> Iterator[Works]:
+def works(doorman: Doorman, tmp_path: Path) -> Iterator[Runtime]:
     settings = Settings(
         model=TINY, compile=False, kernels=False, threads=1, data_dir=tmp_path, checker="a_doorman:let_in"
     )
@@ -66,24 +66,24 @@ def works(doorman: Doorman, tmp_path: Path) -> Iterator[Works]:
         yield works
 
 
-def made(works: Works) -> list[Any]:
-    wanted = panels_of(works)["image"].requests(ImageJob.read(JOB))
+def made(works: Runtime) -> list[Any]:
+    wanted = handlers_of(works)["image"].requests(ImageJob.read(JOB))
     assert [one.preview_every for one in wanted] == [0, 0], "a preview would be seen before anyone checked it"
     return [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_what_is_refused_is_not_kept_and_nor_is_the_rest(works: Works, doorman: Doorman, left: int) -> None:
-    doorman.left, shelf = left, Shelf(Artifacts("memory://"))
-    with pytest.raises(Filtered) as caught:
-        panels_of(works)["image"].result(ImageJob.read(JOB), made(works), shelf)
-    assert shelf.keys == [] and _told(caught.value)[0] == "content_filter"
+def test_what_is_refused_is_not_kept_and_nor_is_the_rest(works: Runtime, doorman: Doorman, left: int) -> None:
+    doorman.left, artifact_writer = left, ArtifactWriter(Artifacts("memory://"))
+    with pytest.raises(UnsafeImage) as caught:
+        handlers_of(works)["image"].result(ImageJob.read(JOB), made(works), artifact_writer)
+    assert artifact_writer.keys == [] and _told(caught.value)[0] == "content_filter"
 
 
-def test_what_is_fine_is_kept_as_it_is(works: Works, doorman: Doorman) -> None:
-    doorman.left, pictures, shelf = 2, made(works), Shelf(Artifacts("memory://"))
+def test_what_is_fine_is_kept_as_it_is(works: Runtime, doorman: Doorman) -> None:
+    doorman.left, pictures, artifact_writer = 2, made(works), ArtifactWriter(Artifacts("memory://"))
     whole = [picture.png() for picture in pictures]
-    assert len(panels_of(works)["image"].result(ImageJob.read(JOB), pictures, shelf)["images"]) == 2
+    assert len(handlers_of(works)["image"].result(ImageJob.read(JOB), pictures, artifact_writer)["images"]) == 2
     assert [image.mode for image in doorman.seen] == ["RGB", "RGB"]
     doorman.seen[0].paste((0, 0, 0), (0, 0, 32, 32))
     assert [picture.png() for picture in pictures] == whole, "a checker can change nothing"

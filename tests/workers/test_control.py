@@ -8,12 +8,12 @@ import pytest
 
 from core.batching.engine import Engine
 from core.batching.runner import Lane
-from core.jobs.record import Draft
+from core.jobs.record import JobDraft
 from tests.workers.crew import Crew, eventually
 from tests.workers.stage import StageRunner
-from workers.control import Control
-from workers.hand import Hand, Work
-from workers.outage import Outage
+from workers.active_jobs import ActiveJob, ActiveJobs
+from workers.control import ControlListener
+from workers.store_retry import StoreRetry
 
 
 @pytest.fixture
@@ -24,24 +24,24 @@ def engine() -> Iterator[Engine]:
     lane.close()
 
 
-def taken(crew: Crew, id: str, engine: Engine) -> Work:
-    crew.store.create(Draft(id, "image", "stage", {}))
+def taken(crew: Crew, id: str, engine: Engine) -> ActiveJob:
+    crew.store.create(JobDraft(id, "image", "stage", {}))
     claim = crew.store.claim(id, "me")
     assert claim is not None
-    return Work(claim, engine)
+    return ActiveJob(claim, engine)
 
 
 def test_a_job_is_not_stopped_for_the_one_that_had_its_id(crew: Crew, engine: Engine) -> None:
     """It was erased, made anew and claimed by the same worker before that had heard of the erasing."""
-    hand = Hand()
+    active_jobs = ActiveJobs()
     taken(crew, "logo", engine)
     crew.store.erase("logo")
     new, other = taken(crew, "logo", engine), taken(crew, "other", engine)
-    hand.add(new)
-    hand.add(other)
+    active_jobs.add(new)
+    active_jobs.add(other)
     crew.store.cancel("other")
     crew.redis.xadd("diptych:control:me", {"cancel": "nobody's"})  # as an API of a version before says it
-    control = Control(crew.registry, Outage(), "me", hand.drop)
+    control = ControlListener(crew.registry, StoreRetry(), "me", active_jobs.drop)
     control.start()
     eventually(lambda: other.dropped, "what comes after it is heard")
     assert not new.dropped

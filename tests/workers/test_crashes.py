@@ -14,7 +14,7 @@ from core.jobs.record import JobState
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.workers.crew import Crew, Hired, eventually
-from workers.heart import STUCK
+from workers.heartbeat import STUCK
 
 LEASE_S = 1.0
 LONG = 1000

@@ -12,7 +12,7 @@ from core.config import Settings
 from core.quant.kernels import describe as description
 from core.quant.kernels.cpu.library import identity
 from core.quant.kernels.cuda import driver
-from core.quant.kernels.device import Device, say
+from core.quant.kernels.device import DeviceInfo, say
 from llm import tiny as tiny_text
 from pipeline import tiny
 from pipeline.folder import ModelError
@@ -20,7 +20,7 @@ from tests.core.quant import stage
 from tests.core.quant.kernels.test_device import A100, B200, H200, L4, NO_TRITON, V100
 from workers.build import build, precision, text_runner
 from workers.devices import keep_compiled
-from workers.equipment import panels_of
+from workers.serving_runtime import handlers_of
 
 DEVICES = {"V100": V100, "A100": A100, "L4": L4, "H200": H200, "B200": B200, "H200 without Triton": NO_TRITON}
 
@@ -29,7 +29,7 @@ def settings(cache: Path, **given: object) -> Settings:
     return Settings(cache_dir=cache, **{"model": tiny.TINY, "compile": False, **given})  # type: ignore[arg-type]
 
 
-def stand(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def stand(device: DeviceInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this device were there, up to where something would be computed on it."""
     monkeypatch.setattr(description, "describe", lambda *_: device)
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
@@ -93,10 +93,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     instructions = identity(stage.kernels()).instructions
     say.cache_clear()
-    folder = tiny.save(tmp_path / "tiny", tiny.Shape(channels=(16, 32), heads=(1, 2)))
+    folder = tiny.save(tmp_path / "tiny", tiny.SDXLShape(channels=(16, 32), heads=(1, 2)))
     cache = stage.CACHE.parent  # whose folder "kernels" has them compiled
     with caplog.at_level(logging.INFO), build(settings(cache, model=str(folder), device="cpu")) as works:
-        card = panels_of(works)["image"].card()
+        card = handlers_of(works)["image"].card()
     assert card.kernels == instructions
     title = {"avx512-vnni": "AVX-512 VNNI kernels", "avx2": "AVX2 kernels"}[instructions]
     found = lines(caplog)
@@ -119,9 +119,9 @@ def test_torch_is_said_and_announced_with_the_reason(
 ) -> None:
     say.cache_clear()
     if "model" in given:
-        given = {"model": str(tiny.save(tmp_path / "narrow", tiny.Shape(channels=(16, 32), heads=(2, 4))))}
+        given = {"model": str(tiny.save(tmp_path / "narrow", tiny.SDXLShape(channels=(16, 32), heads=(2, 4))))}
     with caplog.at_level(logging.INFO), build(settings(tmp_path, device="cpu", **given)) as works:
-        card = panels_of(works)["image"].card()
+        card = handlers_of(works)["image"].card()
     assert card.kernels == "torch" and reason in card.kernels_reason
     assert f"all layers: torch: {card.kernels_reason}" in lines(caplog)
     level = "INFO" if given == {"kernels": False} else "WARNING"  # what was asked for is no reason to warn
@@ -133,6 +133,6 @@ def test_a_text_model_announces_its_kernels(tmp_path: Path) -> None:
     for kernels, wanted, said in ((True, instructions, ""), (False, "torch", "our CPU kernels are switched off")):
         given = settings(stage.CACHE.parent, device="cpu", text_model=tiny_text.TINY, kernels=kernels)
         with build(given, text=True) as works:
-            card = panels_of(works)["text"].card()
+            card = handlers_of(works)["text"].card()
         assert card.kernels == wanted
         assert card.kernels_reason.startswith(said) and bool(card.kernels_reason) == bool(said)

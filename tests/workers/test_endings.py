@@ -142,14 +142,14 @@ def test_what_redis_hands_out_to_a_worker_that_ends_goes_back(crew: Crew) -> Non
 BROKEN = """
 import sys
 from tests.workers import stage
-from workers import intake
+from workers import prefetch
 
-def append(self, message, delivery_tag, usual=intake.Bounded.append):
+def append(self, message, delivery_tag, usual=prefetch.BoundedQoS.append):
     usual(self, message, delivery_tag)
-    if self._intake.counts()["image"]:
+    if self._prefetch.counts()["image"]:
         raise ZeroDivisionError("a bug of Celery's")
 
-intake.Bounded.append = append
+prefetch.BoundedQoS.append = append
 sys.exit(stage.main())
 """
 

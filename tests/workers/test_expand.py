@@ -23,12 +23,12 @@ from tests.workers.crew import Crew
 from tests.workers.stage import StageText, picture
 from tests.workers.test_crashes import hire, reaper
 from workers import expand
-from workers.build import Works, build
-from workers.equipment import panels_of
-from workers.gate import Gate
-from workers.hand import Hand
-from workers.outage import Outage
-from workers.publisher import Publisher
+from workers.active_jobs import ActiveJobs
+from workers.build import Runtime, build
+from workers.publisher import ProgressPublisher
+from workers.serving_runtime import handlers_of
+from workers.shared_lock import SharedLock
+from workers.store_retry import StoreRetry
 from workers.tasks import Tasks
 
 __all__ = ["reaper"]
@@ -37,7 +37,7 @@ CAT = ImageParameters("a cat", 5, 32, 32)
 
 
 @pytest.fixture(scope="module")
-def works(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Works]:
+def works(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     settings = Settings(
         model=TINY, text_model=str(EMBEDDED_TEXT_MODEL), device="cpu", threads=1, compile=False, kernels=False,
         cache_dir=tmp_path_factory.mktemp("cache"), data_dir=tmp_path_factory.mktemp("data"), text_memory_mib=16,
@@ -49,24 +49,27 @@ def works(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Works]:
 class Desk:
     """A worker's tasks on the test's own thread, with real models and a real store."""
 
-    def __init__(self, crew: Crew, works: Works, *queues: str) -> None:
+    def __init__(self, crew: Crew, works: Runtime, *queues: str) -> None:
         self._crew = crew
         self._store = JobStore(crew.url)
-        self._hand = Hand()
+        self._active_jobs = ActiveJobs()
         self._name = works.images.model.name
-        outage = Outage()
-        self._publisher = Publisher(self._store, outage, lambda: works.engine.ticks, self._hand.drop)
+        store_retry = StoreRetry()
+        self._publisher = ProgressPublisher(
+            self._store, store_retry, lambda: works.engine.ticks, self._active_jobs.drop
+        )
         self._publisher.start()
-        panels = {queue: panel for queue, panel in panels_of(works).items() if queue in queues}
+        handlers = {queue: handler for queue, handler in handlers_of(works).items() if queue in queues}
         self._tasks = Tasks(
-            "me", self._store, outage, Gate(), self._hand, self._publisher, crew.artifacts, works.engine, panels,
+            "me", self._store, store_retry, SharedLock(), self._active_jobs, self._publisher, crew.artifacts,
+            works.engine, handlers,
             lambda envelope: None,
         )  # fmt: skip
 
     def draw(self, **asked: Any) -> Job:
         id = self._crew.make(model=self._name, **{"prompt": "a cat", "expand_prompt": True, "steps": 2, **asked})
         self._tasks.run("image", id, 5)
-        assert not self._hand.works()
+        assert not self._active_jobs.works()
         return self._crew.job(id)
 
     def close(self) -> None:
@@ -75,7 +78,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(crew: Crew, works: Works) -> Iterator[Desk]:
+def desk(crew: Crew, works: Runtime) -> Iterator[Desk]:
     desk = Desk(crew, works, "image", "text")
     yield desk
     desk.close()
@@ -115,7 +118,7 @@ def test_a_picture_is_drawn_from_what_the_text_model_writes(desk: Desk, crew: Cr
     assert both[0]["key"] != both[1]["key"]
 
 
-def test_an_edit_is_expanded_too(desk: Desk, crew: Crew, works: Works) -> None:
+def test_an_edit_is_expanded_too(desk: Desk, crew: Crew, works: Runtime) -> None:
     """Each picture by its own seed, from the one picture: as without expansion from the prompt that was written."""
     stream = io.BytesIO()
     Image.effect_noise((32, 32), 60).convert("RGB").save(stream, "PNG")
@@ -153,11 +156,11 @@ def test_what_cannot_be_expanded_is_refused_by_name(desk: Desk, prompt: str, sai
     assert error["message"].startswith("expand_prompt: ") and said in error["message"]
 
 
-def test_a_worker_of_pictures_alone_refuses_by_name(crew: Crew, works: Works) -> None:
+def test_a_worker_of_pictures_alone_refuses_by_name(crew: Crew, works: Runtime) -> None:
     desk = Desk(crew, works, "image")
     error = desk.draw().error
     desk.close()
-    assert error == Invalid("expand_prompt", "this worker serves no text model").told()
+    assert error == Invalid("expand_prompt", "this worker serves no text model").to_dict()
     assert error["message"] == "expand_prompt: this worker serves no text model"
 
 
@@ -209,16 +212,16 @@ def test_a_model_is_told_what_it_was_trained_on() -> None:
             self.asked = parameters
             return [parameters]
 
-    panel = Panel(0.0)
-    expand.ask([CAT], panel)
-    assert panel.asked.messages[0] == {"role": "system", "content": expand.INSTRUCTION}
+    handler = Panel(0.0)
+    expand.expansion_requests([CAT], handler)
+    assert handler.asked.messages[0] == {"role": "system", "content": expand.INSTRUCTION}
     from training.phrases import SYSTEM
 
-    panel.expansion_instruction = SYSTEM
-    expand.ask([CAT], panel)
-    assert panel.asked.messages == [
+    handler.expansion_instruction = SYSTEM
+    expand.expansion_requests([CAT], handler)
+    assert handler.asked.messages == [
         {"role": "system", "content": SYSTEM}, {"role": "user", "content": "a cat"}
     ]  # fmt: skip
-    assert panel.asked.seed == CAT.seed
+    assert handler.asked.seed == CAT.seed
     with pytest.raises(Invalid, match="expand_prompt: "):
-        expand.ask([CAT], None)
+        expand.expansion_requests([CAT], None)

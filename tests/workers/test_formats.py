@@ -16,8 +16,8 @@ from contract.errors import Invalid
 from contract.image import MEDIA_TYPES, ImageJob, ImageParameters
 from core.artifacts import Artifacts, key_of
 from pipeline.picture import Picture
-from workers.formats import Format, encode, preview
-from workers.shelf import Shelf
+from workers.artifact_writer import ArtifactWriter
+from workers.formats import ImageFormat, encode, preview
 
 PIXELS = np.random.default_rng(7).integers(0, 256, (48, 64, 3), dtype=np.uint8)
 SMOOTH = np.tile(np.linspace(0, 255, 64, dtype=np.uint8)[None, :, None], (48, 1, 3))
@@ -41,23 +41,23 @@ def told(image: Image.Image) -> dict[str, Any]:
 
 def test_what_is_shown_on_the_way_changes_no_bit() -> None:
     for name in MEDIA_TYPES:
-        assert encode(picture(preview_every=3), Format(name)) == encode(picture(), Format(name))
-    assert encode(picture(preview_every=3), Format()) == picture().png()
+        assert encode(picture(preview_every=3), ImageFormat(name)) == encode(picture(), ImageFormat(name))
+    assert encode(picture(preview_every=3), ImageFormat()) == picture().png()
 
 
 def test_webp_loses_nothing_at_its_best() -> None:
-    data = encode(picture(), Format("webp"))
+    data = encode(picture(), ImageFormat("webp"))
     image = opened(data)
     assert image.format == "WEBP" and np.array_equal(np.asarray(image), PIXELS)
-    assert told(image)["parameters"] == json.loads(json.dumps(picture().parameters.told()))
+    assert told(image)["parameters"] == json.loads(json.dumps(picture().parameters.to_dict()))
     assert told(image)["fingerprint"] == {"model": "m", "bucket": None}
-    assert len(encode(picture(), Format("webp", 50))) < len(data) / 2
+    assert len(encode(picture(), ImageFormat("webp", 50))) < len(data) / 2
 
 
 def test_jpeg_is_near_and_smaller_as_asked() -> None:
-    sizes = [len(encode(picture(), Format("jpeg", quality))) for quality in (0, 50, 100)]
+    sizes = [len(encode(picture(), ImageFormat("jpeg", quality))) for quality in (0, 50, 100)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[2] / 4
-    image = opened(encode(picture(SMOOTH), Format("jpeg")))
+    image = opened(encode(picture(SMOOTH), ImageFormat("jpeg")))
     assert image.format == "JPEG" and told(image)["parameters"]["seed"] == 2**63 - 1
     assert np.abs(np.asarray(image).astype(int) - SMOOTH.astype(int)).max() <= 2
 
@@ -69,8 +69,8 @@ def test_what_jobs_ask_for() -> None:
     given = {"output_format": "jpeg", "output_compression": 7}
     assert ImageJob.read(JOB) == ImageJob.read({**JOB, **dict.fromkeys(given)})
     assert ImageJob.read({**JOB, **given}) == replace(ImageJob.read(JOB), **given)
-    assert (Format().quality, Format("jpeg", 7).quality) == (100, 7)
-    assert Format("jpeg").media_type == "image/jpeg"
+    assert (ImageFormat().quality, ImageFormat("jpeg", 7).quality) == (100, 7)
+    assert ImageFormat("jpeg").media_type == "image/jpeg"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_shelf_waits_until_a_deletion_is_over() -> None:
         asked.append(key)
         return len(asked) > 2
 
-    shelf = Shelf(artifacts, keep)
-    key = shelf.put(b"data", "image/webp")
-    assert asked == [key] * 3 and shelf.keys == [key] == [key_of(b"data", "image/webp")]
+    artifact_writer = ArtifactWriter(artifacts, keep)
+    key = artifact_writer.put(b"data", "image/webp")
+    assert asked == [key] * 3 and artifact_writer.keys == [key] == [key_of(b"data", "image/webp")]
     assert artifacts.get(key) == b"data" and key.endswith(".webp")

@@ -14,14 +14,14 @@ from contract.image import ImageJob
 from core.batching.request import Request
 from core.config import Settings
 from core.quant.kernels.cpu import library as kernels
-from core.quant.kernels.cpu.library import Unavailable
+from core.quant.kernels.cpu.library import KernelsUnavailable
 from pipeline.load import load
 from pipeline.tiny import TINY
 from tests.core.quant.stage import CACHE
 from tests.pipeline import loras
-from workers.build import Works, build
-from workers.equipment import panels_of
-from workers.panels import pictures
+from workers.build import Runtime, build
+from workers.handlers import pictures
+from workers.serving_runtime import handlers_of
 
 JOB: dict[str, Any] = {
     "prompt": "a pizza", "n": 2, "seed": 5, "steps": 3, "guidance_scale": 5.0, "width": 32, "height": 32,
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def works(folder: Path) -> Iterator[Works]:
+def works(folder: Path) -> Iterator[Runtime]:
     """On the CPU kernels where there are any."""
     settings = Settings(
         model=TINY, lora_dir=str(folder), device="cpu", compile=False, threads=1, cache_dir=CACHE.parent
@@ -49,8 +49,8 @@ def works(folder: Path) -> Iterator[Works]:
         yield works
 
 
-def drawn(works: Works, **asked: Any) -> list[Any]:
-    wanted = panels_of(works)["image"].requests(ImageJob.read({**JOB, **asked}))
+def drawn(works: Runtime, **asked: Any) -> list[Any]:
+    wanted = handlers_of(works)["image"].requests(ImageJob.read({**JOB, **asked}))
     futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(wanted)]
     return [future.result(60) for future in futures]
 
@@ -60,8 +60,8 @@ def test_a_job_may_name_them_and_all_its_pictures_get_them() -> None:
     assert [one.lora for one in pictures(ImageJob.read(JOB))] == ["", ""]
 
 
-def test_the_card_offers_what_lies_in_the_folder_now(works: Works, folder: Path) -> None:
-    card = panels_of(works)["image"].card
+def test_the_card_offers_what_lies_in_the_folder_now(works: Runtime, folder: Path) -> None:
+    card = handlers_of(works)["image"].card
     assert card().loras == ["damaged", "ink", "oil"]
     late = folder / "late.safetensors"
     late.write_bytes((folder / "ink.safetensors").read_bytes())
@@ -69,7 +69,7 @@ def test_the_card_offers_what_lies_in_the_folder_now(works: Works, folder: Path)
     late.unlink()
 
 
-def test_jobs_with_and_without_are_drawn_side_by_side(works: Works) -> None:
+def test_jobs_with_and_without_are_drawn_side_by_side(works: Runtime) -> None:
     plain = drawn(works)
     ink, oil = drawn(works, lora="ink"), drawn(works, lora="ink:0.5,oil")
     again = drawn(works)
@@ -82,22 +82,22 @@ def test_jobs_with_and_without_are_drawn_side_by_side(works: Works) -> None:
 
 
 @pytest.mark.parametrize("name", ["damaged", "gone"])
-def test_a_job_that_names_a_bad_one_is_refused_with_its_name(works: Works, name: str) -> None:
+def test_a_job_that_names_a_bad_one_is_refused_with_its_name(works: Runtime, name: str) -> None:
     with pytest.raises(Invalid, match=f"^lora: {name}: "):
         drawn(works, lora=f"ink,{name}")
     assert len(drawn(works, lora="ink")) == 2
 
 
-def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folder: Path, works: Works) -> None:
+def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folder: Path, works: Runtime) -> None:
     try:
         kernels.library(works.settings.compiled_kernels)
-    except Unavailable as error:
+    except KernelsUnavailable as error:
         pytest.skip(str(error))
     assert works.images.model.unet.conv_in.weight.numel() > 0
     assert works.images.model.vae.decoder.conv_in.weight.numel() == 0, "nothing is added to what decodes"
     bare = works.settings.model_copy(update={"lora_dir": ""})
     with build(bare) as other:
         assert other.images.model.unet.conv_in.weight.numel() == 0
-        assert panels_of(other)["image"].card().loras == []
+        assert handlers_of(other)["image"].card().loras == []
         with pytest.raises(Invalid, match=r"^lora: no folder"):
             drawn(other, lora="ink")

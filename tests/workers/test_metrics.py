@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core.batching.engine import Tick
 from deployment.redis import free_port
-from workers.metrics import Meter
+from workers.metrics import WorkerMetrics
 
 
 class Group(NamedTuple):
@@ -19,7 +19,7 @@ class Group(NamedTuple):
 
 
 def test_what_is_shown_is_what_was_told() -> None:
-    meter, port = Meter(), free_port()
+    meter, port = WorkerMetrics(), free_port()
     for rows, seconds in ((2, 0.004), (8, 0.02), (8, 0.03)):
         meter.tick(Tick("image", Group("deep"), rows, rows // 2, seconds, None))
     meter.tick(Tick("image", Group("deep"), 8, 4, 9.0, RuntimeError()))
@@ -49,4 +49,4 @@ def test_what_is_shown_is_what_was_told() -> None:
 
 def test_an_address_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
-        Meter().serve(f"127.0.0.1:{taken.getsockname()[1]}", dict)
+        WorkerMetrics().serve(f"127.0.0.1:{taken.getsockname()[1]}", dict)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.jobs.record import Report
+from core.jobs.record import ProgressReport
 from deployment.redis import RedisServer
 from tests.workers.crew import Crew, eventually
-from workers.outage import Outage
-from workers.publisher import Publisher
-from workers.written import Written
+from workers.publisher import ProgressPublisher
+from workers.store_retry import StoreRetry
+from workers.stream_buffer import StreamBuffer
 
 
 class Scene:
@@ -22,8 +22,8 @@ class Scene:
     def __init__(self, crew: Crew) -> None:
         self.ticks = 0
         self.stale: list[tuple[str, int]] = []
-        self.publisher = Publisher(
-            crew.store, Outage(), lambda: self.ticks, lambda id, attempt: self.stale.append((id, attempt))
+        self.publisher = ProgressPublisher(
+            crew.store, StoreRetry(), lambda: self.ticks, lambda id, attempt: self.stale.append((id, attempt))
         )
 
 
@@ -112,7 +112,7 @@ def test_texts_are_told_in_pieces_to_who_knows_them(crew: Crew, scene: Scene) ->
     """An API of the version before knows only all of the text, each time."""
     told = []
     for cumulative in (False, True):
-        id, written = claimed(crew), Written(1)
+        id, written = claimed(crew), StreamBuffer(1)
         written.followed, written.cumulative = not cumulative, cumulative
         if not cumulative:
             crew.store.follow(id)
@@ -134,7 +134,7 @@ def test_progress_is_dropped_while_redis_is_away(crew: Crew, scene: Scene, redis
         scene.publisher.flush()  # does not wait for it
     finally:
         redis_server.start()
-    crew.store.report([Report(id, 1, {"step": 2})])
+    crew.store.report([ProgressReport(id, 1, {"step": 2})])
     assert steps(crew, id) == [2]
     scene.publisher.say(id, 1, {"step": 3})
     eventually(lambda: steps(crew, id)[-1] == 3)

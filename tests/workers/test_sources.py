@@ -17,9 +17,9 @@ from core.artifacts import ArtifactError, Artifacts
 from core.batching.request import Request
 from core.config import Settings
 from pipeline.tiny import TINY
-from workers.build import Works, build
-from workers.equipment import panels_of
-from workers.panels import pictures
+from workers.build import Runtime, build
+from workers.handlers import pictures
+from workers.serving_runtime import handlers_of
 from workers.sources import read
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
@@ -40,7 +40,7 @@ def artifacts(tmp_path: Path) -> Artifacts:
 
 
 @pytest.fixture
-def works(tmp_path: Path) -> Iterator[Works]:
+def works(tmp_path: Path) -> Iterator[Runtime]:
     settings = Settings(model=TINY, compile=False, kernels=False, threads=1, max_rows=8, data_dir=tmp_path)
     with build(settings) as works:
         yield works
@@ -66,11 +66,11 @@ def test_pixels_come_as_they_were_put(artifacts: Artifacts) -> None:
     assert read(source(artifacts, mask=None), artifacts.get) == Edit(PIXELS.tobytes(), None, 0.75)
 
 
-def test_the_worker_draws_from_what_was_put(works: Works, artifacts: Artifacts) -> None:
-    panel = panels_of(works)["image"]
-    wanted = panel.requests(ImageJob.read(asked(artifacts)))
+def test_the_worker_draws_from_what_was_put(works: Runtime, artifacts: Artifacts) -> None:
+    handler = handlers_of(works)["image"]
+    wanted = handler.requests(ImageJob.read(asked(artifacts)))
     assert [(one.seed, one.made) for one in wanted] == [(5, 3), (6, 3)]
-    tally = panel.tally(wanted)
+    tally = handler.tally(wanted)
     told: list[Any] = []
     made = [
         works.engine.submit(

@@ -15,10 +15,10 @@ from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
 from tests.workers.crew import PATIENCE_S, Crew, eventually
 from tests.workers.stage import StagePictures, StageRunner
-from workers.gate import Gate
-from workers.hand import Hand
-from workers.outage import Outage
-from workers.publisher import Publisher
+from workers.active_jobs import ActiveJobs
+from workers.publisher import ProgressPublisher
+from workers.shared_lock import SharedLock
+from workers.store_retry import StoreRetry
 from workers.tasks import Tasks
 
 
@@ -46,11 +46,14 @@ class Scene:
         self.lane = Lane()
         self.runner = StageRunner("image", self.lane, 0.005, 4, lambda event, request: None)
         self.engine = Engine([self.runner])
-        self.gate, self.hand, self.outage = Gate(), Hand(), Outage()
-        self.publisher = Publisher(self.store, self.outage, lambda: self.engine.ticks, self.hand.drop)
+        self.shared_lock, self.active_jobs, self.store_retry = SharedLock(), ActiveJobs(), StoreRetry()
+        self.publisher = ProgressPublisher(
+            self.store, self.store_retry, lambda: self.engine.ticks, self.active_jobs.drop
+        )
         self.publisher.start()
         self.tasks = Tasks(
-            "me", self.store, self.outage, self.gate, self.hand, self.publisher, crew.artifacts, self.engine,
+            "me", self.store, self.store_retry, self.shared_lock, self.active_jobs, self.publisher, crew.artifacts,
+            self.engine,
             {"image": StagePictures(0.005)}, self.sent.append,
         )  # fmt: skip
 
@@ -74,7 +77,7 @@ def scene(crew: Crew) -> Iterator[Scene]:
     scene = Scene(crew)
     yield scene
     scene.close()
-    assert not scene.hand.works()
+    assert not scene.active_jobs.works()
 
 
 def test_the_engine_knows_whose_requests_are(crew: Crew, scene: Scene) -> None:
@@ -172,7 +175,7 @@ def test_an_error_of_its_own_is_logged_and_raises_nothing(scene: Scene, caplog: 
     scene.store.before_claim = lambda id: 1 / 0
     scene.run("job_x")
     assert "an error of this worker's own" in caplog.text
-    assert scene.gate.enter(alone=True)  # it has left the gate
+    assert scene.shared_lock.enter(alone=True)  # it has left the gate
 
 
 def test_a_job_that_nobody_wants_any_more_keeps_no_pictures(crew: Crew, scene: Scene) -> None:
@@ -180,8 +183,8 @@ def test_a_job_that_nobody_wants_any_more_keeps_no_pictures(crew: Crew, scene: S
     thread = scene.start(id)
     crew.running(id)
     crew.store.cancel(id)
-    eventually(lambda: id in scene.hand)
-    scene.hand.drop(id)
+    eventually(lambda: id in scene.active_jobs)
+    scene.active_jobs.drop(id)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert crew.job(id).state is JobState.CANCELLED

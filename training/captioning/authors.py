@@ -46,13 +46,13 @@ class Local:
     """The engine of this process."""
 
     def __init__(self, engine: Engine, runner: TextRunner, width: int) -> None:
-        from workers.texts import TextPanel
+        from workers.text_handler import TextJobHandler
 
         self.width = width
         self.name = runner.model.name
         self.expansion_instruction = runner.model.expansion_instruction
         self.chat = bool(getattr(runner.model.tokenizer, "chat_template", None))
-        self._engine, self._runner, self._panel = engine, runner, TextPanel(runner)
+        self._engine, self._runner, self._panel = engine, runner, TextJobHandler(runner)
 
     @property
     def about(self) -> dict[str, Any]:

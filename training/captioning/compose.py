@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from contract.card import MAX_PROMPT_CHARACTERS
-from contract.characters import complaint
+from contract.characters import text_error
 from evaluation.generate import Pulse
 from training.captioning.asking import Asker, Question
 from training.captioning.authors import Answer, Author
@@ -112,7 +112,7 @@ class Composer:
         if question.idea:
             idea = squeeze(said.text.replace("\ufffd", ""))
             wrong = None if said.whole else UNFINISHED
-            wrong = wrong or (None if idea else EMPTY) or (BROKEN if complaint(idea, MAX_PROMPT_CHARACTERS) else None)
+            wrong = wrong or (None if idea else EMPTY) or (BROKEN if text_error(idea, MAX_PROMPT_CHARACTERS) else None)
             if wrong is None:
                 then = self._asker.then(question, idea)
                 assert then is not None

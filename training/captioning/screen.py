@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.card import MAX_PROMPT_CHARACTERS
-from contract.characters import complaint
+from contract.characters import text_error
 
 UNFINISHED, EMPTY, BROKEN, LONG, DUPLICATE = "unfinished", "empty", "broken", "too long", "duplicate"
 REASONS = {
@@ -91,7 +91,7 @@ class Screen:
         """Why an answer is no valid caption, apart from duplicates; None if it is one. `whole`: it ended by itself."""
         if not whole:
             return UNFINISHED
-        if "\ufffd" in text or complaint(text, MAX_PROMPT_CHARACTERS) is not None:
+        if "\ufffd" in text or text_error(text, MAX_PROMPT_CHARACTERS) is not None:
             return BROKEN
         caption = squeeze(text)
         if not any(character.isalnum() for character in caption):

@@ -20,10 +20,10 @@ from core.quant.kernels.cuda import layer_norm as layer_norms
 from core.quant.kernels.cuda import linear as linears
 from core.quant.kernels.cuda.attention import attention_int8
 from core.quant.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
-from core.quant.linear import Scaled, ScaledConv2d
+from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
-class Layer:
+class FusedLayer:
     """Weights of one or several modules that read one input, concatenated by rows.
 
     `kind` is the 8-bit type of weights and input, or None for the base type. `inverse` [K] multiplies the input before
@@ -33,7 +33,7 @@ class Layer:
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
         first = modules[0]
-        quantized = isinstance(first, Scaled)
+        quantized = isinstance(first, ScaledWeights)
         self.base = base
         self.kind: torch.dtype | None = first.weight.dtype if quantized else None
         self.inverse: Tensor | None = first.inverse if quantized else None
@@ -68,7 +68,7 @@ def _joined(modules: Sequence[Any], name: str) -> Tensor:
     return whole
 
 
-class Linear(Layer):
+class Linear(FusedLayer):
     """y = x · Wᵀ + b + residual over tokens [M, K], in the base type."""
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
@@ -91,7 +91,7 @@ class Linear(Layer):
 class Gated(Linear):
     """hidden · gelu(gate), in the type that the layer `then` reads."""
 
-    def gate(self, x: Tensor, then: Layer) -> Tensor:
+    def gate(self, x: Tensor, then: FusedLayer) -> Tensor:
         if self.kind is None or then.kind is not self.kind:
             hidden, gate = self(x).chunk(2, dim=-1)
             return for_layer(hidden * F.gelu(gate), then)
@@ -100,7 +100,7 @@ class Gated(Linear):
         return geglu(x, self.weight, self.scale, self.bias, then.inverse)
 
 
-class Conv(Layer):
+class Conv(FusedLayer):
     """A 3×3 convolution over NHWC with padding 1, in the base type."""
 
     def __init__(self, module: Any, base: torch.dtype) -> None:
@@ -169,7 +169,7 @@ class Norm:
         assert norm.weight is not None and norm.bias is not None
         self.weight, self.bias = norm.weight.detach().to(base), norm.bias.detach().to(base)
 
-    def __call__(self, x: Tensor, then: Layer | None) -> Tensor:
+    def __call__(self, x: Tensor, then: FusedLayer | None) -> Tensor:
         """x [M, C] or [B, H, W, C]. `then` None: the base type."""
         kind, inverse = (None, None) if then is None else (then.kind, then.inverse)
         if self.groups:
@@ -181,7 +181,7 @@ class Norm:
         return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, then: Layer) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, then: FusedLayer) -> Tensor:
     """Attention of q [B, Sq, H, d] to k, v [B, Sk, H, d] for the next layer: [B·Sq, H·d]."""
     if q.dtype == torch.bfloat16 or then.kind is not None:
         return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
@@ -189,7 +189,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, then: Layer) -> Tensor:
     return y.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def for_layer(x: Tensor, then: Layer) -> Tensor:
+def for_layer(x: Tensor, then: FusedLayer) -> Tensor:
     """x [..., C] in the type that the next layer reads."""
     if then.kind is None or then.inverse is None:
         return x

@@ -136,7 +136,7 @@ class FusedUNet:
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As `deepcache.Split.deep`, with packed keys and values [B, T, width] for hidden states.
+        """As `deepcache.SplitUNet.deep`, with packed keys and values [B, T, width] for hidden states.
 
         `sample` [B, C, h, w] to the model's output [B, C, h, w] and features [B, h, w, channels]. Features lie in
         buffers that the next call overwrites. Raises ValueError for more rows than there is room for.
@@ -171,7 +171,7 @@ class FusedUNet:
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As `deepcache.Split.shallow`, with `kept` features [B, h, w, channels] of an earlier call."""
+        """As `deepcache.SplitUNet.shallow`, with `kept` features [B, h, w, channels] of an earlier call."""
         assert not return_dict and added_cond_kwargs is not None
         times = self._times(sample, timestep, timestep_cond, added_cond_kwargs)
         wide = self._wide(sample)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from core.quant.kernels.cpu.library import Unavailable, identity, library, processor
+from core.quant.kernels.cpu.library import KernelsUnavailable, identity, library, processor
 from core.quant.kernels.cuda import driver, language
-from core.quant.kernels.device import AVX2, Device
+from core.quant.kernels.device import AVX2, DeviceInfo
 
 _SOURCES = (".py", ".cpp", ".h", ".json")
 
 
-def describe(device: torch.device, cache: Path) -> Device:
+def describe(device: torch.device, cache: Path) -> DeviceInfo:
     """The properties of this device that select kernels.
 
     For a CPU its kernels are compiled into `cache` if they are not there yet, which takes seconds.
@@ -25,8 +25,8 @@ def describe(device: torch.device, cache: Path) -> Device:
     if device.type == "cpu":
         return _cpu(cache)
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-        return Device("cuda", str(device), triton=triton_version())
-    return Device(
+        return DeviceInfo("cuda", str(device), triton=triton_version())
+    return DeviceInfo(
         "cuda",
         torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
@@ -35,13 +35,13 @@ def describe(device: torch.device, cache: Path) -> Device:
     )
 
 
-def _cpu(cache: Path) -> Device:
+def _cpu(cache: Path) -> DeviceInfo:
     try:
         instructions = identity(library(cache)).instructions
-    except Unavailable as error:
-        return Device("cpu", processor(), cpu_lacks=str(error))
+    except KernelsUnavailable as error:
+        return DeviceInfo("cpu", processor(), cpu_lacks=str(error))
     slower = "the processor has no AVX-512 VNNI" if instructions == AVX2 else None
-    return Device("cpu", processor(), instructions=instructions, cpu_lacks=slower)
+    return DeviceInfo("cpu", processor(), instructions=instructions, cpu_lacks=slower)
 
 
 def triton_version() -> str | None:

@@ -31,7 +31,7 @@ _HOPPER: Capability = (9, 0)  # `wgmma` exists only here: neither older nor newe
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceInfo:
     """The properties that select kernels.
 
     `capability` is None for a CPU, and without such a GPU. `triton` is its version, None if not installed.
@@ -52,7 +52,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class KernelChoice:
     """The kernels of an operation. `reason` is why no faster ones run, empty if these are the fastest."""
 
     operation: str
@@ -64,7 +64,7 @@ class Decision:
         return f"{said}: {self.reason}" if self.reason else said
 
 
-def lacks(device: Device, precision: str) -> str | None:
+def lacks(device: DeviceInfo, precision: str) -> str | None:
     """Why our kernels cannot run a model of this precision on the device, or None if they can."""
     if device.kind == "cpu":
         if precision not in ("fp32", "int8"):
@@ -82,7 +82,7 @@ def lacks(device: Device, precision: str) -> str | None:
     return None
 
 
-def instead(device: Device, precision: str) -> str:
+def instead(device: DeviceInfo, precision: str) -> str:
     """Alternatives to a precision that the device lacks, in words."""
     found = [other for other in ("int8", "bf16") if other != precision and lacks(device, other) is None]
     if device.kind == "cpu":
@@ -101,7 +101,7 @@ def hopper_lacks(capability: Capability | None, nvrtc_lacks: str | None = None) 
     return nvrtc_lacks
 
 
-def decisions(device: Device, precision: str) -> tuple[Decision, ...]:
+def decisions(device: DeviceInfo, precision: str) -> tuple[KernelChoice, ...]:
     """The kernels of each operation of an image model in this precision, as far as the device determines them.
 
     8-bit precisions that `lacks` rejects are refused before generation (`workers.devices`), as torch would only emulate
@@ -109,24 +109,24 @@ def decisions(device: Device, precision: str) -> tuple[Decision, ...]:
     """
     why = lacks(device, precision)
     if why is not None:
-        return (Decision(EVERY_LAYER, TORCH, why),)
+        return (KernelChoice(EVERY_LAYER, TORCH, why),)
     if device.instructions is not None:
-        return (Decision(EVERY_LAYER, device.instructions, device.cpu_lacks or ""),)
+        return (KernelChoice(EVERY_LAYER, device.instructions, device.cpu_lacks or ""),)
     why = hopper_lacks(device.capability, device.nvrtc_lacks)
 
-    def best(operation: str, otherwise: str) -> Decision:
-        return Decision(operation, HOPPER) if why is None else Decision(operation, otherwise, why)
+    def best(operation: str, otherwise: str) -> KernelChoice:
+        return KernelChoice(operation, HOPPER) if why is None else KernelChoice(operation, otherwise, why)
 
-    attention, group_norm = best(ATTENTION, TORCH), Decision(GROUP_NORM, TRITON)
+    attention, group_norm = best(ATTENTION, TORCH), KernelChoice(GROUP_NORM, TRITON)
     if precision == "bf16":
         plain = "ours multiply 8 bits"
-        layer_norm = Decision(LAYER_NORM, TORCH, "ours writes 8 bits")
-        return (Decision(LINEAR, TORCH, plain), Decision(CONV, TORCH, plain), layer_norm, attention, group_norm)
+        layer_norm = KernelChoice(LAYER_NORM, TORCH, "ours writes 8 bits")
+        return (KernelChoice(LINEAR, TORCH, plain), KernelChoice(CONV, TORCH, plain), layer_norm, attention, group_norm)
     eight_bits = [best(operation, TRITON) for operation in (LINEAR, GEGLU, CONV, UPSAMPLE, LAYER_NORM)]
-    return (*eight_bits, attention, group_norm, Decision(QUANTIZE, TRITON))
+    return (*eight_bits, attention, group_norm, KernelChoice(QUANTIZE, TRITON))
 
 
-def summary(found: Sequence[Decision]) -> tuple[str, str]:
+def summary(found: Sequence[KernelChoice]) -> tuple[str, str]:
     """The fastest kernels among the decisions, and why no faster ones run ("" if these are the fastest)."""
     best = min(found, key=lambda decision: _RANK.index(decision.implementation))
     # Operations that always run on Triton need no reason; attention runs on Hopper's whenever anything does.
@@ -135,7 +135,7 @@ def summary(found: Sequence[Decision]) -> tuple[str, str]:
 
 
 @functools.cache
-def say(decision: Decision, *, asked: bool = False) -> None:
+def say(decision: KernelChoice, *, asked: bool = False) -> None:
     """Log a decision, once per process; torch for all layers as a warning, unless that was requested."""
     warn = decision.operation == EVERY_LAYER and decision.implementation == TORCH and not asked
     log.log(logging.WARNING if warn else logging.INFO, "%s", decision)

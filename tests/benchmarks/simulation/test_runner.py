@@ -44,7 +44,7 @@ def test_it_answers_as_the_real_runner_does(real: ImageRunner, guided: bool, cac
     while True:
         answers = []
         for runner, request in pair:
-            group, then = runner.group(request), runner.then(request)
+            group, then = runner.group(request), runner.next_group(request)
             answers.append(
                 {
                     "phase": request.phase,

@@ -304,7 +304,7 @@ class FakeRunner:
             return self.cost(self.group(request), rows)
         return sum(self.cost((ask.phase(step), ask.size), rows) for step in range(request.work.step, ask.steps))
 
-    def then(self, request: Request) -> Hashable:
+    def next_group(self, request: Request) -> Hashable:
         self.calls += 1
         ask: Ask = request.parameters
         following = request.work.step + (request.phase in ("step", "shallow"))

@@ -53,7 +53,7 @@ class Flat:
     def left_s(self, request: Request, rows: int) -> float:
         return 20 * self.cost("deep", rows)
 
-    def then(self, request: Request) -> Hashable:
+    def next_group(self, request: Request) -> Hashable:
         return "deep"
 
     def limit(self, group: Hashable) -> int:
@@ -129,7 +129,7 @@ class Growing:
     def left_s(self, request: Request, rows: int) -> float:
         return float(self.iterations(request))
 
-    def then(self, request: Request) -> None:
+    def next_group(self, request: Request) -> None:
         pass
 
     def limit(self, group: Hashable) -> int:

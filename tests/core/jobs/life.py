@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import redis
 
 from core.jobs.broker import Envelope
-from core.jobs.record import Draft, JobState, Report
+from core.jobs.record import JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore, QueueFull
 from tests.core.jobs import books
 
@@ -96,7 +96,7 @@ class Life:
         work_ms = dice.choice([0, 1, 2500])
         id = f"job_{self.made}"
         self.made += 1
-        draft = Draft(id, queue, "model", {"prompt": "a fox"}, priority, DEADLINE_S if timed else None, work_ms)
+        draft = JobDraft(id, queue, "model", {"prompt": "a fox"}, priority, DEADLINE_S if timed else None, work_ms)
         if sum(m.queue == queue and m.state == "queued" for m in self.models.values()) >= MAX_QUEUED:
             try:
                 self.store.create(draft)
@@ -178,7 +178,7 @@ class Life:
         for _ in range(dice.randrange(4)):
             id = self._pick(dice, "running")
             attempt = self.models[id].attempt if id in self.models else 1
-            items.append(Report(id, attempt - dice.choice([0, 0, 0, 1]), {"steps_done": dice.randrange(100)}))
+            items.append(ProgressReport(id, attempt - dice.choice([0, 0, 0, 1]), {"steps_done": dice.randrange(100)}))
         stale = self.store.report(items)
         expected = set()
         for item in items:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import redis
 
-from core.jobs.batches import Batch, BatchStore
+from core.jobs.batches import BatchRecord, BatchStore
 from core.jobs.files import File
-from core.jobs.record import Draft, new_id
+from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
 from tests.core.jobs.books import Books
 from tests.core.jobs.test_ledger import pass_time
@@ -25,14 +25,14 @@ def batches(redis_url: str) -> Iterator[BatchStore]:
     store.close()
 
 
-def batch_of(batches: BatchStore) -> Batch:
+def batch_of(batches: BatchStore) -> BatchRecord:
     file = File("file-" + 24 * "0", "ann", "x.jsonl", "batch", 2, "sha256/00/" + 62 * "0" + ".jsonl", 1)
     return batches.add("ann", "/v1/chat/completions", file, 9, "http://x/", None, [])
 
 
 def drafted(jobs: JobStore, digest: str, **more: Any) -> str:
     fields: dict[str, Any] = {"modality": "text", "model": "m", "parameters": {}, "owner": "ann", **more}
-    return jobs.create(Draft(id=new_id(), digest=digest, **fields)).id
+    return jobs.create(JobDraft(id=new_id(), digest=digest, **fields)).id
 
 
 def end(jobs: JobStore, id: str, way: str, *artifacts: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from core.jobs.reaper import Reaper
-from core.jobs.record import Draft, new_id
+from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
 from tests.core.jobs import books
 
@@ -22,7 +22,7 @@ def store(redis_url: str) -> Iterator[JobStore]:
 
 
 def make(store: JobStore, count: int, model: str = "emoji-xl", owner: str = "eve") -> list[str]:
-    return [store.create(Draft(new_id(), "image", model, {}, owner=owner)).id for _ in range(count)]
+    return [store.create(JobDraft(new_id(), "image", model, {}, owner=owner)).id for _ in range(count)]
 
 
 def die(client: redis.Redis, ids: list[str]) -> None:
@@ -97,11 +97,11 @@ def test_a_list_of_a_redis_that_takes_no_writes(store: JobStore, client: redis.R
 
 def test_a_lost_message_does_not_make_a_job_more_urgent(store: JobStore, client: redis.Redis) -> None:
     """As where its model is served by nobody: it comes round for ever, and is sent again each time."""
-    id = store.create(Draft(new_id(), "image", "of another", {}, priority=9)).id
+    id = store.create(JobDraft(new_id(), "image", "of another", {}, priority=9)).id
     for _ in range(4):
         books.age(client, 1100)
         assert [(envelope.id, envelope.priority) for envelope in store.sweep().send] == [(id, 9)]
-    urgent = store.create(Draft(new_id(), "image", "emoji-xl", {}, priority=5)).id
+    urgent = store.create(JobDraft(new_id(), "image", "emoji-xl", {}, priority=5)).id
     standing = store.standing(urgent)
     assert standing is not None and standing.ahead == 0
 

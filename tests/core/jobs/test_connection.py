@@ -7,8 +7,16 @@ import threading
 import pytest
 import redis
 
-from core.jobs.connection import RedisClient, Script, StoreDenied, StoreDown, StoreError, StoreFull, translated
-from core.jobs.record import Draft, new_id
+from core.jobs.connection import (
+    RedisClient,
+    Script,
+    StoreDenied,
+    StoreDown,
+    StoreError,
+    StoreFull,
+    translate_redis_errors,
+)
+from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.core import refusals
@@ -40,12 +48,12 @@ from tests.core import refusals
     ],
 )
 def test_translated(error: redis.RedisError, kind: type[StoreError]) -> None:
-    @translated()
+    @translate_redis_errors()
     def as_decorator() -> None:
         raise error
 
     def as_context() -> None:
-        with translated():
+        with translate_redis_errors():
             raise error
 
     for way in (as_decorator, as_context):
@@ -58,7 +66,7 @@ def test_translated(error: redis.RedisError, kind: type[StoreError]) -> None:
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(KeyError), translated():
+    with pytest.raises(KeyError), translate_redis_errors():
         raise KeyError
 
 
@@ -76,12 +84,12 @@ def test_real_troubles(redis_url: str, redis_server: RedisServer) -> None:
 def test_every_refusal_of_a_real_redis_passes(client: redis.Redis, store: JobStore, way: str) -> None:
     """It is no result: who tries again later succeeds."""
     hinder, reason = refusals.WAYS[way]
-    job = store.create(Draft(new_id(), "image", "emoji-xl", {}))
+    job = store.create(JobDraft(new_id(), "image", "emoji-xl", {}))
     claim = store.claim(job.id, "ada")
     assert claim is not None
     with hinder(client):
         for call in (
-            lambda: store.create(Draft(new_id(), "image", "emoji-xl", {})),
+            lambda: store.create(JobDraft(new_id(), "image", "emoji-xl", {})),
             lambda: store.succeed(job.id, claim.attempt, {}),
             lambda: store.renew("ada", {job.id: claim.attempt}),
             lambda: store.sweep(),

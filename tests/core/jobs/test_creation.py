@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from core.jobs.record import Draft, JobState, Report
+from core.jobs.record import JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore
-from core.jobs.webhooks import Webhooks
+from core.jobs.webhooks import WebhookQueue
 from tests.core.jobs.books import Books
 from tests.core.jobs.test_events import collect, reading, run
 
@@ -23,8 +23,8 @@ def brief(redis_url: str) -> Iterator[JobStore]:
     store.close()
 
 
-def draft(owner: str = "", **more: object) -> Draft:
-    return Draft("logo", "image", "m", {}, owner=owner, **more)  # type: ignore[arg-type]
+def draft(owner: str = "", **more: object) -> JobDraft:
+    return JobDraft("logo", "image", "m", {}, owner=owner, **more)  # type: ignore[arg-type]
 
 
 def forgotten(client: redis.Redis) -> None:
@@ -37,7 +37,7 @@ def test_a_new_job_begins_with_nothing(store: JobStore, client: redis.Redis, liv
     store.create(draft("ann"))
     old = store.claim("logo", "ada")
     assert old is not None
-    assert store.report([Report("logo", old.fence, {"step": 1}, previews={0: "UE5H"})]) == set()
+    assert store.report([ProgressReport("logo", old.fence, {"step": 1}, previews={0: "UE5H"})]) == set()
     if not lives:
         store.fail("logo", old.fence, "refused", "no")
     assert store.erase("logo")
@@ -54,7 +54,7 @@ def test_a_new_job_begins_with_nothing(store: JobStore, client: redis.Redis, liv
         lambda: store.fail("logo", old.fence, "a", "b"),
         lambda: store.expire("logo", old.fence),
         lambda: store.hand_back("logo", old.fence) is not None,
-        lambda: store.report([Report("logo", old.fence, {"step": 2}, previews={0: "UE5H"})]) != {"logo"},
+        lambda: store.report([ProgressReport("logo", old.fence, {"step": 2}, previews={0: "UE5H"})]) != {"logo"},
         lambda: store.renew("bob", {"logo": old.fence}) != {"logo"},
     ):
         assert not write(), "the worker that is still at the old one cannot write to the new one"
@@ -106,7 +106,7 @@ def test_what_was_meant_for_one_does_not_end_the_next(store: JobStore) -> None:
 
 
 def test_how_often_a_webhook_was_tried_is_no_inheritance(brief: JobStore, client: redis.Redis, redis_url: str) -> None:
-    webhooks = Webhooks(redis_url)
+    webhooks = WebhookQueue(redis_url)
     told = {"url": "https://a.example/", "base": "https://b.example/"}
     brief.create(draft(webhook=told))
     brief.cancel("logo")

@@ -15,7 +15,7 @@ import redis
 
 from core.jobs import events as module
 from core.jobs.events import Event, EventReader
-from core.jobs.record import Draft, Report, new_id
+from core.jobs.record import JobDraft, ProgressReport, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 
@@ -44,7 +44,7 @@ async def collect(reader: EventReader, job_id: str, after: str = "0") -> list[Ev
 
 
 def make(store: JobStore) -> str:
-    return store.create(Draft(new_id(), "image", "emoji-xl", {})).id
+    return store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id
 
 
 def live_through(store: JobStore, id: str, reports: int, dice: random.Random) -> None:
@@ -54,7 +54,7 @@ def live_through(store: JobStore, id: str, reports: int, dice: random.Random) ->
         said = 0
         while said < reports:
             count = dice.randint(1, 5)
-            store.report([Report(id, attempt, {"attempt": attempt, "step": said + k}) for k in range(count)])
+            store.report([ProgressReport(id, attempt, {"attempt": attempt, "step": said + k}) for k in range(count)])
             said += count
         if attempt == 1:
             store.hand_back(id, 1)
@@ -252,9 +252,9 @@ def test_newcomer_who_is_behind(store: JobStore, redis_url: str) -> None:
             ahead, behind = reader.subscribe(id), reader.subscribe(id)
             assert [(await anext(ahead)).type for _ in range(2)] == ["queued", "running"]
             assert [(await anext(behind)).type for _ in range(2)] == ["queued", "running"]
-            store.report([Report(id, 1, {"step": 1})])
+            store.report([ProgressReport(id, 1, {"step": 1})])
             assert (await anext(ahead)).data == {"step": 1}
-            store.report([Report(id, 1, {"step": 2})])
+            store.report([ProgressReport(id, 1, {"step": 2})])
             assert (await anext(ahead)).data == {"step": 2}
             assert [(await anext(behind)).data for _ in range(2)] == [{"step": 1}, {"step": 2}]
             store.cancel(id)
@@ -272,7 +272,7 @@ def test_stream_that_does_not_exist_yet(store: JobStore, redis_url: str) -> None
             task = asyncio.create_task(collect(reader, id))
             while not reader._followers:
                 await asyncio.sleep(0.01)
-            await asyncio.to_thread(store.create, Draft(id, "text", "emoji-lm", {}))
+            await asyncio.to_thread(store.create, JobDraft(id, "text", "emoji-lm", {}))
             await asyncio.to_thread(store.cancel, id)
             assert [event.type for event in await task] == ["queued", "cancelled"]
 
@@ -286,7 +286,7 @@ def test_redis_restarts_under_subscribers(store: JobStore, client: redis.Redis, 
 
     def writes(first: int) -> None:
         for step in range(first, first + 20):
-            store.report([Report(id, 1, {"step": step}) for id in ids])
+            store.report([ProgressReport(id, 1, {"step": step}) for id in ids])
 
     async def work() -> None:
         async with reading(mortal.url) as reader:
@@ -330,7 +330,7 @@ def test_slow_subscriber_misses_progress_alone(store: JobStore, redis_url: str, 
         for attempt in range(1, 5):
             store.claim(id, "ada")
             for step in range(40):
-                store.report([Report(id, attempt, {"step": 10 * step + k}) for k in range(10)])
+                store.report([ProgressReport(id, attempt, {"step": 10 * step + k}) for k in range(10)])
             store.hand_back(id, attempt)
         store.cancel(id)
 
@@ -440,7 +440,7 @@ def test_an_event_costs_the_same_however_many_are_followed(
             before = sent()
             for claim, arrives in zip(claims, coming, strict=False):
                 assert claim is not None
-                await asyncio.to_thread(store.report, [Report(claim.id, claim.attempt, {"step": 1})])
+                await asyncio.to_thread(store.report, [ProgressReport(claim.id, claim.attempt, {"step": 1})])
                 assert (await arrives).data == {"step": 1}
             assert (sent() - before) / 20 < 5_000
             for task in coming[20:]:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.jobs.connection import StoreDown, StoreFull
-from core.jobs.keyring import SCOPES, Guard, Key, Keyring, check, matching, most_queued, webhook_secret
+from core.jobs.keyring import SCOPES, AccessPolicy, ApiKey, Keyring, check, matching, most_queued, webhook_secret
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
 TOKEN = re.compile(r"dpt_[0-9a-f]{12}_[A-Za-z0-9_-]{43}")
@@ -31,12 +31,12 @@ def keyring(redis_url: str) -> Iterator[Keyring]:
     keyring.close()
 
 
-def key_of(token: str) -> Key:
+def key_of(token: str) -> ApiKey:
     """A key as it is stored of this token: by the docs, SHA-256 of all of it."""
-    return Key(token[4:16], "someone", hashlib.sha256(token.encode()).hexdigest(), ("images",), "", "", 0)
+    return ApiKey(token[4:16], "someone", hashlib.sha256(token.encode()).hexdigest(), ("images",), "", "", 0)
 
 
-def known(*tokens: str) -> dict[str, Key]:
+def known(*tokens: str) -> dict[str, ApiKey]:
     return {key.id: key for key in map(key_of, tokens)}
 
 
@@ -78,7 +78,7 @@ def test_a_key_is_made_stored_and_revoked(keyring: Keyring, client: redis.Redis)
     first, token = keyring.add("me", SCOPES[::-1], "60/minute", "9/day", "25%", 10**9)
     second, other = keyring.add("you")
     assert TOKEN.fullmatch(token) and token != other and token[4:16] == first.id != second.id
-    assert first == Key(
+    assert first == ApiKey(
         first.id, "me", hashlib.sha256(token.encode()).hexdigest(), SCOPES, "60/minute", "9/day", first.created,
         "25%", 10**9,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_key_is_made_stored_and_revoked(keyring: Keyring, client: redis.Redis)
 
 
 def test_all_are_told_oldest_first(keyring: Keyring, client: redis.Redis) -> None:
-    keys = [Key(f"{9 - n:012x}", f"n{n}", "0" * 64, ("text",), "", "", 100 + n // 2) for n in range(6)]
+    keys = [ApiKey(f"{9 - n:012x}", f"n{n}", "0" * 64, ("text",), "", "", 100 + n // 2) for n in range(6)]
     for key in keys[::-1]:
         record = {name: getattr(key, name) for name in ("id", "name", "hash", "scopes", "rate", "quota", "created")}
         client.hset("diptych:keys", key.id, json.dumps({**record, "file_bytes": 0, "of": "a later version"}))
@@ -104,14 +104,14 @@ def test_all_are_told_oldest_first(keyring: Keyring, client: redis.Redis) -> Non
 
 
 def test_what_no_key_means_outlives_the_last_one(keyring: Keyring, client: redis.Redis) -> None:
-    assert keyring.guard() == Guard({}), "there never was one"
+    assert keyring.guard() == AccessPolicy({}), "there never was one"
     first, _ = keyring.add("me")
     second, _ = keyring.add("you")
-    assert keyring.guard() == Guard({first.id: first, second.id: second}) and not keyring.unlock()
-    assert keyring.revoke(first.id) and keyring.guard() == Guard({second.id: second})
-    assert keyring.revoke(second.id) and keyring.guard() == Guard({}, closed=True)
+    assert keyring.guard() == AccessPolicy({first.id: first, second.id: second}) and not keyring.unlock()
+    assert keyring.revoke(first.id) and keyring.guard() == AccessPolicy({second.id: second})
+    assert keyring.revoke(second.id) and keyring.guard() == AccessPolicy({}, closed=True)
     assert not keyring.revoke(second.id) and keyring.guard().closed
-    assert keyring.unlock() and keyring.guard() == Guard({}, open=True)
+    assert keyring.unlock() and keyring.guard() == AccessPolicy({}, open=True)
     assert not keyring.revoke(second.id) and keyring.guard().open, "what is not there closes nothing"
     third, _ = keyring.add("another")
     client.delete("diptych:access")  # as an older version leaves it

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.artifacts import Artifacts, NoArtifact
 from core.jobs.reaper import Reaper
-from core.jobs.record import Draft, JobState, Report, new_id
+from core.jobs.record import JobDraft, JobState, ProgressReport, new_id
 from core.jobs.store import JobStore
 from tests.core.jobs.books import Books
 
@@ -24,8 +24,8 @@ def store(redis_url: str) -> Iterator[JobStore]:
     store.close()
 
 
-def draft(owner: str = "", **more: object) -> Draft:
-    return Draft(**{"id": new_id(), "modality": "image", "model": "m", "parameters": {}, "owner": owner, **more})  # type: ignore[arg-type]
+def draft(owner: str = "", **more: object) -> JobDraft:
+    return JobDraft(**{"id": new_id(), "modality": "image", "model": "m", "parameters": {}, "owner": owner, **more})  # type: ignore[arg-type]
 
 
 def end(store: JobStore, id: str, *artifacts: str) -> None:
@@ -100,7 +100,7 @@ def test_erasing_ends_and_forgets(store: JobStore, redis_url: str) -> None:
         books = Books.of(client)
         books.check()
         assert books.records == {} and not store.succeed(runs, claim.attempt, {})
-        assert store.report([Report(runs, claim.attempt, {})]) == {runs}
+        assert store.report([ProgressReport(runs, claim.attempt, {})]) == {runs}
         told = client.xrange("diptych:control:ada")[0][1]
         assert told == {"cancel": runs, "attempt": "1", "of": claim.incarnation}
         assert [type for type, _ in _events(client, runs)][-1] == "cancelled", "who follows it is told"
@@ -275,12 +275,14 @@ def test_previews_are_for_a_while(store: JobStore, redis_url: str) -> None:
     id = store.create(draft()).id
     claim = store.claim(id, "ada")
     assert claim is not None and store.preview(id, 0) is None
-    assert store.report([Report(id, 1, {"previews": [1, 2]}, previews={1: "UE5H", 2: "Mg=="})]) == set()
+    assert store.report([ProgressReport(id, 1, {"previews": [1, 2]}, previews={1: "UE5H", 2: "Mg=="})]) == set()
     assert store.preview(id, 1) == b"PNG" and store.preview(id, 2) == b"2" and store.preview(id, 0) is None
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         assert 0 < client.pttl(f"diptych:preview:{id}") <= 60_000
         assert "UE5H" not in str(_events(client, id)), "the stream stays small"
-    assert store.report([Report(id, 0, {"previews": [0]}, previews={0: "UE5H"})]) == {id}, "of an attempt that is over"
+    assert store.report([ProgressReport(id, 0, {"previews": [0]}, previews={0: "UE5H"})]) == {id}, (
+        "of an attempt that is over"
+    )
     assert store.preview(id, 0) is None
     store.succeed(id, 1, {})
     assert store.preview(id, 1) is None

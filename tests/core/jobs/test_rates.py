@@ -15,7 +15,7 @@ from limits.storage import MemoryStorage, RedisStorage
 from limits.strategies import SlidingWindowCounterRateLimiter
 
 from core.jobs.connection import StoreDown
-from core.jobs.rates import Charge, Rates, standing
+from core.jobs.rates import RateLimitCost, RateLimiter, rate_limit_state
 from deployment.redis import RedisServer
 
 RATES = ("3/second", "60/minute", "7/hour", "1000/day")
@@ -35,8 +35,8 @@ class Seen(MemoryStorage):
 
 
 @pytest.fixture
-def rates(redis_url: str) -> Iterator[Rates]:
-    rates = Rates(redis_url)
+def rates(redis_url: str) -> Iterator[RateLimiter]:
+    rates = RateLimiter(redis_url)
     yield rates
     rates.close()
 
@@ -62,47 +62,49 @@ def test_a_window_means_what_the_library_says(
         item, "x"
     )
     after = time.time()
-    ours = standing(item, True, (last, last_ms, this, this_ms))
+    ours = rate_limit_state(item, True, (last, last_ms, this, this_ms))
     assert (ours.allowed, ours.limit, ours.remaining) == (True, item.amount, max(0, said.remaining))
     assert said.reset_time - after - 1e-3 <= ours.reset_s <= said.reset_time - before + 1e-3
 
 
 @pytest.mark.parametrize("rate", RATES[2:])
-def test_counted_where_the_library_looks(rates: Rates, library: SlidingWindowCounterRateLimiter, rate: str) -> None:
+def test_counted_where_the_library_looks(
+    rates: RateLimiter, library: SlidingWindowCounterRateLimiter, rate: str
+) -> None:
     item = parse(rate)
-    first = rates.take(Charge(rate, "key", "requests", 2))
+    first = rates.take(RateLimitCost(rate, "key", "requests", 2))
     assert (first.allowed, first.limit, first.remaining) == (True, item.amount, item.amount - 2)
     last, _, this, _ = library.storage.get_sliding_window(item.key_for("requests", "key"), item.get_expiry())
     assert last + this == 2
-    assert library.hit(item, "requests", "key") and rates.take(Charge(rate, "other", "requests")).allowed
-    told = rates.take(Charge(rate, "key", "requests"))
+    assert library.hit(item, "requests", "key") and rates.take(RateLimitCost(rate, "other", "requests")).allowed
+    told = rates.take(RateLimitCost(rate, "key", "requests"))
     assert told.allowed and told.remaining == item.amount - 4
 
 
-def test_nobody_gets_more_than_the_rate(rates: Rates) -> None:
+def test_nobody_gets_more_than_the_rate(rates: RateLimiter) -> None:
     with ThreadPoolExecutor(16) as crowd:
-        told = list(crowd.map(lambda _: rates.take(Charge("30/hour", "key", "requests")), range(100)))
+        told = list(crowd.map(lambda _: rates.take(RateLimitCost("30/hour", "key", "requests")), range(100)))
     allowed = [one for one in told if one.allowed]
     assert sorted(one.remaining for one in allowed) == list(range(30))
     assert all(one.remaining == 0 and one.reset_s > 0 for one in told if not one.allowed)
-    assert not rates.take(Charge("30/hour", "key", "requests")).allowed
-    assert rates.take(Charge("30/hour", "key", "pictures")).remaining == 29, "another counter"
+    assert not rates.take(RateLimitCost("30/hour", "key", "requests")).allowed
+    assert rates.take(RateLimitCost("30/hour", "key", "pictures")).remaining == 29, "another counter"
 
 
-def test_what_costs_more_than_a_window_is_all_of_it(rates: Rates) -> None:
-    assert rates.take(Charge("5/day", "key", "pictures", 9)).remaining == 0
-    refused = rates.take(Charge("5/day", "key", "pictures"))
+def test_what_costs_more_than_a_window_is_all_of_it(rates: RateLimiter) -> None:
+    assert rates.take(RateLimitCost("5/day", "key", "pictures", 9)).remaining == 0
+    refused = rates.take(RateLimitCost("5/day", "key", "pictures"))
     assert not refused.allowed and 1 <= refused.retry_after_s <= 120
 
 
-def test_a_redis_that_is_away(rates: Rates, mortal: RedisServer) -> None:
+def test_a_redis_that_is_away(rates: RateLimiter, mortal: RedisServer) -> None:
     mortal.kill()
     with pytest.raises(StoreDown):
-        rates.take(Charge("5/day", "key", "pictures"))
+        rates.take(RateLimitCost("5/day", "key", "pictures"))
     mortal.start()
-    assert rates.take(Charge("5/day", "key", "pictures")).remaining == 4
+    assert rates.take(RateLimitCost("5/day", "key", "pictures")).remaining == 4
 
 
-def test_counters_end(rates: Rates, client: redis.Redis) -> None:
-    rates.take(Charge("5/minute", "key", "pictures"))
+def test_counters_end(rates: RateLimiter, client: redis.Redis) -> None:
+    rates.take(RateLimitCost("5/minute", "key", "pictures"))
     assert all(0 < client.ttl(key) <= 120 for key in client.scan_iter("diptych:limits:*"))

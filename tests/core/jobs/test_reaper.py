@@ -12,9 +12,9 @@ import redis
 
 from core.jobs.broker import Envelope
 from core.jobs.reaper import Reaper
-from core.jobs.record import Draft, JobState, new_id
+from core.jobs.record import JobDraft, JobState, new_id
 from core.jobs.store import JobStore
-from core.jobs.upkeep import Sweep
+from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0  # no test is decided by it
 
 
 def make(store: JobStore, **given: float) -> str:
-    return store.create(Draft(new_id(), "image", "emoji-xl", {}, **given)).id  # type: ignore[arg-type]
+    return store.create(JobDraft(new_id(), "image", "emoji-xl", {}, **given)).id  # type: ignore[arg-type]
 
 
 def test_lost_message_is_sent_again(store: JobStore, client: redis.Redis) -> None:
@@ -95,7 +95,7 @@ def test_redis_away(
     id = make(store)
     sweep = store.sweep
 
-    def watched(limit: int) -> Sweep:
+    def watched(limit: int) -> SweepResult:
         try:
             return sweep(limit)
         except Exception as error:

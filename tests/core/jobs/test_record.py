@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.jobs.record import Draft, JobState, from_json, new_id, to_json
+from core.jobs.record import JobDraft, JobState, from_json, new_id, to_json
 
 
 def test_states() -> None:
@@ -41,9 +41,9 @@ def test_ids() -> None:
 )
 def test_drafts_that_are_refused(field: str, value: Any) -> None:
     given: dict[str, Any] = {"id": "job_1", "modality": "image", "model": "emoji-xl", "parameters": {}}
-    Draft(**given)
+    JobDraft(**given)
     with pytest.raises(ValueError, match=f"^{field}: ") as raised:
-        Draft(**(given | {field: value}))
+        JobDraft(**(given | {field: value}))
     assert repr(value) not in str(raised.value)
 
 

@@ -10,7 +10,7 @@ import redis
 
 from core.jobs.broker import Envelope
 from core.jobs.keyring import Keyring
-from core.jobs.rights import Rights, _commands, told
+from core.jobs.rights import RedisPermissions, _commands, describe_missing
 from deployment.redis import RedisServer
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
 from tests.deployment.served import ROOT
@@ -31,7 +31,7 @@ def limited(redis_server: RedisServer, client: redis.Redis, redis_url: str) -> s
 
 
 def missing(url: str) -> list[str]:
-    rights = Rights(url)
+    rights = RedisPermissions(url)
     try:
         return rights.missing()
     finally:
@@ -116,5 +116,5 @@ def test_what_lacks_is_told_and_passes(
 
 
 def test_a_sentence_is_no_longer_than_is_read() -> None:
-    assert told(["A"]).startswith("Redis refuses A to this service's user; ")
-    assert told([*"ABCDEFG"]).startswith("Redis refuses A, B, C, D, E and 2 more to")
+    assert describe_missing(["A"]).startswith("Redis refuses A to this service's user; ")
+    assert describe_missing([*"ABCDEFG"]).startswith("Redis refuses A, B, C, D, E and 2 more to")

@@ -16,16 +16,16 @@ import redis
 from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown, StoreError, StoreFull
-from core.jobs.record import Backlog, Draft, JobState, Report, new_id
+from core.jobs.record import JobDraft, JobState, ProgressReport, QueueBacklog, new_id
 from core.jobs.store import JobStore, QueueFull
-from core.jobs.upkeep import Sweep
+from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
 from tests.core.jobs.severed import Severed
 
 
-def draft(**given: Any) -> Draft:
-    return Draft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
+def draft(**given: Any) -> JobDraft:
+    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
 
 
 def check(client: redis.Redis) -> None:
@@ -59,8 +59,8 @@ def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
     seconds, microseconds = client.time()
     assert abs(job.created - (seconds + microseconds / 1e6)) < 60
     assert job.deadline == pytest.approx(job.created + 500.25, abs=0.001)
-    assert store.backlog("image") == Backlog(1, 1234, 0, 0)
-    assert store.backlog("text") == Backlog(0, 0, 0, 0)
+    assert store.backlog("image") == QueueBacklog(1, 1234, 0, 0)
+    assert store.backlog("text") == QueueBacklog(0, 0, 0, 0)
 
     claim = store.claim(job.id, "ada")
     assert claim is not None
@@ -73,9 +73,9 @@ def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
     assert (running.state, running.worker, running.attempt) == (JobState.RUNNING, "ada", 1)
     assert running.started is not None
     assert running.started >= job.created
-    assert store.backlog("image") == Backlog(0, 0, 1, 1234)
+    assert store.backlog("image") == QueueBacklog(0, 0, 1, 1234)
 
-    assert store.report([Report(job.id, 1, {"steps_done": 3, "steps": 20})]) == set()
+    assert store.report([ProgressReport(job.id, 1, {"steps_done": 3, "steps": 20})]) == set()
     assert store.succeed(job.id, 1, {"images": [{"key": "sha256/ab"}]})
     ended = store.get(job.id)
     assert ended is not None
@@ -83,7 +83,7 @@ def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
     assert ended.progress == {"steps_done": 3, "steps": 20}
     assert ended.ended is not None
     assert ended.ended >= running.started
-    assert store.backlog("image") == Backlog(0, 0, 0, 0)
+    assert store.backlog("image") == QueueBacklog(0, 0, 0, 0)
     assert [type for type, _ in books.Books.of(client).streams[job.id]] == [
         "queued",
         "running",
@@ -103,10 +103,10 @@ def test_unknown_jobs(store: JobStore) -> None:
     assert not store.fail("job_x", 1, "a", "b")
     assert not store.expire("job_x", 1)
     assert store.renew("ada", {"job_x": 1}) == {"job_x"}
-    assert store.report([Report("job_x", 1, {})]) == {"job_x"}
+    assert store.report([ProgressReport("job_x", 1, {})]) == {"job_x"}
     assert store.renew("ada", {}) == set()
     assert store.report([]) == set()
-    assert store.sweep() == Sweep([], [], [])
+    assert store.sweep() == SweepResult([], [], [])
 
 
 def test_ended_jobs_are_kept_for_their_time(redis_url: str, client: redis.Redis) -> None:
@@ -148,7 +148,7 @@ def test_hands_back_at_no_cost(store: JobStore, client: redis.Redis) -> None:
         claim = store.claim(job.id, "ada")
         assert claim is not None
         assert claim.attempt == attempt
-        store.report([Report(job.id, attempt, {"steps_done": 1})])
+        store.report([ProgressReport(job.id, attempt, {"steps_done": 1})])
         assert store.hand_back(job.id, attempt) == Envelope(job.id, "image", 0)
         again = store.get(job.id)
         assert again is not None
@@ -168,7 +168,7 @@ def test_crashes_are_counted(redis_url: str, client: redis.Redis) -> None:
         assert store.suspect(job.id) is claim.suspect
         store.sweep()
         books.age(client, 300)  # within the lease, and within what counts as silence
-        assert store.sweep() == Sweep([], [], [])
+        assert store.sweep() == SweepResult([], [], [])
         books.age(client, 300)
         store.sweep()
         books.age(client, 300)
@@ -176,11 +176,11 @@ def test_crashes_are_counted(redis_url: str, client: redis.Redis) -> None:
         books.age(client, 300)
         sweep = store.sweep()
         if lost < 3:
-            assert sweep == Sweep([Envelope(job.id, "image", 0)], [], [])
+            assert sweep == SweepResult([Envelope(job.id, "image", 0)], [], [])
             assert ("queued", {"reason": "worker_lost"}) in books.Books.of(client).streams[job.id]
             assert not store.succeed(job.id, lost, {})  # the worker was only slow, and is too late
         else:
-            assert sweep == Sweep([], [], [job.id])
+            assert sweep == SweepResult([], [], [job.id])
     failed = store.get(job.id)
     assert failed is not None
     assert failed.error == {"code": "crashed", "message": "3 workers stopped answering while they ran this job"}
@@ -207,15 +207,15 @@ def test_outage_costs_no_job(store: JobStore, client: redis.Redis) -> None:
     store.claim(job.id, "ada")
     store.sweep()
     books.age(client, 5000)
-    assert store.sweep() == Sweep([], [], [])
+    assert store.sweep() == SweepResult([], [], [])
     assert store.renew("ada", {job.id: 1}) == set()
     books.age(client, 5000)
-    assert store.sweep() == Sweep([], [], [])  # it renewed, so it has the same right again
+    assert store.sweep() == SweepResult([], [], [])  # it renewed, so it has the same right again
     books.age(client, 5000)
     assert store.sweep().send == [Envelope(job.id, "image", 0)]  # it did not: no job waits for ever
     store.claim(job.id, "bob")
     books.age(client, 5000)
-    assert store.sweep() == Sweep([], [], [])  # nor is its next worker to blame for the outage
+    assert store.sweep() == SweepResult([], [], [])  # nor is its next worker to blame for the outage
     check(client)
 
 
@@ -227,7 +227,7 @@ def test_deadlines(store: JobStore, client: redis.Redis) -> None:
     late = store.get(claimed.id)
     assert late is not None
     assert late.state is JobState.EXPIRED
-    assert store.sweep() == Sweep([], [queued.id], [])  # the one that runs is left to its worker for now
+    assert store.sweep() == SweepResult([], [queued.id], [])  # the one that runs is left to its worker for now
     store.renew("ada", {running.id: 1})
     books.age(client, 700)  # 800 s over
     assert store.sweep().expired == []
@@ -255,7 +255,7 @@ def test_cancel_tells_the_worker(store: JobStore, client: redis.Redis) -> None:
         assert store.cancel(job.id) == cancelled
     assert told(client, "ada") == [{"cancel": running.id, "attempt": "1", "of": running.incarnation}]
     assert store.renew("ada", {running.id: 1}) == {running.id}
-    assert store.report([Report(running.id, 1, {})]) == {running.id}
+    assert store.report([ProgressReport(running.id, 1, {})]) == {running.id}
     assert not store.succeed(running.id, 1, {})
     assert store.hand_back(running.id, 1) is None
     assert store.claim(waiting.id, "ada") is None
@@ -333,7 +333,7 @@ def test_records_deleted_by_hand_are_swept_away(store: JobStore, client: redis.R
     store.claim(jobs[0].id, "ada")
     client.delete(*(f"diptych:job:{job.id}" for job in jobs))
     books.age(client, 9000)
-    assert store.sweep() == Sweep([], [], [])
+    assert store.sweep() == SweepResult([], [], [])
     assert not client.exists("diptych:leases", "diptych:deadlines", "diptych:sent:image:3")
 
 
@@ -361,7 +361,7 @@ def test_each_job_is_claimed_once(store: JobStore, client: redis.Redis) -> None:
 
     claimed = Counter(id for some in at_once(8, work) for id in some)
     assert claimed == Counter(ids)
-    assert store.backlog("image") == Backlog(0, 0, 200, 0)
+    assert store.backlog("image") == QueueBacklog(0, 0, 200, 0)
     check(client)
 
 
@@ -390,7 +390,7 @@ def test_everybody_does_everything_at_once(redis_url: str, client: redis.Redis) 
                 case 6:
                     store.sweep()
                 case 7:
-                    store.report([Report(id, attempt, {"by": index})])
+                    store.report([ProgressReport(id, attempt, {"by": index})])
                 case 8:
                     client.zadd("diptych:leases", {id: 1}, xx=True)  # its lease has run out
         store.close()
@@ -425,7 +425,7 @@ def test_full_redis_creates_nothing_and_ends_all(store: JobStore, full: redis.Re
     assert sorted(full.keys()) == before
     check(full)
     with pytest.raises(StoreFull):
-        store.report([Report(jobs[0].id, 1, {"steps_done": 1})])
+        store.report([ProgressReport(jobs[0].id, 1, {"steps_done": 1})])
     # Whatever keeps jobs going or ends them goes on.
     assert store.renew("ada", {job.id: 1 for job in jobs[:7]}) == {jobs[6].id}
     assert store.succeed(jobs[0].id, 1, {"images": ["x" * 10_000]})
@@ -520,7 +520,7 @@ def test_redis_away(store: JobStore, mortal: RedisServer) -> None:
         lambda: store.suspect(job.id),
         lambda: store.claim(job.id, "ada"),
         lambda: store.renew("ada", {job.id: 1}),
-        lambda: store.report([Report(job.id, 1, {})]),
+        lambda: store.report([ProgressReport(job.id, 1, {})]),
         lambda: store.succeed(job.id, 1, {}),
         lambda: store.fail(job.id, 1, "a", "b"),
         lambda: store.expire(job.id, 1),

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from core.jobs import submissions as module
 from core.jobs.connection import StoreDown, StoreFull
-from core.jobs.creation import Creation
-from core.jobs.rates import Charge
-from core.jobs.record import Backlog, Draft, JobState, Standing, new_id
+from core.jobs.creation import JobCreation
+from core.jobs.rates import RateLimitCost
+from core.jobs.record import JobDraft, JobState, QueueBacklog, QueuePosition, new_id
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 from deployment.redis import RedisServer
@@ -27,7 +27,7 @@ from tests.core.jobs import books
 from tests.core.jobs.severed import Severed
 
 PATIENCE_S = 120.0  # no test is decided by it
-REQUESTS = Charge("1000/hour", "key", "requests")
+REQUESTS = RateLimitCost("1000/hour", "key", "requests")
 
 
 def run(work: Callable[[], Awaitable[Any]]) -> Any:
@@ -46,17 +46,19 @@ async def submitting(url: str, max_queued: int = 100_000) -> AsyncIterator[Submi
         await submissions.close()
 
 
-def draft(**given: Any) -> Draft:
-    return Draft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
+def draft(**given: Any) -> JobDraft:
+    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
 
 
-async def crowd(submissions: Submissions, n: int, charges: tuple[Charge, ...] = (), always: int = 0) -> list[Creation]:
+async def crowd(
+    submissions: Submissions, n: int, charges: tuple[RateLimitCost, ...] = (), always: int = 0
+) -> list[JobCreation]:
     drafts = [draft() for _ in range(n)]
     return await asyncio.gather(*(submissions.make(one, f"of {one.id}", charges, always) for one in drafts))
 
 
 DRAFTS = st.builds(
-    Draft,
+    JobDraft,
     id=st.builds(new_id),
     modality=st.sampled_from(("image", "text")),
     model=st.text("abc-/é", max_size=9),
@@ -78,9 +80,9 @@ DRAFTS = st.builds(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(DRAFTS, min_size=1, max_size=4))
 def test_a_job_is_told_as_it_stands_in_redis(
-    redis_url: str, store: JobStore, client: redis.Redis, drafts: list[Draft]
+    redis_url: str, store: JobStore, client: redis.Redis, drafts: list[JobDraft]
 ) -> None:
-    async def work() -> list[Creation]:
+    async def work() -> list[JobCreation]:
         async with submitting(redis_url) as submissions:
             return list(await asyncio.gather(*(submissions.make(one) for one in drafts)))
 
@@ -92,13 +94,13 @@ def test_a_job_is_told_as_it_stands_in_redis(
 
 
 def test_where_each_stands(redis_url: str, store: JobStore) -> None:
-    async def work() -> list[Creation]:
+    async def work() -> list[JobCreation]:
         async with submitting(redis_url) as submissions:
             return [await submissions.make(draft(priority=p, work_ms=10)) for p in (5, 9, 0, 4, 9)]
 
     made = run(work)
     assert [one.standing.ahead for one in made] == [0, 1, 0, 2, 4]
-    assert made[-1].standing == Standing(4, Backlog(5, 50, 0, 0)) == store.standing(made[-1].job.id)
+    assert made[-1].standing == QueuePosition(4, QueueBacklog(5, 50, 0, 0)) == store.standing(made[-1].job.id)
 
 
 def test_messages_lie_in_the_order_of_the_calls(redis_url: str, client: redis.Redis) -> None:
@@ -116,9 +118,9 @@ def test_messages_lie_in_the_order_of_the_calls(redis_url: str, client: redis.Re
 
 
 def test_no_more_jobs_than_the_quota(redis_url: str, client: redis.Redis) -> None:
-    charges = (REQUESTS, Charge("30/hour", "key", "pictures"))
+    charges = (REQUESTS, RateLimitCost("30/hour", "key", "pictures"))
 
-    async def work() -> list[Creation]:
+    async def work() -> list[JobCreation]:
         async with submitting(redis_url) as one, submitting(redis_url) as other:  # two APIs
             halves = await asyncio.gather(crowd(one, 50, charges, 1), crowd(other, 50, charges, 1))
             return [made for half in halves for made in half]
@@ -132,10 +134,13 @@ def test_no_more_jobs_than_the_quota(redis_url: str, client: redis.Redis) -> Non
 
 
 def test_a_rate_that_is_used_up_costs_no_quota(redis_url: str) -> None:
-    async def work() -> list[Creation]:
+    async def work() -> list[JobCreation]:
         async with submitting(redis_url) as submissions:
             return await crowd(
-                submissions, 9, (Charge("4/hour", "key", "requests"), Charge("8/day", "key", "pictures")), 1
+                submissions,
+                9,
+                (RateLimitCost("4/hour", "key", "requests"), RateLimitCost("8/day", "key", "pictures")),
+                1,
             )
 
     made = run(work)
@@ -145,9 +150,9 @@ def test_a_rate_that_is_used_up_costs_no_quota(redis_url: str) -> None:
 
 
 def test_a_full_queue_counts_who_asks_and_no_pictures(redis_url: str, client: redis.Redis) -> None:
-    charges = (REQUESTS, Charge("8/day", "key", "pictures"))
+    charges = (REQUESTS, RateLimitCost("8/day", "key", "pictures"))
 
-    async def work() -> tuple[list[Creation], Creation]:
+    async def work() -> tuple[list[JobCreation], JobCreation]:
         async with submitting(redis_url, max_queued=3) as submissions:
             made = await crowd(submissions, 5, charges, 1)
             JobStore(redis_url).cancel(made[0].job.id)  # type: ignore[union-attr]
@@ -162,10 +167,10 @@ def test_a_full_queue_counts_who_asks_and_no_pictures(redis_url: str, client: re
 
 
 def test_what_is_there_is_returned_and_costs_no_quota(redis_url: str, store: JobStore, client: redis.Redis) -> None:
-    charges = (REQUESTS, Charge("8/day", "key", "pictures"))
+    charges = (REQUESTS, RateLimitCost("8/day", "key", "pictures"))
     wanted = draft(owner="key", digest="d")
 
-    async def work() -> list[Creation]:
+    async def work() -> list[JobCreation]:
         async with submitting(redis_url) as submissions:
             first = await submissions.make(wanted, "m", charges, 1)
             store.claim(wanted.id, "ada")
@@ -185,9 +190,9 @@ def test_what_is_there_is_returned_and_costs_no_quota(redis_url: str, store: Job
 def test_an_answer_that_gets_lost(redis_url: str, store: JobStore, client: redis.Redis) -> None:
     """Redis has done it, and the connection breaks: it is asked again, and the jobs are there once."""
     severed = Severed(redis_url)
-    charges = (REQUESTS, Charge("8/day", "key", "pictures"))
+    charges = (REQUESTS, RateLimitCost("8/day", "key", "pictures"))
 
-    async def work() -> list[Creation]:
+    async def work() -> list[JobCreation]:
         async with submitting(severed.url) as submissions:
             await submissions.make(draft())  # the script is known from here on
             severed.cut(wanted[1].id)
@@ -205,7 +210,7 @@ def test_an_answer_that_gets_lost(redis_url: str, store: JobStore, client: redis
 
 
 def test_a_redis_that_dies_and_comes_back(redis_url: str, mortal: RedisServer, client: redis.Redis) -> None:
-    async def work() -> list[Creation]:
+    async def work() -> list[JobCreation]:
         async with submitting(redis_url) as submissions:
             before = await crowd(submissions, 3)
             mortal.kill()
@@ -222,7 +227,7 @@ def test_a_redis_that_dies_and_comes_back(redis_url: str, mortal: RedisServer, c
 def test_a_redis_that_hangs(redis_url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
 
-    async def work() -> Creation:
+    async def work() -> JobCreation:
         async with submitting(redis_url) as submissions:
             await submissions.make(draft())
             await asyncio.to_thread(client.client_pause, 1500)
@@ -294,7 +299,7 @@ def test_a_full_redis_makes_nothing(redis_url: str, full: redis.Redis) -> None:
 
 
 def test_a_caller_that_goes_away(redis_url: str, client: redis.Redis) -> None:
-    async def work() -> list[Creation]:
+    async def work() -> list[JobCreation]:
         async with submitting(redis_url) as submissions:
             calls = [asyncio.create_task(submissions.make(draft(), str(k))) for k in range(6)]
             await asyncio.sleep(0)

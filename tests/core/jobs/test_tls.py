@@ -16,7 +16,7 @@ import pytest
 import redis
 
 import cli
-from api.queue import Queue
+from api.queue import MessageProducer
 from core.config import SettingsError, read
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown
@@ -92,7 +92,7 @@ def passwords_told(encrypted: tuple[int, Path]) -> int:
 
 def test_the_right_authority_is_believed_by_all(encrypted: tuple[int, Path]) -> None:
     for host in ("127.0.0.1", "localhost"):
-        keyring, queue = Keyring(url(encrypted, "ca.pem", host)), Queue(url(encrypted, "ca.pem", host))
+        keyring, queue = Keyring(url(encrypted, "ca.pem", host)), MessageProducer(url(encrypted, "ca.pem", host))
         assert keyring.guard().keys == {}
         queue.send(Envelope(f"by-{host}", "image", 0))
         keyring.close()
@@ -110,7 +110,7 @@ def test_a_server_that_somebody_else_vouches_for_is_told_no_password(
 
     before = passwords_told(encrypted)
     wrong = url(encrypted, authority)
-    store, keyring, queue = JobStore(wrong), Keyring(wrong), Queue(wrong)
+    store, keyring, queue = JobStore(wrong), Keyring(wrong), MessageProducer(wrong)
     with pytest.raises(StoreDown):
         store.get("job")
     with pytest.raises(StoreDown):

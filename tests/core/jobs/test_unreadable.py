@@ -13,15 +13,15 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.jobs.cards import model_card, worker_card, written
-from core.jobs.record import Draft, Job, JobState, new_id
+from core.jobs.cards import card_json, model_card, worker_card
+from core.jobs.record import Job, JobDraft, JobState, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
-from core.jobs.unreadable import TALLY, Unreadable
+from core.jobs.unreadable import TALLY, UnreadableRecord
 from tests.core.jobs import books
 from tests.core.jobs.test_registry import MODEL, WORKER
 
-MODEL_CARD = written(MODEL)
+MODEL_CARD = card_json(MODEL)
 BROKEN_CARDS: dict[str, Any] = {
     "no JSON": "{",
     "no object": "[]",
@@ -64,21 +64,21 @@ def test_a_card_that_cannot_be_read_is_skipped_counted_and_told_once(
 
 
 def test_a_worker_with_one_model_that_cannot_be_read_is_seen_with_the_others() -> None:
-    raw = written(WORKER)
+    raw = card_json(WORKER)
     raw["models"].append({"name": "of tomorrow"})
     assert worker_card("ada", json.loads(json.dumps(raw))) == WORKER
 
 
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*MODEL_CARD, *written(WORKER)]), inner),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*MODEL_CARD, *card_json(WORKER)]), inner),
 ))  # fmt: skip
 def test_whatever_lies_there_is_read_or_refused(raw: Any) -> None:
     for read in (model_card, worker_card):
-        for mixed in (raw, {**written(WORKER), **MODEL_CARD, **raw} if isinstance(raw, dict) else raw):
+        for mixed in (raw, {**card_json(WORKER), **MODEL_CARD, **raw} if isinstance(raw, dict) else raw):
             try:
                 read("x", mixed)
-            except Unreadable as error:
+            except UnreadableRecord as error:
                 assert error.why
 
 
@@ -95,13 +95,13 @@ BROKEN_RECORDS: dict[str, dict[str, str]] = {
 def test_a_list_goes_on_past_a_record_that_cannot_be_read(
     store: JobStore, client: redis.Redis, fields: dict[str, str]
 ) -> None:
-    ids = [store.create(Draft(new_id(), "image", "emoji-xl", {"n": 1}, owner="eve")).id for _ in range(3)]
+    ids = [store.create(JobDraft(new_id(), "image", "emoji-xl", {"n": 1}, owner="eve")).id for _ in range(3)]
     client.hset(f"diptych:job:{ids[1]}", mapping=fields)
     before = TALLY.counts()["record"]
     for owner in ("eve", None):
         page = store.page(owner)
         assert page is not None and [job.id for job in page.jobs] == [ids[2], ids[0]]
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(UnreadableRecord) as caught:
         store.get(ids[1])
     assert caught.value.owner == "eve"
     assert TALLY.counts()["record"] == before + 1
@@ -118,7 +118,7 @@ def test_sweeps_go_on_past_it(store: JobStore, client: redis.Redis, fields: dict
     """Its neighbours' deadlines, leases and messages are looked after all the same."""
 
     def three() -> list[str]:
-        return [store.create(Draft(new_id(), "image", "emoji-xl", {}, deadline_s=500)).id for _ in range(3)]
+        return [store.create(JobDraft(new_id(), "image", "emoji-xl", {}, deadline_s=500)).id for _ in range(3)]
 
     ids = three()
     if running:
@@ -128,14 +128,14 @@ def test_sweeps_go_on_past_it(store: JobStore, client: redis.Redis, fields: dict
     books.age(client, 5000)
     swept = [store.sweep() for _ in range(3)]
     assert sorted(id for one in swept for id in one.expired) == sorted((ids[0], ids[2]))
-    later = store.create(Draft(new_id(), "image", "emoji-xl", {})).id
+    later = store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id
     books.age(client, 5000)
     assert [envelope.id for envelope in store.sweep().send] == [later]
     assert store.empty("image") >= 1
 
 
 def test_a_claim_of_what_cannot_be_read(store: JobStore, client: redis.Redis) -> None:
-    damaged, newer = (store.create(Draft(new_id(), "image", "emoji-xl", {})).id for _ in range(2))
+    damaged, newer = (store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id for _ in range(2))
     client.hset(f"diptych:job:{damaged}", "parameters", "[")
     assert store.claim(damaged, "ada") is None
     client.hset(f"diptych:job:{damaged}", "parameters", "{}")
@@ -147,7 +147,7 @@ def test_a_claim_of_what_cannot_be_read(store: JobStore, client: redis.Redis) ->
 
 
 def test_records_of_before_there_were_versions(store: JobStore, client: redis.Redis) -> None:
-    job = store.create(Draft(new_id(), "image", "emoji-xl", {"n": 1}))
+    job = store.create(JobDraft(new_id(), "image", "emoji-xl", {"n": 1}))
     assert client.hget(f"diptych:job:{job.id}", "v") == "1"
     client.hdel(f"diptych:job:{job.id}", "v")
     assert store.get(job.id) == job
@@ -169,5 +169,5 @@ def test_whatever_a_record_holds_is_read_or_refused(fields: dict[str, str]) -> N
     for mixed in (fields, {**whole, **fields}):
         try:
             Job.of("x", mixed)
-        except Unreadable as error:
+        except UnreadableRecord as error:
             assert error.why

@@ -11,21 +11,21 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.jobs.record import Draft, new_id
+from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
-from core.jobs.webhooks import Due, Webhooks
+from core.jobs.webhooks import DueWebhook, WebhookQueue
 
 
 @pytest.fixture
-def webhooks(redis_url: str) -> Iterator[Webhooks]:
-    webhooks = Webhooks(redis_url, retention_s=60)
+def webhooks(redis_url: str) -> Iterator[WebhookQueue]:
+    webhooks = WebhookQueue(redis_url, retention_s=60)
     yield webhooks
     webhooks.close()
 
 
 def made(jobs: JobStore, owner: str, host: str, id: str) -> str:
     webhook = {"url": f"http://{host}/hook", "base": "http://x/"}
-    return jobs.create(Draft(id, "image", "m", {}, owner=owner, webhook=webhook)).incarnation
+    return jobs.create(JobDraft(id, "image", "m", {}, owner=owner, webhook=webhook)).incarnation
 
 
 def ended(jobs: JobStore, owner: str, host: str) -> str:
@@ -35,7 +35,7 @@ def ended(jobs: JobStore, owner: str, host: str) -> str:
     return id
 
 
-def test_owners_and_receivers_take_turns(jobs: JobStore, webhooks: Webhooks) -> None:
+def test_owners_and_receivers_take_turns(jobs: JobStore, webhooks: WebhookQueue) -> None:
     for k in range(50):
         ended(jobs, "ann", f"a{k % 2}")
     last = ended(jobs, "bob", "b")
@@ -46,7 +46,7 @@ def test_owners_and_receivers_take_turns(jobs: JobStore, webhooks: Webhooks) -> 
     assert not {due.id for due in first} & {due.id for due in again}, "they are leased"
 
 
-def test_nothing_of_who_is_busy(jobs: JobStore, webhooks: Webhooks) -> None:
+def test_nothing_of_who_is_busy(jobs: JobStore, webhooks: WebhookQueue) -> None:
     for host in ("a0", "a1"):
         ended(jobs, "ann", host)
     ended(jobs, "bob", "b")
@@ -55,7 +55,7 @@ def test_nothing_of_who_is_busy(jobs: JobStore, webhooks: Webhooks) -> None:
     assert {due.host for due in webhooks.due(60)} == {"a0", "b"}
 
 
-def test_a_try_counts_if_it_failed(jobs: JobStore, webhooks: Webhooks) -> None:
+def test_a_try_counts_if_it_failed(jobs: JobStore, webhooks: WebhookQueue) -> None:
     id = ended(jobs, "ann", "A.example:80")
     (due,) = webhooks.due(60)
     assert (due.id, due.tries, due.host) == (id, 0, "a.example:80")
@@ -69,7 +69,7 @@ def test_a_try_counts_if_it_failed(jobs: JobStore, webhooks: Webhooks) -> None:
     assert not webhooks.due(60)
 
 
-def test_the_record_goes_when_it_was_told(jobs: JobStore, webhooks: Webhooks, client: redis.Redis) -> None:
+def test_the_record_goes_when_it_was_told(jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis) -> None:
     id = ended(jobs, "ann", "a")
     assert client.pttl(f"diptych:job:{id}") > 11 * 3_600_000
     (due,) = webhooks.due(60)
@@ -78,7 +78,7 @@ def test_the_record_goes_when_it_was_told(jobs: JobStore, webhooks: Webhooks, cl
     assert not list(client.scan_iter("diptych:webhook*"))
 
 
-def test_one_that_was_erased_is_forgotten(jobs: JobStore, webhooks: Webhooks, client: redis.Redis) -> None:
+def test_one_that_was_erased_is_forgotten(jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis) -> None:
     jobs.erase(ended(jobs, "ann", "a"))
     assert not webhooks.due(60) and not list(client.scan_iter("diptych:webhook*"))
 
@@ -103,11 +103,11 @@ class Life:
 class Receivers:
     """Jobs and who is told of them beside what is to be expected; tellings that are under way are held for long."""
 
-    def __init__(self, jobs: JobStore, webhooks: Webhooks, client: redis.Redis) -> None:
+    def __init__(self, jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis) -> None:
         client.flushall()
         self.jobs, self.webhooks, self.client = jobs, webhooks, client
         self.lives: dict[str, Life] = {}
-        self.held: list[tuple[Due, str]] = []  # and of which incarnation
+        self.held: list[tuple[DueWebhook, str]] = []  # and of which incarnation
         self.seen: Counter[str] = Counter()
 
     def make(self, id: str, owner: str, host: str) -> None:
@@ -150,7 +150,7 @@ class Receivers:
             if life is not None and not life.settled:
                 life.tries += 1
 
-    def _of(self, due: Due, incarnation: str) -> Life | None:
+    def _of(self, due: DueWebhook, incarnation: str) -> Life | None:
         life = self.lives.get(due.id)
         if life is not None and life.incarnation == incarnation:
             return life
@@ -173,7 +173,7 @@ STEPS = st.lists(
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
 def test_whoever_has_an_id_is_told_of_whatever_came_of_the_one_before(
-    steps: list[tuple[Step, str, str, str]], jobs: JobStore, webhooks: Webhooks, client: redis.Redis
+    steps: list[tuple[Step, str, str, str]], jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis
 ) -> None:
     beside = Receivers(jobs, webhooks, client)
     for step, *names in steps:
@@ -188,7 +188,7 @@ def test_whoever_has_an_id_is_told_of_whatever_came_of_the_one_before(
 @pytest.mark.parametrize("way", ["settle", "again"])
 @pytest.mark.parametrize("host", HOSTS)
 def test_an_answer_that_comes_late_is_no_answer_for_the_next_job(
-    way: str, host: str, jobs: JobStore, webhooks: Webhooks, client: redis.Redis
+    way: str, host: str, jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis
 ) -> None:
     """It was being told while it was erased, and the next job of its id has ended by then."""
     beside = Receivers(jobs, webhooks, client)
@@ -205,7 +205,7 @@ def test_an_answer_that_comes_late_is_no_answer_for_the_next_job(
 
 
 def test_a_job_that_lives_is_not_told_for_one_of_its_id(
-    jobs: JobStore, webhooks: Webhooks, client: redis.Redis
+    jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis
 ) -> None:
     beside = Receivers(jobs, webhooks, client)
     beside.make("x", "ann", "a")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.quant.kernels.cpu.library import Unavailable, library
+from core.quant.kernels.cpu.library import KernelsUnavailable, library
 from core.quant.kernels.cpu.program import Program
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,7 +28,7 @@ def kernels() -> ctypes.CDLL:
     """The real kernels, compiled once for all runs of the tests; skips where this machine has none, with the reason."""
     try:
         return library(CACHE)
-    except Unavailable as error:
+    except KernelsUnavailable as error:
         pytest.skip(str(error))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.quant.convert import Recipe, RecipeError, Report, Rule, quantize_
+from core.quant.convert import QuantizationReport, Recipe, RecipeError, Rule, quantize_
 from core.quant.fp8 import Fp8Conv2d, Fp8Linear
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.smoothing import inverse_scales, smoothing
@@ -35,7 +35,7 @@ def quantized(model: Block, made: Recipe, **options: Any) -> Block:
 def test_what_is_changed_and_what_is_left_with_the_reason() -> None:
     model = block()
     report = quantize_(model, recipe(), observed(model), digest="digest")
-    assert report == Report(list(LAYERS), {"head": "its errors are the answer's"})
+    assert report == QuantizationReport(list(LAYERS), {"head": "its errors are the answer's"})
     kinds = {name: type(model.get_submodule(name)) for name in (*LAYERS, "head")}
     assert kinds == {"conv": Int8Conv2d, **dict.fromkeys(LAYERS[1:], Int8Linear), "head": nn.Linear}
     assert not any(module.training for module in model.modules())

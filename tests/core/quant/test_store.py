@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from core.quant import store
 from core.quant.convert import quantize_
-from core.quant.store import MANIFEST, WEIGHTS, Manifest, StoreError, load_, read_manifest, round_, save
+from core.quant.store import MANIFEST, WEIGHTS, Manifest, QuantizedStoreError, load_, read_manifest, round_, save
 from tests.core.quant.blocks import Block, block, inputs, observed, recipe
 
 
@@ -116,7 +116,7 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
 
 def test_a_manifest_of_other_layers_than_the_models_is_not_written(tmp_path: Path) -> None:
     model = made()
-    with pytest.raises(StoreError, match="names other layers than those that are quantized"):
+    with pytest.raises(QuantizedStoreError, match="names other layers than those that are quantized"):
         save(model, tmp_path / "a", replace(manifest(model), layers={"conv": "Int8Conv2d"}))
     assert not (tmp_path / "a").exists()
 
@@ -124,7 +124,7 @@ def test_a_manifest_of_other_layers_than_the_models_is_not_written(tmp_path: Pat
 def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model = made()
-    with pytest.raises(StoreError, match="cannot be written"):
+    with pytest.raises(QuantizedStoreError, match="cannot be written"):
         save(model, tmp_path / "file" / "a", manifest(model))
 
 
@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(
     stored(folder, weights=weights)
     damage(folder)
     model = block()
-    with pytest.raises(StoreError, match=said) as caught:
+    with pytest.raises(QuantizedStoreError, match=said) as caught:
         load_(model, folder, **{"source": "digest", **options})
     assert "unet-int8" in str(caught.value)
     check_equal(model, block())
@@ -242,26 +242,28 @@ def test_weights_that_do_not_fit_are_refused(change: Any, said: str, tmp_path: P
     stored(tmp_path)
     refile(change)(tmp_path)
     model = block()
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(QuantizedStoreError, match=said):
         load_(model, tmp_path)
     check_equal(model, block())
 
 
 def test_scales_alone_need_to_know_whose_they_are(tmp_path: Path) -> None:
     stored(tmp_path, weights=False)
-    with pytest.raises(StoreError, match="holds scales alone, so the digest of the model's weights must be known"):
+    with pytest.raises(
+        QuantizedStoreError, match="holds scales alone, so the digest of the model's weights must be known"
+    ):
         load_(block(), tmp_path)
 
 
 def test_scales_alone_need_weights_in_fp32(tmp_path: Path) -> None:
     """Rounded ones would be quantized into another model."""
     stored(tmp_path, weights=False)
-    with pytest.raises(StoreError, match=r"for weights in fp32, and layer conv is torch.bfloat16"):
+    with pytest.raises(QuantizedStoreError, match=r"for weights in fp32, and layer conv is torch.bfloat16"):
         load_(block().bfloat16(), tmp_path, source="digest")
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     stored(tmp_path)
     other = Block(width=48)
-    with pytest.raises(StoreError, match="layer conv does not fit the model's"):
+    with pytest.raises(QuantizedStoreError, match="layer conv does not fit the model's"):
         load_(other, tmp_path)

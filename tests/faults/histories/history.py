@@ -15,7 +15,7 @@ from typing import Any
 
 from core.jobs import keys
 from core.jobs.broker import QUEUES
-from core.jobs.record import Backlog
+from core.jobs.record import QueueBacklog
 from tests.faults.histories.clients import Book, Client, Line, Own
 from tests.faults.histories.faults import Play
 from tests.faults.histories.gallery import digest
@@ -228,7 +228,7 @@ def _left(world: World, until: float) -> list[str]:
         for queue in QUEUES:
             try:
                 backlog = world.store.backlog(queue)
-                if backlog != Backlog(0, 0, 0, 0):
+                if backlog != QueueBacklog(0, 0, 0, 0):
                     left.append(f"the {queue} queue's counters are not zero: {backlog}")
             except RuntimeError as error:
                 left.append(f"the counters cannot be read: {error}")

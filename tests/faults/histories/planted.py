@@ -89,9 +89,9 @@ def plant() -> None:
     connection.Script.__call__ = called  # type: ignore[method-assign]
 
     from core.jobs.store import JobStore
-    from core.jobs.upkeep import Sweep
+    from core.jobs.upkeep import SweepResult
 
-    _when(JobStore, "sweep", SWEEP, lambda store, *_: Sweep([], [], []))
+    _when(JobStore, "sweep", SWEEP, lambda store, *_: SweepResult([], [], []))
 
 
 def _when(owner: Any, name: str, which: str, instead: Callable[..., Any]) -> None:

@@ -15,8 +15,8 @@ from contract.image import ImageJob
 from core import config
 from core.artifacts import Artifacts
 from tests.workers import stage
-from workers.panels import pictures
-from workers.shelf import Shelf
+from workers.artifact_writer import ArtifactWriter
+from workers.handlers import pictures
 
 
 def edited(prompt: str, pixels: bytes) -> str:
@@ -34,7 +34,7 @@ def main() -> int:
             for one in found
         ]
 
-    def answers(panel: stage.StageText, job: Any, made: Sequence[Any], shelf: Shelf) -> dict[str, Any]:
+    def answers(panel: stage.StageText, job: Any, made: Sequence[Any], shelf: ArtifactWriter) -> dict[str, Any]:
         choices = [{"text": one.text, "finish_reason": "stop", "tokens": 1, "logprobs": []} for one in made]
         return {"choices": choices, "prompt_tokens": [1] * len(made)}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.characters import complaint
+from contract.characters import text_error
 from core.config import EMBEDDED_MODEL
 from evaluation import captions
 from pipeline import tiny
@@ -32,7 +32,7 @@ def test_what_is_kept_is_distinct_and_can_be_drawn(answers: list[str]) -> None:
             kept.append(screen.squeeze(text))
     assert len({"".join(text.split()).casefold() for text in kept}) == len(kept)
     for text in kept:
-        assert complaint(text, 10_000) is None and text == " ".join(text.split())
+        assert text_error(text, 10_000) is None and text == " ".join(text.split())
         for tokenizer in TOKENIZERS:
             cut = tokenizer(text, truncation=True, max_length=77).input_ids
             assert tokenizer.decode(cut) == tokenizer.decode(tokenizer(text).input_ids)

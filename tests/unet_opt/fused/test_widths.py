@@ -18,7 +18,7 @@ from unet_opt.fused import layers
 from unet_opt.fused.network import FusedUNet
 from unet_opt.fused.widths import products, tuned_rows
 
-SHAPE = tiny.Shape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
+SHAPE = tiny.SDXLShape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
 
 
 def of_sdxl() -> Any:

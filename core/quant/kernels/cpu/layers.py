@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from core.quant.kernels.cpu.program import Blocks, Weights, pack_float, pack_int8
+from core.quant.kernels.cpu.program import ScratchArena, Weights, pack_float, pack_int8
 from core.quant.linear import Int8Conv2d, Int8Linear, steps
 
 
-class Layer(NamedTuple):
+class PackedLayer(NamedTuple):
     """A packed layer. `inverse` [channels] quantizes its input; None for a layer in floats.
 
     `names` are those of the modules that it was packed from.
@@ -27,7 +27,7 @@ class Layer(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-class Layers:
+class PackedLayers:
     """Packs layers on first use, and caches them.
 
     Raises ValueError, naming the layer, for an unsupported one.
@@ -36,29 +36,29 @@ class Layers:
     def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
         """`half` keeps the weights of layers in floats in bf16, the type in which an INT8 model holds them."""
         self.library = library
-        self.blocks = Blocks()  # shared by all its programs: they run one at a time
+        self.blocks = ScratchArena()  # shared by all its programs: they run one at a time
         self._half = half
         self._names = {id(module): name for name, module in model.named_modules()}
         # The modules are kept with the result, so that no other object can take over their identity.
-        self._made: dict[tuple[object, ...], tuple[Sequence[nn.Module], Layer]] = {}
+        self._made: dict[tuple[object, ...], tuple[Sequence[nn.Module], PackedLayer]] = {}
 
-    def __call__(self, *modules: nn.Module, geglu: bool = False) -> Layer:
+    def __call__(self, *modules: nn.Module, geglu: bool = False) -> PackedLayer:
         """One layer, or several side by side that read the same input (queries, keys and values)."""
         return self._once(modules, (geglu,), lambda: self._pack(modules, geglu))
 
-    def floats(self, *modules: nn.Module) -> Layer:
+    def floats(self, *modules: nn.Module) -> PackedLayer:
         """As when called, for layers that only exist in floats."""
         layer = self(*modules)
         if layer.inverse is not None:
             raise ValueError(f"layer {self._names.get(id(modules[0]), '?')}: is known to the kernels in floats only")
         return layer
 
-    def columns(self, module: nn.Module, first: int, count: int, *, bias: bool) -> Layer:
+    def columns(self, module: nn.Module, first: int, count: int, *, bias: bool) -> PackedLayer:
         """The part of a layer in floats that reads input channels `first` to `first + count`."""
 
-        def make() -> Layer:
+        def make() -> PackedLayer:
             weight = _float_weight(module)[:, :, first : first + count]
-            return Layer(self._packed(weight, _biases([module]) if bias else None), None)
+            return PackedLayer(self._packed(weight, _biases([module]) if bias else None), None)
 
         return self._once([module], (first, count, bias), make)
 
@@ -75,7 +75,9 @@ class Layers:
                 assert isinstance(weight, Tensor)
                 weight.data = weight.new_empty(0)
 
-    def _once(self, modules: Sequence[nn.Module], how: tuple[object, ...], make: Callable[[], Layer]) -> Layer:
+    def _once(
+        self, modules: Sequence[nn.Module], how: tuple[object, ...], make: Callable[[], PackedLayer]
+    ) -> PackedLayer:
         key = (*(id(module) for module in modules), *how)
         if key not in self._made:
             names = tuple(self._names.get(id(module), "?") for module in modules)
@@ -85,17 +87,17 @@ class Layers:
                 raise ValueError(f"layer {names[0]}: {error}") from error
         return self._made[key][1]
 
-    def _pack(self, modules: Sequence[nn.Module], geglu: bool) -> Layer:
+    def _pack(self, modules: Sequence[nn.Module], geglu: bool) -> PackedLayer:
         quantized = [m for m in modules if isinstance(m, (Int8Linear, Int8Conv2d))]
         if not quantized:
             weight = torch.cat([_float_weight(module) for module in modules])
-            return Layer(self._packed(weight, _biases(modules), geglu=geglu), None)
+            return PackedLayer(self._packed(weight, _biases(modules), geglu=geglu), None)
         inverse = quantized[0].inverse
         if len(quantized) < len(modules) or any(not torch.equal(m.inverse, inverse) for m in quantized):
             raise ValueError("it and what reads the same input must all be quantized, and by the same scales, or none")
         weight = torch.cat([_taps(m.weight) for m in quantized])
         scale = torch.cat([m.scale for m in quantized])
-        return Layer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), inverse.contiguous())
+        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), inverse.contiguous())
 
     def _packed(self, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
         return pack_float(self.library, weight.bfloat16() if self._half else weight, bias, geglu=geglu)

@@ -35,11 +35,11 @@ _COMPILE_S = 120.0
 _PARTIAL = ".part"  # folders left behind by a killed compiler
 
 
-class Unavailable(RuntimeError):
+class KernelsUnavailable(RuntimeError):
     """There are no INT8 kernels for this machine. The message says why."""
 
 
-class Identity(NamedTuple):
+class LibraryIdentity(NamedTuple):
     """A compiled library's own description: all that its results depend on beside its arguments."""
 
     instructions: str  # avx512-vnni or avx2
@@ -47,27 +47,32 @@ class Identity(NamedTuple):
     compiler: str  # the first line of its --version
 
 
-def identity(loaded: ctypes.CDLL) -> Identity:
+def identity(loaded: ctypes.CDLL) -> LibraryIdentity:
     """A library's sources, compiler and instruction set, as compiled into it."""
     told = (loaded.diptych_instructions(), loaded.diptych_digest(), loaded.diptych_compiler())
-    return Identity(*(text.decode("utf-8", "replace") for text in told))
+    return LibraryIdentity(*(text.decode("utf-8", "replace") for text in told))
 
 
 @cache
 def library(cache_dir: Path) -> ctypes.CDLL:
-    """The kernels, compiled into `cache_dir` if they are not there yet, which takes seconds. Raises `Unavailable`."""
+    """The kernels, compiled into `cache_dir` if they are not there yet, which takes seconds.
+
+    Raises `KernelsUnavailable`.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise Unavailable(f"INT8 kernels are for x86 processors under Linux, not {platform.machine()}, {sys.platform}")
+        raise KernelsUnavailable(
+            f"INT8 kernels are for x86 processors under Linux, not {platform.machine()}, {sys.platform}"
+        )
     flags = _processor_flags()
     if "avx512_vnni" not in flags and not {"avx2", "fma"} <= flags:
-        raise Unavailable("INT8 kernels need a processor with AVX-512 VNNI or AVX2")
+        raise KernelsUnavailable("INT8 kernels need a processor with AVX-512 VNNI or AVX2")
     compiler = _compiler()
     path = cache_dir / f"int8-{_key(compiler)}.so"
     if path.is_file():
         try:
             _check_ours(path)
             return _load(path)
-        except Unavailable as error:
+        except KernelsUnavailable as error:
             log.warning("%s; they are compiled anew", error)
     _compile(compiler, path)
     _check_ours(path)
@@ -101,7 +106,7 @@ def _compiler() -> list[str]:
             command = shlex.split(name)
             if command and shutil.which(command[0]):
                 return command
-    raise Unavailable("INT8 kernels need a C++ compiler (CXX, g++ or clang++), and none was found")
+    raise KernelsUnavailable("INT8 kernels need a C++ compiler (CXX, g++ or clang++), and none was found")
 
 
 @cache
@@ -109,7 +114,7 @@ def compiler_version() -> str:
     """The C++ compiler's version line; empty if there is none. torch.compile uses the same compiler."""
     try:
         return _said([*_compiler(), "--version"]).strip().partition("\n")[0]
-    except Unavailable:
+    except KernelsUnavailable:
         return ""
 
 
@@ -136,11 +141,11 @@ def _openmp() -> Path | None:
 
 
 def _check_ours(path: Path) -> None:
-    """Reject code that another user could have written. Raises `Unavailable`."""
+    """Reject code that another user could have written. Raises `KernelsUnavailable`."""
     for each in (path, path.parent):
         there = each.stat()
         if there.st_uid not in (os.getuid(), 0) or (there.st_mode & stat.S_IWOTH and not there.st_mode & stat.S_ISVTX):
-            raise Unavailable(f"{each} belongs to another user, or everybody may write it")
+            raise KernelsUnavailable(f"{each} belongs to another user, or everybody may write it")
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -156,7 +161,7 @@ def _load(path: Path) -> ctypes.CDLL:
         loaded.diptych_pack.argtypes = (pointer, pointer, count, count, count, flag, flag)
         loaded.diptych_pack.restype = None
     except (OSError, AttributeError) as error:
-        raise Unavailable(f"INT8 kernels cannot be loaded from {path}: {error}") from error
+        raise KernelsUnavailable(f"INT8 kernels cannot be loaded from {path}: {error}") from error
     return loaded
 
 
@@ -179,12 +184,15 @@ def _compile(compiler: list[str], path: Path) -> None:
             _load(made)  # a library that does not load is not kept
             made.replace(path)
     except OSError as error:
-        raise Unavailable(f"INT8 kernels cannot be compiled into {path.parent}: {error}") from error
+        raise KernelsUnavailable(f"INT8 kernels cannot be compiled into {path.parent}: {error}") from error
     log.info("compiled INT8 kernels into %s", path)
 
 
 def _said(command: list[str]) -> str:
-    """A compiler's output. Raises `Unavailable` with its first error; if it hangs, kills it and its descendants."""
+    """A compiler's output.
+
+    Raises `KernelsUnavailable` with its first error; if it hangs, kills it and its descendants.
+    """
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         process = subprocess.Popen(
@@ -192,7 +200,9 @@ def _said(command: list[str]) -> str:
             text=True, errors="replace", env=environment, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        raise Unavailable(f"INT8 kernels need a C++ compiler, and {command[0]} cannot be run: {error}") from error
+        raise KernelsUnavailable(
+            f"INT8 kernels need a C++ compiler, and {command[0]} cannot be run: {error}"
+        ) from error
     try:
         said, complained = process.communicate(timeout=_COMPILE_S)
     except BaseException as error:
@@ -200,12 +210,12 @@ def _said(command: list[str]) -> str:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise Unavailable(f"INT8 kernels are not compiled by {command[0]} in {_COMPILE_S:g} s") from error
+            raise KernelsUnavailable(f"INT8 kernels are not compiled by {command[0]} in {_COMPILE_S:g} s") from error
         raise
     if process.returncode:
         lines = [line.strip() for line in complained.splitlines() if line.strip()]
         reasons = [line for line in lines if "error" in line.lower()] or lines or ["no reason given"]
-        raise Unavailable(f"INT8 kernels do not compile with {command[0]}: {reasons[0]}")
+        raise KernelsUnavailable(f"INT8 kernels do not compile with {command[0]}: {reasons[0]}")
     return said
 
 

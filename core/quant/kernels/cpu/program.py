@@ -104,7 +104,7 @@ def _pack(
     )  # fmt: skip
 
 
-class Blocks:
+class ScratchArena:
     """Memory shared by programs that never run at the same time: together they use what the largest needs."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Program:
     for tensors that do not fit it.
     """
 
-    def __init__(self, library: ctypes.CDLL, blocks: Blocks | None = None) -> None:
+    def __init__(self, library: ctypes.CDLL, blocks: ScratchArena | None = None) -> None:
         for structure in calls.STRUCTURES:
             if library.diptych_size(structure.KIND) != ctypes.sizeof(structure):
                 raise RuntimeError(f"the kernels and Python disagree on {structure.__name__}")
@@ -143,7 +143,7 @@ class Program:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._lent: dict[int, int] = {}  # buffers in use: number of elements by address
         self._ready: Any = None
-        self._blocks = blocks or Blocks()
+        self._blocks = blocks or ScratchArena()
         self._taken: set[int] = set()
         self.size_bytes = 0
 

@@ -14,7 +14,7 @@ PAGE = 16  # tokens per page: one channel of its keys is one vector register
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class TokenPositions:
     """The positions of a forward's rows: int32 positions [rows] and sequences [rows], which index rows of `table`.
 
     `table` [sequences, pages] holds the numbers of a sequence's pages, in order.
@@ -57,7 +57,7 @@ class TokenProgram(Program):
         )  # fmt: skip
         return out
 
-    def rotate(self, qkv: Tensor, angles: Tensor, places: Places, layer: PagedLayer, *, heads: int) -> Tensor:
+    def rotate(self, qkv: Tensor, angles: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int) -> Tensor:
         """Rotate queries and keys of qkv [rows, (heads + 2 · kv_heads) · d]; put keys and values into their pages.
 
         `angles` [positions, d] holds d/2 cosines and then d/2 sines. Returns the rotated queries [rows, heads · d], a
@@ -73,7 +73,7 @@ class TokenProgram(Program):
         return qkv[:, : heads * d]
 
     def paged_attention(
-        self, q: Tensor, places: Places, layer: PagedLayer, *, heads: int, scale: float, inverse: Tensor | None
+        self, q: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int, scale: float, inverse: Tensor | None
     ) -> Tensor:
         """Attention of q [rows, heads · d], which may be a slice, each row on its sequence up to its own position."""
         rows, _, _, d, _ = self._paged("paged_attention", q.shape[0], places, layer, heads)
@@ -90,7 +90,7 @@ class TokenProgram(Program):
 
     @staticmethod
     def _paged(
-        what: str, rows: int, places: Places, layer: PagedLayer, heads: int
+        what: str, rows: int, places: TokenPositions, layer: PagedLayer, heads: int
     ) -> tuple[int, int, int, int, torch.dtype]:
         """Rows, pages, kv_heads, d and type. Raises ValueError for shapes that the kernels do not support."""
         pages, kv_heads, d, page = layer.keys.shape
@@ -109,7 +109,7 @@ class TokenProgram(Program):
         return rows, pages, kv_heads, d, dtype
 
 
-def _at(places: Places, layer: PagedLayer, heads: int) -> dict[str, int | None]:
+def _at(places: TokenPositions, layer: PagedLayer, heads: int) -> dict[str, int | None]:
     _, kv_heads, d, _ = layer.keys.shape
     return {
         "positions": places.positions.data_ptr(),

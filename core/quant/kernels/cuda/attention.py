@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.quant.kernels.cuda import driver
-from core.quant.kernels.cuda.attention_source import Variant, source
+from core.quant.kernels.cuda.attention_source import AttentionVariant, source
 from core.quant.kernels.cuda.quantize import per_channel, quantize, quantize_reference, to_levels
-from core.quant.kernels.device import ATTENTION, TORCH, Decision, say
+from core.quant.kernels.device import ATTENTION, TORCH, KernelChoice, say
 
 _HEAD = 64
 _OUTPUTS = {torch.bfloat16: "bf16", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 
 
-class Problem(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """The kernel's argument, field by field as in `attention_source.py`."""
 
     _fields_ = (
@@ -35,7 +35,7 @@ class Problem(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(variant: Variant, device: int) -> driver.Kernel:
+def _kernel(variant: AttentionVariant, device: int) -> driver.Kernel:
     with torch.cuda.device(device):
         threads, shared = variant.threads, variant.shared_bytes
         return driver.Kernel(source(variant), variant.name, threads=threads, shared_bytes=shared)
@@ -48,11 +48,11 @@ def _map(x: Tensor, rows: int) -> driver.TensorMap:
     return driver.tensor_map(x, sizes, [x.stride(i) * size for i in (2, 1, 0)], (_HEAD, 1, rows, 1))
 
 
-def variant_for(queries: int, keys: int, output: str) -> Variant:
+def variant_for(queries: int, keys: int, output: str) -> AttentionVariant:
     """Three consumers for long sequences, one block of 80 keys for a prompt of 77."""
     if keys <= 80:
-        return Variant(3, 80, 2, output)
-    return Variant(3, 128, 3, output)
+        return AttentionVariant(3, 80, 2, output)
+    return AttentionVariant(3, 128, 3, output)
 
 
 def lacks(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -74,7 +74,7 @@ def attention_int8(
     out_inv_scale: Tensor | None,
     dtype: torch.dtype = torch.int8,
     *,
-    variant: Variant | None = None,
+    variant: AttentionVariant | None = None,
 ) -> Tensor:
     """softmax(q · kᵀ / √d) · v as `dtype` [B, Sq, H·64]: int8 or E4M3 times `out_inv_scale`, or bf16 without it.
 
@@ -85,7 +85,7 @@ def attention_int8(
     channels = heads * q.shape[3]
     step = 0 if out_inv_scale is None else per_channel(out_inv_scale, channels)
     if (why := lacks(q, k, v)) is not None:
-        say(Decision(ATTENTION, TORCH, why))
+        say(KernelChoice(ATTENTION, TORCH, why))
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         y = y.transpose(1, 2).reshape(images, queries, channels)
         if out_inv_scale is None:
@@ -93,7 +93,7 @@ def attention_int8(
         return (quantize if y.is_cuda else quantize_reference)(y, out_inv_scale, dtype)
     out = torch.empty((images, queries, channels), dtype=dtype, device=q.device)
     variant = variant or variant_for(queries, k.shape[1], _OUTPUTS[dtype])
-    problem = Problem(
+    problem = AttentionArguments(
         out=out.data_ptr(),
         inverse=None if out_inv_scale is None else out_inv_scale.data_ptr(),
         out_image=queries * channels,

@@ -14,7 +14,7 @@ from core.quant.kernels.cuda.device_source import DEVICE
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class AttentionVariant:
     """Compile-time parameters of the kernel.
 
     `consumers`: warpgroups of 64 queries each (2 or 3). `keys`: per block. `stages`: blocks in flight. `output`: bf16,
@@ -75,7 +75,7 @@ __device__ __forceinline__ void values(float (&d)[32], const u32* a, u64 b) {{
 """
 
 
-def source(variant: Variant) -> str:
+def source(variant: AttentionVariant) -> str:
     """The whole program of one variant."""
     producer, consumer = {2: (24, 240), 3: (32, 160)}[variant.consumers]
     defines = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.quant.kernels.cuda import gemm, portable
 from core.quant.kernels.cuda.language import evenly_spaced
 from core.quant.kernels.cuda.tiles import Tile
-from core.quant.kernels.device import CONV, TRITON, UPSAMPLE, Decision, say
+from core.quant.kernels.device import CONV, TRITON, UPSAMPLE, KernelChoice, say
 
 
 def conv3x3_int8(
@@ -87,12 +87,12 @@ def _conv(
     for tensor in (t for t in (out, residual) if t is not None):
         if tensor.shape != shape or not evenly_spaced(tensor):
             raise ValueError(f"pixels are not evenly spaced: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
-    extras = gemm.Extras(bias=bias, row_bias=row_bias, residual=residual)
+    extras = gemm.EpilogueInputs(bias=bias, row_bias=row_bias, residual=residual)
     if (why := gemm.lacks(x, weight, scale, out, extras)) is None:
         name = "upsample" if taps == 2 else "conv"
         gemm.product(x, weight, scale, out, extras, kernel=name, taps=(taps, taps), stride=stride, tile=tile)
     else:
-        say(Decision(UPSAMPLE if taps == 2 else CONV, TRITON, why))
+        say(KernelChoice(UPSAMPLE if taps == 2 else CONV, TRITON, why))
         phases = 4 if taps == 2 else 1
         portable.conv(x, weight, scale, bias, row_bias, residual, out, taps=taps, stride=stride, phases=phases)
     return out

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from core.quant.kernels.cuda import driver, tiles
-from core.quant.kernels.cuda.gemm_source import Variant, source
+from core.quant.kernels.cuda.gemm_source import GemmVariant, source
 from core.quant.kernels.cuda.language import pixel_stride
 from core.quant.kernels.cuda.tiles import Tile
 
 _SHARED_BYTES = 227 * 1024  # per block on Hopper
 
 
-class Problem(ctypes.Structure):
+class GemmArguments(ctypes.Structure):
     """The kernel's argument, field by field as in `gemm_source.py`."""
 
     _fields_ = (
@@ -51,7 +51,7 @@ class Problem(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class EpilogueInputs:
     """The epilogue's optional operands."""
 
     bias: Tensor | None = None  # fp32 [N]
@@ -62,7 +62,7 @@ class Extras:
 
 
 @functools.cache
-def _kernel(variant: Variant, device: int) -> driver.Kernel:
+def _kernel(variant: GemmVariant, device: int) -> driver.Kernel:
     with torch.cuda.device(device):
         return driver.Kernel(source(variant), variant.name, threads=384, shared_bytes=variant.shared_bytes)
 
@@ -91,7 +91,7 @@ def product(
     weight: Tensor,
     scale: Tensor,
     out: Tensor,
-    extras: Extras,
+    extras: EpilogueInputs,
     *,
     kernel: str,
     taps: tuple[int, int] = (1, 1),
@@ -114,7 +114,7 @@ def product(
         name, count = torch.cuda.get_device_name(device), driver.multiprocessors(device)
         tile = tiles.choose(name, kernel, images * tall * wide * phases, columns, weight.shape[1], count)
     rows, cluster = tile.rows, tile.cluster
-    variant = Variant(
+    variant = GemmVariant(
         tile.blocks,
         tile.columns,
         cluster,
@@ -148,7 +148,7 @@ def product(
         inner = (128, 2, 4, 4, tile.columns // 32)
     map_b = driver.tensor_map(weight, sizes, strides, inner)
     column_tiles = math.ceil(columns / tile.columns)
-    problem = Problem(
+    problem = GemmArguments(
         out=out.data_ptr(),
         residual=_pointer(extras.residual),
         scale=scale.data_ptr(),
@@ -184,7 +184,7 @@ def product(
     _kernel(variant, device).launch(blocks, map_a, map_b, problem)
 
 
-def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: Extras) -> str | None:
+def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: EpilogueInputs) -> str | None:
     """Why the Hopper kernel does not support this product, or None: requirements of TMA and 16-byte stores."""
     if (why := driver.lacks(x.device)) is not None:
         return why

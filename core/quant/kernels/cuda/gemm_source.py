@@ -21,7 +21,7 @@ from core.quant.kernels.cuda.epilogue_source import EPILOGUE
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class GemmVariant:
     """Compile-time parameters of the kernel.
 
     `blocks`: 64-row products per consumer (tile rows: 128 × blocks). `columns`: of a tile. `cluster`: blocks that share
@@ -69,7 +69,7 @@ __device__ __forceinline__ void product(acc_t (&d)[{count}], u64 a, u64 b, int k
 """
 
 
-def source(variant: Variant) -> str:
+def source(variant: GemmVariant) -> str:
     """The whole program of one variant."""
     defines = {
         "NAME": variant.name,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from core.quant.kernels.cuda import driver
 from core.quant.kernels.cuda.language import kernel, power, tl
-from core.quant.kernels.cuda.layer_norm_source import Variant, source
+from core.quant.kernels.cuda.layer_norm_source import LayerNormVariant, source
 from core.quant.kernels.cuda.quantize import levels, per_channel, to_levels
-from core.quant.kernels.device import LAYER_NORM, TRITON, Decision, say
+from core.quant.kernels.device import LAYER_NORM, TRITON, KernelChoice, say
 
 
 @kernel
@@ -49,7 +49,7 @@ def _layer_norm(  # type: ignore[no-untyped-def]
     tl.store(out + row.to(tl.int64) * C + channel, levels(result, IS_INT8), inside)
 
 
-class Problem(ctypes.Structure):
+class LayerNormArguments(ctypes.Structure):
     """The kernel's argument, field by field as in `layer_norm_source.py`."""
 
     _fields_ = (
@@ -62,7 +62,7 @@ class Problem(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(variant: Variant, device: int) -> driver.Kernel:
+def _kernel(variant: LayerNormVariant, device: int) -> driver.Kernel:
     with torch.cuda.device(device):
         return driver.Kernel(source(variant), variant.name, threads=128, shared_bytes=0)
 
@@ -89,7 +89,7 @@ def layer_norm_int8(
     out = torch.empty((rows, channels), dtype=dtype, device=x.device)
     why = lacks(x, weight, bias)
     if rows and why is None:
-        problem = Problem(
+        problem = LayerNormArguments(
             x=x.data_ptr(),
             weight=weight.data_ptr(),
             bias=bias.data_ptr(),
@@ -101,10 +101,10 @@ def layer_norm_int8(
             eps=eps,
         )
         blocks = min((rows + 3) // 4, 8 * driver.multiprocessors(x.device.index))
-        _kernel(Variant(channels, dtype == torch.float8_e4m3fn), x.device.index).launch(blocks, problem)
+        _kernel(LayerNormVariant(channels, dtype == torch.float8_e4m3fn), x.device.index).launch(blocks, problem)
         return out
     if why is not None:
-        say(Decision(LAYER_NORM, TRITON, why))
+        say(KernelChoice(LAYER_NORM, TRITON, why))
     block = power(channels)
     together = max(1, 2048 // block)
     _layer_norm[((rows + together - 1) // together,)](

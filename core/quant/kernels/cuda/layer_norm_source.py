@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class LayerNormVariant:
     """Compile-time parameters: `channels`, a multiple of 128, and E4M3 instead of int8."""
 
     channels: int
@@ -22,7 +22,7 @@ class Variant:
         return f"layer_norm_{self.channels}" + "_fp8" * self.fp8
 
 
-def source(variant: Variant) -> str:
+def source(variant: LayerNormVariant) -> str:
     """The whole program of one variant."""
     wide = 8 if variant.channels % 256 == 0 else 4  # channels per load
     head = {"NAME": variant.name, "CHANNELS": variant.channels, "FP8": int(variant.fp8), "WIDE": wide}

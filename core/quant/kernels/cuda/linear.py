@@ -12,7 +12,7 @@ from torch import Tensor
 from core.quant.kernels.cuda import gemm, portable
 from core.quant.kernels.cuda.quantize import per_channel, to_levels
 from core.quant.kernels.cuda.tiles import Tile
-from core.quant.kernels.device import GEGLU, LINEAR, TRITON, Decision, say
+from core.quant.kernels.device import GEGLU, LINEAR, TRITON, KernelChoice, say
 
 
 def _image(x: Tensor) -> Tensor:
@@ -45,12 +45,14 @@ def linear_int8(
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, the output {dtype} {(rows, columns)}")
     if out is None:
         out = torch.empty((rows, columns), dtype=dtype, device=x_q.device)
-    extras = gemm.Extras(bias=bias, row_scale=row_scale, residual=None if residual is None else _image(residual))
+    extras = gemm.EpilogueInputs(
+        bias=bias, row_scale=row_scale, residual=None if residual is None else _image(residual)
+    )
     x, to = _image(x_q), _image(out)
     if (why := gemm.lacks(x, weight_q, scale, to, extras)) is None:
         gemm.product(x, weight_q, scale, to, extras, kernel="linear", tile=tile)
     else:
-        say(Decision(LINEAR, TRITON, why))
+        say(KernelChoice(LINEAR, TRITON, why))
         portable.linear(x_q, weight_q, scale, bias, row_scale, residual, out)
     return out
 
@@ -94,12 +96,12 @@ def linear_geglu_int8(
         raise ValueError(f"x {tuple(x_q.shape)}, weight {tuple(weight_q.shape)}, scale {tuple(scale.shape)}")
     step = per_channel(out_inv_scale, columns)
     out = torch.empty((rows, columns), dtype=x_q.dtype, device=x_q.device)
-    extras = gemm.Extras(bias=bias, inverse=out_inv_scale)
+    extras = gemm.EpilogueInputs(bias=bias, inverse=out_inv_scale)
     x, to = _image(x_q), _image(out)
     if (why := gemm.lacks(x, weight_q, scale, to, extras)) is None:
         gemm.product(x, weight_q, scale, to, extras, kernel="geglu", tile=tile)
     else:
-        say(Decision(GEGLU, TRITON, why))
+        say(KernelChoice(GEGLU, TRITON, why))
         portable.geglu(x_q, weight_q, scale, bias, out_inv_scale, step, out)
     return out
 

@@ -15,8 +15,8 @@ from core.quant.kernels.device import (
     HOPPER,
     TORCH,
     TRITON,
-    Decision,
-    Device,
+    DeviceInfo,
+    KernelChoice,
     decisions,
     hopper_lacks,
     instead,
@@ -25,17 +25,17 @@ from core.quant.kernels.device import (
     summary,
 )
 
-V100 = Device("cuda", "Tesla V100", (7, 0), triton="3.7.1")
-A100 = Device("cuda", "NVIDIA A100", (8, 0), triton="3.7.1")
-L4 = Device("cuda", "NVIDIA L4", (8, 9), triton="3.7.1")
-H200 = Device("cuda", "NVIDIA H200", (9, 0), triton="3.7.1")
-B200 = Device("cuda", "NVIDIA B200", (10, 0), triton="3.7.1")
+V100 = DeviceInfo("cuda", "Tesla V100", (7, 0), triton="3.7.1")
+A100 = DeviceInfo("cuda", "NVIDIA A100", (8, 0), triton="3.7.1")
+L4 = DeviceInfo("cuda", "NVIDIA L4", (8, 9), triton="3.7.1")
+H200 = DeviceInfo("cuda", "NVIDIA H200", (9, 0), triton="3.7.1")
+B200 = DeviceInfo("cuda", "NVIDIA B200", (10, 0), triton="3.7.1")
 NO_TRITON = replace(H200, triton=None)
 NO_NVRTC = replace(H200, nvrtc_lacks="libnvrtc.so.13 was not found; it comes with torch's CUDA packages")
-ABSENT = Device("cuda", "cuda:9", triton="3.7.1")
-ZEN5 = Device("cpu", "AMD EPYC", instructions=AVX512)
-HASWELL = Device("cpu", "Haswell", instructions=AVX2, cpu_lacks="the processor has no AVX-512 VNNI")
-ARM = Device("cpu", "aarch64", cpu_lacks="INT8 kernels are for x86 processors under Linux, not aarch64, linux")
+ABSENT = DeviceInfo("cuda", "cuda:9", triton="3.7.1")
+ZEN5 = DeviceInfo("cpu", "AMD EPYC", instructions=AVX512)
+HASWELL = DeviceInfo("cpu", "Haswell", instructions=AVX2, cpu_lacks="the processor has no AVX-512 VNNI")
+ARM = DeviceInfo("cpu", "aarch64", cpu_lacks="INT8 kernels are for x86 processors under Linux, not aarch64, linux")
 
 PRECISIONS = ("int8", "fp8", "bf16", "fp16", "fp32")
 RUNS = {  # the kernels that draw, by precision; what is not there is torch's, or refused
@@ -81,7 +81,7 @@ def test_which_kernels_draw(name: str, precision: str) -> None:
         (A100, "int8", None),
     ],
 )
-def test_what_a_device_lacks(device: Device, precision: str, said: str | None) -> None:
+def test_what_a_device_lacks(device: DeviceInfo, precision: str, said: str | None) -> None:
     assert lacks(device, precision) == said
 
 
@@ -96,7 +96,7 @@ def test_what_a_device_lacks(device: Device, precision: str, said: str | None) -
         (ARM, "int8", "fp32"),
     ],
 )
-def test_what_to_take_instead(device: Device, precision: str, said: str) -> None:
+def test_what_to_take_instead(device: DeviceInfo, precision: str, said: str) -> None:
     assert instead(device, precision) == said
 
 
@@ -132,12 +132,12 @@ def test_a_newer_gpu_lacks_nothing_that_an_older_one_has(major: int, minor: int,
 
 def test_a_decision_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     say.cache_clear()
-    once = Decision("linear", TRITON, "the output is fp32")
+    once = KernelChoice("linear", TRITON, "the output is fp32")
     with caplog.at_level(logging.INFO):
         say(once)
-        say(Decision("linear", TRITON, "the output is fp32"))
+        say(KernelChoice("linear", TRITON, "the output is fp32"))
         say(replace(once, reason="an address is not a multiple of 16"))
-        say(Decision("all layers", TORCH, "Triton is not installed"))
+        say(KernelChoice("all layers", TORCH, "Triton is not installed"))
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "linear: Triton kernels: the output is fp32"),
         ("INFO", "linear: Triton kernels: an address is not a multiple of 16"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from core.quant.fp8 import Fp8Linear
-from core.quant.kernels.cpu.layers import Layers
+from core.quant.kernels.cpu.layers import PackedLayers
 from core.quant.kernels.cpu.program import BF16, FP32, INT8, Program
 from core.quant.linear import Int8Conv2d, Int8Linear
 from tests.core.quant.stage import check_close, kernels, normal
@@ -25,8 +25,8 @@ class Model(nn.Module):
         self.requires_grad_(False)
 
 
-def layers(model: nn.Module, **options: Any) -> Layers:
-    return Layers(kernels(), model, **options)
+def layers(model: nn.Module, **options: Any) -> PackedLayers:
+    return PackedLayers(kernels(), model, **options)
 
 
 def test_layers_side_by_side_are_one_product() -> None:

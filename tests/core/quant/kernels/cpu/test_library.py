@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from core.quant.kernels.cpu import library as module
-from core.quant.kernels.cpu.library import Unavailable, library
+from core.quant.kernels.cpu.library import KernelsUnavailable, library
 from tests.core.quant.stage import CACHE, kernels, threads
 
 fresh = library.__wrapped__  # without what was remembered
@@ -38,7 +38,7 @@ def stub(folder: Path, script: str, name: str = "stub") -> Path:
 
 
 def refused(cache: Path) -> str:
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(KernelsUnavailable) as caught:
         fresh(cache)
     assert not cache.is_dir() or not list(cache.iterdir()), "something was left behind"
     return str(caught.value)
@@ -179,7 +179,7 @@ def test_code_that_others_could_have_put_there_is_not_loaded(monkeypatch: pytest
     module._check_ours(path)
     for wrong, mode, well in ((path, 0o777, 0o755), (tmp_path, 0o777, 0o1777)):
         wrong.chmod(mode)
-        with pytest.raises(Unavailable, match="everybody may write it"):
+        with pytest.raises(KernelsUnavailable, match="everybody may write it"):
             module._check_ours(path)
         wrong.chmod(well)
         module._check_ours(path)
@@ -191,5 +191,5 @@ def test_code_that_others_could_have_put_there_is_not_loaded(monkeypatch: pytest
     monkeypatch.setattr(module, "_compile", plant)
     monkeypatch.setattr(module, "_load", lambda _: pytest.fail("it was loaded"))
     for _ in range(2):  # made just now, and found there
-        with pytest.raises(Unavailable, match="everybody may write it"):
+        with pytest.raises(KernelsUnavailable, match="everybody may write it"):
             fresh(tmp_path)

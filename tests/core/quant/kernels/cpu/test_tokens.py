@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.quant.kernels.cpu.token_program import PAGE, PagedLayer, Places, TokenProgram
+from core.quant.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
 from tests.core.quant.stage import CANARY, check_bytes, check_close, kernels, normal, seeded, threads
 
 
@@ -111,7 +111,7 @@ def test_attention_over_pages(
     wide = normal(seed + 5, len(sequences), heads * d + 3)
     q, inverse = wide[:, 3:], normal(seed + 6, heads * d, scale=40)
     p, scale = Watched(), 1 / math.sqrt(d)
-    places = Places(ints(positions), ints(sequences), there.table)
+    places = TokenPositions(ints(positions), ints(sequences), there.table)
     out = p.paged_attention(q, places, there.layer, heads=heads, scale=scale, inverse=None if floats else inverse)
     p.run()
     wanted = []
@@ -128,7 +128,7 @@ def test_attention_over_pages(
 def test_scores_beyond_what_exp_holds() -> None:
     there = world([40], 1, 32, int8=False, scale=30)
     q, p = normal(9, 1, 32, scale=300), Watched()
-    places = Places(ints([39]), ints([0]), there.table)
+    places = TokenPositions(ints([39]), ints([0]), there.table)
     out = p.paged_attention(q, places, there.layer, heads=1, scale=0.2, inverse=None)
     p.run()
     scores = (there.keys[0][:, 0].double() @ q[0].double()) * 0.2
@@ -159,7 +159,7 @@ def test_rotate_puts_keys_and_values_into_their_pages_and_nowhere_else(
     angles = torch.cat([normal(1, 32, d // 2).cos(), normal(1, 32, d // 2).sin()], dim=1)
     given_ = normal(2, 4, (heads + 2 * kv_heads) * d)
     qkv, p = given_.clone(), Watched()
-    places = Places(ints(positions), ints(sequences), table)
+    places = TokenPositions(ints(positions), ints(sequences), table)
     q = p.rotate(qkv, angles, places, PagedLayer(keys, values, *scales), heads=heads)
     p.run()
     written = torch.zeros(6, PAGE, dtype=torch.bool)
@@ -192,7 +192,7 @@ def test_a_rows_bits_are_its_own(int8: bool, count: int) -> None:
 
     def run(rows: list[int], table: Tensor, layer: PagedLayer) -> Tensor:
         p = Watched()
-        places = Places(ints([lengths[r] - 1 for r in rows]), ints(rows), table)
+        places = TokenPositions(ints([lengths[r] - 1 for r in rows]), ints(rows), table)
         out = p.paged_attention(q[rows].contiguous(), places, layer, heads=8, scale=0.2, inverse=None)
         with threads(count):
             p.run()
@@ -211,7 +211,7 @@ def test_a_rows_bits_are_its_own(int8: bool, count: int) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     p, there = TokenProgram(kernels()), world([20], 2, 32, int8=False)
-    places = Places(ints([19]), ints([0]), there.table)
+    places = TokenPositions(ints([19]), ints([0]), there.table)
     with pytest.raises(ValueError, match="3 heads of width 32 on 2"):
         p.paged_attention(normal(0, 1, 96), places, there.layer, heads=3, scale=1.0, inverse=None)
     with pytest.raises(ValueError, match="positions"):

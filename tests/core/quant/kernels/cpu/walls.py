@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from core.quant.kernels.cpu.library import library
 from core.quant.kernels.cpu.program import Weights, pack_float, pack_int8
-from core.quant.kernels.cpu.token_program import PAGE, PagedLayer, Places, TokenProgram
+from core.quant.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
 
 _PAGE, _NOTHING = mmap.PAGESIZE, 0  # PROT_NONE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -115,7 +115,7 @@ def paged(p: Walled, channels: int, heads: int, d: int, length: int, *, int8: bo
     scales = [p.wall(torch.ones(pages, 1, PAGE)) if int8 else None for _ in range(2)]
     table = p.wall(torch.arange(pages, dtype=torch.int32)[None])
     positions = p.wall(torch.arange(length, dtype=torch.int32))
-    places = Places(positions, p.wall(torch.zeros(length, dtype=torch.int32)), table)
+    places = TokenPositions(positions, p.wall(torch.zeros(length, dtype=torch.int32)), table)
     layer = PagedLayer(keys, values, *scales)
     qkv, angles = p.wall(torch.ones(length, (heads + 2) * d)), p.wall(torch.ones(length, d))
     q = p.rotate(qkv, angles, places, layer, heads=heads)

@@ -1,0 +1,216 @@
+"""Turns a request into a job: checks it, charges rate limits, creates it once. A repeated request returns the same job.
+
+admission.py checks requests against model cards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fastapi import Request
+
+from api import admission, webhooks
+from api.access import (
+    Caller,
+    apply_rate_limit,
+    count_pictures,
+    count_request,
+    picture_costs,
+    request_costs,
+    unknown_key,
+)
+from api.cards import C
+from api.errors import ApiError, invalid_field
+from api.service import Service
+from api.uploads import Upload
+from contract.card import ImageCard
+from contract.image import ImageFields, ImageJob, Source
+from core import logs, traces
+from core.jobs.connection import StoreDown
+from core.jobs.rates import RateLimitCost
+from core.jobs.record import Job, JobDraft, QueuePosition, new_id
+
+_KEY = re.compile(r"[!-~]{1,255}")
+_INPUT_S = 3600.0  # until the job's record sets its retention
+
+
+def idempotency_id(request: Request, caller: Caller) -> str | None:
+    """The job id for this caller's `Idempotency-Key`; None without one. Raises `ApiError` (400)."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if _KEY.fullmatch(key) is None:
+        raise invalid_field("idempotency-key", "must be 1 to 255 printable characters")
+    return "job_" + hashlib.sha256(f"{caller.id}\0{key}".encode()).hexdigest()[:24]
+
+
+async def accept(
+    service: Service,
+    request: Request,
+    caller: Caller,
+    fields: ImageFields,
+    id: str | None = None,
+    upload: Upload | None = None,
+) -> Job:
+    """As `submit`, for callers that do not need the queue position."""
+    return (await submit(service, request, caller, fields, id, upload))[0]
+
+
+async def submit(
+    service: Service,
+    request: Request,
+    caller: Caller,
+    fields: ImageFields,
+    id: str | None = None,
+    upload: Upload | None = None,
+) -> tuple[Job, QueuePosition | None]:
+    """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
+
+    With an `id` chosen by the client the job may exist already: it is returned unchanged. `upload` is the source of an
+    edit: with it `ArtifactError` may be raised. Also returns the queue position of a job created now.
+    """
+    digest = "" if id is None else _digest(fields, upload)
+
+    def draft_for(card: ImageCard) -> JobDraft:
+        admission.check_expansion(fields, service.cards.now.expands(card.name))
+        return replace(
+            admission.image_draft(fields, card, upload), id=id or new_id(), owner=caller.id, digest=digest,
+            webhook=_webhook(service, request, fields),
+        )  # fmt: skip
+
+    card, draft, refusal = service.cards.now.model(fields.model, ImageCard), None, None
+    if card is not None:
+        try:
+            draft = draft_for(card)
+        except ApiError as error:
+            refusal = error
+    if draft is not None and upload is None and draft.deadline_s is None:
+        # The common path: a single Redis call.
+        requests, pictures = request_costs(caller), picture_costs(caller, ImageJob.read(draft.parameters).n)
+        job, standing = await _create(service, draft, request, requests + pictures, len(requests))
+        return _same(job, caller, digest), standing
+    await count_request(request, service, caller)
+    if id is not None:
+        there = await service.call(service.store.get, id)
+        if there is not None:
+            return _same(there, caller, digest), None
+    if refusal is not None:
+        raise refusal
+    if card is None or draft is None:
+        card = await service.cards.find(fields.model, ImageCard)
+        if card is None:
+            raise not_served(service, fields.model, ImageCard)
+        draft = draft_for(card)
+    if draft.deadline_s is not None:
+        # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
+        backlog = await service.call(service.store.backlog, draft.modality)
+        admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
+    asked = ImageJob.read(draft.parameters)
+    charges = picture_costs(caller, asked.n)
+    if upload is not None:
+        fitted = await service.decoding.run(caller.id, upload.fitted, asked.size)
+        await count_pictures(request, service, caller, asked.n)  # before anything is stored
+        charges, draft = [], await service.stored(store_inputs, service, draft, *fitted)
+    job, standing = await _create(service, draft, request, charges)
+    return _same(job, caller, digest), standing
+
+
+async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
+    """Create a new job with the request of an ended one. Raises as `submit`."""
+    requests = request_costs(caller)
+    pictures = picture_costs(caller, ImageJob.read(job.parameters).n) if job.modality == "image" else []
+    draft = JobDraft(
+        new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
+        inputs=job.inputs, followed=False if job.modality == "text" else None,
+    )  # fmt: skip
+    return (await _create(service, draft, request, requests + pictures, len(requests)))[0]
+
+
+def not_served(service: Service, name: str | None, kind: type[C]) -> Exception:
+    """Why a request that names this model, or none, cannot be served."""
+    refusal = admission.no_such_model(service.cards.now, name, kind)
+    if refusal is not None:
+        return refusal
+    return admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+
+
+async def make(service: Service, draft: JobDraft) -> Job:
+    """Create the record, with its message. Raises `ApiError` (429) if the queue is full."""
+    return (await _create(service, draft))[0]
+
+
+async def _create(
+    service: Service,
+    draft: JobDraft,
+    request: Request | None = None,
+    charges: Sequence[RateLimitCost] = (),
+    always: int = 0,
+) -> tuple[Job, QueuePosition | None]:
+    """Charge the rate limits and create the record, with its message, in one step. Raises `ApiError` (429).
+
+    The first `always` charges count even if no job is created.
+    """
+    draft = replace(draft, trace=traces.current(), request_id=logs.request_id())
+    most = service.share(draft.owner)
+    made = await service.submissions.make(draft, service.queue.message(draft.envelope), charges, always, most)
+    for charge, standing in zip(charges, made.charges, strict=False):
+        assert request is not None
+        apply_rate_limit(request, charge, standing)
+    if made.barred:
+        raise unknown_key()
+    if made.share:
+        message = f"As many jobs of this key wait in the {draft.modality} queue as may ({most}); try again later."
+        wait_s = service.cards.now.wait_s(draft.modality)
+        headers = {"Retry-After": str(admission.retry_after_s(wait_s))}
+        raise ApiError(429, message, code="queue_share_full", headers=headers)
+    if made.job is None:
+        after_s = admission.retry_after_s(service.cards.now.wait_s(draft.modality))
+        message = f"The {draft.modality} queue is full; try again later."
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(after_s)})
+    return made.job, made.standing
+
+
+def store_inputs(service: Service, draft: JobDraft, image: bytes, mask: bytes | None) -> JobDraft:
+    """The draft with its source image, stored for it until its record references it. Raises `ArtifactError`."""
+
+    def put(data: bytes) -> str:
+        return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S, hold=True))
+
+    keys = put(image), None if mask is None else put(mask)
+    asked = ImageJob.read(draft.parameters)
+    assert asked.source is not None
+    edit = replace(asked, source=Source(asked.source.strength, *keys))
+    return replace(draft, parameters=edit.to_dict(), inputs=tuple(filter(None, keys)))
+
+
+def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:
+    """The webhook receiver. Raises `ApiError` (400) for an address that may not be called."""
+    url = getattr(fields, "webhook_url", None)
+    if url is None:
+        return None
+    webhooks.check(url, private=service.settings.webhook_private)
+    return {"url": url, "base": service.links(request).base}
+
+
+def _digest(fields: ImageFields, upload: Upload | None) -> str:
+    """Digest of the request before defaults are filled in: a seed may be random."""
+    given = fields.model_dump(mode="json", exclude_none=True)
+    if upload is not None:
+        given["upload"] = upload.digest
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _same(job: Job, caller: Caller, digest: str) -> Job:
+    """The job, if this caller made the same request. Raises `ApiError`: 409 for another owner's, 422 for another
+    request.
+    """
+    if job.owner != caller.id:
+        raise ApiError(409, "This id is taken.", param="id", code="id_taken")
+    if job.digest != digest:
+        message = "There is a job of this id, or of this Idempotency-Key, and it asks for something else."
+        raise ApiError(422, message, code="idempotency_conflict")
+    return job

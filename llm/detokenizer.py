@@ -1,0 +1,65 @@
+"""Detokenizes a token stream into text: whole characters only, and nothing that may still become a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Detokenizer:
+    """The text of one answer. `ended`: a stop string was found; what comes after it is dropped."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._longest = max(map(len, stop), default=0)
+        self._tokens: list[int] = []
+        self._text = ""
+        self._told = 0
+        self.ended = False
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    def add(self, token: int) -> str:
+        """Add a token; returns the new text that is final by now."""
+        self._tokens.append(token)
+        piece = self._stream.step(self._tokenizer, token)
+        return self._grown(piece) if piece else ""
+
+    def finish(self) -> str:
+        """End of tokens: returns the text held back. An incomplete character becomes U+FFFD."""
+        told = ""
+        if not self.ended:
+            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            if len(whole) > len(self._text) and whole.startswith(self._text):
+                told = self._grown(whole[len(self._text) :])
+        return told + self._tell(len(self._text))
+
+    def _grown(self, piece: str) -> str:
+        start = max(0, len(self._text) - self._longest + 1)
+        self._text += piece
+        if not self._stop:
+            return self._tell(len(self._text))
+        met = [at for at in (self._text.find(stop, start) for stop in self._stop) if at >= 0]
+        if met:
+            self.ended = True
+            self._text = self._text[: min(met)]
+            return self._tell(len(self._text))
+        return self._tell(len(self._text) - self._pending())
+
+    def _pending(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        for length in range(min(self._longest - 1, len(self._text)), 0, -1):
+            end = self._text[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
+
+    def _tell(self, until: int) -> str:
+        told, self._told = self._text[self._told : until], max(self._told, until)
+        return told

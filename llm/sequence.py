@@ -1,0 +1,157 @@
+"""The state of one text request: its tokens, its position in the KV cache, and the text so far."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm import sample
+from llm.constrain import GrammarMatcher
+from llm.detokenizer import Detokenizer
+from llm.pages import SequencePages
+from llm.parameters import Finish, GeneratedText, Logprob, TextDelta, TextParameters
+from llm.speculate import AcceptanceRate, PromptLookup
+
+
+class SequenceState:
+    """One unfinished answer. `row` is its sequence's row in the cache's table; -1 while it has none."""
+
+    __slots__ = (
+        "bias", "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup",
+        "matcher", "pace", "parameters", "prompt", "row", "said", "seen", "settings", "tokens", "writer",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        parameters: TextParameters,
+        tokenizer: Any,
+        vocabulary: int,
+        matcher: GrammarMatcher | None,
+        *,
+        lookup: bool,
+    ) -> None:
+        self.parameters = parameters
+        self.tokens = list(parameters.prompt)
+        self.prompt = len(self.tokens)
+        self.holding = SequencePages()
+        self.row = -1
+        self.computed = 0  # tokens whose keys and values are in the cache
+        self.drafted = 0  # and in the draft's
+        self.cached = 0
+        self.guesses: list[int] | int = 0  # for the next iteration: how many, or these tokens
+        self.matcher = matcher
+        self.writer = Detokenizer(tokenizer, parameters.stop)
+        self.logprobs: list[Logprob] = []
+        self.finish: Finish | None = None
+        self.pace = AcceptanceRate()
+        self.lookup = PromptLookup(self.tokens) if lookup else None
+        self.settings = None if parameters.greedy else _settings(parameters)
+        self.bias = _bias(parameters)
+        self.seen: Tensor | None = None  # bool [V]: in prompt or answer
+        self.said: Tensor | None = None  # int32 [V]: occurrences in the answer
+        if parameters.penalized:
+            self.seen = torch.zeros(vocabulary, dtype=torch.bool)
+            self.seen[self.tokens] = True
+            self.said = torch.zeros(vocabulary, dtype=torch.int32)
+
+    @property
+    def answered(self) -> int:
+        """The number of answer tokens."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the last token is left to process."""
+        return self.answered > 0 and self.computed >= len(self.tokens) - 1
+
+    @property
+    def unread(self) -> int:
+        """Tokens to process before the next one can be sampled: all of a prompt, and all but the last of an answer.
+
+        So a preempted answer resumes exactly where it was, with the guesses that it would have had.
+        """
+        return len(self.tokens) - self.computed - (self.answered > 0)
+
+    @property
+    def guessable(self) -> bool:
+        """False with penalties and grammars, which depend on each token in turn, and with a bias, which guesses
+        ignore.
+        """
+        return not self.adjusted
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the model's logits are modified before a token is chosen."""
+        return self.seen is not None or self.matcher is not None or self.bias is not None
+
+    @property
+    def guess_count(self) -> int:
+        return self.guesses if isinstance(self.guesses, int) else len(self.guesses)
+
+    def most_guesses(self, most: int) -> int:
+        """The answer's last token needs no guess."""
+        return min(most, self.parameters.max_tokens - self.answered - 1)
+
+    def penalties(self) -> tuple[float, float, float]:
+        wanted = self.parameters
+        return wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty
+
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[Logprob], ends: Collection[int]
+    ) -> tuple[TextDelta, GeneratedText | None]:
+        """Take an iteration's tokens, up to the end of the answer; returns the addition, and the whole text at the
+        end.
+        """
+        text, taken = "", 0
+        for token in tokens:
+            taken += 1
+            self.tokens.append(token)
+            if self.seen is not None and self.said is not None:
+                self.seen[token] = True
+                self.said[token] += 1
+            if token in ends and not self.parameters.ignore_end:
+                self.finish = "stop"
+                break
+            if self.matcher is not None:
+                self.matcher.take(token)
+            text += self.writer.add(token)
+            if self.writer.ended or (self.matcher is not None and self.matcher.ended):
+                self.finish = "stop"
+                break
+            if self.answered >= self.parameters.max_tokens:
+                self.finish = "length"
+                break
+        self.logprobs += logprobs[:taken]
+        if self.lookup is not None:
+            self.lookup.extend(tokens[:taken])
+        if self.finish is not None:
+            text += self.writer.finish()
+        news = TextDelta(text, tuple(tokens[:taken]), tuple(logprobs[:taken]))
+        return news, None if self.finish is None else self._whole(self.finish)
+
+    def _whole(self, finish: Finish) -> GeneratedText:
+        tokens = tuple(self.tokens[self.prompt :])
+        return GeneratedText(self.writer.text, tokens, finish, self.prompt, self.cached, tuple(self.logprobs))
+
+
+def _bias(wanted: TextParameters) -> sample.Bias | None:
+    if not wanted.logit_bias:
+        return None
+    tokens, values = zip(*wanted.logit_bias, strict=True)
+    return sample.Bias(torch.tensor(tokens), torch.tensor(values, dtype=torch.float32))
+
+
+def _settings(wanted: TextParameters) -> sample.SamplingSettings:
+    seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
+    return sample.SamplingSettings(
+        temperature=torch.tensor([wanted.temperature]).clamp_min(1e-4),
+        top_k=torch.tensor([wanted.top_k]),
+        top_p=torch.tensor([wanted.top_p], dtype=torch.float64),
+        min_p=torch.tensor([wanted.min_p]),
+        seeds=np.array([seed], np.uint64),
+    )

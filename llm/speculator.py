@@ -1,0 +1,87 @@
+"""Speculative decoding for one runner: decides who gets how many guesses, makes them, and records the acceptance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from llm.choose import NO_GUESS
+from llm.kv_cache import TokenBatch
+from llm.parts import ScheduledTokens
+from llm.sequence import SequenceState
+from llm.speculate import NOMINAL, DraftLengths, DraftModel, DraftRequest, DraftTokens, LinearCost
+
+
+class Speculator:
+    """With a draft model, prompt lookup, or off."""
+
+    def __init__(self, draft: DraftModel | None = None, *, lookup: bool = False) -> None:
+        self.draft = draft
+        self.lookup = lookup
+        self.guessed = self.accepted = 0  # tokens, since the start
+        self._line = LinearCost()
+        self._guess_s = 0.0  # per forward of the draft
+
+    def make(self, parts: Sequence[ScheduledTokens]) -> list[DraftTokens]:
+        """Make the planned number of guesses for each part; those of the draft take as many forwards of its own."""
+        made = [DraftTokens(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
+        asking = [i for i, part in enumerate(parts) if part.work.guesses and made[i] is NO_GUESS]
+        if self.draft is not None and asking:
+            works = [parts[i].work for i in asking]
+            started = time.perf_counter()
+            asks = [DraftRequest(w.row, w.tokens, w.drafted, w.guess_count, w.settings) for w in works]
+            for i, guess in zip(asking, self.draft.guess(asks), strict=True):
+                made[i] = guess
+            turn_s = (time.perf_counter() - started) / max(ask.count for ask in asks)
+            self._guess_s += 0.2 * (turn_s - self._guess_s) if self._guess_s else turn_s
+        return made
+
+    def read_along(self, parts: Sequence[ScheduledTokens]) -> None:
+        """Prefill the draft with the same chunks."""
+        if self.draft is None:
+            return
+        reading = [part for part in parts if part.count > 1 and part.work.drafted == part.start]
+        if reading:
+            tokens = [t for part in reading for t in part.work.tokens[part.start : part.start + part.count]]
+            positions = [n for part in reading for n in range(part.start, part.start + part.count)]
+            sequences = [part.work.row for part in reading for _ in range(part.count)]
+            self.draft.read(TokenBatch.of(tokens, positions, sequences, []))
+
+    def settle(self, part: ScheduledTokens, guess: DraftTokens, kept: int) -> None:
+        """Take in an iteration's result: the first `kept` tokens of the guess were right."""
+        work, count = part.work, len(guess.tokens)
+        if part.count > 1 and work.drafted == part.start:
+            work.drafted = part.start + part.count
+        if not count:
+            return
+        work.pace.learn(count, kept)
+        self.guessed += count
+        self.accepted += kept
+        if self.draft is not None:
+            work.drafted = part.start + 1 + min(kept, count - 1)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Record the time of a forward of the model, without making guesses."""
+        self._line.observe(rows, seconds)
+
+    def lengths(self, decoding: int) -> DraftLengths | None:
+        """The model of how many guesses pay off with so many requests; None if speculation is off."""
+        if self.draft is None and not self.lookup:
+            return None
+        # A guess's cost over all that are decoding now: its forward of the draft, and their rows in the forward.
+        n = max(1, decoding)
+        forward_s, row_s = self._line(n)
+        return DraftLengths(forward_s, self._guess_s + n * row_s)
+
+    def plan(self, work: SequenceState, lengths: DraftLengths | None = None) -> None:
+        """Set the number of guesses of a decoding answer's next iteration."""
+        work.guesses = 0
+        if not work.guessable or (self.draft is None and not self.lookup):
+            return
+        nominal = NOMINAL["lookup" if self.lookup else "draft"]
+        # With a seed the text must not depend on the load, which then must not decide the number of guesses.
+        bound = work.settings is not None and work.parameters.seed is not None
+        pays = nominal if bound or lengths is None else lengths
+        most = work.most_guesses(pays(work.pace.acceptance))
+        if most > 0:
+            work.guesses = work.lookup.guess(most) if work.lookup is not None else most

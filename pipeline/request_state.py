@@ -1,0 +1,168 @@
+"""What an admitted image request holds until its end: step, schedule, noise and features, and their memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from core.batching.slots import Budget, Slots
+from pipeline import denoise, sigmas
+from pipeline.adapters import AdapterCache, AdapterLease, AdapterUse
+from pipeline.execution import ImageExecution
+from pipeline.load import ImageModel
+from pipeline.phases import DEEP, SHALLOW, VAE
+from unet_opt.deepcache import Features, kept
+
+
+@dataclass(slots=True, eq=False)
+class ImageState:
+    """The state of one admitted request."""
+
+    slot: list[int]
+    size_bytes: int
+    rows: int
+    mode: str
+    table: sigmas.SamplerTable
+    generator: torch.Generator
+    plan: tuple[bool, ...]  # which steps are deep
+    depth: str  # of its shallow steps; "" without any
+    features: list[torch.Tensor]  # [rows, …] each: of the last deep step, for shallow ones
+    x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
+    image: torch.Tensor | None = None  # [1, C, h, w] fp32: the source's latents
+    kept: denoise.InpaintMask | None = None
+    trajectory: denoise.Trajectory | None = None
+    noise: tuple[int, torch.Tensor] | None = None  # (step, its noise): a retry must not draw again
+    warnings: list[str] = field(default_factory=list)
+    taken: AdapterLease | None = None  # its LoRAs
+    uses: tuple[AdapterUse, ...] = ()  # the same, once its prompts are encoded
+
+    @property
+    def step(self) -> int:
+        """The step that comes next."""
+        return 0 if self.trajectory is None else self.trajectory.step
+
+    def phase(self, step: int) -> str:
+        """The phase before this step; after the last one latents are decoded."""
+        if step == len(self.plan):
+            return VAE
+        return DEEP if self.plan[step] else SHALLOW[self.depth]
+
+
+class MemoryLedger:
+    """Accounts for the memory that all requests hold together."""
+
+    def __init__(
+        self,
+        model: ImageModel,
+        execution: ImageExecution,
+        kv_width: int,
+        max_requests: int,
+        memory_bytes: int | None,
+        adapters: AdapterCache | None = None,
+    ) -> None:
+        self.slots = Slots(max_requests)
+        self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
+        self._model = model
+        self._execution = execution
+        self._kv_width = kv_width
+        self._adapters = adapters
+
+    def check(self, wanted: ImageParameters) -> None:
+        """Raise `Invalid` for a request that could never fit."""
+        needed = self.size_bytes(wanted)
+        if needed > self.memory.capacity:
+            raise Invalid("size", f"it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
+
+    def take(self, wanted: ImageParameters, scheduler: str) -> ImageState | None:
+        """Reserve all that the request will hold; None means not yet, and then nothing is reserved."""
+        needed = self.size_bytes(wanted)
+        if not self.memory.take(needed):
+            return None
+        slot = self.slots.take()
+        if slot is None:
+            self.memory.give(needed)
+            return None
+        taken = None
+        if wanted.lora:
+            assert self._adapters is not None
+            taken = self._adapters.take(wanted.lora)
+            if taken is None:
+                self._give(slot, needed, None)
+                return None
+        try:
+            return self._work(wanted, scheduler, slot, needed, taken)
+        except BaseException:
+            self._give(slot, needed, taken)
+            raise
+
+    def give(self, work: ImageState) -> None:
+        self._give(work.slot, work.size_bytes, work.taken)
+
+    def _give(self, slot: list[int], size_bytes: int, taken: AdapterLease | None) -> None:
+        self.slots.give(slot)
+        self.memory.give(size_bytes)
+        if taken is not None:
+            assert self._adapters is not None
+            self._adapters.give(taken)
+
+    def size_bytes(self, wanted: ImageParameters) -> int:
+        """Its size: latents, keys and values, and features."""
+        scale, channels = self._model.vae_scale, int(self._model.unet.config.in_channels)
+        held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
+        latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
+        kv = int(self._model.tokenizers[0].model_max_length) * self._kv_width
+        features = sum(math.prod(shape) for shape in self._features(wanted))
+        return latents + self._rows(wanted) * self._model.dtype.itemsize * (kv + features)
+
+    def _rows(self, wanted: ImageParameters) -> int:
+        return 2 if wanted.guidance_scale > 1 and self._model.unet.config.time_cond_proj_dim is None else 1
+
+    def _features(self, wanted: ImageParameters) -> list[tuple[int, int, int]]:
+        """The shape of one row of each map."""
+        if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.made)):
+            return []
+        size = (wanted.width, wanted.height)
+        return self._execution.feature_shapes(wanted.deepcache.depth, size, adapted=bool(wanted.lora))
+
+    def _work(
+        self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int, taken: AdapterLease | None
+    ) -> ImageState:
+        table = sigmas.table(self._model.scheduler_config, scheduler, wanted.steps, wanted.skipped)
+        cached, rows = wanted.deepcache, self._rows(wanted)
+        plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
+        depth = "" if cached is None or all(plan) else cached.depth
+        # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
+        size = (wanted.width, wanted.height)
+        mode = self._execution.deterministic_mode(size, depth, adapted=bool(taken)) if wanted.deterministic else ""
+        features = [
+            torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
+            for shape in self._features(wanted)
+        ]
+        generator = torch.Generator().manual_seed(wanted.seed)
+        return ImageState(slot, size_bytes, rows, mode, table, generator, plan, depth, features, taken=taken)
+
+
+def keep(features: Sequence[torch.Tensor], works: Sequence[ImageState]) -> None:
+    """Copy each request's rows of a deep step's features to where its shallow steps read them.
+
+    Only if a shallow step comes next. A retry writes the same again, and nothing reads it before.
+    """
+    start = 0
+    for work in works:
+        end, following = start + work.rows, work.step + 1
+        if following < len(work.plan) and not work.plan[following]:
+            for own, found in zip(work.features, kept(features, work.depth), strict=True):
+                own.copy_(found[start:end])
+        start = end
+
+
+def gather(works: Sequence[ImageState], rows: int) -> Features:
+    """The features of each request's last deep step, concatenated; padding repeats the first row."""
+    missing = rows - sum(work.rows for work in works)
+    parts = zip(*(work.features for work in works), strict=True)
+    return tuple(torch.cat([*part, *[part[0][:1]] * missing]) for part in parts)

@@ -1,0 +1,89 @@
+"""Without keys: this machine alone, called by its own names, by no page of somebody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.host_origin import HostOriginMiddleware
+from api.service import Service
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
+
+JOB = {"type": "image", "prompt": "a cat"}
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "a.localhost", "127.0.0.1:8000", "[::1]:8000", "10.1.2.3", "LOCALHOST"]
+)
+def test_its_own_names(shared: Api, host: str) -> None:
+    assert shared.client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "x", "a:b:c"])
+def test_a_name_that_others_own_may_lead_here(shared: Api, host: str) -> None:
+    """DNS rebinding: a page of evil.example whose name now means this machine."""
+    for path in ("/v1/models", "/", "/docs", "/v1/jobs"):
+        check_error(shared.client.get(path, headers={"Host": host}), 403, "host", "host_not_allowed")
+    assert shared.client.get("/healthz", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "http://[", ""])
+def test_a_page_of_another_origin_makes_nothing(shared: Api, origin: str) -> None:
+    with Worker(shared.settings) as worker:
+        before = worker.ids()
+        for method, path in (("POST", "/v1/jobs"), ("PUT", "/v1/jobs/x"), ("DELETE", "/v1/jobs/x")):
+            answer = shared.client.request(method, path, json=JOB, headers={"Origin": origin})
+            check_error(answer, 403, "origin", "origin_not_allowed")
+        assert worker.ids() == before
+    cross = {"Sec-Fetch-Site": "cross-site"}
+    check_error(shared.client.post("/v1/jobs", json=JOB, headers=cross), 403, "origin", "origin_not_allowed")
+    own = {"Origin": shared.url, "Sec-Fetch-Site": "same-origin"}
+    assert shared.client.post("/v1/jobs", json=JOB, headers=own).status_code == 202
+    assert "access-control-allow-origin" not in shared.client.get("/v1/models", headers={"Origin": origin}).headers
+
+
+def test_pages_that_are_named_may_call(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder, cors_origins="https://studio.example, https://other.example")
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        named = {"Origin": "https://studio.example"}
+        asked = {**named, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        before = api.client.options("/v1/jobs", headers=asked)
+        assert before.status_code == 200 and before.headers["access-control-allow-origin"] == "https://studio.example"
+        assert api.client.post("/v1/jobs", json=JOB, headers=named).status_code == 202
+        answer = api.client.post("/v1/jobs", json=JOB, headers={"Origin": "https://evil.example"})
+        check_error(answer, 403, "origin", "origin_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("peer", "trusted", "served"),
+    [("127.0.0.1", False, True), ("127.8.9.1", False, True), ("::1", False, True), ("::ffff:127.0.0.1", False, True),
+     ("10.0.0.7", False, False), ("unknown", False, False),
+     ("203.0.113.9", False, False), ("fe80::1%eth0", False, False),
+     ("10.0.0.7", True, True)],
+)  # fmt: skip
+def test_other_machines(tmp_path: Path, peer: str, trusted: bool, served: bool) -> None:
+    service = Service(settings_of("redis://127.0.0.1:1/0", tmp_path, trust_network=trusted))
+
+    async def inside(*_: Any) -> None:
+        raise AssertionError
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"10.0.0.1")], "client": (peer, 1)}
+    refusal = HostOriginMiddleware(inside, service)._refusal(scope)
+    assert (refusal is None) is served
+    assert refusal is None or (refusal.status, refusal.code) == (403, "keys_required")
+
+
+def test_any_page_may_call_where_that_is_said_and_what_is_no_page_may_not(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder, cors_origins="*")
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        for origin in ("https://studio.example", "http://other.example:8080"):
+            assert api.client.post("/v1/jobs", json=JOB, headers={"Origin": origin}).status_code == 202
+        for origin in ("null", "file://", "about:blank"):
+            answer = api.client.post("/v1/jobs", json=JOB, headers={"Origin": origin})
+            check_error(answer, 403, "origin", "origin_not_allowed")

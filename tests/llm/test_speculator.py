@@ -1,0 +1,81 @@
+"""Who is guessed for and how far: what is not worth a guess gets none, and what is learnt counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm.parameters import TextParameters
+from llm.parts import ScheduledTokens
+from llm.sequence import SequenceState
+from llm.speculate import MOST, DraftTokens
+from llm.speculator import Speculator
+from tests.llm import stage
+
+REPEATED = (7, 8, 9, 10) * 4  # whose end stood there before
+
+
+def work(tokens: tuple[int, ...] = REPEATED, **wanted: Any) -> SequenceState:
+    model = stage.small()
+    parameters = TextParameters(tokens, **{"max_tokens": 20, "temperature": 0.0, **wanted})
+    return SequenceState(parameters, model.tokenizer, model.vocabulary, None, lookup=True)
+
+
+def test_nobody_guesses_for_what_looks_at_every_token_or_where_nobody_can() -> None:
+    guessing = Speculator(lookup=True)
+    free, penalized = work(), work(repetition_penalty=1.3)
+    for one in (free, penalized):
+        guessing.plan(one)
+    assert free.guesses and penalized.guesses == 0
+    free.guesses = [1, 2]
+    Speculator().plan(free)
+    assert free.guesses == 0 and Speculator().lengths(4) is None
+
+
+@given(st.integers(1, 40), st.integers(1, 64), st.floats(0.01, 0.99))
+def test_guesses_end_before_the_answer_does(left: int, decoding: int, acceptance: float) -> None:
+    guessing = Speculator(lookup=True)
+    guessing.observe(8, 0.010)
+    one = work(max_tokens=left)
+    one.pace.acceptance = acceptance
+    guessing.plan(one, guessing.lengths(decoding))
+    assert one.guess_count <= min(MOST, left - 1)
+    assert one.guesses == 0 or one.guesses == [7, 8, 9, 10, 7, 8, 9, 10][: one.guess_count]
+
+
+def test_a_seeded_text_is_guessed_for_alike_at_any_load() -> None:
+    """Where rows are dear nobody else is guessed for."""
+    guessing = Speculator(lookup=True)
+    for rows in (1, 2, 64) * 20:
+        guessing.observe(rows, 0.001 * rows)
+    dear = guessing.lengths(64)
+    seeded, free = work(temperature=1.0, seed=5), work()
+    for one in (seeded, free):
+        one.pace.acceptance = 0.5
+        guessing.plan(one, dear)
+    alone = work(temperature=1.0, seed=5)
+    alone.pace.acceptance = 0.5
+    guessing.plan(alone)
+    assert seeded.guesses == alone.guesses != 0 and free.guesses == 0
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_what_came_of_guesses_is_counted(kept: int) -> None:
+    guessing, one = Speculator(lookup=True), work()
+    before = one.pace.acceptance
+    guessing.settle(ScheduledTokens(one, 15, 1, True), DraftTokens([7, 8, 9]), kept)
+    assert (guessing.guessed, guessing.accepted) == (3, kept)
+    assert (one.pace.acceptance > before) == (kept == 3)
+    guessing.settle(ScheduledTokens(one, 16, 1, True), DraftTokens([]), 0)
+    assert guessing.guessed == 3
+
+
+def test_what_was_planned_is_what_is_brought() -> None:
+    guessing, one, other = Speculator(lookup=True), work(), work((1, 2))
+    for each in (one, other):
+        guessing.plan(each)
+    made = guessing.make([ScheduledTokens(one, 15, 1, True), ScheduledTokens(other, 1, 1, True)])
+    assert made[0].tokens == one.guesses and made[1].tokens == []

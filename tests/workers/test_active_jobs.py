@@ -1,0 +1,128 @@
+"""Jobs in hand, on a real engine with the stand-in's runner: whatever happens, nothing of a job stays in the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from core.batching.engine import Aborted, Closed, Engine, Expired
+from core.batching.request import Request
+from core.batching.runner import Lane
+from core.jobs.record import Claim
+from tests.workers.crew import eventually
+from tests.workers.stage import StageRunner
+from workers.active_jobs import ActiveJob, ActiveJobs
+
+
+@pytest.fixture
+def runner() -> Iterator[StageRunner]:
+    lane = Lane()
+    yield StageRunner("image", lane, 0.005, 2, lambda event, request: None)
+    lane.close()
+
+
+@pytest.fixture
+def engine(runner: StageRunner) -> Iterator[Engine]:
+    with Engine([runner]) as engine:
+        yield engine
+        assert engine.counts() == {"image": (0, 0)}
+
+
+def claim(id: str = "job", attempt: int = 1) -> Claim:
+    return Claim(id, attempt, "image", "stage", {}, 5, None, False)
+
+
+def ask(k: int, prompt: str = "x", steps: int = 3, **how: Any) -> Request:
+    return Request(f"job/1/{k}", "image", ImageParameters(prompt, k, 32, 32, steps=steps), **how)
+
+
+def apart(work: ActiveJob, requests: list[Request]) -> Future[Any]:
+    """Its `make`, on another thread."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work.make(requests))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def test_all_requests_of_a_job_are_made(engine: Engine) -> None:
+    made = ActiveJob(claim(), engine).make([ask(k) for k in range(5)])
+    assert [wanted.seed for wanted in made] == list(range(5))
+
+
+def test_one_failure_stops_the_rest(engine: Engine, runner: StageRunner) -> None:
+    work = ActiveJob(claim(), engine)
+    with pytest.raises(RuntimeError, match="the prompt wanted it"):
+        work.make([ask(0, steps=1000), ask(1, "FAIL"), ask(2, steps=1000)])
+    eventually(lambda: runner.held() == 0)
+
+
+def test_a_refused_request_stops_the_rest(engine: Engine, runner: StageRunner) -> None:
+    with pytest.raises(Invalid, match="steps"):
+        ActiveJob(claim(), engine).make([ask(0, steps=1000), ask(1, steps=0)])
+    eventually(lambda: runner.held() == 0)
+
+
+def test_a_deadline_ends_all(engine: Engine, runner: StageRunner) -> None:
+    deadline = engine.clock() + 0.05
+    with pytest.raises(Expired):
+        ActiveJob(claim(), engine).make([ask(k, steps=1000, deadline=deadline) for k in range(3)])
+    eventually(lambda: runner.held() == 0)
+
+
+def test_stopped_at_any_time(engine: Engine, runner: StageRunner) -> None:
+    work = ActiveJob(claim(), engine)
+    assert not work.begun
+    made = apart(work, [ask(k, steps=1000) for k in range(3)])
+    eventually(lambda: work.begun)
+    work.stop()
+    assert isinstance(made.exception(30), Aborted)
+    assert not work.dropped
+    eventually(lambda: runner.held() == 0)
+    with pytest.raises(Aborted):
+        work.make([ask(7)])  # stopped before it began
+
+
+def test_a_closed_engine_takes_nothing(runner: StageRunner) -> None:
+    engine = Engine([runner])
+    engine.close()
+    with pytest.raises(Closed):
+        ActiveJob(claim(), engine).make([ask(0)])
+
+
+def test_what_is_in_hand(engine: Engine) -> None:
+    active_jobs = ActiveJobs()
+    first, other = ActiveJob(claim("a"), engine), ActiveJob(claim("b", 3), engine)
+    active_jobs.add(first)
+    active_jobs.add(other)
+    assert active_jobs.leases() == {"a": "1", "b": "3"}
+    assert "a" in active_jobs
+    assert not active_jobs.drop("b", "2")
+    assert not active_jobs.drop("c")
+    assert not other.dropped
+    assert active_jobs.drop("b", "3")
+    assert other.dropped
+    active_jobs.remove(other)
+    assert active_jobs.works() == [first]
+
+
+def test_a_job_that_comes_back_replaces_what_was_lost(engine: Engine) -> None:
+    active_jobs = ActiveJobs()
+    first, second = ActiveJob(claim("a", 1), engine), ActiveJob(claim("a", 2), engine)
+    active_jobs.add(first)
+    active_jobs.add(second)
+    assert first.dropped
+    assert not second.dropped
+    active_jobs.remove(first)  # the late end of the first attempt does not touch the second
+    assert active_jobs.leases() == {"a": "2"}

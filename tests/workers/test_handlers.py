@@ -1,0 +1,215 @@
+"""The image panel: from a job's JSON to requests and back, and what is said of a real runner's costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.admission import work_s
+from contract import plan
+from contract.bounds import MAX_SEED
+from contract.card import MAX_IMAGES, ImageCosts
+from contract.errors import Invalid
+from contract.image import ImageJob, ImageParameters
+from contract.plan import AUTO, DEPTHS, DeepCache
+from core.artifacts import Artifacts
+from core.batching.engine import Engine
+from core.batching.request import Outcome, Request
+from core.batching.runner import Lane
+from core.config import Settings
+from core.jobs.record import to_json
+from pipeline.execution import BatchGroup
+from pipeline.load import load
+from pipeline.phases import SHALLOW
+from pipeline.tiny import TINY
+from tests.core.tape import Tape
+from tests.pipeline.worlds import Crank, Watching
+from workers.artifact_writer import ArtifactWriter
+from workers.build import Runtime, build
+from workers.cards import image_card
+from workers.handlers import ImageJobHandler, ImageJobProgress, pictures
+from workers.serving_runtime import handlers_of
+
+JOB: dict[str, Any] = {
+    "prompt": "a pizza", "negative_prompt": None, "n": 2, "seed": 5, "steps": 4, "guidance_scale": 5.0,
+    "width": 32, "height": 32, "scheduler": None, "deterministic": True,
+}  # fmt: skip
+
+
+@given(st.integers(1, MAX_IMAGES), st.integers(0, MAX_SEED))
+def test_seeds_count_up_and_around(n: int, seed: int) -> None:
+    made = pictures(ImageJob.read({**JOB, "n": n, "seed": seed}))
+    assert [picture.seed for picture in made] == [(seed + k) % 2**63 for k in range(n)]
+    assert {dataclasses.replace(picture, seed=0) for picture in made} == {
+        ImageParameters("a pizza", 0, 32, 32, steps=4, deterministic=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", MAX_IMAGES + 1),
+        ("n", "2"),
+        ("n", True),
+        ("n", None),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("seed", 1.0),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(Invalid, match=f"^{field}: ") as caught:
+        pictures(ImageJob.read({**JOB, field: value}))
+    assert "pizza" not in str(caught.value)
+
+
+def test_weights_are_read_where_the_job_says_so() -> None:
+    asked = {**JOB, "n": 1, "prompt": "a (b)1.3"}
+    assert [
+        pictures(ImageJob.read({**asked, **more}))[0].prompt_weighting for more in ({}, {"prompt_weighting": True})
+    ] == [
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("field", ["prompt", "n", "seed", "steps", "guidance_scale", "width", "height"])
+def test_a_missing_field_is_named(field: str) -> None:
+    with pytest.raises(Invalid, match=f"^{field}: is missing"):
+        pictures(ImageJob.read({name: value for name, value in JOB.items() if name != field}))
+
+
+@given(st.data())
+def test_progress_only_grows(data: st.DataObject) -> None:
+    steps = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+    tally, left = ImageJobProgress(steps), [list(range(n + 1)) for n in steps]
+    before = {"steps_done": 0, "images_done": 0}
+    while any(left):
+        index = data.draw(st.sampled_from([k for k, rest in enumerate(left) if rest]))
+        step = left[index].pop(0)
+        said = tally.take(index, Outcome(progress=(step, steps[index]), finished=not left[index]))
+        assert said is not None
+        assert said["image"] == index
+        assert said["steps"] == sum(steps)
+        assert all(said[name] >= before[name] for name in ("steps_done", "images_done"))
+        before = said
+    assert before["steps_done"] == sum(steps)
+    assert before["images_done"] == len(steps)
+    assert tally.take(0, Outcome()) is None
+
+
+@pytest.fixture(scope="module")
+def works() -> Iterator[Runtime]:
+    lane = Lane("device")
+    settings = Settings(model=TINY, compile=False, threads=1, max_requests=4, max_rows=8)
+    with build(settings, lane=lane, measure_s=1.0) as works:
+        yield works
+
+
+def test_pictures_are_kept_and_told(works: Runtime) -> None:
+    handler, artifacts = handlers_of(works)["image"], Artifacts("memory://")
+    artifact_writer = ArtifactWriter(artifacts)
+    job = handler.read({**JOB, "prompt": "pizza " * 100})
+    wanted = handler.requests(job)
+    made = [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
+    images = handler.result(job, made, artifact_writer)["images"]
+    json.loads(to_json(images))
+    for image, picture in zip(images, made, strict=True):
+        assert artifacts.get(image["key"]) == picture.png()
+        assert image["size_bytes"] == len(picture.png())
+        assert (image["width"], image["height"], image["media_type"]) == (32, 32, "image/png")
+        assert "only the first" in image["warnings"][0]
+    assert [image["seed"] for image in images] == [5, 6]
+
+
+def test_the_card_tells_what_the_runner_offers(works: Runtime) -> None:
+    card, runner = handlers_of(works)["image"].card(), works.images
+    assert card.name == handlers_of(works)["image"].name == TINY
+    assert (card.modality, card.precision, card.device, card.native) == ("image", "fp32", "cpu", 32)
+    assert (32, 32) in card.sizes
+    assert set(card.sizes) == set(runner.sizes)
+    assert card.default_scheduler in card.schedulers
+    assert card.limits.max_images == MAX_IMAGES
+    assert card.limits.max_seed == MAX_SEED
+    assert to_json(dataclasses.asdict(card))  # it goes to Redis
+
+
+def test_costs_follow_the_curves(works: Runtime) -> None:
+    card = image_card(works.images)
+    costs = card.costs
+    assert "32x32" in costs.solo_step_s
+    assert 0 < costs.row_step_s["32x32"] <= costs.solo_step_s["32x32"]
+    picture_s = costs.encode_s + 40 * costs.row_step_s["32x32"] + costs.vae_s
+    assert card.capacity_per_s == pytest.approx(1 / picture_s)
+    other = next(size for size in works.images.sizes if size != (32, 32))
+    name = f"{other[0]}x{other[1]}"
+    assert name not in costs.solo_step_s  # nothing is known of it yet
+    wanted = ImageParameters("x", 1, *other, steps=2)
+    with Engine([works.images]) as engine:
+        engine.submit(Request("r", "image", wanted)).result(60)
+    assert image_card(works.images).costs.solo_step_s[name] > 0
+
+
+def test_the_card_counts_the_graphs_that_are_recorded(works: Runtime) -> None:
+    assert image_card(works.images).graphs == {}, "a CPU records none"
+    runner = Watching(load(TINY), fused=True, recorder=Tape(), buckets=(2,), max_rows=2, deterministic_rows=2)
+    try:
+        runner.recording.close()  # what is left to be recorded is recorded here
+        runner.prepare(measure_s=0.0)
+        assert image_card(runner).graphs == {"recorded": 0, "wanted": 12}
+        assert runner.execution.record_next()
+        assert image_card(runner).graphs == {"recorded": 1, "wanted": 12}
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_shallow_steps_are_told_of_once_they_were_measured(works: Runtime, depth: str) -> None:
+    other = works.images.sizes[0] if works.images.sizes[0] != (32, 32) else works.images.sizes[1]
+    name = f"{other[0]}x{other[1]}"
+    before = image_card(works.images).costs.shallow_solo_step_s
+    assert name not in before.get(depth, {})
+    wanted = ImageParameters("x", 1, *other, steps=3, deepcache=DeepCache(3, depth))
+    works.engine.submit(Request(f"shallow {depth}", "image", wanted)).result(60)
+    costs = image_card(works.images).costs
+    group = BatchGroup(SHALLOW[depth], other)
+    assert costs.shallow_solo_step_s[depth][name] == pytest.approx(works.images.cost(group, 2), rel=0.5)
+    assert 0 < costs.shallow_row_step_s[depth][name] <= costs.shallow_solo_step_s[depth][name]
+
+
+def test_the_card_says_what_jobs_get_that_do_not_say(works: Runtime) -> None:
+    for usual in (None, AUTO, DeepCache(3, "resnet")):
+        card = ImageJobHandler(works.images, usual).card()
+        told = json.loads(to_json(dataclasses.asdict(card)))["deepcache"]
+        assert plan.read(told) == usual
+        assert (
+            pictures(ImageJob.read(JOB), usual)[0].deepcache
+            == pictures(ImageJob.read({**JOB, "deepcache": told}))[0].deepcache
+            == usual
+        )
+
+
+@pytest.mark.parametrize("more", [{}, {"deepcache": {"interval": 3}}, {"deepcache": "auto", "steps": 7}])
+def test_the_api_counts_the_steps_that_are_run(more: dict[str, Any]) -> None:
+    """One second a deep step, a thousandth a shallow one: what is estimated says how many of each there are."""
+    runner = Watching(load(TINY), lane=Lane("watched"))
+    parameters = {**JOB, "n": 1, **more}
+    made = ImageJobHandler(runner, AUTO)
+    crank = Crank(runner)
+    crank.submit("one", made.requests(ImageJob.read(parameters))[0])
+    crank.pictures()
+    counts = Counter(phase for phase, _ in runner.rides)
+    shallow = sum(counts[phase] for phase in SHALLOW.values())
+    assert shallow, "or there is nothing to see"
+    each = {depth: {"32x32": 0.001} for depth in DEPTHS}
+    costs = ImageCosts(row_step_s={"32x32": 1.0}, shallow_row_step_s=each)
+    card = dataclasses.replace(made.card(), costs=costs)
+    assert work_s(card, ImageJob.read(parameters)) == pytest.approx(2 * (counts["deep"] + shallow / 1000))

@@ -1,0 +1,190 @@
+"""The pulse on a clock of its own, and the heart with a real store: who makes no headway keeps no lease."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.batching.engine import Engine
+from core.batching.runner import Lane
+from core.jobs.cards import WorkerCard
+from core.jobs.store import JobStore
+from tests.workers.crew import Crew, eventually
+from tests.workers.stage import StageRunner
+from workers.active_jobs import ActiveJob, ActiveJobs
+from workers.heartbeat import Heartbeat, StallDetector
+from workers.store_retry import StoreRetry
+
+
+class Scripted:
+    """An engine that stands where a test puts it."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self.busy_since: float | None = None
+        self.alive = True
+
+
+def pulse(engine: Scripted, stuck_s: float = 10.0) -> StallDetector:
+    return StallDetector(engine, stuck_s, 1.0, 0.0)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_ticks_lives() -> None:
+    engine = Scripted()
+    heartbeat = pulse(engine)
+    for now in range(1, 100):
+        engine.ticks += 1
+        heartbeat.look(now)
+        assert heartbeat.ticks
+        assert not heartbeat.stuck
+
+
+def test_a_thread_that_stands_still_loses_its_leases_first_and_then_its_process() -> None:
+    engine = Scripted()
+    heartbeat = pulse(engine)
+    seen = []
+    for now in range(1, 15):
+        heartbeat.look(now)
+        seen.append((heartbeat.ticks, bool(heartbeat.stuck)))
+    assert seen[0] == (True, False)
+    assert seen[5] == (False, False)
+    assert seen[-1] == (False, True)
+    engine.ticks += 1
+    heartbeat.look(15)
+    assert heartbeat.ticks
+    assert not heartbeat.stuck
+
+
+def test_an_iteration_that_does_not_end() -> None:
+    engine = Scripted()
+    heartbeat = pulse(engine)
+    engine.busy_since = 0.5
+    for now in range(1, 30):
+        engine.ticks += 1  # the thread lives, and waits for its device
+        heartbeat.look(now)
+        if heartbeat.stuck:
+            break
+    assert 10 <= now <= 13
+    assert "hangs" in heartbeat.stuck
+    engine.busy_since = 30.0  # another iteration
+    heartbeat.look(31)
+    assert not heartbeat.stuck
+
+
+def test_a_thread_that_has_ended() -> None:
+    engine = Scripted()
+    heartbeat = pulse(engine)
+    engine.alive = False
+    assert "ended" in heartbeat.stuck
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=4))
+def test_time_in_which_the_process_was_stopped_does_not_count(gaps: list[float]) -> None:
+    """After SIGCONT neither the thread nor the device can have moved yet."""
+    engine = Scripted()
+    heartbeat, now = pulse(engine), 0.0
+    engine.busy_since = 0.1
+    for gap in gaps:
+        now += gap
+        heartbeat.look(now)
+        assert not heartbeat.stuck
+
+
+@pytest.mark.parametrize("trouble", ["still", "busy", "dead"])
+def test_a_stuck_engine_ends_the_process(crew: Crew, trouble: str) -> None:
+    ended = list[str]()
+    engine = Scripted()
+    if trouble == "busy":
+        engine.busy_since = 1.0
+    engine.alive = trouble != "dead"
+    heartbeat = make(crew, ActiveJobs(), ended, stuck_s=0.2)
+    if trouble == "busy":
+        running = threading.Event()
+
+        def tick() -> None:
+            while not running.wait(0.01):
+                engine.ticks += 1
+
+        threading.Thread(target=tick, daemon=True).start()
+    heartbeat.watch(engine)  # type: ignore[arg-type]
+    heartbeat.start()
+    eventually(lambda: ended)
+    if trouble == "busy":
+        running.set()
+    heartbeat.stop()
+    assert len(ended) == 1
+
+
+def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew) -> None:
+    """Two jobs in hand: one is taken away (cancelled), the other outlives its lease many times."""
+    active_jobs, ended = ActiveJobs(), list[str]()
+    lane = Lane()
+    crew.store.close()
+    crew.store = JobStore(crew.url, lease_s=0.6)
+    with Engine([StageRunner("image", lane, 0.01, 8, lambda event, request: None)]) as engine:
+        works = []
+        for id in (crew.make(), crew.make()):
+            claim = crew.store.claim(id, "me")
+            assert claim is not None
+            works.append(ActiveJob(claim, engine))
+            active_jobs.add(works[-1])
+        heartbeat = make(crew, active_jobs, ended, lease_s=0.6)
+        heartbeat.watch(engine)
+        heartbeat.start()
+        crew.store.cancel(works[0].claim.id)
+        eventually(lambda: works[0].dropped)
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            crew.store.sweep()
+            time.sleep(0.05)
+        assert crew.job(works[1].claim.id).lost == 0
+        assert not works[1].dropped
+        heartbeat.stop()
+    lane.close()
+    eventually(lambda: crew.store.sweep().send, "the end of a lease that nobody renews")
+    assert crew.job(works[1].claim.id).lost == 1
+    assert not ended
+
+
+def test_the_card_is_shown_before_there_is_an_engine(crew: Crew) -> None:
+    heartbeat = make(crew, ActiveJobs(), [])
+    heartbeat.start()
+    eventually(lambda: [card.id for card in crew.registry.workers()] == ["me"])
+    heartbeat.stop()
+
+
+def make(
+    crew: Crew, active_jobs: ActiveJobs, ended: list[str], lease_s: float = 3.0, stuck_s: float = 60.0
+) -> Heartbeat:
+    card = WorkerCard("me", "here", 1, "starting", "", 0.0)
+    return Heartbeat(
+        crew.store,
+        crew.registry,
+        StoreRetry(),
+        active_jobs,
+        "me",
+        lambda: card,
+        lease_s=lease_s,
+        stuck_s=stuck_s,
+        end=ended.append,
+    )
+
+
+def test_a_failing_card_does_not_stop_the_heart(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
+    asked = 0
+
+    def card() -> Any:
+        nonlocal asked
+        asked += 1
+        raise ZeroDivisionError
+
+    heartbeat = Heartbeat(crew.store, crew.registry, StoreRetry(), ActiveJobs(), "me", card, lease_s=0.3, stuck_s=60.0)
+    heartbeat.start()
+    eventually(lambda: asked > 2)
+    heartbeat.stop()
+    assert "a heartbeat failed" in caplog.text

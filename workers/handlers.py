@@ -1,0 +1,176 @@
+"""Panels, one per modality: turn a job into engine requests, and their outputs into the job's result.
+
+Imports no torch at module level: it is loaded before torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from contract.card import ImageCard, ModelCard
+from contract.errors import Invalid
+from contract.image import ImageJob, ImageParameters
+from contract.plan import DeepCache
+from contract.text import TextJob
+from core.batching.request import Outcome
+from workers import sources
+from workers.artifact_writer import ArtifactWriter
+from workers.checker import Checker, check
+from workers.formats import ImageFormat, encode
+
+if TYPE_CHECKING:
+    from core.quant.kernels.device import KernelChoice
+    from pipeline.picture import Picture
+    from pipeline.runner import ImageRunner
+    from workers.stream_buffer import StreamBuffer
+
+
+class JobProgress(Protocol):
+    """One job's progress, and its texts so far, if it generates text."""
+
+    @property
+    def written(self) -> StreamBuffer | None: ...
+
+    def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
+        """The progress to report after an iteration of the request with this index, on the engine's thread. None:
+        nothing.
+        """
+        ...
+
+
+class JobHandler(Protocol):
+    """A modality of jobs. Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """The model's name, as jobs name it."""
+        ...
+
+    @property
+    def expansion_instruction(self) -> str:
+        """The system message that the model was trained to expand prompts by; "" where it was not."""
+        ...
+
+    def card(self) -> ModelCard:
+        """The model's card, with the costs measured so far.
+
+        Raises KeyError or RuntimeError if they change during the call: call again.
+        """
+        ...
+
+    def read(self, parameters: Mapping[str, Any]) -> ImageJob | TextJob:
+        """Parse a job's parameters from its record. Raises `Invalid`."""
+        ...
+
+    def requests(self, job: Any) -> list[Any]:
+        """The parameters of the job's engine requests. Raises `Invalid`."""
+        ...
+
+    def tally(self, requests: Sequence[Any]) -> JobProgress: ...
+
+    def result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+        """The job's result, from its requests' outputs; artifacts are stored before it returns.
+
+        Raises `ArtifactError`, and `UnsafeImage` for a rejected image.
+        """
+        ...
+
+
+class ImageJobHandler:
+    """Images: a job asks for n of them with consecutive seeds."""
+
+    def __init__(
+        self,
+        runner: ImageRunner,
+        deepcache: DeepCache | None = None,
+        fetch: Callable[[str], bytes] | None = None,
+        checker: Checker | None = None,
+        decisions: Sequence[KernelChoice] = (),
+    ) -> None:
+        """`deepcache` is the default for jobs. `fetch` reads the source images of edits; without it edits are rejected.
+
+        `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
+        """
+        self._runner = runner
+        self._deepcache = deepcache
+        self._fetch = fetch
+        self._checker = checker
+        self._decisions = decisions
+        self.name = runner.model.name
+
+    @property
+    def expansion_instruction(self) -> str:
+        return ""
+
+    def card(self) -> ImageCard:
+        from workers.cards import image_card
+
+        return image_card(self._runner, self._deepcache, self._decisions)
+
+    def read(self, parameters: Mapping[str, Any]) -> ImageJob:
+        return ImageJob.read(parameters)
+
+    def requests(self, job: ImageJob) -> list[ImageParameters]:
+        if self._checker is not None:
+            job = replace(job, picture=replace(job.picture, preview_every=0))
+        return pictures(job, self._deepcache, self._fetch)
+
+    def tally(self, requests: Sequence[ImageParameters]) -> ImageJobProgress:
+        return ImageJobProgress([request.made for request in requests])
+
+    def result(self, job: ImageJob, made: Sequence[Picture], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+        check(self._checker, made)
+        form = ImageFormat(job.output_format, job.output_compression)
+        return {"images": [_kept(picture, form, artifact_writer) for picture in made]}
+
+
+def pictures(
+    job: ImageJob, deepcache: DeepCache | None = None, fetch: Callable[[str], bytes] | None = None
+) -> list[ImageParameters]:
+    """The parameters of a job's images. Raises `Invalid`; the image runner checks their values.
+
+    `deepcache` and `fetch` are as for the panel. Raises `ArtifactError` if `fetch` does.
+    """
+    if job.source is None:
+        return job.pictures(deepcache)
+    if fetch is None:
+        raise Invalid("image", "cannot be fetched here")
+    return job.pictures(deepcache, sources.read(job.source, fetch))
+
+
+def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter) -> dict[str, Any]:
+    data = encode(picture, form)
+    return {
+        "key": artifact_writer.put(data, form.media_type),
+        "seed": picture.parameters.seed,
+        "width": picture.image.width,
+        "height": picture.image.height,
+        "media_type": form.media_type,
+        "size_bytes": len(data),
+        "warnings": list(picture.warnings),
+    }
+
+
+class ImageJobProgress:
+    """Steps done over all images of a job. Never decreases."""
+
+    written: None = None
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = sum(steps)
+        self._done = [0] * len(steps)
+        self._finished = [False] * len(steps)
+
+    def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
+        if outcome.progress is None:
+            return None
+        self._done[index] = max(self._done[index], outcome.progress[0])
+        self._finished[index] |= outcome.finished
+        return {
+            "steps_done": sum(self._done),
+            "steps": self._steps,
+            "image": index,
+            "images_done": sum(self._finished),
+        }

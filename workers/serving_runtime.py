@@ -1,0 +1,66 @@
+"""What a worker runs: an engine, and for each queue a panel that turns jobs into the engine's requests.
+
+Imports no torch at module level: it is loaded before torch is, as are the panels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from contract import plan
+from core.artifacts import Artifacts
+from core.batching.engine import Engine
+from workers.handlers import ImageJobHandler, JobHandler
+from workers.text_handler import TextJobHandler
+
+if TYPE_CHECKING:
+    from workers.build import Runtime
+
+
+class ServingRuntime(Protocol):
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def handlers(self) -> Mapping[str, JobHandler]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class ModelRuntime:
+    """The engine configured by the settings, with its panels. Closing it ends the engine."""
+
+    works: Runtime
+    handlers: dict[str, JobHandler]
+
+    @property
+    def engine(self) -> Engine:
+        return self.works.engine
+
+    def close(self) -> None:
+        self.works.close()
+
+
+def build_serving_runtime(works: Runtime) -> ModelRuntime:
+    """Add a panel for each modality that has a runner."""
+    return ModelRuntime(works, handlers_of(works))
+
+
+def handlers_of(works: Runtime) -> dict[str, JobHandler]:
+    """A panel for each runner, by queue."""
+    settings = works.settings
+
+    def fetch(key: str) -> bytes:
+        return Artifacts(settings.artifacts, settings.storage_s).get(
+            key
+        )  # opened on first use: most engines serve no edits
+
+    deepcache = plan.parse(settings.deepcache)
+    images = ImageJobHandler(works.images, deepcache, fetch, works.checker, works.decisions)
+    handlers: dict[str, JobHandler] = {works.images.modality: images}
+    if works.texts is not None:
+        handlers[works.texts.modality] = TextJobHandler(works.texts)
+    return handlers

@@ -1,0 +1,188 @@
+"""The text panel: tokenizes a job's messages or prompts, and turns answers into the job's result.
+
+Imports no torch at module level: it is loaded before torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from contract.bounds import MAX_SEED, check_whole, next_seed
+from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
+from contract.errors import CONTEXT_LENGTH, Invalid
+from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_STOPS, TextJob
+from core.batching.request import Outcome
+from llm.pages import PAGE
+from llm.parameters import Logprob, TextParameters
+from workers.stream_buffer import StreamBuffer
+
+if TYPE_CHECKING:
+    from llm.parameters import GeneratedText
+    from llm.runner import TextRunner
+    from workers.artifact_writer import ArtifactWriter
+
+_USUAL = 64  # tokens of an answer in the reported capacity
+_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # built from other fields of a job
+_PASSED = [one.name for one in fields(TextParameters) if hasattr(TextJob, one.name) and one.name not in _OTHERWISE]
+
+
+class TextJobHandler:
+    """Text: a job asks for n answers to each of its prompts, with consecutive seeds."""
+
+    def __init__(self, runner: TextRunner) -> None:
+        self._runner = runner
+        self.name = runner.model.name
+        self.expansion_instruction = runner.model.expansion_instruction
+        # Not those alone that transformers calls special: a Llama's headers of turns are control tokens too.
+        added = runner.model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        self._controls = [token.content for token in added if token.special]
+
+    def card(self) -> TextCard:
+        runner = self._runner
+        rows = [count for count in _WIDTHS if count <= runner.limit("text")]
+        token_s = min(runner.cost("text", count) / count for count in rows)
+        return TextCard(
+            name=self.name,
+            precision=runner.model.precision,
+            kernels=runner.execution.kernels,
+            kernels_reason=runner.execution.kernels_reason,
+            device=str(runner.model.device),
+            limits=TextOffer(
+                context=runner.context,
+                max_prompt_characters=MAX_CHARACTERS,
+                max_stops=MAX_STOPS,
+                max_logprobs=MAX_LOGPROBS,
+                max_logit_bias=MAX_BIASED,
+                cache_tokens=runner.pages.capacity * PAGE,
+            ),
+            costs=TextCosts(token_s=token_s, solo_token_s=runner.cost("text", 1)),
+            capacity_per_s=1 / token_s / _USUAL,
+            expansion_instruction=self.expansion_instruction,
+        )
+
+    def read(self, parameters: Mapping[str, Any]) -> TextJob:
+        return TextJob.read(parameters)
+
+    def requests(self, job: TextJob) -> list[TextParameters]:
+        """The requests of a job: those for its first prompt first. Raises `Invalid`."""
+        prompts = self._prompts(job)
+        if type(job.n) is not int or not 1 <= job.n * len(prompts) <= MAX_CHOICES:
+            raise Invalid("n", f"must be a whole number, and with all prompts at most {MAX_CHOICES} answers")
+        if job.seed is not None:
+            check_whole("seed", job.seed, 0, MAX_SEED)
+        given = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}
+        bias = _bias(job.logit_bias or {})
+        return [
+            TextParameters(
+                prompt=prompt,
+                max_tokens=self._room(prompt, job) if job.max_tokens is None else job.max_tokens,
+                seed=None if job.seed is None else next_seed(job.seed, k),
+                stop=tuple(job.stop or ()),
+                logit_bias=bias,
+                **given,
+            )
+            for prompt in prompts
+            for k in range(job.n)
+        ]
+
+    def tally(self, requests: Sequence[TextParameters]) -> TextJobProgress:
+        return TextJobProgress(self, [request.max_tokens for request in requests])
+
+    def result(self, job: TextJob, made: Sequence[GeneratedText], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+        prompts = {text.prompt_tokens: text for text in made}  # answers to one prompt share its prefill
+        choices = [
+            {
+                "text": text.text,
+                "finish_reason": text.finish,
+                "tokens": len(text.tokens),
+                "logprobs": self.logprobs(text.logprobs),
+            }
+            for text in made
+        ]
+        return {
+            "choices": choices,
+            "prompt_tokens": [text.prompt_tokens for text in made],
+            "cached_tokens": max(text.cached for text in prompts.values()),
+        }
+
+    def logprobs(self, given: Sequence[Logprob]) -> list[dict[str, Any]]:
+        """In the jobs' form: a token is its text. The end token is left out, as it is not part of the text."""
+        return [
+            {
+                "token": self._piece(one.token),
+                "logprob": one.logprob,
+                "top": [{"token": self._piece(token), "logprob": value} for token, value in one.top],
+            }
+            for one in given
+            if one.token not in self._runner.model.ends
+        ]
+
+    def _piece(self, token: int) -> str:
+        text: str = self._runner.model.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+    def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
+        room = min(self._runner.context, self._runner.pages.capacity * PAGE) - len(prompt)
+        if room < 1:
+            field = "prompt" if job.messages is None else "messages"
+            words = f"{len(prompt)} tokens are more than the model's context of {self._runner.context}"
+            raise Invalid(field, words, CONTEXT_LENGTH)
+        return room
+
+    def _prompts(self, job: TextJob) -> list[tuple[int, ...]]:
+        if job.messages is not None:
+            return [self._chat(job.messages)]
+        if not isinstance(job.prompts, list) or not job.prompts:
+            raise Invalid("prompt", "is missing")
+        return [self._plain(prompt) for prompt in job.prompts]
+
+    def _chat(self, messages: Any) -> tuple[int, ...]:
+        tokenizer = self._runner.model.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise Invalid("messages", "the model has no chat template; ask for a completion")
+        for message in messages:
+            if any(token in message["content"] for token in self._controls):
+                raise Invalid("messages", "a content holds one of the model's control tokens")
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # raised by the model's own template: an unexpected order of roles
+            raise Invalid("messages", f"the model's chat template refuses them ({type(error).__name__})") from error
+        return self._ids(text)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        # Not through transformers' own call, which mutates the tokenizer and is not thread-safe.
+        return tuple(self._runner.model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _plain(self, prompt: Any) -> tuple[int, ...]:
+        if isinstance(prompt, list):
+            return tuple(prompt)
+        start = self._runner.model.tokenizer.bos_token_id
+        return self._ids(prompt) if start is None else (start, *self._ids(prompt))
+
+
+def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """Logit bias from JSON, where keys are strings. Raises `Invalid`."""
+    if not isinstance(given, dict) or not all(token.isdecimal() and len(token) < 20 for token in given):
+        raise Invalid("logit_bias", "must be an object of token ids and numbers")
+    return tuple((int(token), value) for token, value in given.items())
+
+
+class TextJobProgress:
+    """A job's progress: token counts, and texts in pieces (`written`)."""
+
+    def __init__(self, handler: TextJobHandler, most: Sequence[int]) -> None:
+        self._handler = handler
+        self._most = sum(most)
+        self._tokens = [0] * len(most)
+        self.written = StreamBuffer(len(most))
+
+    def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
+        delta = outcome.token
+        if delta is None:
+            return None
+        self._tokens[index] += len(delta.tokens)
+        self.written.add(index, delta.text, self._handler.logprobs(delta.logprobs))
+        return {"steps_done": sum(self._tokens), "steps": self._most}
