@@ -125,6 +125,12 @@ def test_it_takes_one_name_in_site_packages(bare: Path) -> None:
     assert not [name for name in files if "/results/" in name or name.startswith("diptych/tests/")]
 
 
+def test_it_carries_every_lua_script(bare: Path) -> None:
+    installed, ours = packages(bare.parent) / "diptych" / "core" / "jobs" / "lua", ROOT / "core" / "jobs" / "lua"
+    scripts = {path.relative_to(ours) for path in ours.rglob("*.lua")}
+    assert scripts and {path.relative_to(installed) for path in installed.rglob("*.lua")} == scripts
+
+
 def test_nothing_in_it_imports_a_room_by_its_own_name(bare: Path) -> None:
     left, ours = [], rooms(ROOT)
     for path in (packages(bare.parent) / "diptych").rglob("*.py"):

@@ -165,7 +165,7 @@ def test_what_cannot_be_simulated_is_refused_by_name(
 
 def test_schedules_and_memory_are_checked_against_the_pictures() -> None:
     too_late = Mix(size=always(SIZE), steps=always(4), deepcache=always(DeepCache(deep_steps=(7,))))
-    with pytest.raises(record.BenchError, match="--deepcache: deep_steps"):
+    with pytest.raises(record.BenchError, match="--deepcache: must be different numbers between 0 and 3"):
         simulate.check(affine(), simulate.Plan(too_late))
     with pytest.raises(record.BenchError, match="--memory-mib: a picture of 64x64"):
         simulate.check(affine(), simulate.Plan(Mix(size=always(SIZE)), device=Device(memory_bytes=5)))

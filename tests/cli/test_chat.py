@@ -51,7 +51,7 @@ def test_it_remembers_the_conversation(shell: Shell, monkeypatch: pytest.MonkeyP
         (("--text-model", "no/such", "x"), "--text-model: text: "),
         (("--text-model", "off", "x"), "--text-model: none is named"),
         (("--text-model", TINY, "x" * 600), "messages: 60"),
-        (("--seed", "-1", "--text-model", TINY, "x"), "seed: must be a whole number between"),
+        (("--seed", "-1", "--text-model", TINY, "x"), "seed: must be between 0 and 9223372036854775807, not -1"),
         (("--url", "nowhere", "x"), "--url: nothing answers at nowhere/v1"),
         (("--url", f"http://127.0.0.1:{free_port()}", "x"), "--url: nothing answers at http"),
     ],

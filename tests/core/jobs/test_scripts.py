@@ -1,9 +1,8 @@
-"""Every Lua file says what it takes and answers, compiles in Redis behind what it includes, and is in the wheel."""
+"""Every Lua file says what it takes and answers, and compiles in Redis behind what it includes."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,10 +37,3 @@ def test_a_script_holds_what_it_includes_once_and_compiles(name: str, redis_url:
         assert function in lua or re.search(rf"\b(function {function}\b|local {function} = function\b)", text), function
     with redis.Redis.from_url(redis_url) as client:
         client.script_load(text)
-
-
-def test_the_wheel_carries_every_script() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    globs = project["tool"]["setuptools"]["package-data"]["core.jobs"]
-    carried = {path for glob in globs for path in (ROOT / "core" / "jobs").glob(glob)}
-    assert carried == set((ROOT / "core" / "jobs").rglob("*.lua"))

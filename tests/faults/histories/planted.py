@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import importlib
 import os
-import pkgutil
 import re
 import sys
 import zlib
@@ -20,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import core.jobs
 from core.jobs import connection
+from core.jobs.scripts import load
 
 FENCING, SWEEP, LINK = "fencing-off", "sweep-off", "link-without-artifact"
 AFTER, LOST, OTHERS = "event-after-end", "lost-write", "others-bytes"
@@ -36,15 +34,6 @@ def bug() -> str:
         return ""
 
 
-def _text(name: str) -> str:
-    """A script, by the name that it has in one of the rooms of jobs."""
-    for module in pkgutil.iter_modules(core.jobs.__path__):
-        found = getattr(importlib.import_module(f"core.jobs.{module.name}"), name, None)
-        if isinstance(found, str):
-            return found
-    sys.exit(f"planted: there is no script {name}")
-
-
 def _changed(text: str, pattern: str, new: str) -> str:
     changed, count = re.subn(pattern, new, text)
     if not count:
@@ -54,7 +43,7 @@ def _changed(text: str, pattern: str, new: str) -> str:
 
 def _scripts() -> dict[tuple[str, str], str]:
     """(bug, script) → the script with the bug."""
-    report, renew, finish = map(_text, ("REPORT", "RENEW", "FINISH"))
+    report, renew, finish = (load(f"jobs/{name}") for name in ("report", "renew", "finish"))
     # Whether it is the attempt that runs which writes.
     holds = r" and (job\.attempt == ARGV\[i \+ 1\]|holds\(job, ARGV\[i \+ 1\]\))"
     ended = r" or (job\.attempt ~= ARGV\[3\]|not holds\(job, ARGV\[3\]\))"
