@@ -62,10 +62,10 @@ def test_a_job_may_name_them_and_all_its_pictures_get_them() -> None:
 
 def test_the_card_offers_what_lies_in_the_folder_now(works: Runtime, folder: Path) -> None:
     card = handlers_of(works)["image"].card
-    assert card().loras == ["damaged", "ink", "oil"]
+    assert card().loras == ("damaged", "ink", "oil")
     late = folder / "late.safetensors"
     late.write_bytes((folder / "ink.safetensors").read_bytes())
-    assert card().loras == ["damaged", "ink", "late", "oil"]
+    assert card().loras == ("damaged", "ink", "late", "oil")
     late.unlink()
 
 
@@ -98,6 +98,6 @@ def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folde
     bare = works.settings.model_copy(update={"lora_dir": ""})
     with build(bare) as other:
         assert other.images.model.unet.conv_in.weight.numel() == 0
-        assert handlers_of(other)["image"].card().loras == []
+        assert handlers_of(other)["image"].card().loras == ()
         with pytest.raises(Invalid, match=r"^lora: no folder"):
             drawn(other, lora="ink")
