@@ -106,6 +106,9 @@ def closure(wanted: Iterable[str], known: dict[str, Pin], *, cpu: bool) -> list[
 
 def roots(sets: Iterable[str]) -> set[str]:
     """The packages that pyproject.toml names in these sets: `base`, `build`, extras and groups."""
+    sets = list(sets)
+    if not sets:  # pyproject.toml need not be there: an image's first layers hold packages by name alone
+        return set()
     told = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     known = {"base": told["project"]["dependencies"], "build": told["build-system"]["requires"]}
     known |= told["project"]["optional-dependencies"] | told["dependency-groups"]

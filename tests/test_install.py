@@ -262,6 +262,13 @@ def test_a_cpu_build_needs_no_cuda():
     assert "triton" in install.closure(install.roots(["dev"]), KNOWN, cpu=True), "the tests' interpreter"
 
 
+def test_packages_by_name_alone_need_no_pyproject(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    assert install.roots([]) == set()
+    with pytest.raises(FileNotFoundError):
+        install.roots(["serve"])
+
+
 def test_what_is_not_pinned_is_named():
     with pytest.raises(SystemExit, match=r"does not pin nothing-like-it; `make pins` does"):
         install.closure(["nothing-like-it"], KNOWN, cpu=True)
