@@ -33,6 +33,14 @@ def pictures(**how: Any) -> tuple[Drive, FakeRunner]:
     return fake_drive(slots=64, costs={"": linear()}, **how)
 
 
+def two_lanes() -> tuple[Drive, FakeRunner, FakeRunner]:
+    """Pictures and texts on lanes of one device: an iteration of a picture takes as long as 25 of a text."""
+    clock = Clock()
+    images = FakeRunner(clock, costs={"": linear(25.0)})
+    texts = FakeRunner(clock, modality="text", lanes_of={"step": "text"})
+    return Drive([images, texts], clock), images, texts
+
+
 def test_a_tenant_that_calls_all_its_requests_urgent_gets_no_more_than_its_share() -> None:
     drive, runner = pictures()
     for k in range(30):
@@ -58,10 +66,7 @@ def test_what_may_wait_waits_for_other_tenants() -> None:
 
 
 def test_what_may_wait_waits_on_another_lane_of_the_same_device() -> None:
-    clock = Clock()
-    images = FakeRunner(clock, costs={"": linear(25.0)})
-    texts = FakeRunner(clock, modality="text", lanes_of={"step": "text"})
-    drive = Drive([images, texts], clock)
+    drive, images, texts = two_lanes()
     drive.add("a", STEPS, tenant="a", priority=9)
     drive.add("b", STEPS, modality="text", tenant="b")
     iterations_before(drive, texts, "b", "b")
@@ -72,20 +77,14 @@ def test_what_may_wait_waits_on_another_lane_of_the_same_device() -> None:
 
 def test_two_lanes_of_one_device_share_its_time_and_not_its_turns() -> None:
     """A picture's iteration takes as long as 25 of a text's: one for each of those would be 25 shares."""
-    clock = Clock()
-    images = FakeRunner(clock, costs={"": linear(25.0)})
-    texts = FakeRunner(clock, modality="text", lanes_of={"step": "text"})
-    drive = Drive([images, texts], clock)
+    drive, images, _ = two_lanes()
     drive.add("a", Ask(steps=40, encode=False, vae=False), tenant="a")
     drive.add("b", Ask(steps=100, encode=False, vae=False), modality="text", tenant="b")
     assert iterations_before(drive, images, "b", "a") <= 100 / 25 + 1
 
 
 def test_a_tenants_own_requests_on_two_lanes_do_not_wait_for_each_other() -> None:
-    clock = Clock()
-    images = FakeRunner(clock, costs={"": linear(25.0)})
-    texts = FakeRunner(clock, modality="text", lanes_of={"step": "text"})
-    drive = Drive([images, texts], clock)
+    drive, _, _ = two_lanes()
     drive.add("a", STEPS, tenant="a", priority=9)
     drive.add("b", STEPS, modality="text", tenant="a")
     assert {batch.lane for batch in drive.launch()} == {"main", "text"}
