@@ -23,7 +23,7 @@ class JobLeases(RedisStore):
     `lease_s`: a worker silent for this long loses its jobs. `retention_s`: how long an ended job is kept.
     """
 
-    def __init__(self, redis: RedisClient | str, *, lease_s: float = 15.0, retention_s: float = 86_400.0) -> None:
+    def __init__(self, redis: RedisClient | str, *, lease_s: float, retention_s: float) -> None:
         RedisStore.__init__(self, redis)
         self._lease_ms = milliseconds(lease_s)
         self._retention_ms = milliseconds(retention_s)

@@ -33,11 +33,11 @@ class JobUpkeep(RedisStore):
         self,
         redis: RedisClient | str,
         *,
-        lease_s: float = 15.0,
-        max_attempts: int = 3,
-        retention_s: float = 86_400.0,
-        resend_s: float = 5.0,
-        overtime_s: float = 2.0,
+        lease_s: float,
+        max_attempts: int,
+        retention_s: float,
+        resend_s: float,
+        overtime_s: float,
     ) -> None:
         RedisStore.__init__(self, redis)
         self._max_attempts = max_attempts
