@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
 
+from contract.bounds import PRIORITY
 from core.config import Settings, read
 from core.jobs.broker import QUEUES, Envelope, celery_settings, task_name
 from workers.worker import Worker
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Build = Callable[[Settings, Say], "ServingRuntime"]
-
-_USUAL_PRIORITY = 5
 
 
 class WorkerApplication(Celery):  # type: ignore[misc]
@@ -58,7 +57,7 @@ class CountedTask(Task):  # type: ignore[misc]
 
 def _serve(self: Any, id: str = "", *_: Any) -> None:
     priority = (self.request.delivery_info or {}).get("priority")
-    self.app.worker.tasks.run(self.queue, str(id), priority if isinstance(priority, int) else _USUAL_PRIORITY)
+    self.app.worker.tasks.run(self.queue, str(id), priority if isinstance(priority, int) else PRIORITY)
 
 
 def _build(settings: Settings, say: Say) -> ServingRuntime:

@@ -1,6 +1,6 @@
 """Cost curves: seconds per iteration against rows, measured at start-up and refined as work goes on.
 
-Knows numbers only. Widths, estimates, admission by deadline and the simulator all read these curves.
+Widths, estimates, admission by deadline and the simulator all read these curves.
 """
 
 from __future__ import annotations

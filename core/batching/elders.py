@@ -1,6 +1,6 @@
 """Each tenant's oldest request of a modality, once it has waited longer than anything should: its elder.
 
-Knows arrivals alone; what an elder may do is the order's business (request.py, shares.py).
+What an elder may do is decided by the sort keys in request.py and shares.py.
 """
 
 from __future__ import annotations

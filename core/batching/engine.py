@@ -1,6 +1,6 @@
 """One thread that turns submitted requests into results: it asks the scheduler, launches and commits.
 
-Knows threads and clocks; leaves every decision to the scheduler and all work to the runners.
+Threads and clocks live here; the scheduler makes every decision, and the runners do all work.
 """
 
 from __future__ import annotations

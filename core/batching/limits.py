@@ -1,7 +1,4 @@
-"""How many rows a batch may hold where memory has run out: halved at once, doubled after long good conduct.
-
-Knows counts of rows and of batches; knows neither bytes nor time.
-"""
+"""How many rows a batch may hold where memory has run out: halved at once, doubled after long good conduct."""
 
 from __future__ import annotations
 

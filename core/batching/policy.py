@@ -1,7 +1,6 @@
 """What runs next where several groups of requests could: whether the leader waits for others, and how wide a batch is.
 
-Rules of thumb from the cost curves alone, each with the reason for it; scheduler.py says when they are asked. Knows
-runners by their protocol; knows nothing of lanes, arrivals and ends.
+Rules of thumb from the cost curves alone, each with the reason for it; scheduler.py says when they are asked.
 """
 
 from __future__ import annotations

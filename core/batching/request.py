@@ -1,7 +1,4 @@
-"""A unit of work as the scheduler sees it, from submission to its one and only end.
-
-Knows states, urgency and progress; knows nothing of pictures, tokens, tensors or threads.
-"""
+"""A unit of work as the scheduler sees it, from submission to its one and only end."""
 
 from __future__ import annotations
 

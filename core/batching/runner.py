@@ -1,7 +1,4 @@
-"""What the scheduler and the engine ask of a modality: Runner and Ticket, and a lane for the CPU.
-
-Knows how work is handed over and taken back; knows nothing of what the work is.
-"""
+"""What the scheduler and the engine ask of a modality: Runner and Ticket, and a lane for the CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which requests share the next forward, on each lane of the device.
 
 Pure Python with no clock and no threads: time is handed in, so that the same code runs under a virtual clock
-in tests and in the simulator. Knows runners by their protocol only.
+in tests and in the simulator.
 
 The policy, in the order in which it is applied:
 
@@ -266,8 +266,8 @@ class Scheduler:
         while (request := waiting.first()) is not None:
             try:
                 admitted = runner.admit(request)
-                while not admitted and growing and (giver := self._shares.giver(request, running)):
-                    self._wait_again(growing, giver)
+                while not admitted and growing and (victim := self._shares.preemption_victim(request, running)):
+                    self._wait_again(growing, victim)
                     admitted = runner.admit(request)
             except DeviceLost:
                 raise

@@ -1,14 +1,13 @@
-"""Shares of device time among tenants: start-time fair queueing of accounts, one a tenant and class.
+"""Start-time fair queueing (Goyal, Vin and Cheng, 1996) of device time among tenants.
 
-Knows tenants, priorities and seconds; knows nothing of groups and widths. Where all requests are of one tenant nothing
-here changes their order.
+With one tenant the order of requests is unchanged. A tenant has up to two accounts, one for each class of its requests.
+An account is charged seconds of the device, by the cost curves, and the account that was charged the least goes next.
+An account that begins to run starts no lower than virtual time, at which all live accounts would stand had each been
+charged the same: unused time is not saved up, and used time is not forgotten by leaving and coming back.
 
-An account is charged seconds of the device, by the cost curves, and the one that has been charged the least goes next.
-An account that comes to run begins no lower than virtual time, at which all accounts that are live would stand had each
-had the same: time that was not used is not saved up, and time that was used is not forgotten by going and coming back.
-
-Priorities are a tenant's own words. What it calls urgent is so among its own requests only. What it says may wait (a
-number above `USUAL`) is an account of a second class, behind all of the first, until it is an elder.
+A priority orders the requests of one tenant only, and never puts one before another tenant's. Requests of a higher
+number than the default (`PRIORITY`) are deferrable: their account comes after all accounts of the first class, until a
+request is its tenant's elder.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
+from contract.bounds import PRIORITY
 from core.batching.request import Request
 from core.batching.runner import GrowingRunner, Runner
 
-USUAL = 5
-"""The priority of a request that names none. No request goes before another tenant's by a lower number."""
 _BESIDE = 1.1  # an iteration that others make this much slower costs them nothing, and they may always join it
 
 Account = tuple[str, bool]
-"""A tenant, and whether this is what may wait."""
+"""A tenant, and whether its requests are deferrable: of a higher priority number than the default, and no elders."""
 Order = tuple[bool, float, tuple[int, float, int]]
-"""Sort key: what may wait last, then the account that was charged the least, then the tenant's own order."""
+"""Sort key: deferrable requests last, then the account that was charged the least, then the tenant's own order."""
 
 
 class _Device:
@@ -43,7 +41,8 @@ class _Device:
 
 
 def account(request: Request) -> Account:
-    return request.tenant, request.priority > USUAL and not request.elder
+    """The account that a request is charged to."""
+    return request.tenant, request.priority > PRIORITY and not request.elder
 
 
 class Shares:
@@ -75,7 +74,7 @@ class Shares:
 
     def leave(self, request: Request) -> None:
         """It has ended, or was taken out; it no longer runs."""
-        _less(self._devices[request.modality].live, account(request))
+        _decrement(self._devices[request.modality].live, account(request))
 
     def begin(self, request: Request) -> None:
         """It was admitted."""
@@ -86,7 +85,7 @@ class Shares:
 
     def stop(self, request: Request) -> None:
         """It ends, or waits again."""
-        _less(self._devices[request.modality].running, account(request))
+        _decrement(self._devices[request.modality].running, account(request))
 
     def charge(self, runner: Runner, group: Hashable, requests: Sequence[Request], rows: int) -> None:
         """They share an iteration of so many rows: the first one's account pays what it takes alone, others the rest.
@@ -112,8 +111,8 @@ class Shares:
     # -- who goes first --------------------------------------------------------------------------------------
 
     def order(self, request: Request) -> Order:
-        waits = request.priority > USUAL and not request.elder
-        return waits, self._devices[request.modality].charged[request.tenant, waits], request.turn
+        who = account(request)
+        return who[1], self._devices[request.modality].charged[who], request.turn
 
     def behind(self, request: Request, leader: Request) -> bool:
         """Whether a request may not be put before the leader."""
@@ -121,7 +120,7 @@ class Shares:
             return True
         return request.tenant != leader.tenant and self.order(request)[:2] > self.order(leader)[:2]
 
-    def giver(self, request: Request, running: Mapping[str, Request]) -> Request | None:
+    def preemption_victim(self, request: Request, running: Mapping[str, Request]) -> Request | None:
         """The request that is to wait again for this one: the least urgent of the tenant that holds the most places."""
         held = Counter(other.tenant for other in running.values())
         fair, waits = held[request.tenant] + 1, account(request)[1]
@@ -164,7 +163,7 @@ class Shares:
         return joined
 
 
-def _less(counter: Counter[Account], who: Account) -> None:
+def _decrement(counter: Counter[Account], who: Account) -> None:
     counter[who] -= 1
     if not counter[who]:
         del counter[who]

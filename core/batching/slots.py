@@ -1,6 +1,6 @@
 """Numbered places and amounts of memory, handed out and taken back.
 
-Knows only integers; what lies in a slot (latents, features, pages of keys and values) is its user's business.
+A slot is an integer; its user decides what lies in it (latents, features, pages of the KV cache).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One modality's requests that wait for admission: of each account the most urgent first, accounts by their shares.
 
-Knows order alone. Entries that are out of date stay until they are met, or until such outnumber those that wait.
+A lazy heap: outdated entries stay until they are popped, or until they outnumber those that wait.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from contract.bounds import PRIORITY
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope
 from core.jobs.unreadable import UnreadableRecord, check_version
 
@@ -77,7 +78,7 @@ class JobDraft:
     modality: str
     model: str
     parameters: dict[str, Any]
-    priority: int = 5
+    priority: int = PRIORITY
     deadline_s: float | None = None
     work_ms: int = 0
     owner: str = ""
