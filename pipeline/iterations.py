@@ -55,6 +55,7 @@ class IterationBuilder:
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
 
     def build(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """One iteration of the group's phase."""
         builders = {IMAGE: self.encode_image, ENCODE: self.encode_prompts, VAE: self.decode_latents}
         return builders.get(group.phase, self.denoise_step)(group, requests)
 
@@ -65,6 +66,7 @@ class IterationBuilder:
     # -- phases ----------------------------------------------------------------------------------------------------
 
     def encode_image(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """The latents of an edit's source image; one request at a time."""
         (request,) = requests
         wanted, work = request.parameters, request.work
 
@@ -82,6 +84,7 @@ class IterationBuilder:
         return Iteration(compute, commit)
 
     def encode_prompts(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """Conditioning and starting latents of each request."""
         wanted = [request.parameters for request in requests]
         works: list[ImageState] = [request.work for request in requests]
 
@@ -116,6 +119,7 @@ class IterationBuilder:
         return Iteration(compute, commit)
 
     def denoise_step(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """One UNet forward for all, then one step of each request's sampler."""
         works: list[ImageState] = [request.work for request in requests]
         riders = [work.trajectory for work in works]
         assert all(rider is not None for rider in riders)
@@ -149,6 +153,7 @@ class IterationBuilder:
         return Iteration(compute, commit)
 
     def decode_latents(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """The finished pictures. One that is not finite fails alone."""
         latents = [request.work.trajectory.x for request in requests]
 
         def compute() -> tuple[torch.Tensor, list[bool]]:
