@@ -79,7 +79,6 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
             servers["diffusers"] = RequestLevel(stock, 0.0)
         measured = _play(servers, order, rate, pictures)
         precision = runner.model.precision
-    engine = measured["engine"]
     result: dict[str, Any] = {
         "rate_per_s": round(rate, 4),
         "load": LOAD,
@@ -88,7 +87,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "diffusers_capacity_per_s": round(stock_capacity, 4),
         "saturated_per_s": round(saturated, 4),
         "saturated_ratio": round(ratio, 4),
-        "p99_ratio": round(engine["p99_s"] / measured["window_free"]["p99_s"], 4),
+        "p99_ratio": round(measured["engine"]["p99_s"] / measured["window_free"]["p99_s"], 4),
         "arrivals": pictures,
         "steps": steps,
         "model": Path(settings.model_name).name,
@@ -96,9 +95,19 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "deepcache": settings.deepcache,
         "kernels": runner.execution.programs,
     }
-    record.table(
+    _tabulate(
         f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of full static batches' {capacity:.2f}/s "
         f"(the engine's with a full queue: {saturated:.2f}/s; diffusers': {stock_capacity:.2f}/s)",
+        measured,
+    )
+    rooms = (*provenance.IMAGES, "benchmarks/arrivals.py", "benchmarks/traces.py", "benchmarks/loop.py")
+    return record.publish("arrivals", result, results, rooms=rooms)
+
+
+def _tabulate(title: str, measured: Mapping[str, Mapping[str, float]]) -> None:
+    engine = measured["engine"]
+    record.table(
+        title,
         ("batching", "p50", "p99", "engine's p50 against it", "engine's p99 against it"),
         [
             (
@@ -111,8 +120,6 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
             for name, m in measured.items()
         ],
     )
-    rooms = (*provenance.IMAGES, "benchmarks/arrivals.py", "benchmarks/traces.py", "benchmarks/loop.py")
-    return record.publish("arrivals", result, results, rooms=rooms)
 
 
 def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: int) -> dict[str, dict[str, float]]:

@@ -20,6 +20,7 @@ from benchmarks.record import BenchError
 
 if TYPE_CHECKING:
     import httpx2
+    import psutil
 
     from core.jobs.keyring import Keyring
     from core.jobs.store import JobStore
@@ -52,50 +53,20 @@ async def flood(
     import psutil
 
     key, token = keyring.add("flood", ("images", "admin"), **LIMITS)
-    api = psutil.Process(api_pid)
     headers = {"Authorization": f"Bearer {token}"}
-    latencies: list[float] = []
-    ids: list[str] = []
-    memory: list[float] = []
+    arrivals = _Arrivals(url, token, psutil.Process(api_pid), steps)
     probes: dict[str, list[float]] = {"healthz": [], "metrics": []}
-    lines = [_Line(url, token) for _ in range(_CONNECTIONS)]
     try:
         async with httpx2.AsyncClient(base_url=url, timeout=60.0, trust_env=False, headers=headers) as client:
             await _known(client)
-            for line in lines:
-                await line.open()
-            idle: asyncio.LifoQueue[_Line] = asyncio.LifoQueue()
-            for line in lines:
-                idle.put_nowait(line)
+            await arrivals.connect()
             probing = [
                 asyncio.create_task(probe(taken, _PROBE_EVERY_S, partial(_answers, client, f"/{name}")))
                 for name, taken in probes.items()
             ]
             gc.collect()
             gc.freeze()  # else a look through all that this process holds, 0.1 s, would count as the service's
-            memory.append(_mib(api))
-            cpu_s, started = _cpu_s(api), time.monotonic()
-
-            async def submit(k: int, due: float) -> None:
-                line = await idle.get()
-                body = {"type": "image", "prompt": f"{k}: {_PROMPT}", "seed": k, "steps": steps}
-                status, answer = await line.post("/v1/jobs", body)
-                idle.put_nowait(line)
-                latencies.append(time.monotonic() - due)
-                if status != 202:
-                    raise BenchError(f"a submission was answered {status}: {answer}")
-                ids.append(str(answer["id"]))
-                if k % max(1, round(RATE_PER_S)) == 0:
-                    memory.append(_mib(api))
-
-            tasks = []
-            for k in range(round(RATE_PER_S * SECONDS)):  # each when it is due: all at once would hold up the first
-                due = started + k / RATE_PER_S
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-                tasks.append(asyncio.create_task(submit(k, due)))
-            await asyncio.gather(*tasks)
-            whole_s, cpu_s = time.monotonic() - started, _cpu_s(api) - cpu_s
-            memory.append(_mib(api))
+            await arrivals.submit_all()
             for task in probing:
                 task.cancel()
             for ended in await asyncio.gather(*probing, return_exceptions=True):
@@ -104,29 +75,84 @@ async def flood(
             queued, before = store.backlog("image").queued, time.monotonic()
             emptied = (await client.post("/v1/queues/image/cancel")).json()
             cancel_s = time.monotonic() - before
-        missing = sum(store.get(id) is None for id in ids)
+        missing = sum(store.get(id) is None for id in arrivals.ids)
         if missing:
-            raise BenchError(f"{missing} of {len(ids)} jobs that were accepted have no record")
+            raise BenchError(f"{missing} of {len(arrivals.ids)} jobs that were accepted have no record")
     finally:
         gc.unfreeze()
-        for line in lines:
-            line.close()
+        arrivals.close()
         keyring.revoke(key.id)
         keyring.unlock()  # as it was found
     return {
-        "submitted": len(ids),
-        "submitted_per_s": round(len(ids) / whole_s, 1),
-        "submit_p50_s": percentile(latencies, 50),
-        "submit_p99_s": percentile(latencies, 99),
-        "submit_cpu_s": round(cpu_s / len(ids), 5),
+        **arrivals.figures(),
         "flood_healthz_p99_s": percentile(probes["healthz"], 99),
         "flood_metrics_p99_s": percentile(probes["metrics"], 99),
-        "api_mib": {"before": memory[0], "half": memory[len(memory) // 2], "after": memory[-1], "most": max(memory)},
         "queued": queued,
         "cancelled": int(emptied["cancelled"]),
         "cancel_s": round(cancel_s, 4),
         "left": store.backlog("image").queued,
     }
+
+
+class _Arrivals:
+    """Submits jobs at a fixed rate over kept connections; measures each answer, and the API's process meanwhile."""
+
+    def __init__(self, url: str, token: str, api: psutil.Process, steps: int) -> None:
+        self.ids: list[str] = []
+        self._api = api
+        self._steps = steps
+        self._lines = [_Line(url, token) for _ in range(_CONNECTIONS)]
+        self._idle: asyncio.LifoQueue[_Line] = asyncio.LifoQueue()
+        self._latencies: list[float] = []
+        self._memory: list[float] = []  # of the API, in MiB
+        self._seconds = self._cpu_s = 0.0
+
+    async def connect(self) -> None:
+        for line in self._lines:
+            await line.open()
+            self._idle.put_nowait(line)
+
+    async def submit_all(self) -> None:
+        """Raises `BenchError` where a submission is refused."""
+        self._memory.append(_mib(self._api))
+        before, started = _cpu_s(self._api), time.monotonic()
+        tasks = []
+        for k in range(round(RATE_PER_S * SECONDS)):  # each when it is due: all at once would hold up the first
+            due = started + k / RATE_PER_S
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            tasks.append(asyncio.create_task(self._submit(k, due)))
+        await asyncio.gather(*tasks)
+        self._seconds, self._cpu_s = time.monotonic() - started, _cpu_s(self._api) - before
+        self._memory.append(_mib(self._api))
+
+    async def _submit(self, k: int, due: float) -> None:
+        line = await self._idle.get()
+        body = {"type": "image", "prompt": f"{k}: {_PROMPT}", "seed": k, "steps": self._steps}
+        status, answer = await line.post("/v1/jobs", body)
+        self._idle.put_nowait(line)
+        self._latencies.append(time.monotonic() - due)
+        if status != 202:
+            raise BenchError(f"a submission was answered {status}: {answer}")
+        self.ids.append(str(answer["id"]))
+        if k % max(1, round(RATE_PER_S)) == 0:
+            self._memory.append(_mib(self._api))
+
+    def figures(self) -> dict[str, Any]:
+        count, memory = len(self.ids), self._memory
+        return {
+            "submitted": count,
+            "submitted_per_s": round(count / self._seconds, 1),
+            "submit_p50_s": percentile(self._latencies, 50),
+            "submit_p99_s": percentile(self._latencies, 99),
+            "submit_cpu_s": round(self._cpu_s / count, 5),
+            "api_mib": {
+                "before": memory[0], "half": memory[len(memory) // 2], "after": memory[-1], "most": max(memory),
+            },
+        }  # fmt: skip
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
 
 
 class _Line:

@@ -193,7 +193,6 @@ def notes(costs: Costs, plan: Plan) -> list[str]:
 
 def check(costs: Costs, plan: Plan) -> None:
     """Raises `BenchError`, which names the option, or the table and its field."""
-    refuse = record.BenchError
     for option, values, low, high in (
         ("--gpus", plan.gpus, 1, MOST_GPUS),
         ("--pictures", (plan.pictures,), 1, MOST_PICTURES),
@@ -203,24 +202,30 @@ def check(costs: Costs, plan: Plan) -> None:
     ):
         for value in values:
             if not low <= value <= high:
-                raise refuse(f"{option}: must be between {low:g} and {high:g}, not {value:g}")
+                raise record.BenchError(f"{option}: must be between {low:g} and {high:g}, not {value:g}")
     if len(plan.gpus) > 1 and len(plan.loads) > 1:
-        raise refuse("--gpus, --load: only one of them may have several values")
+        raise record.BenchError("--gpus, --load: only one of them may have several values")
     for wanted, _ in plan.mix.kinds():
-        if wanted.deepcache is not None and (wrong := wanted.deepcache.error_for(wanted.steps)):
-            raise refuse(f"--deepcache: {wrong.message}") from wrong
-        for group, rows in phases_of(wanted):
-            widest = costs.widest(*group)
-            where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"
-            if widest is None and group.phase != ENCODE:
-                known = ", ".join(f"{width}x{height}" for width, height in costs.sizes)
-                raise refuse(f"{where}: is not in the table; sizes that can be drawn: {known or 'none'}")
-            if group.phase in STEPS and (widest or 0) < rows:
-                raise refuse(f"{where}: was measured to {widest} row, and guidance brings 2")
-            if group.phase in STEPS and plan.device.max_rows < rows:
-                raise refuse(f"--max-rows: must be at least {rows}")
-        if plan.device.memory_bytes is not None and held_bytes(costs, wanted) > plan.device.memory_bytes:
-            raise refuse(f"--memory-mib: a picture of {wanted.width}x{wanted.height} holds more than that")
+        _check_picture(costs, plan.device, wanted)
+
+
+def _check_picture(costs: Costs, device: Device, wanted: ImageParameters) -> None:
+    """Reject a picture that the table does not cover, or that a device could never draw."""
+    refuse = record.BenchError
+    if wanted.deepcache is not None and (wrong := wanted.deepcache.error_for(wanted.steps)):
+        raise refuse(f"--deepcache: {wrong.message}") from wrong
+    for group, rows in phases_of(wanted):
+        widest = costs.widest(*group)
+        where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"
+        if widest is None and group.phase != ENCODE:
+            known = ", ".join(f"{width}x{height}" for width, height in costs.sizes)
+            raise refuse(f"{where}: is not in the table; sizes that can be drawn: {known or 'none'}")
+        if group.phase in STEPS and (widest or 0) < rows:
+            raise refuse(f"{where}: was measured to {widest} row, and guidance brings 2")
+        if group.phase in STEPS and device.max_rows < rows:
+            raise refuse(f"--max-rows: must be at least {rows}")
+    if device.memory_bytes is not None and held_bytes(costs, wanted) > device.memory_bytes:
+        raise refuse(f"--memory-mib: a picture of {wanted.width}x{wanted.height} holds more than that")
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,43 +60,16 @@ def run(
     rungs: Sequence[str] = RUNGS,
 ) -> dict[str, Any]:
     """Measure the rungs in turns and report the median turn. `draft` is a model's folder; empty: look-up."""
-    from rich.console import Console
-
     unknown = [name for name in rungs if name not in RUNGS]
     if unknown:
         raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
     with record.alone(), ExitStack() as stack:
         bench = _Bench(settings, model, draft, stack)
         jobs = bench.jobs(requests)
-        rates: dict[str, list[float]] = {name: [] for name in rungs}
-        left_out: dict[str, str] = {}
-        console = Console(stderr=True)
-        for turn in range(turns + 1):  # the first one, of few tokens, warms up and does not count
-            for name in [name for name in rungs if name not in left_out]:
-                mine = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
-                if not turn:
-                    mine = [replace(job, tokens=_WARM_TOKENS) for job in mine[:_ONE_AT_A_TIME]]
-                started = time.perf_counter()
-                try:
-                    bench.writes[name](mine)
-                except record.BenchError as error:
-                    left_out[name] = str(error)
-                    continue
-                console.print(f"turn {turn} of {turns}: {name} took {time.perf_counter() - started:.1f} s")
-                if turn:
-                    rates[name].append(sum(job.tokens for job in mine) / (time.perf_counter() - started))
+        measured, left_out = _take_turns(bench, jobs, rungs, turns)
         acceptance = bench.acceptance()
-    measured = {name: values for name, values in rates.items() if values}
     medians = {name: round(statistics.median(values), 1) for name, values in measured.items()}
-    first = next(iter(medians.values()), 1.0)
-    record.table(
-        f"{bench.model.name}: {requests} requests, prompts of {min(len(j.prompt) for j in jobs)} to "
-        f"{max(len(j.prompt) for j in jobs)} tokens, answers of {min(j.tokens for j in jobs)} to "
-        f"{max(j.tokens for j in jobs)}",
-        ("rung", "tokens/s", "speedup", "lowest to highest turn"),
-        [(name, f"{medians[name]:.0f}", f"{medians[name] / first:.2f}×", f"{min(v):.0f} to {max(v):.0f}")
-         for name, v in measured.items()],
-    )  # fmt: skip
+    _tabulate(bench.model.name, jobs, measured, medians)
     result = {
         "tokens_per_s": medians,
         "acceptance": acceptance,
@@ -112,6 +85,46 @@ def run(
     }
     name = f"text-{bench.model.name.removeprefix('random:')}"
     return record.publish(name, result, results, rooms=(*provenance.TEXTS, "benchmarks/text.py"))
+
+
+def _take_turns(
+    bench: _Bench, jobs: Sequence[Job], rungs: Sequence[str], turns: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Tokens per second of each rung in each turn; and the rungs that do not run here, each with the reason."""
+    from rich.console import Console
+
+    rates: dict[str, list[float]] = {name: [] for name in rungs}
+    left_out: dict[str, str] = {}
+    console = Console(stderr=True)
+    for turn in range(turns + 1):  # the first one, of few tokens, warms up and does not count
+        for name in [name for name in rungs if name not in left_out]:
+            mine = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
+            if not turn:
+                mine = [replace(job, tokens=_WARM_TOKENS) for job in mine[:_ONE_AT_A_TIME]]
+            started = time.perf_counter()
+            try:
+                bench.writes[name](mine)
+            except record.BenchError as error:
+                left_out[name] = str(error)
+                continue
+            console.print(f"turn {turn} of {turns}: {name} took {time.perf_counter() - started:.1f} s")
+            if turn:
+                rates[name].append(sum(job.tokens for job in mine) / (time.perf_counter() - started))
+    return {name: values for name, values in rates.items() if values}, left_out
+
+
+def _tabulate(
+    model: str, jobs: Sequence[Job], measured: Mapping[str, Sequence[float]], medians: Mapping[str, float]
+) -> None:
+    first = next(iter(medians.values()), 1.0)
+    prompts, answers = [len(job.prompt) for job in jobs], [job.tokens for job in jobs]
+    record.table(
+        f"{model}: {len(jobs)} requests, prompts of {min(prompts)} to {max(prompts)} tokens, answers of {min(answers)} "
+        f"to {max(answers)}",
+        ("rung", "tokens/s", "speedup", "lowest to highest turn"),
+        [(name, f"{medians[name]:.0f}", f"{medians[name] / first:.2f}×", f"{min(v):.0f} to {max(v):.0f}")
+         for name, v in measured.items()],
+    )  # fmt: skip
 
 
 class _Bench:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,7 +241,7 @@ class ImageExecution:
         """
         size = size or (self._model.native, self._model.native)
         shallow = SHALLOW[AUTO.depth]
-        steps = [(phase, rows) for phase in (DEEP, shallow) for rows in self._buckets]
+        steps = [*product((DEEP, shallow), self._buckets)]
         for phase, rows in [*steps, (VAE, 1), (VAE, VAE_ROWS)]:
             self._executables.want(ExecutableKey(phase, rows, size), self._example(phase, rows, size))
         until = time.monotonic() + measure_s
@@ -249,27 +250,34 @@ class ImageExecution:
             while time.monotonic() < until and self.record_next():
                 pass
             return
+        decodes = product((VAE,), VAE_WIDTHS[1:] if self._recordings is not None else (VAE_ROWS,))
         # Other depths last: they are rarely requested.
-        others = [phase for phase in SHALLOW.values() if phase != shallow]
-        decodes = [(VAE, rows) for rows in (VAE_WIDTHS[1:] if self._recordings is not None else (VAE_ROWS,))]
-        steps = [(DEEP, 2), (shallow, 2), *steps, *decodes, *((p, r) for p in others for r in self._buckets)]
-        for phase, rows in [(VAE, 1), *steps]:
-            example = self._example(phase, rows, size)
+        others = product((phase for phase in SHALLOW.values() if phase != shallow), self._buckets)
+        for phase, rows in [(VAE, 1), (DEEP, 2), (shallow, 2), *steps, *decodes, *others]:
+            key = ExecutableKey(phase, rows, size)
             if self._recordings is not None:
-                ways = [(self._function(ExecutableKey(phase, rows, size)), True)]
+                ways = [(self._function(key), True)]
             else:
-                found = self._executables.find(ExecutableKey(phase, rows, size))
+                found = self._executables.find(key)
                 ways = [(self._executables.eager(phase), False), *([] if found is None else [(found, True)])]
             for fn, compiled in ways:
-                for run in range(3):
-                    if time.monotonic() >= until:
-                        return
-                    started = time.perf_counter()
-                    with torch.inference_mode():
-                        example(fn)
-                        self.synchronize()
-                    if run:  # the first run is warm-up
-                        self.observe(BatchGroup(phase, size), rows, compiled, time.perf_counter() - started)
+                if not self._measure(key, fn, compiled, 3, until):
+                    return
+
+    def _measure(self, key: ExecutableKey, fn: Any, compiled: bool, runs: int, until: float = float("inf")) -> bool:
+        """Observe the times of all runs but the first, which is warm-up. False if `until` came before the last."""
+        size: Any = key.size
+        example = self._example(key.phase, key.rows, size)
+        for run in range(runs):
+            if time.monotonic() >= until:
+                return False
+            started = time.perf_counter()
+            with torch.inference_mode():
+                example(fn)
+                self.synchronize()
+            if run:  # also the first replay of a graph is slow: it uploads the graph to the device
+                self.observe(BatchGroup(key.phase, size), key.rows, compiled, time.perf_counter() - started)
+        return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until all requested executables are compiled or have failed."""
@@ -315,17 +323,10 @@ class ImageExecution:
 
     def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
         size: Any = key.size  # (width, height); None for `TEXT`
-        example = self._example(key.phase, key.rows, size)
         with torch.inference_mode():
-            example(without_text(key.phase, record))
-            if key.phase == TEXT:
-                return
-            for run in range(2):
-                started = time.perf_counter()
-                example(self._function(key))
-                self.synchronize()
-                if run:  # the first replay uploads the graph to the device
-                    self.observe(BatchGroup(key.phase, size), key.rows, True, time.perf_counter() - started)
+            self._example(key.phase, key.rows, size)(without_text(key.phase, record))
+        if key.phase != TEXT:
+            self._measure(key, self._function(key), True, 2)
 
     def _key(self, recordings: GraphSet, group: BatchGroup, rows: int) -> ExecutableKey:
         """The graph for so many rows. For deterministic requests always the same one.

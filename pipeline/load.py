@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contract.precision import PRECISIONS, is_quantized
 from contract.precision import dtype as dtype_of
@@ -89,62 +89,87 @@ def load(
 
     if precision not in PRECISIONS:
         raise ModelError(f"precision: must be one of {', '.join(PRECISIONS)}, not {precision!r}")
-    where, folder = _device(device), None
+    where = _device(device)
     dtype = getattr(torch, dtype_of(precision, where.type))
-    if seeded(name):
-        with _quiet():
-            pipeline = sdxl.make(where) if name == sdxl.NAME else tiny.make(tiny.SHAPES[name])
-        loaded = {part: getattr(pipeline, part) for part in PARTS}
-        loaded["scheduler"] = {**pipeline.scheduler.config, "_class_name": type(pipeline.scheduler).__name__}
-        force_zeros = bool(pipeline.config.force_zeros_for_empty_prompt)
-        short, digest = name, _seeded_digest(name, where)
-    else:
-        folder = folders.find(name, variant)
-        index, files = folders.check(folder, variant)
-        # The VAE in fp32 until its config is read: rounding to fp16 is irreversible. So are layers before quantization:
-        # rounding first would give another quantized model.
-        late = {"vae"} if dtype is torch.float16 else {"unet", "vae"} if is_quantized(precision) else set()
-        dtypes = {part: torch.float32 if part in late else dtype for part in PARTS}
-        loaded = {part: _load_part(folder, part, dtypes[part], variant) for part in PARTS}
-        force_zeros = bool(index.get("force_zeros_for_empty_prompt", True))
-        # A folder is called by its own name, independent of the path given; a hub id by its last word.
-        short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
-        digest = folders.digest(folder, files)
-    _check_fit(name, loaded)
+    source = _build_seeded(name, where) if seeded(name) else _read_folder(name, precision, dtype, variant)
+    parts, digest = source.parts, source.digest
+    _check_fit(name, parts)
     if loras:
         with _quiet():
-            lora.fuse_(loaded, loras)
+            lora.fuse_(parts, loras)
     if is_quantized(precision):
         from pipeline import quantized_parts
 
-        variants = quantized_parts.variant(folder, precision, unet)
+        variants = quantized_parts.variant(source.folder, precision, unet)
         if loras:
             quantized_parts.check_scales_alone(variants["unet"])
-        digest = quantized_parts.apply_(loaded, variants, digest=digest)
+        digest = quantized_parts.apply_(parts, variants, digest=digest)
     if loras:
         digest = lora.digest(digest, loras)
-    upcast = dtype is torch.float16 and bool(loaded["vae"].config.force_upcast)  # such decoders overflow in fp16
-    with _quiet():
-        modules = [
-            loaded[part]
-            .to(device=where, dtype=torch.float32 if part == "vae" and upcast else dtype)
-            .eval()
-            .requires_grad_(False)
-            for part in WEIGHTS
-        ]
+    encoder, encoder_2, denoiser, vae = _place(parts, where, dtype)
     return ImageModel(
-        name=short,
+        name=source.name,
         digest=digest,
         precision=precision,
         device=where,
         dtype=dtype,
-        tokenizers=(loaded["tokenizer"], loaded["tokenizer_2"]),
-        text_encoders=(modules[0], modules[1]),
-        unet=modules[2],
-        vae=modules[3],
-        scheduler_config=loaded["scheduler"],
-        force_zeros=force_zeros,
+        tokenizers=(parts["tokenizer"], parts["tokenizer_2"]),
+        text_encoders=(encoder, encoder_2),
+        unet=denoiser,
+        vae=vae,
+        scheduler_config=parts["scheduler"],
+        force_zeros=source.force_zeros,
     )
+
+
+class _Source(NamedTuple):
+    """A model's parts by name as they were read or built: without LoRAs, not quantized, on the CPU or the device."""
+
+    name: str
+    digest: str
+    folder: Path | None
+    parts: dict[str, Any]
+    force_zeros: bool
+
+
+def _build_seeded(name: str, device: torch.device) -> _Source:
+    with _quiet():
+        pipeline = sdxl.make(device) if name == sdxl.NAME else tiny.make(tiny.SHAPES[name])
+    parts = {part: getattr(pipeline, part) for part in PARTS}
+    parts["scheduler"] = {**pipeline.scheduler.config, "_class_name": type(pipeline.scheduler).__name__}
+    force_zeros = bool(pipeline.config.force_zeros_for_empty_prompt)
+    return _Source(name, _seeded_digest(name, device), None, parts, force_zeros)
+
+
+def _read_folder(name: str, precision: str, dtype: torch.dtype, variant: str | None) -> _Source:
+    import torch
+
+    folder = folders.find(name, variant)
+    index, files = folders.check(folder, variant)
+    # The VAE in fp32 until its config is read: rounding to fp16 is irreversible. So are layers before quantization:
+    # rounding first would give another quantized model.
+    late = {"vae"} if dtype is torch.float16 else {"unet", "vae"} if is_quantized(precision) else set()
+    dtypes = {part: torch.float32 if part in late else dtype for part in PARTS}
+    parts = {part: _load_part(folder, part, dtypes[part], variant) for part in PARTS}
+    # A folder is called by its own name, independent of the path given; a hub id by its last word.
+    short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
+    force_zeros = bool(index.get("force_zeros_for_empty_prompt", True))
+    return _Source(short, folders.digest(folder, files), folder, parts, force_zeros)
+
+
+def _place(parts: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> list[Any]:
+    """The modules, in the order of `WEIGHTS`, on the device in evaluation mode."""
+    import torch
+
+    upcast = dtype is torch.float16 and bool(parts["vae"].config.force_upcast)  # such decoders overflow in fp16
+    with _quiet():
+        return [
+            parts[part]
+            .to(device=device, dtype=torch.float32 if part == "vae" and upcast else dtype)
+            .eval()
+            .requires_grad_(False)
+            for part in WEIGHTS
+        ]
 
 
 def seeded(name: str) -> bool:

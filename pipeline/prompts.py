@@ -90,12 +90,7 @@ def _table(
     first = next(filled, None)
     if first is None:
         raise PromptsError(f"{path}: is empty")
-    header = [cell.strip().lower() for cell in first[1]]
-    column = next((header.index(name) for name in columns if name in header), None)
-    if column is None:
-        there = ascii(", ".join(header)[:200])  # quoted: it may hold binary data or terminal escapes
-        raise PromptsError(f"{path}: row {first[0]} names no column {' or '.join(columns)}; it has {there}")
-    number = next((header.index(name) for name in names if name in header), None)
+    header, column, number = _header(path, *first, columns, names)
     seen: dict[str, int] = {}
     for row, cells in filled:
         if len(cells) != len(header):
@@ -109,3 +104,15 @@ def _table(
             raise PromptsError(f"{path}: row {row} has the {header[number or 0]} {name[:80]!r} of row {seen[name]}")
         seen[name] = row
         yield Prompt(cells[column].strip(), row, name)
+
+
+def _header(
+    path: Path, row: int, cells: Sequence[str], columns: Sequence[str], names: Sequence[str]
+) -> tuple[list[str], int, int | None]:
+    """The columns' names, and the indices of the prompt's and, if there is one, of the name's."""
+    header = [cell.strip().lower() for cell in cells]
+    column = next((header.index(name) for name in columns if name in header), None)
+    if column is None:
+        there = ascii(", ".join(header)[:200])  # quoted: it may hold binary data or terminal escapes
+        raise PromptsError(f"{path}: row {row} names no column {' or '.join(columns)}; it has {there}")
+    return header, column, next((header.index(name) for name in names if name in header), None)

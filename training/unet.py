@@ -82,53 +82,72 @@ def read_text(parts: Parts, ids: torch.Tensor, ids_2: torch.Tensor) -> tuple[tor
     return states, second.text_embeds
 
 
+class Batches:
+    """Draws captions and clean latents of every picture but the held-out variants, on white and on every named
+    background.
+
+    `captions` of them a batch, each with `repeats` noisy rows: on a CPU reading a caption costs as much as a denoising,
+    so it is read once and used often.
+    """
+
+    def __init__(self, run: Run) -> None:
+        rows = pictures.read_rows(run.data)
+        self.repeats = 1 if run.on_gpu else 4
+        self.captions = max(1, (run.batch or (512 if run.on_gpu else 128)) // self.repeats)
+        self._device = run.device
+        self._latents = latents.load(run).values.to(run.device)
+        self._table = tokens.caption_table(run, rows).to(run.device)
+        self._empty = tokens.encode(tokens.clip_tokenizer(run), [""]).to(run.device)
+        hidden = captions.held_out(rows, run.held_out)
+        self._odds = torch.tensor(
+            [0.0 if i in hidden else TONED_WEIGHT if captions.has_tone(r.name) else 1.0 for i, r in enumerate(rows)],
+            device=run.device,
+        )
+
+    def draw(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """END-padded ids [captions, L], and latents fp32 [captions · repeats, C, h, w]."""
+        count = self.captions
+
+        def uniform(*shape: int) -> torch.Tensor:
+            return torch.rand(*shape, generator=generator, device=self._device)
+
+        index = torch.multinomial(self._odds, count, replacement=True, generator=generator)
+        variant = (uniform(count) * self._table.shape[1]).long()
+        colour = 1 + (uniform(count) * len(captions.COLOURS)).long()
+        colour = torch.where(uniform(count) < 0.5, 0, colour)
+        ids = torch.where(uniform(count, 1) < DROP_TEXT, self._empty, self._table[index, variant, colour].long())
+        clean = self._latents[(colour - 1).clamp(min=0), index].float()
+        return ids, clean.repeat_interleave(self.repeats, 0)
+
+
 def train(run: Run) -> loop.Outcome:
-    """Trains on every picture but the held-out variants, on white and on every named background."""
-    rows = pictures.read_rows(run.data)
-    values = latents.load(run).values.to(run.device)
-    table = tokens.caption_table(run, rows).to(run.device)
-    tokenizer = tokens.clip_tokenizer(run)
-    end, pad_2 = int(tokenizer.eos_token_id), tokens.pad_ids(run)[1]
-    empty = tokens.encode(tokenizer, [""]).to(run.device)
-    hidden = captions.held_out(rows, run.held_out)
-    odds = torch.tensor(
-        [0.0 if i in hidden else TONED_WEIGHT if captions.has_tone(r.name) else 1.0 for i, r in enumerate(rows)],
-        device=run.device,
-    )
+    """Trains the denoiser and both text towers."""
+    batches = Batches(run)
+    end, pad_2 = int(tokens.clip_tokenizer(run).eos_token_id), tokens.pad_ids(run)[1]
     parts = build(run)
     if not (run.folder("unet") / "state.pt").exists():
         adopt_(parts, clip.load(run))
     unet: Any = torch.compile(parts.unet) if run.compile else parts.unet
-    rows_each = 1 if run.on_gpu else 4  # on a CPU reading a caption costs as much as a denoising: read once, use often
-    batch = run.batch or (512 if run.on_gpu else 128)
-    count = max(1, batch // rows_each)
-    batch = count * rows_each
+    repeats, batch = batches.repeats, batches.captions * batches.repeats
     signal = alphas_bar(run.device)
     weight = weights(signal)
     size = float(run.size)
     time_ids = torch.tensor([size, size, 0, 0, size, size], device=run.device).expand(batch, 6)
 
     def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.rand(*shape, generator=generator, device=run.device)
-
-        index = torch.multinomial(odds, count, replacement=True, generator=generator)
-        variant = (draw(count) * table.shape[1]).long()
-        colour = 1 + (draw(count) * len(captions.COLOURS)).long()
-        colour = torch.where(draw(count) < 0.5, 0, colour)
-        ids = torch.where(draw(count, 1) < DROP_TEXT, empty, table[index, variant, colour].long())
-        clean = values[(colour - 1).clamp(min=0), index].float().repeat_interleave(rows_each, 0)
+        given: Any = {"generator": generator, "device": run.device}
+        ids, clean = batches.draw(generator)
         # One timestep out of each of `batch` equal intervals: less variance than independent draws.
-        order = torch.randperm(batch, generator=generator, device=run.device)
-        step = ((order + draw(batch)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
-        noise = torch.randn(clean.shape, generator=generator, device=run.device)
+        order = torch.randperm(batch, **given)
+        step = ((order + torch.rand(batch, **given)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
+        noise = torch.randn(clean.shape, **given)
         share = signal[step][:, None, None, None]
         noisy = share.sqrt() * clean + (1 - share).sqrt() * noise
-        keep = (draw(batch) >= DROP_ALL).float()
+        keep = (torch.rand(batch, **given) >= DROP_ALL).float()
         with run.autocast():
             states, pooled = read_text(parts, ids, tokens.repad(ids, end, pad_2))
-            states = states.repeat_interleave(rows_each, 0) * keep[:, None, None]
-            pooled = pooled.repeat_interleave(rows_each, 0) * keep[:, None]
+            states = states.repeat_interleave(repeats, 0) * keep[:, None, None]
+            pooled = pooled.repeat_interleave(repeats, 0) * keep[:, None]
             told = {"text_embeds": pooled, "time_ids": time_ids}
             guess = unet(noisy, step, states, added_cond_kwargs=told, return_dict=False)[0]
         square = (guess.float() - noise).square().mean(dim=(1, 2, 3))

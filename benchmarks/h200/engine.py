@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,49 @@ def runner_of(model: ImageModel) -> tuple[ImageRunner, float]:
     return runner, time.perf_counter() - started
 
 
+def measure_stock(source: ImageModel, wanted: Sequence[str], results: dict[str, Any], save: Callable[[], None]) -> None:
+    """diffusers' rungs, each saved as it comes."""
+    order = Order(source.native, sources.STEPS, None)
+    for name, batch, rounds in (("diffusers-1", 1, 2), ("diffusers-8", 8, 1)):
+        if name in wanted:
+            rate = stock(source, order, batch, rounds)
+            print(name, f"{rate:.3f} images/s", flush=True)
+            results["rungs"][name] = {"images_s": round(rate, 3)}
+            save()
+
+
+def measure_variant(
+    model: ImageModel,
+    scheme: Scheme | None,
+    names: Sequence[str],
+    pictures: int,
+    count: int,
+    results: dict[str, Any],
+    save: Callable[[], None],
+) -> None:
+    """The engine's rungs in one precision, each saved as it comes; in INT8 also `count` arrivals."""
+    runner, ready_s = runner_of(model)
+    label = scheme or "bf16"
+    costs = {
+        f"{phase} × {rows}": round(1e3 * seconds, 2)
+        for (phase, _, compiled), curve in runner.execution.costs().items()
+        if compiled and phase in (*STEPS, "vae")
+        for rows, seconds in curve.items()
+    }
+    results |= {f"costs_ms {label}": costs, f"ready_s {label}": ready_s}
+    save()
+    print(label, f"ready after {ready_s:.1f} s", json.dumps(costs), flush=True)
+    for name in names:
+        results["rungs"][name] = rung(runner, name, RUNGS[name][1], pictures)
+        save()
+    if scheme == "int8" and count:
+        cached = "int8+deepcache-resnet"
+        capacity = results["rungs"][cached if cached in results["rungs"] else "int8"]["images_s"]
+        results["arrivals"] = arrivals(runner, AUTO if cached in results["rungs"] else None, capacity, count)
+        save()
+    runner.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=sdxl.NAME)
@@ -167,46 +210,23 @@ def main() -> None:
     options = parser.parse_args()
     wanted = options.rungs.split(",")
     rooms = (*provenance.GPU_IMAGES, *(f"benchmarks/h200/{name}.py" for name in ("engine", "sources")))
-    results: dict[str, Any] = {"rungs": {}}
+    results: dict[str, Any] = {"rungs": {}, "model": options.model}
 
-    def keep(change: Callable[[], None]) -> None:
-        change()
+    def save() -> None:
         record.write("engine", results, options.out, rooms=rooms)
 
     source = sources.model(options.model)
-    results["model"] = options.model
-    order = Order(source.native, sources.STEPS, None)
-    for name, batch, rounds in (("diffusers-1", 1, 2), ("diffusers-8", 8, 1)):
-        if name in wanted:
-            rate = stock(source, order, batch, rounds)
-            print(name, f"{rate:.3f} images/s", flush=True)
-            keep(lambda name=name, rate=rate: results["rungs"].update({name: {"images_s": round(rate, 3)}}))  # type: ignore[misc]
+    measure_stock(source, wanted, results, save)
     ranges = sources.ranges(source)
-    for scheme in (None, "int8", "fp8"):
+    schemes: tuple[Scheme | None, ...] = (None, "int8", "fp8")
+    for scheme in schemes:
         names = [name for name, (of, _) in RUNGS.items() if of == scheme and name in wanted]
-        if not names:
-            continue
-        runner, ready_s = runner_of(sources.variant(source, scheme, ranges))
-        costs = {
-            f"{phase} × {rows}": round(1e3 * seconds, 2)
-            for (phase, _, compiled), curve in runner.execution.costs().items()
-            if compiled and phase in (*STEPS, "vae")
-            for rows, seconds in curve.items()
-        }
-        keep(lambda: results.update({f"costs_ms {scheme or 'bf16'}": costs, f"ready_s {scheme or 'bf16'}": ready_s}))  # noqa: B023
-        print(scheme or "bf16", f"ready after {ready_s:.1f} s", json.dumps(costs), flush=True)
-        for name in names:
-            found = rung(runner, name, RUNGS[name][1], options.pictures)
-            keep(lambda: results["rungs"].update({name: found}))  # noqa: B023
-        if scheme == "int8" and options.arrivals:
-            cached = "int8+deepcache-resnet"
-            capacity = results["rungs"][cached if cached in results["rungs"] else "int8"]["images_s"]
-            found = arrivals(runner, AUTO if cached in results["rungs"] else None, capacity, options.arrivals)
-            keep(lambda: results.update({"arrivals": found}))  # noqa: B023
-        runner.close()
-        del runner
-        gc.collect()
-        torch.cuda.empty_cache()
+        if names:
+            variant = sources.variant(source, scheme, ranges)
+            measure_variant(variant, scheme, names, options.pictures, options.arrivals, results, save)
+            del variant
+            gc.collect()
+            torch.cuda.empty_cache()
     table(
         ("rung", "images/s", "peak GiB", "SM MHz", "W"),
         [

@@ -131,15 +131,17 @@ def _read(name: str, table: Any) -> Costs:
     for phase in (DEEP, VAE):
         if phase not in table:
             raise ValueError(f"{phase}: is missing")
-    held = {}
-    for size, where, parts in _by_size(table, "held_bytes"):
-        for part, value in parts.items():
-            if part not in ("request", "row", *SHALLOW.values()):
-                raise ValueError(f"{where}.{part}: is not known")
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{where}.{part}: must be a whole number of bytes")
-        held[size] = parts
+    held = {size: _held(where, parts) for size, where, parts in _by_size(table, "held_bytes")}
     return Costs(name, measured, device=table["device"], source=table["source"], held=held)
+
+
+def _held(where: str, parts: dict[str, Any]) -> dict[str, int]:
+    for part, value in parts.items():
+        if part not in ("request", "row", *SHALLOW.values()):
+            raise ValueError(f"{where}.{part}: is not known")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{where}.{part}: must be a whole number of bytes")
+    return parts
 
 
 def _by_size(table: Mapping[str, Any], field: str) -> list[tuple[Size, str, dict[str, Any]]]:

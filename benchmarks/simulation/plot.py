@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -37,9 +37,12 @@ class Line(NamedTuple):
 
 def draw(lines: Sequence[Line], title: str, across: str, up: str, *, log_x: bool = False, log_y: bool = False) -> str:
     """The SVG. Logarithmic axes leave out what is not above 0."""
-    dots = [(x, y) for line in lines for x, y in line.dots if not (log_x and x <= 0) and not (log_y and y <= 0)]
-    px, x_ticks = _axis([x for x, _ in dots], _LEFT, _W - _RIGHT, log_x)
-    py, y_ticks = _axis([y for _, y in dots], _H - _BOTTOM, _TOP, log_y)
+    lines = [
+        line._replace(dots=[(x, y) for x, y in line.dots if not (log_x and x <= 0) and not (log_y and y <= 0)])
+        for line in lines
+    ]
+    px, x_ticks = _axis([x for line in lines for x, _ in line.dots], _LEFT, _W - _RIGHT, log_x)
+    py, y_ticks = _axis([y for line in lines for _, y in line.dots], _H - _BOTTOM, _TOP, log_y)
     parts = [f'<text class="title" x="{_LEFT}" y="22">{escape(title)}</text>']
     for tick in y_ticks:
         parts.append(
@@ -55,25 +58,29 @@ def draw(lines: Sequence[Line], title: str, across: str, up: str, *, log_x: bool
     parts.append(f'<text x="{middle_x:.0f}" y="{_H - 12}" text-anchor="middle">{escape(across)}</text>')
     turned = f"translate(18 {middle_y:.0f}) rotate(-90)"
     parts.append(f'<text transform="{turned}" text-anchor="middle">{escape(up)}</text>')
-    legend_x = float(_LEFT)
-    for line in lines:
-        shown = [(px(x), py(y)) for x, y in line.dots if not (log_x and x <= 0) and not (log_y and y <= 0)]
-        series, thin = line.series % _SERIES, " thin" if line.dashed else ""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
-        parts.append(f'<polyline class="line s{series}{thin}" points="{path}"/>')
-        if not line.dashed:
-            parts += [f'<circle class="d{series}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in shown]
-        if line.label:
-            parts.append(
-                f'<line class="line s{series}{thin}" x1="{legend_x:.0f}" x2="{legend_x + 22:.0f}" y1="46" y2="46"/>'
-                f'<text x="{legend_x + 28:.0f}" y="50">{escape(line.label)}</text>'
-            )
-            legend_x += 52 + 6.6 * len(line.label)
-    body = "\n".join(parts)
+    body = "\n".join([*parts, *_series(lines, px, py)])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_W} {_H}" role="img" aria-label="{escape(title)}">\n'
         f"<style>{_STYLE}</style>\n{body}\n</svg>\n"
     )
+
+
+def _series(lines: Sequence[Line], px: Callable[[float], float], py: Callable[[float], float]) -> Iterator[str]:
+    """Each line with its dots and its entry in the legend."""
+    legend_x = float(_LEFT)
+    for line in lines:
+        shown = [(px(x), py(y)) for x, y in line.dots]
+        series, thin = line.series % _SERIES, " thin" if line.dashed else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
+        yield f'<polyline class="line s{series}{thin}" points="{path}"/>'
+        if not line.dashed:
+            yield from (f'<circle class="d{series}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in shown)
+        if line.label:
+            yield (
+                f'<line class="line s{series}{thin}" x1="{legend_x:.0f}" x2="{legend_x + 22:.0f}" y1="46" y2="46"/>'
+                f'<text x="{legend_x + 28:.0f}" y="50">{escape(line.label)}</text>'
+            )
+            legend_x += 52 + 6.6 * len(line.label)
 
 
 def _axis(values: Sequence[float], start: float, end: float, log: bool) -> tuple[Callable[[float], float], list[float]]:

@@ -97,12 +97,7 @@ class RequestLevel:
             while following < len(jobs) and jobs[following].arrival <= now:
                 self._arrive(jobs[following])
                 following += 1
-            while self._events and self._events[0][0] <= now:
-                when, gpu = heapq.heappop(self._events)
-                if gpu >= 0:
-                    self._free.append(gpu)
-                elif when >= self._wakes:
-                    self._wakes = math.inf
+            self._end_batches(now)
             self._expire(now)
             while self._free and (kind := self._ripe(now)):
                 self._launch(kind, now)
@@ -116,6 +111,15 @@ class RequestLevel:
         self._kinds.setdefault(job.wanted, _Kind()).push(job)
         if job.deadline < math.inf:
             heapq.heappush(self._deadlines, (job.deadline, job.index, job))
+
+    def _end_batches(self, now: float) -> None:
+        """Free the devices whose batches have ended by now, and forget the windows that have."""
+        while self._events and self._events[0][0] <= now:
+            when, gpu = heapq.heappop(self._events)
+            if gpu >= 0:
+                self._free.append(gpu)
+            elif when >= self._wakes:
+                self._wakes = math.inf
 
     def _expire(self, now: float) -> None:
         """End what waited past its deadline, before it costs anything."""

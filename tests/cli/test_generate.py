@@ -179,16 +179,16 @@ def test_a_full_disk_is_found_before_anything_is_drawn(shell: Shell, disk: Path)
 
 
 def test_a_picture_that_fails_is_named_and_the_others_are_drawn(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.runner import ImageRunner
+    from pipeline.iterations import IterationBuilder
 
-    finish = ImageRunner._finish
+    decode = IterationBuilder.decode_latents
 
-    def failing(runner: Any, group: Any, requests: Sequence[Any]) -> Any:
+    def failing(builder: Any, group: Any, requests: Sequence[Any]) -> Any:
         if any(request.parameters.seed == 1 for request in requests):
             raise RuntimeError("[/no] markup")
-        return finish(runner, group, list(requests))
+        return decode(builder, group, list(requests))
 
-    monkeypatch.setattr(ImageRunner, "_finish", failing)
+    monkeypatch.setattr(IterationBuilder, "decode_latents", failing)
     said = shell.generate("a fox", "-n", "3", "--seed", "0")
     assert said.code == 1 and said.out.startswith("2 pictures in out")
     assert "a-fox-1.png: RuntimeError: [/no] markup" in said.err

@@ -200,15 +200,7 @@ class Program:
         else floats. `row_bias` is [images, n], `residual` [rows, n]; `out` may be `residual`. The rest as in product.h.
         """
         images, height, width = grid
-        if weights.taps == 1:
-            h, w = height, width
-            if stride != 1 or upsample:
-                raise ValueError("product: a linear layer has no stride and doubles nothing")
-        else:
-            if stride not in (1, 2) or before not in (0, 1):
-                raise ValueError(f"product: stride {stride} and padding {before} are unknown to the kernels")
-            doubled = (side * (2 if upsample else 1) for side in (height, width))
-            h, w = ((side + before - 2) // stride + 1 for side in doubled)
+        h, w = _output_size(height, width, weights.taps, stride, before, upsample)
         rows = images * h * w
         if min(images, h, w) < 1 or max(rows, a.shape[0]) >= _MOST:
             raise ValueError(f"product: {images} pictures of {height}×{width} do not fit the kernels")
@@ -340,6 +332,18 @@ class Program:
         self._list.append(structure)
         self._kept.extend(kept)
         self._ready = None
+
+
+def _output_size(height: int, width: int, taps: int, stride: int, before: int, upsample: bool) -> tuple[int, int]:
+    """Height and width that a product gives; `before` is its padding above and to the left."""
+    if taps == 1:
+        if stride != 1 or upsample:
+            raise ValueError("product: a linear layer has no stride and doubles nothing")
+        return height, width
+    if stride not in (1, 2) or before not in (0, 1):
+        raise ValueError(f"product: stride {stride} and padding {before} are unknown to the kernels")
+    h, w = ((side * (2 if upsample else 1) + before - 2) // stride + 1 for side in (height, width))
+    return h, w
 
 
 def _kind(as_bytes: bool) -> torch.dtype:

@@ -60,6 +60,19 @@ class EpilogueInputs:
     residual: Tensor | None = None  # as the output
     inverse: Tensor | None = None  # fp32 [1] or [N]: the output is gated, and quantized with it
 
+    def arguments(self) -> dict[str, int | None]:
+        """These operands as fields of `GemmArguments`."""
+        return {
+            "residual": _pointer(self.residual),
+            "bias": _pointer(self.bias),
+            "row_bias": _pointer(self.row_bias),
+            "row_scale": _pointer(self.row_scale),
+            "inverse": _pointer(self.inverse),
+            "residual_stride": 0 if self.residual is None else pixel_stride(self.residual),
+            "row_bias_stride": 0 if self.row_bias is None else self.row_bias.stride(0),
+            "inverse_step": int(self.inverse is not None and self.inverse.numel() > 1),
+        }
+
 
 @functools.cache
 def _kernel(variant: GemmVariant, device: int) -> driver.Kernel:
@@ -104,7 +117,7 @@ def product(
     type, P = 4 for `kernel` "upsample". scale: fp32 [P·N]. out: [B, H', W', N] with contiguous channels and evenly
     spaced pixels, so it may be a slice of a wider tensor; int8 or E4M3 for "geglu" (then N is half the weight's rows).
     """
-    images, height, width, channels = x.shape
+    images, _, _, channels = x.shape
     gated, phases = kernel == "geglu", 4 if kernel == "upsample" else 1
     columns = weight.shape[0] // phases  # per phase; half of them remain after gating
     device = x.device.index
@@ -113,52 +126,16 @@ def product(
     if tile is None:
         name, count = torch.cuda.get_device_name(device), driver.multiprocessors(device)
         tile = tiles.choose(name, kernel, images * tall * wide * phases, columns, weight.shape[1], count)
-    rows, cluster = tile.rows, tile.cluster
-    variant = GemmVariant(
-        tile.blocks,
-        tile.columns,
-        cluster,
-        stages(rows, tile.columns),
-        fp8=x.dtype == torch.float8_e4m3fn,
-        geglu=gated,
-        half=out.dtype == torch.float16,
-        turns=bool(tile.turns),
-    )
-    if linear:
-        tile_h, tile_w, box = 1, rows, (128, rows // cluster, 1, 1)
-        box_dh, box_dw = 0, rows // cluster
-    else:
-        tile_h, tile_w = _pixels(rows, cluster, tall, wide)
-        box = (128, tile_w * stride, tile_h // cluster * stride, 1)
-        box_dh, box_dw = tile_h // cluster, 0
-    map_a = driver.tensor_map(
-        x,
-        (channels, width, height, images),
-        (channels, width * channels, height * width * channels),
-        box,
-        (1, stride, stride, 1),
-    )
-    depth = weight.shape[1]
-    if gated:  # hidden and gate of one output lie side by side, and eight neighbours with one thread
-        half = columns // 2
-        sizes, strides = (depth, 2, 4, 8, half // 32), (half * depth, 8 * depth, depth, 32 * depth)
-        inner = (128, 2, 4, 8, tile.columns // 64)
-    else:  # eight neighbouring columns with one thread
-        sizes, strides = (depth, 2, 4, 4, phases * columns // 32), (depth, 8 * depth, 2 * depth, 32 * depth)
-        inner = (128, 2, 4, 4, tile.columns // 32)
-    map_b = driver.tensor_map(weight, sizes, strides, inner)
+    cluster = tile.cluster
+    tile_h, tile_w = (1, tile.rows) if linear else _pixels(tile.rows, cluster, tall, wide)
+    # The blocks of a cluster fetch a tile's pixels together, each a box of them.
+    box_h, box_w = (1, tile_w // cluster) if linear else (tile_h // cluster, tile_w)
     column_tiles = math.ceil(columns / tile.columns)
-    problem = GemmArguments(
+    arguments = GemmArguments(
         out=out.data_ptr(),
-        residual=_pointer(extras.residual),
         scale=scale.data_ptr(),
-        bias=_pointer(extras.bias),
-        row_bias=_pointer(extras.row_bias),
-        row_scale=_pointer(extras.row_scale),
-        inverse=_pointer(extras.inverse),
+        **extras.arguments(),
         out_stride=pixel_stride(out),
-        residual_stride=0 if extras.residual is None else pixel_stride(extras.residual),
-        row_bias_stride=0 if extras.row_bias is None else extras.row_bias.stride(0),
         columns=columns // 2 if gated else columns,
         column_tiles=column_tiles,
         phases=phases,
@@ -166,8 +143,8 @@ def product(
         tiles_h=math.ceil(tall / tile_h),
         tiles_w=math.ceil(wide / tile_w),
         log_tile_w=tile_w.bit_length() - 1,
-        box_dh=box_dh,
-        box_dw=box_dw,
+        box_dh=0 if linear else box_h,
+        box_dw=box_w if linear else 0,
         channels=channels,
         taps=taps[0] * taps[1],
         tap_w=taps[1],
@@ -177,11 +154,52 @@ def product(
         height=tall,
         width=wide,
         up=2 if phases > 1 else 1,
-        inverse_step=int(extras.inverse is not None and extras.inverse.numel() > 1),
     )
-    total = images * problem.tiles_h * problem.tiles_w * (phases * column_tiles // cluster)
+    maps = _activation_map(x, box_h, box_w, stride), _weight_map(weight, columns, tile.columns, gated=gated)
+    total = images * arguments.tiles_h * arguments.tiles_w * (phases * column_tiles // cluster)
     blocks = min(total, driver.multiprocessors(device) // cluster) * cluster
-    _kernel(variant, device).launch(blocks, map_a, map_b, problem)
+    _kernel(_variant(tile, x, out, gated=gated), device).launch(blocks, *maps, arguments)
+
+
+def _variant(tile: Tile, x: Tensor, out: Tensor, *, gated: bool) -> GemmVariant:
+    return GemmVariant(
+        tile.blocks,
+        tile.columns,
+        tile.cluster,
+        stages(tile.rows, tile.columns),
+        fp8=x.dtype == torch.float8_e4m3fn,
+        geglu=gated,
+        half=out.dtype == torch.float16,
+        turns=bool(tile.turns),
+    )
+
+
+def _activation_map(x: Tensor, height: int, width: int, stride: int) -> driver.TensorMap:
+    """Fetches x [B, H, W, C] in boxes of so many pixels, `stride` apart, and 128 channels."""
+    images, rows, columns, channels = x.shape
+    return driver.tensor_map(
+        x,
+        (channels, columns, rows, images),
+        (channels, columns * channels, rows * columns * channels),
+        (128, width * stride, height * stride, 1),
+        (1, stride, stride, 1),
+    )
+
+
+def _weight_map(weight: Tensor, columns: int, tile_columns: int, *, gated: bool) -> driver.TensorMap:
+    """Fetches the rows of a tile's columns in the order in which the accumulators of one thread are neighbours.
+
+    `columns` are those of one phase.
+    """
+    rows, depth = weight.shape
+    if gated:  # hidden and gate of one output lie side by side, and eight neighbours with one thread
+        half = columns // 2
+        sizes, strides = (depth, 2, 4, 8, half // 32), (half * depth, 8 * depth, depth, 32 * depth)
+        inner = (128, 2, 4, 8, tile_columns // 64)
+    else:  # eight neighbouring columns with one thread
+        sizes, strides = (depth, 2, 4, 4, rows // 32), (depth, 8 * depth, 2 * depth, 32 * depth)
+        inner = (128, 2, 4, 4, tile_columns // 32)
+    return driver.tensor_map(weight, sizes, strides, inner)
 
 
 def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: EpilogueInputs) -> str | None:

@@ -1,0 +1,236 @@
+"""Builds the iterations of image requests, phase by phase: source image, prompts, denoising steps, decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from core.batching.request import Outcome, Request
+from pipeline import denoise, edit, vae
+from pipeline.adapted import AdaptedModel
+from pipeline.adapters import named
+from pipeline.conditioning import Conditioner, Told
+from pipeline.execution import BatchGroup, ImageExecution
+from pipeline.fingerprint import KernelIdentity, fingerprint
+from pipeline.load import ImageModel
+from pipeline.phases import DEEP, ENCODE, IMAGE, KERNELS, VAE
+from pipeline.picture import Picture
+from pipeline.request_state import ImageState, gather, keep
+
+_ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
+
+
+class Iteration(NamedTuple):
+    """`compute` runs on the lane; `commit` then updates the requests, on the engine's thread."""
+
+    compute: Callable[[], Any]
+    commit: Callable[[Any], Mapping[str, Outcome]]
+
+
+class IterationBuilder:
+    """Turns a batch of requests of one group into an `Iteration`, which may be retried until it is committed."""
+
+    def __init__(
+        self,
+        model: ImageModel,
+        execution: ImageExecution,
+        conditioners: Mapping[bool, Conditioner],
+        adapted: AdaptedModel | None,
+        kernels: KernelIdentity,
+    ) -> None:
+        """`conditioners` by whether a group is adapted; without `adapted` none is."""
+        self._model = model
+        self._execution = execution
+        self._conditioners = conditioners
+        self._adapted = adapted
+        self._kernels = kernels
+        self._gatherer = denoise.BatchGatherer(model.dtype)
+        self._previews: vae.Preview | None = None
+        self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
+
+    def build(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """One iteration of the group's phase."""
+        builders = {IMAGE: self.encode_image, ENCODE: self.encode_prompts, VAE: self.decode_latents}
+        return builders.get(group.phase, self.denoise_step)(group, requests)
+
+    def forget(self) -> None:
+        """Release what is kept of the last batch."""
+        self._gatherer.forget()
+
+    # -- phases ----------------------------------------------------------------------------------------------------
+
+    def encode_image(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """The latents of an edit's source image; one request at a time."""
+        (request,) = requests
+        wanted, work = request.parameters, request.work
+
+        def compute() -> torch.Tensor:
+            started = time.perf_counter()
+            made = edit.latents(self._model, wanted, work.generator)  # one by one, so that a retry does not repeat it
+            self._execution.observe(group, 1, False, time.perf_counter() - started)
+            return made
+
+        def commit(made: torch.Tensor) -> dict[str, Outcome]:
+            work.image = made
+            request.phase = ENCODE
+            return {request.id: Outcome(progress=(0, work.table.steps))}
+
+        return Iteration(compute, commit)
+
+    def encode_prompts(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """Conditioning and starting latents of each request."""
+        wanted = [request.parameters for request in requests]
+        works: list[ImageState] = [request.work for request in requests]
+
+        def compute() -> list[Told]:
+            conditioner = self._conditioners[group.adapted]
+            started, before = time.perf_counter(), conditioner.encoder.misses
+            made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
+            for w, work in zip(wanted, works, strict=True):
+                if work.x is None:  # a retry must not draw again
+                    work.x, work.kept = self._prepare_latents(w, work)
+            self._execution.synchronize()
+            weighted = any(w.prompt_weighting for w in wanted)
+            # Cached prompts say nothing about the cost of encoding.
+            if conditioner.encoder.misses > before and not weighted:
+                rows = sum(work.rows for work in works)
+                self._execution.observe(group, rows, False, time.perf_counter() - started)
+            return made
+
+        def commit(made: list[Told]) -> dict[str, Outcome]:
+            outcomes = {}
+            for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
+                scale = request.parameters.guidance_scale
+                assert work.x is not None
+                work.trajectory = denoise.Trajectory(
+                    work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning, work.kept
+                )
+                work.warnings += warnings
+                request.phase = work.phase(0)
+                outcomes[request.id] = Outcome(progress=(0, work.table.steps))
+            return outcomes
+
+        return Iteration(compute, commit)
+
+    def denoise_step(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """One UNet forward for all, then one step of each request's sampler."""
+        works: list[ImageState] = [request.work for request in requests]
+        riders = [work.trajectory for work in works]
+        assert all(rider is not None for rider in riders)
+        present: list[denoise.Trajectory] = [rider for rider in riders if rider is not None]
+
+        def compute() -> tuple[list[denoise.Trajectory], list[Any]]:
+            started = time.perf_counter()
+            way = self._execution.choose(group, sum(rider.conditioning.rows for rider in present))
+            with torch.inference_mode(), self._apply_adapters(group, works):
+                inputs = self._gatherer.inputs(present, way.rows)
+                if group.phase == DEEP:
+                    output, *features = inputs.run(way.function)
+                    keep(features, works)
+                else:
+                    (output,) = inputs.run(way.function, gather(works, way.rows))
+                noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
+                moved = denoise.advance(present, output, noise)
+                previews = [self._preview(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
+            self._execution.synchronize()
+            self._execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
+            return moved, previews
+
+        def commit(made: tuple[list[denoise.Trajectory], list[Any]]) -> dict[str, Outcome]:
+            outcomes = {}
+            for request, work, moved, preview in zip(requests, works, *made, strict=True):
+                work.trajectory = moved
+                request.phase = work.phase(moved.step)
+                outcomes[request.id] = Outcome(progress=(moved.step, moved.table.steps), preview=preview)
+            return outcomes
+
+        return Iteration(compute, commit)
+
+    def decode_latents(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """The finished pictures. One that is not finite fails alone."""
+        latents = [request.work.trajectory.x for request in requests]
+
+        def compute() -> tuple[torch.Tensor, list[bool]]:
+            started = time.perf_counter()
+            way = self._execution.choose(group, len(latents))
+            with torch.inference_mode():
+                padded = torch.cat(latents + latents[:1] * (way.rows - len(latents)))
+                pixels = vae.to_host(way.function(padded)[: len(latents)])
+                finite: list[bool] = torch.isfinite(padded[: len(latents)]).flatten(1).all(1).tolist()
+            self._execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
+            return pixels, finite
+
+        def commit(made: tuple[torch.Tensor, list[bool]]) -> dict[str, Outcome]:
+            outcomes = {}
+            for request, pixels, finite in zip(requests, *made, strict=True):
+                work: ImageState = request.work
+                if finite:
+                    done = (work.table.steps, work.table.steps)
+                    outcomes[request.id] = Outcome(progress=done, result=self._picture(request, pixels), finished=True)
+                else:
+                    nan = f"the {self._model.precision} UNet of {self._model.name} returned NaN"
+                    error = Invalid("lora", f"with it {nan}") if work.uses else FloatingPointError(nan)
+                    outcomes[request.id] = Outcome(error=error)
+            return outcomes
+
+        return Iteration(compute, commit)
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _prepare_latents(
+        self, wanted: ImageParameters, work: ImageState
+    ) -> tuple[torch.Tensor, denoise.InpaintMask | None]:
+        """Starting noise, for an edit added to its image, and the kept region.
+
+        Drawn on the CPU in fp32: a seed gives the same noise on every device and precision.
+        """
+        scale = self._model.vae_scale
+        shape = (1, self._model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
+        noise = torch.randn(shape, generator=work.generator) if self.fixed_latent is None else self.fixed_latent[0]
+        if noise.shape != shape:
+            raise ValueError(f"the fixed latent is {list(noise.shape)}, this size needs {list(shape)}")
+        if work.image is None:
+            return (noise * work.table.init_noise_sigma).to(self._model.device), None
+        return edit.begin(wanted, work.table, work.image, noise.to(self._model.device), work.generator)
+
+    def _apply_adapters(self, group: BatchGroup, works: Sequence[ImageState]) -> AbstractContextManager[None]:
+        """Context: each row of a forward gets its request's LoRAs."""
+        if not group.adapted:
+            return nullcontext()
+        assert self._adapted is not None
+        return self._adapted.rows([work.uses for work in works for _ in range(work.rows)], apart=bool(group.mode))
+
+    def _step_noise(self, work: ImageState, rider: denoise.Trajectory) -> torch.Tensor | None:
+        """The noise that the sampler adds after this step, if any."""
+        if not rider.table.noisy[rider.step]:
+            return None
+        if work.noise is None or work.noise[0] != rider.step:
+            work.noise = (rider.step, torch.randn(rider.x.shape, generator=work.generator).to(rider.x.device))
+        return work.noise[1]
+
+    def _preview(self, wanted: ImageParameters, moved: denoise.Trajectory) -> Any:
+        if not wanted.preview_every or moved.step % wanted.preview_every or not moved.left:
+            return None
+        if self._previews is None:
+            self._previews = vae.Preview(self._model, self._execution.decode)
+        return self._previews(moved.x0)
+
+    def _picture(self, request: Request, pixels: torch.Tensor) -> Picture:
+        from PIL import Image
+
+        work: ImageState = request.work
+        bucket = None if work.mode in ("", KERNELS) else self._execution.deterministic_rows
+        told = self._execution.metadata(work.mode, adapted=bool(work.uses))
+        printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._kernels)
+        if work.uses:
+            printed["lora"] = {use.name: use.digest for use in work.uses}
+        if self.fixed_latent is not None:
+            printed["latent"] = self.fixed_latent[1]
+        image = Image.fromarray(edit.finish(request.parameters, pixels).numpy())
+        return Picture(image, request.parameters, printed, tuple(work.warnings))
