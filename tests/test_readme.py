@@ -61,7 +61,7 @@ def test_every_target_that_is_named_is_one() -> None:
     assert phony is not None and named <= set(phony[1].split())
 
 
-@pytest.mark.parametrize("heading", ["Pictures without a service", "Many machines"])
+@pytest.mark.parametrize("heading", ["Images without a service", "Many machines"])
 def test_every_command_is_one_that_diptych_takes(heading: str) -> None:
     commands = [line for line in blocks(heading, SERVE) if not line.startswith("export ")]
     assert commands
