@@ -86,11 +86,11 @@ def arrivals(found: Result) -> list[str]:
         if name in found
     ]  # fmt: skip
     said = (
-        f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of the throughput of "
-        f"full static batches; {found['model']}, {found['precision']}, DeepCache {found['deepcache'] or 'off'}. With a full "
-        f"queue step-level batching reaches {found['saturated_per_s']:.2f}/s, {found['saturated_ratio']:.2f}× the "
-        f"{found['capacity_per_s']:.2f}/s of full static batches; stock diffusers reaches "
-        f"{found['diffusers_capacity_per_s']:.2f}/s in such batches."
+        f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of the throughput "
+        f"of full static batches; {found['model']}, {found['precision']}, DeepCache {found['deepcache'] or 'off'}. "
+        f"With a full queue step-level batching reaches {found['saturated_per_s']:.2f}/s, "
+        f"{found['saturated_ratio']:.2f}× the {found['capacity_per_s']:.2f}/s of full static batches; stock diffusers "
+        f"reaches {found['diffusers_capacity_per_s']:.2f}/s in such batches."
     )
     header = ("batching", "mean", "p50", "p99", "step-level p50 / this p50", "step-level p99 / this p99")
     return [*markdown(header, rows), "", said]
