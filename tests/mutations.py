@@ -1,6 +1,6 @@
-"""Mutation operators: small changes of Python and of Lua that a test ought to notice.
+"""Defines mutation operators: small changes of Python and Lua code that a test should detect.
 
-A mutant is the source with one span of text replaced, so that everything else keeps its lines.
+A mutant is the source with one span of text replaced, so that all other lines keep their numbers.
 """
 
 from __future__ import annotations

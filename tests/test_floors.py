@@ -1,8 +1,8 @@
-"""Holds the house to its plan by reading its source: who imports whom, what is free of torch, names, lengths.
+"""Checks the architecture by reading the source: imports between layers, packages without torch, names, file lengths.
 
-Reads syntax trees and never imports a room, so an import inside a function, or under TYPE_CHECKING, counts
-like one at the top: either way one room knows the other. (One test does import, to see the same in effect.)
-The second half proves on small made-up trees that every rule can fail.
+Reads syntax trees instead of importing, so an import inside a function, or under TYPE_CHECKING, counts like one at the
+top: both are dependencies. (One test does import, to confirm this in practice.) The second half shows on small
+artificial trees that every rule can fail.
 """
 
 import ast

@@ -1,6 +1,6 @@
-"""Where install.py takes torch from: the choice of build, and that an index that hangs costs only seconds.
+"""Tests where install.py gets torch from: the choice of build, and that a hanging index costs only seconds.
 
-Nothing leaves the machine and nothing is installed: pip talks to small servers on the loopback interface.
+Nothing is downloaded or installed: pip talks to small servers on the loopback interface.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Mutation operators make what they say and nothing that does not compile; a run tells a guarded line from another."""
+"""Tests that mutation operators produce the intended, valid code, and that a run detects unguarded lines."""
 
 from __future__ import annotations
 

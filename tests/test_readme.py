@@ -1,7 +1,6 @@
-"""README, CONTRIBUTING and docs/serve.md keep their word: commands are what the Makefile and the command line take, and
-links lead somewhere.
+"""Tests README, CONTRIBUTING and docs/serve.md: their commands, settings and links are valid.
 
-Its request is sent to a real service in tests/deployment/test_service.py.
+tests/deployment/test_service.py sends the README's request to a real service.
 """
 
 from __future__ import annotations

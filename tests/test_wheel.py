@@ -1,8 +1,7 @@
-"""The wheel: one name in site-packages, the embedded models in it, and every command that needs no extra runs there.
+"""Tests the wheel: one name in site-packages, the embedded models, and every command that needs no extra.
 
-The environment is a real one with the wheel installed by pip. Its dependencies are links to the files of those
-distributions that the base needs, and theirs; nothing else of the environment that runs the tests can be seen. One
-test adds what the extra `serve` needs.
+The environment is real, with the wheel installed by pip. Its dependencies are links to the files of the base
+dependencies, and theirs; nothing else of the test environment is visible. One test adds those of the extra `serve`.
 """
 
 from __future__ import annotations

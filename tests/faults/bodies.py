@@ -1,4 +1,4 @@
-"""Hostile HTTP requests, drawn from a seed: bodies that are costly to parse, or lie about themselves, or are broken."""
+"""Generates hostile HTTP requests from a seed: bodies that are expensive to parse, inconsistent, or malformed."""
 
 from __future__ import annotations
 

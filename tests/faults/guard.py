@@ -1,7 +1,7 @@
-"""Ends what is left of a stack when the process that built it is gone, however it went.
+"""Cleans up a stack when the process that built it is gone, for any reason.
 
-Runs as a process of its own and reads lines from that process: `+ pid`, `- pid`, `mount path`, `unmount path`. When the
-pipe ends, every session that is still named is killed and every mount taken away. Knows nothing of what they are.
+Runs in a separate process and reads lines from that process: `+ pid`, `- pid`, `mount path`, `unmount path`. When the
+pipe closes, it kills every session and unmounts every path that is still registered.
 """
 
 from __future__ import annotations

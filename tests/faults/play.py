@@ -1,7 +1,4 @@
-"""Plays one scenario on a stack: from a service that is well, over the fault, to the judgement.
-
-Knows the order of things; knows nothing of what is broken.
-"""
+"""Runs one scenario on a stack: healthy service, fault, recovery, judgement."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Several APIs behind one address, as a proxy has them, and clients that ask there all the time.
+"""Runs several APIs behind one address, like a proxy, and clients that send requests to it continuously.
 
-A request goes to an API that is in rotation; one is taken out before it is stopped. Knows what clients are promised
-while parts are restarted: every answer that is neither a success nor documented is noted. Knows nothing of workers.
+A request goes to an API in rotation; an API is taken out before it is stopped. Every answer that is neither a success
+nor documented for restarts is recorded.
 """
 
 from __future__ import annotations

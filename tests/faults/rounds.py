@@ -1,6 +1,6 @@
-"""One round of a fault scenario: jobs are accepted, something breaks, and in the end every single job is judged.
+"""Runs one round of a fault scenario: submits jobs, injects the fault, and checks every job at the end.
 
-Knows what must be true of every accepted job whatever happens; knows nothing of what is broken meanwhile.
+The checks hold for every accepted job, whatever the fault.
 """
 
 from __future__ import annotations

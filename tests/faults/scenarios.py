@@ -1,6 +1,6 @@
-"""What may break under a running service, one function for each: it loads the stack, breaks it, and lets all end.
+"""Defines the faults, one function each: it puts load on the stack, injects the fault, and waits for the end.
 
-Used by the tests (a few times, short leases) and by chaos.py (many times, real leases). Judging is left to rounds.py.
+Used by the tests (a few times, short leases) and by chaos.py (many times, real leases). rounds.py checks the results.
 """
 
 from __future__ import annotations

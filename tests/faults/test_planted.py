@@ -1,4 +1,4 @@
-"""The checker finds bugs that are planted into a running service, and finds nothing where none is."""
+"""Tests that the checker finds bugs injected into a running service, and nothing without them."""
 
 from __future__ import annotations
 

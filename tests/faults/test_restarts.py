@@ -1,4 +1,4 @@
-"""Rolling restarts as docs/operations.md tells them, under load: nothing lost, nothing drawn twice, nobody refused."""
+"""Tests rolling restarts as in docs/operations.md under load: no job is lost or run twice, no request rejected."""
 
 from __future__ import annotations
 

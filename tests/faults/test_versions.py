@@ -1,6 +1,6 @@
-"""Two versions side by side: this tree's API and worker, and those of the commit before, on one Redis.
+"""Tests two versions side by side on one Redis: this tree's API and worker, and those of the previous commit.
 
-Real processes throughout: only the model is a stand-in of noise, random:tiny, drawn by the real engine.
+Real processes and the real engine; only the model is a stand-in of noise, random:tiny.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Holds a history to what clients are promised. Pure: a history in, what is wrong with it out.
+"""Checks a history against the API's guarantees: a pure function from a history to its violations.
 
-Each rule is one function; it may keep silent where a call's outcome is unknown, and never guesses. Knows calls and
-answers; knows nothing of Redis, of processes, or of how a fault is made.
+Each rule is one function; it reports nothing if a call's outcome is unknown.
 """
 
 from __future__ import annotations

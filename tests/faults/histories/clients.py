@@ -1,7 +1,4 @@
-"""The clients of a history: threads that ask for all sorts of things, and write down every call and its answer.
-
-Knows the REST API. What must have come of it, the checker says.
-"""
+"""Implements the clients of a history: threads that call the REST API in many ways and record every answer."""
 
 from __future__ import annotations
 

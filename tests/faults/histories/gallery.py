@@ -1,6 +1,6 @@
-"""What clients ask for, and the bytes that must come of it: known beforehand, so that another's are recognized.
+"""Generates requests with known results, so that the bytes of another request are recognized.
 
-A stand-in's pictures are computed here, each of another prompt; a real model draws a few, undisturbed, before the rest.
+Images of a stand-in are computed here, a different one per prompt; a real model generates a few before the history.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Plays one history on a warm world: clients and faults side by side, then peace, then all is read back.
-
-Knows the order of things. What is broken, faults.py knows; whether all went well, the checker.
-"""
+"""Runs one history: clients and faults concurrently, then a quiet phase that reads everything back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What lies outside of the service: an object store that speaks as much of S3 as is asked of it, and webhook receivers.
+"""Provides external servers: an object store with the needed part of S3's API, and webhook receivers.
 
-Real servers on real sockets, in this process; the store can be told to fail. Knows HTTP; knows nothing of jobs.
+Real servers on real sockets, in this process; the store can be made to fail.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a history is made of: calls with their answers, faults, and what was counted in the end; to JSON and back.
+"""Defines the record of a history: calls with answers, faults, final counters; with JSON serialization.
 
-Knows no service and no rule. Times are seconds of one monotonic clock since the history began.
+Times are seconds of one monotonic clock since the history began.
 """
 
 from __future__ import annotations
