@@ -52,13 +52,13 @@ def files() -> set[str]:
 
 
 def missing_files(page: str, files: set[str]) -> list[str]:
-    """Source files that a page names, by path or by name alone, and nobody has."""
+    """Source files that a page names, by path or by file name, and that do not exist."""
     named = set(re.findall(r"(?<![\w./-])[\w./-]*\w\.(?:py|sh|h|cpp|yml|toml)\b(?!/)", page))
     return sorted(name for name in named if not any(file == name or file.endswith(f"/{name}") for file in files))
 
 
 def missing_paths(page: str) -> list[str]:
-    """Files and folders of our rooms, `*` for any part of a name."""
+    """Files and folders of the tree that a page names and that do not exist; `*` matches any part of a name."""
     named = set(re.findall(rf"`((?:{ROOMS})/[\w./*-]*)`", page))
     return sorted(name for name in named if not list(ROOT.glob(name.rstrip("/"))))
 
@@ -114,7 +114,7 @@ def test_every_setting_is_told_with_its_default() -> None:
 
 
 def test_every_address_is_told() -> None:
-    """In full, or by its end after one that differs in that alone."""
+    """In full, or abbreviated to its last part after one that differs only in that."""
     page = PAGES["api.md"]
     paths = list(create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()["paths"])
     assert len(paths) > 20
@@ -123,7 +123,7 @@ def test_every_address_is_told() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_command_is_one_that_diptych_takes(name: str) -> None:
-    """Those that stand on lines of their own; what stands before them sets variables."""
+    """Checks commands on separate lines, which may begin with variable assignments."""
     lines = PAGES[name].replace("\\\n", " ").splitlines()
     for line in lines:
         command = re.match(r"(?: {4,})?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?diptych ([a-z].*)$", line)

@@ -138,7 +138,7 @@ def within(name: str, prefix: str) -> bool:
 
 
 def room(name: str) -> str | None:
-    """The room that a module belongs to; None for one that the plan does not have."""
+    """The package that a module belongs to; None for modules outside of `FLOORS`."""
     rooms = [r for r in FLOORS if within(name, r) and (r != "core" or name == "core")]
     return max(rooms, key=len, default=None)
 
@@ -175,7 +175,7 @@ def check_floors(modules: dict[str, Module]) -> Iterator[str]:
 
 
 def check_torch_free(modules: dict[str, Module]) -> Iterator[str]:
-    """Follows every import from the torch-free rooms, by way of packages' __init__ files too."""
+    """Follows every import from the torch-free packages, including packages' __init__ files."""
     todo = [(m.name, m.name) for m in modules.values() if any(within(m.name, r) for r in TORCH_FREE)]
     seen = set()
     while todo:
@@ -267,7 +267,7 @@ def test_house(rule, house):
 
 @pytest.mark.parametrize("free", TORCH_FREE)
 def test_torch_free_rooms_load_no_torch(free, house):
-    """What the AST cannot see: a third-party package that brings torch in by itself."""
+    """Covers what the AST does not show: third-party packages that import torch."""
     names = [name for name in house if within(name, free)]
     if not names:
         pytest.skip(f"{free} has no code")

@@ -128,7 +128,7 @@ def test_index_that_refuses_offers_nothing():
 
 
 class Calls(list[tuple[str, ...]]):
-    """Stands in for pip: notes what it is asked, and answers with a code."""
+    """Replaces pip: records the calls, and returns an exit code."""
 
     def __init__(self, code: int) -> None:
         self.code = code

@@ -160,7 +160,7 @@ def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
 
 @pytest.mark.usefixtures("without_models")
 def test_without_a_model_it_says_that_it_draws_noise(bare: Path, tmp_path: Path) -> None:
-    """What stands in for the embedded model must not be taken for it."""
+    """The stand-in must not be mistaken for the embedded model."""
     done = run(bare, "generate", "a hat", "--steps", "1", where=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "random weights: the pictures are noise" in done.stderr

@@ -58,7 +58,7 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 class Client:
-    """Thread-safe. Raises `httpx2.TransportError` while nobody answers, and `Refused`.
+    """Thread-safe. Raises `httpx2.TransportError` if the service is unreachable, and `Refused`.
 
     All but `submit` are patient while the service says that its store does not answer: on a busy disk it may not.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Guard:
-    """The watched side. A process that it is told of must lead its own session."""
+    """The watched side. Registered processes must lead their own session."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -35,7 +35,7 @@ class Guard:
         self._say(f"unmount {path}")
 
     def close(self) -> None:
-        """Let the guard end what it still knows of, and wait for that."""
+        """Let the guard clean up everything registered, and wait for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)

@@ -103,7 +103,7 @@ class Attack:
 
     @property
     def faults(self) -> list[str]:
-        """Kinds with an answer that nobody may get."""
+        """Kinds of requests with an undocumented answer."""
         found = [
             f"{kind}: {status} × {count}"
             for kind, statuses in sorted(self.statuses.items())

@@ -10,7 +10,7 @@ from tests.faults.stack import Stack
 def play(name: str, stack: Stack, gallery: Gallery, jobs: int, seconds: float) -> Outcome:
     """What the scenario came to, under a load of so many jobs, each of so many seconds of a worker.
 
-    An exception tells what could not even be tried, with the ends of all logs.
+    Raises an exception, with the ends of all logs, if the scenario could not be run.
     """
     try:
         stack.settle()

@@ -27,7 +27,7 @@ _LOST_S = 120.0  # far more than any job takes: it only decides that one is lost
 
 
 def id_of(key: str) -> str:
-    """The job that stands for an Idempotency-Key where there are no API keys."""
+    """The job id of an Idempotency-Key in a service without API keys."""
     return "job_" + hashlib.sha256(f"\0{key}".encode()).hexdigest()[:24]
 
 
@@ -89,7 +89,7 @@ class Rotation:
 
 @dataclass
 class Clients:
-    """Threads that ask for pictures, each for the next when it has the last, until told to stop."""
+    """Threads that request one image after another until they are stopped."""
 
     rotation: Rotation
     steps: int

@@ -26,7 +26,7 @@ ENOUGH = {"lease_s": "15", "drain_s": "45", "kernels": "false"}  # a drain that 
 
 @dataclass
 class House:
-    """A stack of stand-ins whose workers note what they draw."""
+    """A stack of stand-ins whose workers record the jobs that they run."""
 
     stack: Stack
     log: Path

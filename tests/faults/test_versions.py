@@ -147,7 +147,7 @@ def pair(before: Path, tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_two_versions_serve_side_by_side_in_both_orders(pair: Pair) -> None:
-    """Each API's pictures are drawn by each worker, to the same pixels, and what one makes the other lists and ends.
+    """Each worker generates each API's images with the same pixels, and each API lists and ends the other's jobs.
 
     Each worker's are equal to the byte; between workers a fingerprint may differ in code and version alone.
     """

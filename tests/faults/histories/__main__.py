@@ -31,7 +31,7 @@ _RENEWED = 25  # histories of one world: then a new one, on the other kind of st
 
 
 class House:
-    """Keeps a world, for as long as it is well and not too old."""
+    """Reuses a world as long as it is healthy and not too old."""
 
     def __init__(self, other: Path | None, real: bool) -> None:
         self._other, self._real = other, real

@@ -34,7 +34,7 @@ def wanted(prompt: str, seed: int, n: int = 1) -> tuple[str, ...]:
 
 class Gallery(Protocol):
     def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The fields of a job, and digests of its pictures. `name` is nobody else's; a batch's `line` is short."""
+        """The fields of a job, and digests of its images. `name` is unique; a batch's `line` is short."""
         ...
 
 

@@ -92,7 +92,7 @@ def _tag(data: bytes) -> str:
 
 
 class Receiver(_Outside):
-    """Takes webhooks: what each tells goes to `heard` with the address's path. While `slow_s` it answers so late."""
+    """Receives webhooks: appends each body to `heard` with the URL's path. Answers are delayed by `slow_s`."""
 
     def __init__(self, heard: Callable[[str, dict[str, Any]], None]) -> None:
         self.slow_s = 0.0
