@@ -1,8 +1,8 @@
-# Two images from one file: `api` answers HTTP and holds no torch, `worker` draws. Layers go from what changes rarely
-# to what changes daily. Nothing here needs BuildKit; a builder without it stops at the stage that is asked for, so
-# `api` comes first.
+# Builds two images: `api`, which serves HTTP without torch, and `worker`, which generates images. Layers that change
+# rarely come first. BuildKit is optional; a builder without it runs all stages up to the requested one, so `api` comes
+# first.
 
-# -- what both lean on: an interpreter of our own, a user who owns nothing but three folders --------------------------
+# -- base of both images: a virtual environment, and an unprivileged user who owns three folders -----------------------
 FROM python:3.11-slim-bookworm AS base
 ENV PATH=/opt/diptych/bin:$PATH \
     HOME=/home/diptych \
@@ -18,13 +18,13 @@ RUN python3 -m venv /opt/diptych \
  && chown -R diptych:diptych "$DIPTYCH_DATA_DIR" "$DIPTYCH_CACHE_DIR" /var/spool/diptych
 WORKDIR /app
 COPY constraints.txt install.py ./
-# What `api` imports, and what DIPTYCH_TRACES needs; tests/deployment/test_image.py holds this line to the source.
-# By hash, as `make` installs.
+# The packages that `api` imports and that DIPTYCH_TRACES needs; tests/deployment/test_image.py compares this line with
+# the source. Verified by hash, as in `make`.
 RUN python install.py /opt/diptych --only setuptools \
     celery fastapi fastapi-swagger h11 limits obstore pillow prometheus-client pydantic-settings python-multipart redis \
     uvicorn opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 
-# -- the source, and the models apart from it; readable by everybody, whatever the umask of who cloned it --------------
+# -- the source, and the models separately; world-readable, whatever the umask of the checkout -------------------------
 FROM base AS source
 COPY . .
 RUN chmod -R a+rX . && mv models /models && python -m compileall -q .
@@ -39,21 +39,21 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=10s --start-period=30s --retries=3 CMD ["python", "-m", "deployment.probe", "api"]
 CMD ["diptych", "api", "--host", "0.0.0.0"]
 
-# -- what a worker needs beside it: a compiler for our kernels, and torch ---------------------------------------------
+# -- additional dependencies of workers: a compiler for the CPU kernels, and torch -------------------------------------
 FROM base AS engine
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-# GPU=1: the build of torch with CUDA. The index is where CPU builds are looked for, as by `make`.
+# GPU=1 installs the CUDA build of torch. CPU builds come from this index, as in `make`.
 ARG GPU=
 ARG DIPTYCH_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN DIPTYCH_TORCH_INDEX=$DIPTYCH_TORCH_INDEX python -c "import install, pathlib, sys; \
     install.install_torch(pathlib.Path(sys.executable), install.pinned('torch'), gpu=bool('$GPU'))"
-# The base dependencies and the extra `text` (answers that fit a JSON schema).
+# The base dependencies and the extra `text` (answers constrained by a JSON schema).
 COPY pyproject.toml ./
 RUN python install.py /opt/diptych --set base --set text
 
 # -- worker -----------------------------------------------------------------------------------------------------------
 FROM engine AS worker
-# What libraries keep between starts lies on the cache volume, like our own (DIPTYCH_CACHE_DIR): HOME is read-only.
+# Caches of libraries are on the cache volume too (DIPTYCH_CACHE_DIR): HOME is read-only.
 ENV HF_HOME=$DIPTYCH_CACHE_DIR/huggingface \
     TRITON_CACHE_DIR=$DIPTYCH_CACHE_DIR/triton
 COPY --from=source /models models

@@ -1,9 +1,8 @@
-"""Images and text on one engine: each panel's throughput alone and together, and whether both meet their latency
-objectives.
+"""Measures images and text on one engine: each modality's throughput alone and together, and their latency objectives.
 
-A panel's share is its rate together over its rate alone: on one processor the two shares add up to one, less the cost
-of switching. If the objective for text is shorter than one forward of all images in flight, images would need narrow
-batches, which cost more per row: then the pace that costs nothing by the cost curves is used instead, and reported.
+A modality's share is its rate together divided by its rate alone: on one processor the shares add up to one, minus the
+cost of switching. If the latency objective of text is shorter than one forward of all images in flight, images would
+need narrow batches, which cost more per row: then a longer objective, derived from the cost curves, is used.
 Measures closed loops of a fixed number of requests in flight.
 """
 
@@ -43,9 +42,9 @@ def run(
     turns: int = 2,
     strict: bool = False,
 ) -> dict[str, Any]:
-    """Measure pictures alone, texts alone and both, in turns of `seconds` each.
+    """Measure images alone, texts alone and both, in turns of `seconds` each.
 
-    Text keeps the longer of the settings' objective and `free_pace_s`; with `strict` the settings', whatever it costs.
+    Text uses the longer of the configured objective and `free_pace_s`; with `strict` always the configured one.
     """
     from workers.build import build
 
@@ -94,7 +93,7 @@ def run(
 def _turns(
     works: Runtime, kinds: Mapping[str, tuple[Any, int]], turns: int, seconds: float
 ) -> dict[str, list[dict[str, Loop]]]:
-    """What each turn measured: of pictures alone, of texts alone, of both."""
+    """Run the turns; returns the measurements of images alone, of texts alone, and of both."""
     found: dict[str, list[dict[str, Loop]]] = {"image": [], "text": [], "both": []}
     for _ in range(turns):
         for what in found:
@@ -106,7 +105,7 @@ def _turns(
 
 
 def _share(rates: Sequence[float]) -> float:
-    """What is left together of what was made alone."""
+    """The rate together divided by the rate alone."""
     alone, together = rates
     return together / alone if alone else math.nan
 
@@ -132,9 +131,9 @@ def _print(
 
 
 def free_pace_s(works: Runtime) -> float:
-    """The shortest time per token that lets pictures keep their full width, by the cost curves.
+    """The shortest time per token at which images keep their full batch width, by the cost curves.
 
-    That is one UNet forward of all pictures in flight and one forward of all answers, twice over: curves tell means.
+    That is twice the sum of one UNet forward of all images in flight and one forward of all texts: curves give means.
     """
     assert works.texts is not None
     native = works.images.model.native

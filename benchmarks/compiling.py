@@ -23,9 +23,9 @@ class CompileError(RuntimeError):
 
 
 def ahead(function: Callable[..., None], *arguments: Any, limit_s: float = LIMIT_S) -> None:
-    """Run `function(*arguments)` in a process of its own, all of which are pickled.
+    """Run `function(*arguments)` in a separate process; function and arguments are pickled.
 
-    After `limit_s` seconds the process and all that it started are killed. Raises `CompileError`, also for what the
+    After `limit_s` seconds the process and its children are killed. Raises `CompileError`, also for what the
     function raises.
     """
     context = multiprocessing.get_context("spawn")

@@ -1,13 +1,13 @@
-"""`make figures` writes every measured figure of README.md and docs/ from the JSON files under benchmarks/.
+"""Writes the measured figures of README.md and docs/ from the JSON files under benchmarks/ (`make figures`).
 
-A page marks where figures go, in comments that render as nothing:
+Pages contain marks, in HTML comments, for:
 
     <!-- figures: ladder --> … <!-- end -->                      a table of `benchmarks.tables`
     <!-- figures: serve h200/serve --> … <!-- end -->            the same table of another file
-    <!-- figures: source h200/engine --> … <!-- end -->          only where a file's figures come from
+    <!-- figures: source h200/engine --> … <!-- end -->          only the provenance of a file
     <!-- = serve | p99_s | .2f -->15.22<!-- / -->                one figure: file, keys, format; `1000*.0f` scales it
 
-Below each table stands what its files' provenance says, and which of the measured parts of the tree have changed since.
+Below each table follow its files' provenance and the measured parts of the tree that have changed since.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SOURCE = "source"
 
 
 class FigureError(ValueError):
-    """A mark that cannot be filled. The message names the mark and what is wrong with it."""
+    """A mark is invalid. The message names the mark and the error."""
 
 
 class Plot(NamedTuple):
-    """A drawing in docs/ and what it is drawn from."""
+    """A plot in docs/ and the result that it shows."""
 
     file: str
     draw: Callable[[dict[str, Any]], str]
@@ -66,7 +66,7 @@ class Results:
 
     @functools.cache  # noqa: B019 - lives as long as the command
     def __call__(self, name: str) -> dict[str, Any] | None:
-        """None where nothing was measured yet."""
+        """None if there is no measurement yet."""
         path = self.path(name)
         if not path.is_file():
             return None
@@ -75,23 +75,23 @@ class Results:
 
 
 def fill(page: str, results: Results) -> str:
-    """The page with every mark filled anew. Raises `FigureError`."""
+    """The page with every mark filled from the results. Raises `FigureError`."""
     page = BLOCK.sub(lambda mark: f"{mark[1]}{_block(mark[2], results)}\n{mark[4]}", page)
     return INLINE.sub(lambda mark: f"{mark[1]}{_figure(mark[2], results)}{mark[4]}", page)
 
 
 def cited(page: str) -> set[str]:
-    """Names of the files that a page's tables and sources are filled from."""
+    """Names of the files that a page's tables and sources use."""
     return {name for mark in BLOCK.finditer(page) for name in _files(mark[2])[1]}
 
 
 def cited_inline(page: str) -> set[str]:
-    """Names of the files that single figures in a page's text are from."""
+    """Names of the files that inline figures of a page use."""
     return {mark[2].split("|")[0].strip() for mark in INLINE.finditer(page)}
 
 
 def _files(mark: str) -> tuple[str, tuple[str, ...]]:
-    """What a block is, and the files that it is filled from."""
+    """The kind of a block, and the names of its files."""
     kind, *named = mark.split()
     if kind == SOURCE and named:
         return kind, tuple(named)
@@ -130,7 +130,7 @@ def _figure(mark: str, results: Results) -> str:
 
 
 def sources(names: tuple[str, ...], results: Results) -> list[str]:
-    """One line for each file: commit, date, machine, command, and what has changed since."""
+    """One line per file: commit, date, machine, command, and changes since."""
     lines = []
     for name in names:
         found = results(name)
@@ -175,7 +175,7 @@ def _now(room: str) -> str:
 
 
 def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:
-    """Every file that figures are written into, and what it should hold. Raises `FigureError`."""
+    """Yields every file that contains figures, with its up-to-date content. Raises `FigureError`."""
     results = Results(root)
     for name in PAGES:
         try:

@@ -1,6 +1,6 @@
-"""The ladder: images per second of one model, one optimization per rung, all measured in one run.
+"""Measures images per second of one model with one more optimization per rung, all in one run.
 
-Measures only speed: `evaluation.variants` measures what a rung costs in quality.
+It measures only speed; `evaluation.variants` measures quality.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Draw = Callable[[Sequence[tuple[str, int]]], None]
 
 
 class LeftOut(RuntimeError):
-    """A rung that cannot be measured here. The message says why."""
+    """A rung cannot be measured here. The message has the reason."""
 
 
 def run(
@@ -56,9 +56,9 @@ def run(
     rungs: Sequence[str] = RUNGS,
     compile_limit_s: float = compiling.LIMIT_S,
 ) -> dict[str, Any]:
-    """Measure the rungs in turns of `_ROUND` pictures, at least `pictures` of each; report the median turn.
+    """Measure the rungs in turns of `_ROUND` images, at least `pictures` of each; report the median turn.
 
-    A rung's first turn follows when it is ready, before the next one is prepared; the others alternate. A rung that
+    A rung runs its first turn before the next rung is prepared; later turns alternate. A rung that
     cannot run here, or that torch.compile does not compile within `compile_limit_s`, is left out, with the reason.
     """
     unknown = [name for name in rungs if name not in RUNGS]
@@ -106,7 +106,7 @@ def run(
 def _rows(
     settings: Settings, steps: int, measured: Mapping[str, tuple[float, float, float]], memory: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The rungs as they are recorded, which are also printed."""
+    """The rungs as recorded and printed."""
     first = next(iter(measured.values()))
     rows: list[dict[str, Any]] = [
         {
@@ -135,7 +135,7 @@ def _in_batches(draw: Draw, jobs: Sequence[tuple[str, int]], size: int) -> None:
 
 
 class Turns:
-    """Turns of `_ROUND` pictures of each rung, so many in all; every rate is printed when it is known."""
+    """Runs turns of `_ROUND` images of each rung, and prints each rate."""
 
     def __init__(self, count: int) -> None:
         from rich.console import Console
@@ -155,7 +155,7 @@ class Turns:
         self._take(name)
 
     def finish(self, order: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-        """The other turns, the rungs in turn; (median, lowest, highest) pictures per second, by rung in this order."""
+        """Run the remaining turns, alternating; returns each rung's (median, lowest, highest) images per second."""
         for _ in range(1, self._count):
             for name in order:
                 self._take(name)
@@ -207,7 +207,7 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
 
 
 def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile_limit_s: float) -> Runtime:
-    """The engine of a rung, its costs measured. Raises `LeftOut` where there is none such."""
+    """The engine of a rung, with measured costs. Raises `LeftOut` if it cannot run here."""
     from core.graphs import compiler
     from workers.build import build
 
@@ -232,7 +232,7 @@ def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile
 
 
 def _compile(settings: Settings) -> None:
-    """Compile what the settings' engine asks for into Inductor's cache."""
+    """Compile the executables of the settings' engine into Inductor's cache."""
     from workers.build import build
 
     with build(settings) as works:

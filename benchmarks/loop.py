@@ -1,4 +1,4 @@
-"""A closed loop: a fixed number of requests in flight, each followed by the next, and its throughput."""
+"""Runs a closed loop, with a fixed number of requests in flight, and measures its throughput."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core.batching.request import Outcome, Request
 
 @dataclass
 class Loop:
-    """Keeps so many requests in flight while it is open, and notes what they came to, while `counts`."""
+    """Keeps that many requests in flight while it is open, and records their results while `counts` is set."""
 
     engine: Engine
     make: Callable[[int], Request]
@@ -43,7 +43,7 @@ class Loop:
             self._passed.acquire()
 
     def close(self) -> None:
-        """Begin no more, and wait for what is under way."""
+        """Start no more requests, and wait for those in flight."""
         self._open = False
         for _ in range(self.in_flight):
             self._left.acquire()

@@ -1,4 +1,4 @@
-"""A UNet in OpenVINO: converted, quantized by NNCF, and run under every setting that may suit a processor.
+"""Converts a UNet to OpenVINO, quantizes it with NNCF, and runs it under every useful performance setting.
 
 OpenVINO and NNCF are imported on first use, and by no other file.
 """
@@ -22,7 +22,7 @@ Arrays = list[npt.NDArray[np.float32]]
 
 
 class _Positional(nn.Module):
-    """A UNet with nothing but tensors for arguments, in the order of `_arguments`."""
+    """A UNet with only positional tensor arguments, in the order of `_arguments`."""
 
     def __init__(self, unet: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def settings(
 
 
 def _requests(core: Any, model: Any, inputs: UNetInputs, given: dict[str, Any]) -> int:
-    """How many requests at once OpenVINO advises, brought down to what divides the rows."""
+    """The number of concurrent requests that OpenVINO recommends, reduced to a divisor of the rows."""
     rows = inputs.sample.shape[0]
     advised = _compile(core, model, inputs, given).get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")
     return max(count for count in range(1, min(int(advised), rows) + 1) if rows % count == 0)
@@ -121,7 +121,7 @@ def _arguments(inputs: UNetInputs) -> list[Tensor]:
 
 
 def _arrays(inputs: UNetInputs, index: int = 0, parts: int = 1) -> Arrays:
-    """One of so many equal parts of the rows."""
+    """One of that many equal parts of the rows."""
     rows = inputs.sample.shape[0] // parts
     return [tensor[index * rows : (index + 1) * rows].numpy() for tensor in _arguments(inputs)]
 

@@ -1,6 +1,6 @@
-"""One UNet forward compared: stock diffusers, torch.compile, OpenVINO, and our own kernels.
+"""Compares one UNet forward on stock diffusers, torch.compile, OpenVINO, and the native kernels.
 
-All read the same rows, which are at different steps as in step-level batching, and both INT8 models were calibrated on
+All use the same rows, which are at different steps as in step-level batching, and both INT8 models are calibrated on
 the same forwards.
 """
 
@@ -57,12 +57,12 @@ Bind = Callable[[UNetInputs], Mapping[str, Forward]]
 
 
 class Missing(RuntimeError):
-    """A contender that cannot take part here. The message says why."""
+    """A contender cannot run here. The message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """What contenders are made from: the stock model, and calibration as forwards and as ranges."""
+    """The inputs of contenders: the stock model, and calibration data as forwards and as ranges."""
 
     settings: Settings
     model: ImageModel
@@ -72,7 +72,7 @@ class Stage:
 
 
 class Measured(NamedTuple):
-    """A contender at one number of rows: milliseconds under its best setting, and under each."""
+    """A contender's milliseconds at one number of rows: under its best setting, and under each."""
 
     best: str
     ms: Mapping[str, tuple[float, float, float]]  # median, lower and upper quartile
@@ -98,7 +98,7 @@ def run(
 ) -> dict[str, Any]:
     """Time `forwards` forwards of each contender in turn, at `rows` rows and at two.
 
-    `steps` and `pictures` are other benchmarks' and unused. A contender that cannot take part, or that torch.compile
+    `steps` and `pictures` are unused options of other benchmarks. A contender that cannot run, or that torch.compile
     does not compile within `compile_limit_s`, is left out by name.
     """
     if settings.device.startswith("cuda"):
@@ -233,7 +233,7 @@ CONTENDERS: dict[str, Callable[[Stage], Bind]] = {
 
 
 def _set(settings: Settings) -> tuple[Stage, list[UNetInputs]]:
-    """The stage, and the forwards of drawings that calibration has not seen."""
+    """The stage, and forwards of generations outside the calibration set."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     model = load(settings.model_name, precision="fp32", device="cpu", variant=settings.variant)
@@ -257,7 +257,7 @@ def _set(settings: Settings) -> tuple[Stage, list[UNetInputs]]:
 
 
 def _listen(unet: Any, heard: list[UNetInputs]) -> Callable[..., Any]:
-    """The UNet, which also writes down what it is given."""
+    """The UNet, which also records its inputs."""
 
     def forward(sample: Tensor, timestep: Tensor, **given: Any) -> Any:
         added = given["added_cond_kwargs"]
@@ -269,7 +269,7 @@ def _listen(unet: Any, heard: list[UNetInputs]) -> Callable[..., Any]:
 
 
 def _mixed(forwards: Sequence[UNetInputs], rows: int) -> UNetInputs:
-    """Two rows of each of rows / 2 drawings, each at a step of its own."""
+    """Two rows of each of rows / 2 generations, each at a different step."""
     pairs = rows // 2
     chosen = [(forwards[(2 * i + 1) * len(forwards) // rows], 2 * i) for i in range(pairs)]
 
@@ -286,7 +286,7 @@ def _mixed(forwards: Sequence[UNetInputs], rows: int) -> UNetInputs:
 def _compare(
     settings: Settings, rows: int, forwards: int, compile_limit_s: float = compiling.LIMIT_S
 ) -> tuple[dict[int, Race], dict[str, str], float]:
-    """What was measured, by rows; who was left out, and why; and the milliseconds of packing keys once a picture."""
+    """Measurements by rows, contenders that were left out, with reasons, and the time of packing keys in ms."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -336,7 +336,7 @@ def _race(contenders: Mapping[str, Mapping[str, Forward]], forwards: int) -> Rac
 
 
 def _timed(forward: Callable[[], Any]) -> float:
-    """Seconds of a forward that finds its own weights in the caches, as it does where a model is served."""
+    """Seconds of a forward with its weights in the caches, as in serving."""
     time.sleep(_REST_S)
     forward()
     started = time.perf_counter()

@@ -11,7 +11,7 @@ _INTERVALS = (2, 3, 5)
 
 
 def alphas(result: dict[str, Any]) -> str:
-    """Quality of INT8 by SmoothQuant's alpha; plain INT8 stands at the left as a line."""
+    """Quality of INT8 by SmoothQuant's alpha, with plain INT8 as a horizontal line."""
     variants = result["variants"]
     found = {alpha: variants[name] for alpha, name in _ALPHAS.items() if name in variants}
     plain = found.pop(0.0)["psnr_db"]
@@ -23,12 +23,12 @@ def alphas(result: dict[str, Any]) -> str:
         ],
         "INT8 against fp32, by SmoothQuant's alpha",
         "alpha",
-        "PSNR, dB (median picture)",
+        "PSNR, dB (median image)",
     )
 
 
 def intervals(result: dict[str, Any]) -> str:
-    """The captions' score against the share of steps that are deep, for each way of caching."""
+    """CLIP score by DeepCache interval, for each caching method."""
     variants = result["variants"]
     kinds = {
         "fp32, block": "fp32-block{}",
@@ -44,4 +44,4 @@ def intervals(result: dict[str, Any]) -> str:
         dots = [(1.0, 100 * start["clip_ratio"][0])]
         dots += [(float(n), 100 * variants[name.format(n)]["clip_ratio"][0]) for n in _INTERVALS]
         lines.append(Line(label, dots, series, dashed=not label.startswith("fp32")))
-    return draw(lines, "Captions' score by DeepCache's interval", "interval", "emoji-clip score, % of fp32's")
+    return draw(lines, "CLIP score by DeepCache interval", "interval", "emoji-clip score, % of fp32's")

@@ -1,8 +1,8 @@
-"""Provenance of a measurement: the commit, a digest of each measured part of the tree, the machine and the command.
+"""Collects a measurement's provenance: commit, digests of the measured parts of the tree, machine and command.
 
-Every JSON file of figures holds it under `provenance`, so that a reader can tell which code was measured, and the tests
-of the docs can tell whether that code is still the one at hand. `python -m benchmarks.provenance` prints the commit of
-this tree, for `DIPTYCH_COMMIT` on a machine that gets a copy of the tree without its `.git`.
+Every result file contains it under `provenance`: it identifies the measured code, and the docs list the parts that have
+changed since. `python -m benchmarks.provenance` prints the commit of this tree, for `DIPTYCH_COMMIT` on a machine that
+has a copy of the tree without its `.git`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "unet_opt", "pi
 GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "llm")
 SERVICE = (*IMAGES, "contract", "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
 
-# Rooms that files of figures name as they were called when these were measured, and what they are called now.
+# Renamed files and folders: the name in result files and the current name.
 MOVED = {"core/schedule.py": "contract/plan.py", "pipeline/parameters.py": "contract/image.py"}
 
 COMMIT_VARIABLE = "DIPTYCH_COMMIT"
@@ -45,7 +45,7 @@ _BEGUN_S = time.time()
 
 
 def provenance(rooms: Sequence[str] = IMAGES, command: str | None = None) -> dict[str, Any]:
-    """What is known of the measurement that this process has made. `rooms` are files and folders below `ROOT`."""
+    """The provenance of this process's measurement. `rooms` are the measured files and folders below `ROOT`."""
     found = commit()
     if found is not None and not found.endswith(DIRTY) and _changed_meanwhile(rooms):
         found += DIRTY
@@ -59,7 +59,7 @@ def provenance(rooms: Sequence[str] = IMAGES, command: str | None = None) -> dic
 
 
 def machine() -> dict[str, Any]:
-    """Processor, GPU, memory, load and versions of what figures depend on."""
+    """Processor, GPU, memory, load and package versions."""
     import torch
 
     found: dict[str, Any] = {
@@ -83,9 +83,9 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """What `DIPTYCH_COMMIT` says, else what is checked out, with "-dirty" where source files differ from it; or None.
+    """`DIPTYCH_COMMIT`, or the checked out commit, with "-dirty" if source files differ from it; or None.
 
-    Outputs of benchmarks, docs and tests are no source files: a benchmark does not spoil the next one's commit.
+    Outputs of benchmarks, docs and tests are not source files: a benchmark's output does not make the next one dirty.
     """
     if named := os.environ.get(COMMIT_VARIABLE):
         return named
@@ -118,7 +118,7 @@ def is_source(path: str) -> bool:
 
 
 def files(room: str) -> dict[str, str]:
-    """Source files of a file or folder of the tree, with the ids that git gives to their contents.
+    """Source files of a file or folder of the tree, with the git object ids of their contents.
 
     Empty where there is no such file or folder any more.
     """
@@ -142,7 +142,7 @@ def digest(blobs: Mapping[str, str]) -> str:
 
 
 def differing(commit: str, rooms: Mapping[str, str]) -> list[str]:
-    """Which of the recorded rooms are not those of the commit: what was measured was another tree."""
+    """The recorded files and folders that differ from the commit: the measured tree was not that of the commit."""
     return sorted(room for room, was in rooms.items() if digest(files_at(commit, room)) != was)
 
 
@@ -152,7 +152,7 @@ def _blob(path: Path) -> str:
 
 
 def _changed_meanwhile(rooms: Iterable[str]) -> bool:
-    """Whether a file was written after this process began: then it may not have run what it would record."""
+    """Whether a file was written after this process began, so that it may differ from the measured code."""
     return any((ROOT / name).stat().st_mtime > _BEGUN_S for room in rooms for name in files(room))
 
 
@@ -160,7 +160,7 @@ def _changed_meanwhile(rooms: Iterable[str]) -> bool:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command as a user types it, without options that say where files go and without this machine's folders."""
+    """The command as typed, without output options and local folders."""
     program = Path(arguments[0]).resolve()
     if program.name in ("diptych", "__main__.py") and program.parent.name in ("bin", "cli"):
         words = ["diptych"]

@@ -1,6 +1,4 @@
-"""Shared by all benchmarks: a lock for one at a time per machine, a table for people, a JSON file with its
-provenance.
-"""
+"""Shared by all benchmarks: a lock per machine, printed tables, and JSON files with provenance."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class BenchError(RuntimeError):
-    """A benchmark that cannot run, and why."""
+    """A benchmark cannot run. The message has the reason."""
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Hold the machine: a second benchmark waits for the first one instead of spoiling both."""
+    """Lock the machine: a second benchmark waits for the first one, so that they do not disturb each other."""
     from filelock import FileLock, Timeout
     from rich.console import Console
 
@@ -47,7 +45,7 @@ def resident_mib() -> float:
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table for people, numbers to the right, on stdout."""
+    """Print a table with right-aligned numbers on stdout."""
     from rich.console import Console
     from rich.table import Table
 
@@ -73,7 +71,7 @@ def write(
 ) -> dict[str, Any]:
     """Store the result with its provenance as `name`.json, and return both.
 
-    `rooms` are the files and folders whose code decides the figures. Where the tree has uncommitted changes the file
+    `rooms` are the measured files and folders. Where the tree has uncommitted changes the file
     says so, and stderr too: docs cannot cite it.
     """
     about = provenance.provenance(rooms)
@@ -93,7 +91,7 @@ def _warn(name: str, commit: str | None) -> None:
 
 
 def writable(folder: Path) -> Path:
-    """The folder, made where it is missing. Raises `BenchError` where nothing can be written into it."""
+    """The folder, created if it is missing. Raises `BenchError` if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

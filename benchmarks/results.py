@@ -1,6 +1,6 @@
-"""`make results`: runs the benchmarks that the docs cite, one after the other, and writes their figures into the docs.
+"""Runs the benchmarks that the docs cite, one after the other, and updates the docs (`make results`).
 
-Each stores its JSON file with its provenance by itself; this lists their options.
+Each benchmark stores its own JSON file with provenance; this module lists their options.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def quality(data: Path, work: Path, names: list[str]) -> None:
-    """Draw every caption in a few ways and some captions in every way, and score them; resumes."""
+    """Generate and score all captions with a few variants and some captions with all variants; resumes."""
     from pipeline.load import load
     from pipeline.prompts import read
     from pipeline.quantized import watch
@@ -101,13 +101,13 @@ def quality(data: Path, work: Path, names: list[str]) -> None:
 
 
 def _measured(name: str) -> bool:
-    """Run one benchmark, which prints as it goes; whether it ended well."""
+    """Run one benchmark, which prints its progress; returns whether it succeeded."""
     print(f"== {name}: python {' '.join(RUNS[name])}", file=sys.stderr, flush=True)
     return subprocess.run([sys.executable, *RUNS[name]], cwd=_ROOT, check=False).returncode == 0
 
 
 def _run(*arguments: str) -> str:
-    """Run Python with these arguments, and return what it writes to stdout. Ends this program where it fails."""
+    """Run Python with these arguments, and return its stdout. Exits if it fails."""
     done = subprocess.run([sys.executable, *arguments], cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"python {' '.join(arguments)}: failed with exit code {done.returncode}")

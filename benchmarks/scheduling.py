@@ -1,8 +1,8 @@
-"""Cost of a scheduling decision with many waiting requests: `python -m benchmarks.scheduling`.
+"""Measures the cost of a scheduling decision with many waiting requests: `python -m benchmarks.scheduling`.
 
-Uses an image runner that computes nothing, with 32 slots, batches of up to 16 rows and an affine cost curve; every
-request that ends is replaced at once. An iteration is `schedule`, `finish` and `take_ended`, on one core, without lane
-threads or devices.
+Uses an image runner without computation, with 32 slots, batches of up to 16 rows and an affine cost curve; every
+request that ends is replaced immediately. An iteration is `schedule`, `finish` and `take_ended`, on one core, without
+lane threads or devices.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class NullRunner:
 
 
 def measure(waiting: int) -> dict[str, float]:
-    """Milliseconds an iteration with so many requests waiting: median, mean, 99th percentile and the longest."""
+    """Milliseconds per iteration with that many waiting requests: median, mean, 99th percentile and maximum."""
     rng = random.Random(waiting)
     runner = NullRunner()
     scheduler = Scheduler([runner])

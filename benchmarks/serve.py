@@ -1,7 +1,7 @@
-"""Load test of the whole service as its clients see it: `diptych serve` on the embedded model, through HTTP.
+"""Runs a load test of the whole service through HTTP: `diptych serve` with the embedded model.
 
-First a closed loop finds its capacity, then Poisson arrivals come at 70% of that, together with health checks and
-requests that must be rejected; then flood.py submits far more than it can run.
+A closed loop measures capacity; then Poisson arrivals come at 70% of it, together with health checks and
+requests that must be rejected; then flood.py submits far more jobs than the service can run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HEALTH_EVERY_S, _REFUSED_EVERY_S = 0.2, 1.0
 
 @dataclass
 class _Answer:
-    """One picture as a client saw it. Times are seconds, on this machine's clock where they are moments."""
+    """One image from a client's view. Times are in seconds, points in time on this machine's clock."""
 
     id: str
     sent: float
@@ -53,14 +53,14 @@ class _Answer:
 
 @dataclass
 class _Probes:
-    """How long the service took to answer what costs nothing, while it drew."""
+    """Latencies of cheap requests while the service generates images."""
 
     healthz_s: list[float] = field(default_factory=list)
     rejected_s: list[float] = field(default_factory=list)
 
 
 def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) -> dict[str, Any]:
-    """Start the service, find its capacity, play `pictures` Poisson arrivals to it, and stop it."""
+    """Start the service, measure its capacity, run `pictures` Poisson arrivals, and stop it."""
     if pictures < 1:
         raise record.BenchError("--pictures: must be at least 1")
     try:
@@ -102,7 +102,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
 
 @contextlib.contextmanager
 def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Keyring, ChildProcess]]:
-    """`diptych serve` on a Redis and a data folder of its own: its URL, where its jobs and its keys are, and itself."""
+    """Context: `diptych serve` with its own Redis and data folder; its URL, job store, keys and process."""
     from core.jobs.keyring import Keyring
     from core.jobs.store import JobStore
 
@@ -144,7 +144,7 @@ def _flooded(url: str, store: JobStore, keyring: Keyring, serve: ChildProcess, s
 
 
 def _drawn_by(url: str) -> dict[str, Any]:
-    """The precision and DeepCache schedule that the service's worker has chosen, as it announces them."""
+    """The worker's precision and DeepCache plan, from its model card."""
     import httpx2
 
     cards = [model["diptych"] for model in httpx2.get(f"{url}/v1/models", trust_env=False).json()["data"]]
@@ -153,7 +153,7 @@ def _drawn_by(url: str) -> dict[str, Any]:
 
 
 def _part(serve: ChildProcess, name: str) -> int:
-    """The process id of a part of the service."""
+    """The process id of one of the service's processes."""
     import psutil
 
     for process in psutil.Process(serve.pid).children(recursive=True):
@@ -240,9 +240,9 @@ async def _measure(url: str, store: JobStore, serve: ChildProcess, steps: int, p
 
 
 async def _closed_loop(client: httpx2.AsyncClient, steps: int, pictures: int) -> float:
-    """Pictures per second while every client asks for the next as soon as it has one.
+    """Images per second with clients that request the next image as soon as they have one.
 
-    Counted from the first answer after all have one under way to the last before they stop asking.
+    Counted from the first answer after all clients have a request in flight to the last before they stop.
     """
     left, moments = pictures + 2 * _CLIENTS, list[float]()
 
@@ -273,7 +273,7 @@ async def _play(client: httpx2.AsyncClient, trace: Sequence[float], steps: int) 
 
 
 async def _draw(client: httpx2.AsyncClient, seed: int, steps: int) -> str:
-    """One picture at the model's own size; returns its job's id."""
+    """Request one image at the model's native size; returns its job's id."""
     body = {"prompt": f"{seed}: a small red boat on a lake", "seed": seed, "steps": steps}
     response = await client.post("/v1/images/generations", json=body)
     if response.status_code != 200:
@@ -293,7 +293,7 @@ async def _refused(client: httpx2.AsyncClient, steps: int) -> None:
 
 
 async def _settled(serve: ChildProcess) -> None:
-    """Wait until the worker, whom nobody asks for anything, is idle: it compiles no more."""
+    """Wait until the worker, which has no jobs, is idle and has finished compiling."""
     import psutil
 
     workers = [part for part in psutil.Process(serve.pid).children() if part.cmdline()[-1:] == ["worker"]]
@@ -320,7 +320,7 @@ def _busy_s(processes: Sequence[Any]) -> float:
 
 
 def _overhead(store: JobStore, answers: Sequence[_Answer]) -> dict[str, Any]:
-    """What the way to the engine and back costs: latency less the engine's own seconds, and where it goes."""
+    """Latency outside the engine, and its breakdown."""
     whole, accept, claim, end, answer = (list[float]() for _ in range(5))
     for one in answers:
         job = store.get(one.id)

@@ -9,7 +9,7 @@ from benchmarks import simulate
 
 Result = dict[str, Any]
 NONE = "–"
-CLIP_GATE, CACHED_CLIP_GATE = 0.002, 0.005  # `diptych evaluate compare`: how far the captions' score may move
+CLIP_GATE, CACHED_CLIP_GATE = 0.002, 0.005  # as in `diptych evaluate compare`: maximum change of the CLIP score
 
 
 class Table(NamedTuple):
@@ -32,7 +32,7 @@ def ladder(found: Result) -> list[str]:
         )
         for rung in found["rungs"]
     ]  # fmt: skip
-    return markdown(("rung", "pictures/s, median turn", "speedup", "slowest to fastest turn"), rows)
+    return markdown(("configuration", "images/s, median turn", "speedup", "slowest to fastest turn"), rows)
 
 
 def quality(found: Result) -> list[str]:
@@ -45,23 +45,23 @@ def quality(found: Result) -> list[str]:
                 f"{one['clip'][0]:.2f}", f"{ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%})", psnr(one["psnr_db"]),
             )
         )  # fmt: skip
-    table = markdown(("drawn as", "FID", "above fp32's", "score", "of fp32's", "PSNR"), rows)
-    return [*table, "", f"FID between the two halves of the real pictures: {found['halves_fid']:.5f}."]
+    table = markdown(("variant", "FID", "FID above fp32", "CLIP score", "relative to fp32", "PSNR"), rows)
+    return [*table, "", f"FID between the two halves of the real images: {found['halves_fid']:.5f}."]
 
 
 def sweep(found: Result) -> list[str]:
-    """Of few captions a FID says little, so there is none."""
+    """Without FID, which is not meaningful for few captions."""
     rows = []
     for name, one in found["variants"].items():
         ratio = one["clip_ratio"]
         rows.append(
             (name, f"{ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%})", gate(name, ratio), psnr(one["psnr_db"]))
         )
-    return markdown((f"{found['captions']} captions", "score, of fp32's", "score's gate", "PSNR"), rows)
+    return markdown((f"{found['captions']} captions", "CLIP score relative to fp32", "gate", "PSNR"), rows)
 
 
 def gate(name: str, ratio: Sequence[float]) -> str:
-    """Whether a variant's score, as a share of fp32's with its interval, keeps what `diptych evaluate` asks for."""
+    """The verdict of `diptych evaluate` on a variant's CLIP score relative to fp32, with its interval."""
     if name == "fp32":
         return NONE
     cached = any(word in name for word in ("block", "resnet", "auto", "published"))
@@ -73,8 +73,8 @@ def gate(name: str, ratio: Sequence[float]) -> str:
 
 def arrivals(found: Result) -> list[str]:
     names = {
-        "engine": "step-level, the engine", "window_free": "request-level, what waits",
-        "window_3s": "request-level, 3 s window", "diffusers": "stock diffusers, what waits",
+        "engine": "step-level", "window_free": "request-level, no window",
+        "window_3s": "request-level, 3 s window", "diffusers": "stock diffusers, no window",
     }  # fmt: skip
     engine = found["engine"]
     rows = [
@@ -86,13 +86,13 @@ def arrivals(found: Result) -> list[str]:
         if name in found
     ]  # fmt: skip
     said = (
-        f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of what full static "
-        f"batches reach; {found['model']}, {found['precision']}, DeepCache {found['deepcache'] or 'off'}. With a full "
-        f"queue the engine draws {found['saturated_per_s']:.2f}/s, {found['saturated_ratio']:.2f}× of full static "
-        f"batches' {found['capacity_per_s']:.2f}/s; stock diffusers in such batches draws "
-        f"{found['diffusers_capacity_per_s']:.2f}/s."
+        f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of the throughput "
+        f"of full static batches; {found['model']}, {found['precision']}, DeepCache {found['deepcache'] or 'off'}. "
+        f"With a full queue step-level batching reaches {found['saturated_per_s']:.2f}/s, "
+        f"{found['saturated_ratio']:.2f}× the {found['capacity_per_s']:.2f}/s of full static batches; stock diffusers "
+        f"reaches {found['diffusers_capacity_per_s']:.2f}/s in such batches."
     )
-    header = ("batching", "mean", "p50", "p99", "engine's p50 against it", "engine's p99 against it")
+    header = ("batching", "mean", "p50", "p99", "step-level p50 / this p50", "step-level p99 / this p99")
     return [*markdown(header, rows), "", said]
 
 
@@ -101,17 +101,18 @@ def serve(found: Result) -> list[str]:
         return [f"{1000 * found[key]:.0f} ms" if key else NONE for key in keys]
 
     rows = [
-        ("a picture", f"{found['p50_s']:.2f} s", f"{found['p99_s']:.2f} s"),
+        ("latency of an image", f"{found['p50_s']:.2f} s", f"{found['p99_s']:.2f} s"),
         ("of it outside the engine", *ms("overhead_s", "overhead_p99_s")),
         ("`/healthz`", *ms("healthz_p50_s", "healthz_p99_s")),
-        ("a refused request", *ms("rejected_p50_s", "rejected_p99_s")),
-        (f"a submission, at {found['submitted_per_s']:.0f}/s", *ms("submit_p50_s", "submit_p99_s")),
-        ("`/healthz` meanwhile", *ms("", "flood_healthz_p99_s")),
+        ("a rejected request", *ms("rejected_p50_s", "rejected_p99_s")),
+        (f"creating a job, at {found['submitted_per_s']:.0f}/s", *ms("submit_p50_s", "submit_p99_s")),
+        ("`/healthz` at that load", *ms("", "flood_healthz_p99_s")),
     ]
     said = (
         f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of the "
-        f"{found['capacity_per_s']:.2f}/s that {found['clients']} clients got; {found['images_per_s']:.2f} pictures/s "
-        f"were drawn. {found['model']}, {found.get('precision', 'precision not recorded')}, {found['steps']} steps."
+        f"{found['capacity_per_s']:.2f}/s of {found['clients']} closed-loop clients; throughput "
+        f"{found['images_per_s']:.2f} images/s. {found['model']}, {found.get('precision', 'precision not recorded')}, "
+        f"{found['steps']} steps."
     )
     return [*markdown(("through HTTP, Redis and Celery", "median", "p99"), rows), "", said]
 
@@ -126,7 +127,7 @@ def peers(found: Result) -> list[str]:
     left_out = [f"Left out: `{name}` ({why})." for name, why in found["left_out"].items()]
     said = f"Error: norm of the difference from diffusers' fp32, over that of its output. {found['forwards']} forwards."
     return [
-        *markdown(("contender", f"{found['rows']} rows", "2 rows", "error"), rows), "", " ".join([said, *left_out]),
+        *markdown(("runtime", f"{found['rows']} rows", "2 rows", "error"), rows), "", " ".join([said, *left_out]),
     ]  # fmt: skip
 
 
@@ -145,19 +146,19 @@ def text(*found: Result) -> list[str]:
         "transformers-generate_batch": "transformers `generate_batch`",
         "diptych": "Diptych, fp32",
         "diptych-int8": "Diptych, INT8",
-        "diptych-speculative": "Diptych, fp32, with guesses",
+        "diptych-speculative": "Diptych, fp32, speculative decoding",
     }
     rows = [
         (label.format(**found[0]), *(_rate(one["tokens_per_s"].get(name)) for one in found))
         for name, label in names.items()
         if any(name in one["tokens_per_s"] for one in found)
     ]
-    rows.append(("guesses' draft; share accepted", *(f"{one['draft']}; {one['acceptance']:.0%}" for one in found)))
-    rows.append(("guesses against none (computed)", *(_guesses(one["tokens_per_s"]) for one in found)))
+    rows.append(("draft; acceptance rate", *(f"{one['draft']}; {one['acceptance']:.0%}" for one in found)))
+    rows.append(("speedup of speculative decoding (computed)", *(_speculative(one["tokens_per_s"]) for one in found)))
     return markdown(("tokens/s", *(f"`{one['model']}`, {one['requests']} requests" for one in found)), rows)
 
 
-def _guesses(rates: dict[str, float]) -> str:
+def _speculative(rates: dict[str, float]) -> str:
     both = rates.get("diptych-speculative"), rates.get("diptych")
     return f"{both[0] / both[1]:.2f}×" if both[0] and both[1] else NONE
 
@@ -170,20 +171,20 @@ def cohost(found: Result) -> list[str]:
     images, tokens, goal = found["images_per_s"], found["tokens_per_s"], found["objectives"]
     rows = [
         (
-            "pictures/s", f"{images['alone']:.2f}", f"{images['together']:.2f}", f"{found['image_share']:.2f}",
-            f"{found['image_p99_s']:.2f} s a picture",
+            "images/s", f"{images['alone']:.2f}", f"{images['together']:.2f}", f"{found['image_share']:.2f}",
+            f"{found['image_p99_s']:.2f} s per image",
         ),
         (
             "tokens/s", f"{tokens['alone']:.0f}", f"{tokens['together']:.0f}", f"{found['text_share']:.2f}",
-            f"{found['tpot_p99_s']:.2f} s a token",
+            f"{found['tpot_p99_s']:.2f} s per token",
         ),
     ]  # fmt: skip
     flying = found["in_flight"]
     said = (
         f"{found['model']}, {found['steps']} steps, {flying['image']} in flight, and "
-        f"{found['text_model']}, {flying['text']} in flight. Text kept a pace of {goal['tpot_s']:.2f} s a token (set: "
-        f"{goal['tpot_set_s']:.2f}; what the cost curves call free: {goal['tpot_free_s']:.2f}). The shares add up to "
-        f"{found['sum']:.2f}; taking turns makes one, and more than that is noise of the machine."
+        f"{found['text_model']}, {flying['text']} in flight. Target: {goal['tpot_s']:.2f} s per token (configured: "
+        f"{goal['tpot_set_s']:.2f}; from the cost curves: {goal['tpot_free_s']:.2f}). The shares add up to "
+        f"{found['sum']:.2f}; time slicing gives one, and more is noise of the machine."
     )
     return [*markdown(("", "alone", "together", "share", "p99 together"), rows), "", said]
 
@@ -200,15 +201,15 @@ def chaos(found: Result) -> list[str]:
     header = ("scenario", "runs", "jobs", "lost", "finished twice", "longest recovery", "at most")
     said = (
         f"Lease {found['lease_s']:g} s, {found['workers']} workers. Recovery is the time from the fault until the last "
-        "job that it touched went on."
+        "affected job continued."
     )
     return [*markdown(header, rows), "", said]
 
 
 def neighbours(found: Result) -> list[str]:
     beside = {
-        "alone": "alone", "burner": "a process that computes", "peer": "a tenant that does the same",
-        "beside": "a tenant at its worst",
+        "alone": "alone", "burner": "a CPU-bound process", "peer": "a tenant with the same requests",
+        "beside": "the worst-case tenant",
     }  # fmt: skip
     rows = []
     for name, said in beside.items():
@@ -217,8 +218,8 @@ def neighbours(found: Result) -> list[str]:
             felt, alone = found[name][kind], found["alone"][kind]
             row += [f"{felt['p50_s']:.3f} s", f"{felt['p99_s']:.3f} s", f"{felt['p99_s'] / alone['p99_s']:.2f}"]
         rows.append((*row, f"{found[name]['failed']}"))
-    header = ("beside", "picture p50", "p99", "of alone", "text p50", "p99", "of alone", "failed")
-    said = f"{found['alone']['picture']['requests']} pictures of 4 steps and as many texts of 16 tokens, each time."
+    header = ("next to", "image p50", "p99", "p99 / alone", "text p50", "p99", "p99 / alone", "failed")
+    said = f"{found['alone']['picture']['requests']} images of 4 steps and as many texts of 16 tokens in each row."
     return [*markdown(header, rows), "", said]
 
 
@@ -230,26 +231,26 @@ def hostile(found: Result) -> list[str]:
     low, high = found["rss_mib"]
     said = (
         f"{found['requests']:,} bodies. `/healthz` meanwhile: median {found['healthz_p50_ms']:.1f} ms, p99 "
-        f"{found['healthz_p99_ms']:.1f} ms, at worst {found['healthz_worst_ms']:.0f} ms. Resident memory of the API: "
-        f"{low:.0f} MiB early, {high:.0f} MiB in the end."
+        f"{found['healthz_p99_ms']:.1f} ms, maximum {found['healthz_worst_ms']:.0f} ms. Resident memory of the API: "
+        f"{low:.0f} MiB at the start, {high:.0f} MiB at the end."
     )
-    return [*markdown(("what is wrong with it", "bodies", "answers"), rows), "", said]
+    return [*markdown(("defect", "bodies", "answers"), rows), "", said]
 
 
 # -- the simulator -----------------------------------------------------------------------------------------------------
 
 
 def simulated(*found: Result) -> list[str]:
-    """p99 by load, one device; in brackets step-level's as a share of it."""
+    """p99 by load, one device; in brackets step-level batching's p99 as a fraction of it."""
     rows = []
     for one in found:
         for point in one["points"]:
             rows.append((_kind(one), f"{point['load']:g}", f"{point['rate_per_s']:.2f}", *_p99(one, point)))
-    return markdown(("drawn with", "load", "pictures/s", *_labels(found[0])), rows)
+    return markdown(("images", "load", "images/s", *_labels(found[0])), rows)
 
 
 def fleet(*found: Result) -> list[str]:
-    """p99 by number of devices and by jobs in hand."""
+    """p99 by number of devices and of jobs per worker."""
     rows = []
     for one in found:
         for point in one["points"]:
@@ -259,17 +260,17 @@ def fleet(*found: Result) -> list[str]:
                     *_p99(one, point),
                 )
             )  # fmt: skip
-    return markdown(("drawn with", "GPUs", "in hand", "pictures/s", *_labels(found[0])), rows)
+    return markdown(("images", "GPUs", "jobs per worker", "images/s", *_labels(found[0])), rows)
 
 
 def saturated(found: Result) -> list[str]:
-    """Throughput where more arrives than can be drawn."""
+    """Throughput under overload."""
     point = max(found["points"], key=lambda point: float(point["load"]))
     rates = {name: one["throughput_per_s"] for name, one in point["policies"].items()}
     most = max(rate for name, rate in rates.items() if name != "step_level")
     labels = simulate.policies(found["window_s"])
     rows = [(label, f"{rates[name]:.2f}", f"{rates[name] / most:.3f}") for name, label in labels.items()]
-    return markdown((f"at load {point['load']:g}", "pictures/s", "of full static batches"), rows)
+    return markdown((f"at load {point['load']:g}", "images/s", "relative to full static batches"), rows)
 
 
 def _labels(found: Result) -> list[str]:

@@ -1,1 +1,1 @@
-"""Shared by the image and text panels: settings, jobs, batching, CUDA graphs, quantization."""
+"""Shared by image and text generation: settings, jobs, batching, CUDA graphs, quantization."""

@@ -118,7 +118,7 @@ class Artifacts:
             if parts.scheme == "file":
                 folder = Path(url2pathname(parts.path))
                 if parts.netloc or not folder.is_absolute():
-                    raise ValueError("file:// needs an absolute path of this machine")
+                    raise ValueError("file:// needs an absolute local path")
                 self._store = LocalStore(folder, mkdir=True, automatic_cleanup=True)
                 self._folder = folder
             else:
@@ -222,7 +222,7 @@ def _wait_for(keep: Callable[[str], bool], key: str) -> None:
     until = time.monotonic() + _PATIENCE_S
     while not keep(key):  # an equal artifact exists and is being deleted
         if time.monotonic() > until:
-            raise ArtifactError("it was made before, and its deletion does not end")
+            raise ArtifactError("an equal artifact is still being deleted")
         time.sleep(_AGAIN_S)
 
 
@@ -252,7 +252,7 @@ def _write(path: Path, file: IO[bytes]) -> None:
         except FileNotFoundError:  # the folder was deleted with its last other artifact
             continue
     else:
-        raise FileExistsError(f"{path.parent} does not stay")
+        raise FileExistsError(f"{path.parent} is deleted again and again")
     try:
         with os.fdopen(descriptor, "wb") as stream:
             shutil.copyfileobj(file, stream, _PART)
@@ -280,7 +280,7 @@ def _checked(key: str) -> re.Match[str]:
     """Reject anything but a well-formed key: no path can be read through one."""
     match = _KEY.fullmatch(key)
     if match is None or match[3] not in _MEDIA_TYPES:
-        raise NoArtifact("this is not the key of an artifact")
+        raise NoArtifact("the artifact's key is malformed")
     return match
 
 

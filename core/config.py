@@ -199,7 +199,7 @@ class Settings(BaseSettings):
     def _is_where_links_begin(cls, value: str) -> str:
         parts = urls.parse(value) if value else None
         if parts is not None and ("@" in parts.netloc or set("?#") & set(value)):
-            raise ValueError("must have no user, no query and no fragment")
+            raise ValueError("must not contain a user, a query or a fragment")
         return value
 
     @field_validator("cors_origins")
@@ -207,7 +207,7 @@ class Settings(BaseSettings):
     def _are_origins(cls, value: str) -> str:
         for origin in {origin.strip() for origin in value.split(",")} - {"", "*"}:
             if "@" in origin or urls.parse(origin)[2:] != ("", "", ""):
-                raise ValueError("must be origins, such as https://studio.example, with commas between")
+                raise ValueError("must be origins such as https://studio.example, separated by commas")
         return value
 
     @field_validator("traces")
@@ -227,11 +227,11 @@ class Settings(BaseSettings):
         given = parse_qsl(parts.query, keep_blank_values=True)
         names = [name for name, _ in given]
         if parts.fragment or not set(names) <= _TLS or len(set(names)) < len(names) or not all(v for _, v in given):
-            raise ValueError(f"may say no more than {', '.join(sorted(_TLS))} behind its ?, each once")
+            raise ValueError(f"may contain only the parameters {', '.join(sorted(_TLS))}, each once")
         if names and parts.scheme == "redis":
-            raise ValueError("must begin with rediss:// where it speaks of certificates")
+            raise ValueError("must begin with rediss:// if it has certificate parameters")
         if dict(given).get("ssl_cert_reqs", "required") != "required":
-            raise ValueError("must have its certificate verified: ssl_cert_reqs may only be required")
+            raise ValueError("must not disable certificate verification: the only value of ssl_cert_reqs is required")
         return value
 
     @field_validator("cache_dir", "data_dir")
@@ -240,7 +240,7 @@ class Settings(BaseSettings):
         try:
             return value.expanduser()
         except RuntimeError as error:  # ~ of an unknown user
-            raise ValueError("names a home folder that does not exist") from error
+            raise ValueError("refers to a home folder that does not exist") from error
 
     @property
     def model_name(self) -> str:
@@ -294,4 +294,5 @@ def _warn_of_misspelt() -> None:
     for name in sorted(os.environ):
         if name.upper().startswith("DIPTYCH_") and name.upper() not in known | _OTHERS:
             near = difflib.get_close_matches(name.upper(), known, 1)
-            log.warning("%s is no setting and is ignored%s", name, f"; did you mean {near[0]}?" if near else "")
+            hint = f"; did you mean {near[0]}?" if near else ""
+            log.warning("%s is not a known setting and is ignored%s", name, hint)

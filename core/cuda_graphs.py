@@ -104,15 +104,15 @@ class CapturedGraph:
         """
         leaves, form = tree_flatten((arguments, options))
         if form != self._form:
-            raise ValueError("the arguments have another form than those that were recorded")
+            raise ValueError("the arguments differ in structure from the recorded ones")
         for i, (given, own, last) in enumerate(zip(leaves, self._static, self._last, strict=True)):
             if not isinstance(own, torch.Tensor):
                 if given != own:
-                    raise ValueError(f"argument {i} is {given!r}, and {own!r} was recorded")
+                    raise ValueError(f"argument {i} is {given!r}, but {own!r} was recorded")
             elif given is not last:
                 if given.shape != own.shape or given.dtype != own.dtype:
                     raise ValueError(
-                        f"argument {i} is {given.dtype} {[*given.shape]}, and {own.dtype} {[*own.shape]} was recorded"
+                        f"argument {i} is {given.dtype} {[*given.shape]}, but {own.dtype} {[*own.shape]} was recorded"
                     )
                 own.copy_(given)
                 self._last[i] = given

@@ -70,7 +70,7 @@ class CompiledCache:
         if not compiled:
             return
         if compiler() is None:
-            log.warning("no C++ compiler (CXX, g++, clang++) was found: pictures are drawn in eager mode")
+            log.warning("no C++ compiler (CXX, g++, clang++) was found: images are generated in eager mode")
             self.enabled = False
             return
         if cache is not None:

@@ -33,7 +33,7 @@ def begin(url: str, part: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise TracesError("needs OpenTelemetry; pip install '.[otel]' brings it") from error
+        raise TracesError("needs OpenTelemetry: pip install '.[otel]'") from error
     endpoint = url if url.endswith(_PATH) else url.rstrip("/") + _PATH
     _provider = TracerProvider(resource=Resource.create({"service.name": part}), shutdown_on_exit=False)
     _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=5)))

@@ -1,6 +1,6 @@
-"""The name that Diptych is installed under: a wheel holds every room below it, as `diptych.core` or `diptych.api`.
+"""The installed package: a wheel contains all packages of the repository below it, such as `diptych.core`.
 
-In a checkout the rooms lie beside this folder, under their own names. `deployment/wheel.py` puts them here.
+In a checkout these are at the top level of the repository. `deployment/wheel.py` moves them here.
 """
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""A collector of traces for tests: it takes what OpenTelemetry's exporter sends, by OTLP over HTTP, and keeps it."""
+"""Runs a trace collector for tests: it receives OpenTelemetry's OTLP over HTTP and stores the spans."""
 
 from __future__ import annotations
 

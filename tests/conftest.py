@@ -1,6 +1,6 @@
-"""Sets the stage for every test: one torch thread per process, no network for models, hypothesis profiles.
+"""Configures every test: one torch thread per process, no network access for models, hypothesis profiles.
 
-Knows nothing of the rooms; their fixtures live beside their tests.
+Fixtures of a package are beside its tests.
 """
 
 import os

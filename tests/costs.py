@@ -1,7 +1,7 @@
-"""What test files cost: xdist is handed the dearest first, and `make costs` measures them anew.
+"""Orders test files by cost for xdist, slowest first; `make costs` measures the costs.
 
-A file runs in one process as a whole, so one that takes a minute and is begun last keeps the other cores idle for it.
-`costs.json` holds the seconds that the long ones take by the clock, since many wait for services that they start.
+A file runs in one process, so a slow one that starts last leaves the other cores idle. `costs.json` contains the
+wall-clock seconds of slow files: wall clock, since many tests wait for services that they start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`make coverage` measures which lines and branches its own tests run of a room: `python -m tests.coverage core/jobs`.
+"""`make coverage` measures the coverage of a package by its own tests: `python -m tests.coverage core/jobs`.
 
-A room's tests are those of its folder in tests/. Child processes are measured too (services, workers), so nothing that
-runs apart is missed. Each room is a run of its own and a row of docs/coverage.md, with the commit; other rows stay.
+A package's tests are those in its folder of tests/. Child processes (services, workers) are measured too. Each package
+is a separate run and a row of docs/coverage.md, with the commit; other rows stay.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ ROOMS += ["core/batching", "core/jobs", "core/quant"]
 KEPT, PAGE = ROOT / "build" / "coverage", ROOT / "docs" / "coverage.md"
 HEAD = """# Coverage
 
-Written by `make coverage`: how much of each room its own tests run, child processes included. Tests of other rooms run
-more of it; they do not count here.
+`make coverage` writes this page: the coverage of each package by its own tests, child processes included. Tests of
+other packages, which cover more of it, do not count.
 
 <!-- elsewhere: make coverage -->
-| room | lines | branches | measured at |
+| package | lines | branches | measured at |
 |---|---|---|---|
 """
 
 
 def measure(room: str) -> int:
-    """Run a room's tests under coverage and write its row; returns pytest's exit code. A failing run writes nothing."""
+    """Runs a package's tests under coverage and writes its row unless they fail; returns pytest's exit code."""
     data = KEPT / "data"
     for left in KEPT.glob("data*"):
         left.unlink()
@@ -53,7 +53,7 @@ def measure(room: str) -> int:
 
 
 def rows(text: str) -> dict[str, str]:
-    """The rows of a page, by room."""
+    """Returns the rows of a page, by package."""
     return {found[1]: found[0] for found in re.finditer(r"^\| `([\w/]+)` .*$", text, re.MULTILINE)}
 
 
@@ -66,7 +66,7 @@ def page(told: dict[str, str]) -> str:
 def main(rooms: list[str]) -> int:
     unknown = [room for room in rooms if room not in ROOMS]
     if unknown:
-        print(f"{', '.join(unknown)}: no room; there are {', '.join(ROOMS)}", file=sys.stderr)
+        print(f"{', '.join(unknown)}: no such package; there are {', '.join(ROOMS)}", file=sys.stderr)
         return 2
     for room in rooms or ROOMS:
         if code := measure(room):

@@ -1,9 +1,9 @@
-"""Runs the tests whose results can depend on the processor as on several processors: `python -m tests.cpus [NAME ...]`.
+"""Runs the numerical tests as on several processors: `python -m tests.cpus [NAME ...]`.
 
-Each configuration is a pytest process of its own with the environment that has torch, oneDNN, MKL and our kernels take
-one instruction set, or no kernels at all. Before it runs, a child process says what torch and the compiler take under
-that environment: what this processor cannot play is listed with the reason. Words after `--` go to pytest; tests that
-they name are run instead of all rooms.
+Each configuration is a separate pytest process whose environment limits torch, oneDNN, MKL and the native kernels to
+one instruction set, or turns the kernels off. A child process first reports what torch and the compiler use in that
+environment; configurations that this processor cannot run are listed with the reason. Arguments after `--` go to
+pytest; tests named there run instead of all numerical tests.
 """
 
 from __future__ import annotations

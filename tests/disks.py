@@ -1,4 +1,4 @@
-"""Small disks for tests that fill them: a tmpfs each, where one may be mounted."""
+"""Provides small disks for tests that fill them: one tmpfs each, if the process may mount one."""
 
 from __future__ import annotations
 

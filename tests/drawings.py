@@ -1,7 +1,7 @@
-"""`make rooms` draws what docs/ show of the code: rooms and their imports, read from the code, and a picture's life.
+"""`make rooms` draws the import graph of the packages and the life of an image: docs/rooms.svg, rooms.md and life.svg.
 
-Writes docs/rooms.svg, docs/rooms.md and docs/life.svg. Imports are read by the floors' test, so that drawing and rule
-cannot differ. A room's arrows leave out what follows from others; the table in docs/rooms.md has them all.
+It reads imports with the functions of tests/test_floors.py, so that drawing and rule cannot differ. The drawing omits
+arrows that a longer chain of imports implies; the table in docs/rooms.md lists all imports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.test_floors import FLOORS, ROOT, read, room, within
 
 Edges = Mapping[str, frozenset[str]]
 INK, PAPER, LINE, ACCENT, DIM = "#1f2933", "#ffffff", "#9aa5b1", "#0f766e", "#52606d"
-# One colour a floor, light enough for dark letters.
+# One colour per layer, light enough for dark text.
 FILLS = {
     6: "#f5e6c8",
     5: "#fde2d4",
@@ -28,7 +28,7 @@ FILLS = {
 
 
 def imports() -> dict[str, frozenset[str]]:
-    """The rooms that each room imports from, directly."""
+    """Maps each package to those that it imports directly."""
     modules = read(ROOT)
     found: dict[str, set[str]] = {name: set() for name in FLOORS}
     for module in modules.values():
@@ -41,7 +41,7 @@ def imports() -> dict[str, frozenset[str]]:
 
 
 def reduced(edges: Edges) -> dict[str, frozenset[str]]:
-    """The same without every import that a longer chain of imports implies."""
+    """Removes each import that a longer chain of imports implies."""
 
     def reach(name: str) -> set[str]:
         return set(edges[name]).union(*(reach(there) for there in edges[name]))
@@ -65,7 +65,7 @@ def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 
 
 def box(x: float, y: float, width: float, height: float, words: Sequence[str], fill: str) -> str:
-    """A rounded box; its first line is its name, the others say what it does."""
+    """Draws a rounded box: the first line is its name, the others describe it."""
     lines = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{fill}" stroke="{LINE}"/>']
     top = y + height / 2 - 8 * (len(words) - 1) + 4.5
     for k, text in enumerate(words):
@@ -81,7 +81,7 @@ def path(points: str, *, dashed: bool = False) -> str:
 
 
 def rooms(edges: Edges) -> str:
-    """Floors from the top down, arrows from who imports to who is imported."""
+    """Draws layers from the top down, with arrows from importing to imported packages."""
     width, row, tall, names = 1060, 92, 34, {name: 9 * len(name) + 22 for name in edges}
     floors = sorted({FLOORS[name] for name in edges}, reverse=True)
     places: dict[str, tuple[float, float]] = {}
@@ -98,32 +98,32 @@ def rooms(edges: Edges) -> str:
         for other in sorted(there):
             (x0, y0), (x1, y1) = places[name], places[other]
             x0, x1 = x0 + names[name] / 2, x1 + names[other] / 2
-            if y0 == y1:  # a room that opens its own floor
+            if y0 == y1:  # an import within a layer
                 parts.append(path(f"M{x0:g} {y0:g} C{x0:g} {y0 - 26:g} {x1:g} {y1 - 26:g} {x1:g} {y1:g}"))
             else:
                 parts.append(path(f"M{x0:g} {y0 + tall:g} C{x0:g} {y0 + tall + 40:g} {x1:g} {y1 - 40:g} {x1:g} {y1:g}"))
     parts += [box(*places[name], names[name], tall, [name], FILLS[FLOORS[name]]) for name in places]
-    return svg(width, 24 + row * len(floors), "Rooms and their imports", parts)
+    return svg(width, 24 + row * len(floors), "Packages and their imports", parts)
 
 
 def life() -> str:
-    """A picture from its request to its file."""
+    """Draws the life of an image, from its request to its file."""
     queue, serve, core, panel = (FILLS[floor] for floor in (1, 4, 2, 3))
     steps = [
-        (30, 30, 200, 62, ["api: check", "the request, by the model's card"], serve),
+        (30, 30, 200, 62, ["api: check", "the request, by the model card"], serve),
         (300, 30, 210, 62, ["core.jobs: record", "queued, by one script in Redis"], queue),
-        (580, 30, 210, 62, ["Celery queue", "a message that holds the id"], queue),
+        (580, 30, 210, 62, ["Celery queue", "a message with the job's id"], queue),
         (860, 30, 200, 62, ["workers: claim", "attempt, lease, incarnation"], serve),
         (860, 150, 200, 62, ["Engine.submit", "check, inbox, future"], core),
-        (580, 150, 210, 62, ["Scheduler", "which group next, how wide"], core),
+        (580, 150, 210, 62, ["Scheduler", "next group and batch width"], core),
         (300, 150, 210, 62, ["ImageRunner.launch", "one iteration, one Ticket"], panel),
         (320, 296, 150, 56, ["encode", "the prompt, once"], panel),
         (510, 296, 150, 56, ["deep", "the whole UNet"], panel),
         (700, 296, 150, 56, ["shallow", "its last block"], panel),
         (890, 296, 150, 56, ["vae", "pixels"], panel),
         (860, 416, 200, 62, ["core.artifacts", "a PNG named by its content"], queue),
-        (580, 416, 210, 62, ["core.jobs: succeeded", "record and last event at once"], queue),
-        (300, 416, 210, 62, ["api: answer", "to who waits, to who follows"], serve),
+        (580, 416, 210, 62, ["core.jobs: succeeded", "record and terminal event"], queue),
+        (300, 416, 210, 62, ["api: answer", "to waiting clients, followers"], serve),
     ]
     arrows = [
         "M230 61 H296", "M510 61 H576", "M790 61 H856", "M960 92 V146", "M860 181 H794", "M580 181 H514",
@@ -132,8 +132,8 @@ def life() -> str:
         "M580 447 H514", "M300 447 H234",
     ]  # fmt: skip
     notes = [
-        (440, 288, "start", "phases of a picture: each step one iteration, shared with rows of other requests"),
-        (698, 236, "start", "outcome: what is ready for its next phase"), (130, 443, "middle", "JSON or a stream,"),
+        (440, 288, "start", "phases of an image: each step is one iteration, shared with rows of other requests"),
+        (698, 236, "start", "outcome: requests ready for their next phase"), (130, 443, "middle", "JSON or a stream,"),
         (130, 459, "middle", "a PNG over HTTP"),
     ]  # fmt: skip
     frame = f'<rect x="300" y="270" width="760" height="98" rx="8" fill="none" stroke="{LINE}" stroke-dasharray="3 3"/>'
@@ -142,24 +142,24 @@ def life() -> str:
         f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11.5" fill="{ACCENT}">{escape(text)}</text>'
         for x, y, anchor, text in notes
     ]
-    return svg(1090, 510, "A picture's life: check, record, queue, claim, engine, iterations, artifact, answer", parts)
+    return svg(1090, 510, "Life of an image: check, record, queue, claim, engine, iterations, artifact, answer", parts)
 
 
 def page(edges: Edges) -> str:
-    """docs/rooms.md."""
+    """Renders docs/rooms.md."""
     lists = {name: ", ".join(f"`{one}`" for one in sorted(there)) or "–" for name, there in edges.items()}
     rows = [f"| {FLOORS[name]} | `{name}` | {named} |" for name, named in lists.items()]
     return "\n".join([
-        "# Rooms and imports", "",
-        "Written by `make rooms` from the code. Imports go down; `tests/test_floors.py` has the exceptions.",
-        "Arrows that follow from others are left out; the table below has all of them.", "",
-        "![Rooms by floor, with arrows from who imports to who is imported](rooms.svg)", "",
-        "| floor | room | imports from |", "|---|---|---|", *rows, "",
+        "# Packages and imports", "",
+        "`make rooms` generates this page from the code. Imports go down; `tests/test_floors.py` has the exceptions.",
+        "The drawing omits imports that a longer chain implies; the table lists all of them.", "",
+        "![Packages by layer, with arrows from importing to imported packages](rooms.svg)", "",
+        "| layer | package | imports |", "|---|---|---|", *rows, "",
     ])  # fmt: skip
 
 
 def drawn() -> dict[Path, str]:
-    """What each file is to hold."""
+    """Maps each generated file to its content."""
     edges = imports()
     docs = ROOT / "docs"
     return {docs / "rooms.svg": rooms(edges), docs / "rooms.md": page(edges), docs / "life.svg": life()}

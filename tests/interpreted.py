@@ -1,4 +1,4 @@
-"""Triton for tests: on a GPU as it is, else its interpreter, which tests/conftest.py switches on."""
+"""Provides Triton for tests: on a GPU as it is, otherwise its interpreter, which tests/conftest.py enables."""
 
 from __future__ import annotations
 

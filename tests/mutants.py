@@ -1,7 +1,7 @@
-"""Mutation testing of rooms that guard something: `python -m tests.mutants core/jobs/keyring.py`.
+"""Runs mutation tests: `python -m tests.mutants core/jobs/keyring.py`.
 
-Each mutant lives in a copy of the tree and is put to the tests that guard its room, in a process that is forked from
-one which has imported torch and its like already. What is left at the end is either a test that is missing or listed in
+Each mutant is a copy of the tree; the tests that guard the changed file run in a process forked from one that has
+already imported torch and other heavy packages. Each surviving mutant is either a missing test or listed in
 docs/testing.md with the reason.
 """
 

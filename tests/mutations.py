@@ -1,6 +1,6 @@
-"""Mutation operators: small changes of Python and of Lua that a test ought to notice.
+"""Defines mutation operators: small changes of Python and Lua code that a test should detect.
 
-A mutant is the source with one span of text replaced, so that everything else keeps its lines.
+A mutant is the source with one span of text replaced, so that all other lines keep their numbers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _add(found: dict[str, Mutant], source: str, line: int, start: int, end: int,
 
 
 def _python(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Nodes and what stands in their place."""
+    """Nodes and their replacements."""
     for node, returns in _mutable(tree, None):
         match node:
             case ast.Compare(ops=[operator]):
@@ -185,7 +185,7 @@ _NUMBER = re.compile(r"(?<![\w.\[\]'])\d+(?![\w.'\]])")
 
 
 def _lua(text: str) -> Iterator[tuple[int, int, str]]:
-    """Spans of Lua, and what stands in their place: never within its strings and comments."""
+    """Spans of Lua and their replacements: never within strings and comments."""
     code = re.sub(r"--[^\n]*|'[^'\n]*'", lambda found: "\0" * len(found[0]), text)
     for pattern, others in _LUA:
         for found in re.finditer(pattern, code):

@@ -1,6 +1,6 @@
-"""Real servers for tests: a Redis of its own for each test module, flushed before each test.
+"""Provides real servers for tests: one Redis per test module, flushed before each test.
 
-A conftest of a room that needs them says `from tests.servers import redis_server, redis_url`.
+A conftest that needs them contains `from tests.servers import redis_server, redis_url`.
 """
 
 from __future__ import annotations

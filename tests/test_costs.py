@@ -1,4 +1,4 @@
-"""The order of test files and its table: every file in it is there, xdist runs the dearest first, measures add up."""
+"""Tests the order of test files: every file in the table exists, xdist runs slow ones first, measurements add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make test-cpus`: what each configuration sets, what this processor cannot play, and what is counted."""
+"""Tests `make test-cpus`: the environment of each configuration, unsupported ones, and the counted results."""
 
 from __future__ import annotations
 

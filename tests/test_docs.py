@@ -1,8 +1,9 @@
-"""The pages in docs/ tell of the tree that is here: files, modules, settings, addresses and commands that they name."""
+"""Tests that the docs match the tree (files, modules, settings, endpoints, commands) and use the field's words."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -51,13 +52,13 @@ def files() -> set[str]:
 
 
 def missing_files(page: str, files: set[str]) -> list[str]:
-    """Source files that a page names, by path or by name alone, and nobody has."""
+    """Source files that a page names, by path or by file name, and that do not exist."""
     named = set(re.findall(r"(?<![\w./-])[\w./-]*\w\.(?:py|sh|h|cpp|yml|toml)\b(?!/)", page))
     return sorted(name for name in named if not any(file == name or file.endswith(f"/{name}") for file in files))
 
 
 def missing_paths(page: str) -> list[str]:
-    """Files and folders of our rooms, `*` for any part of a name."""
+    """Files and folders of the tree that a page names and that do not exist; `*` matches any part of a name."""
     named = set(re.findall(rf"`((?:{ROOMS})/[\w./*-]*)`", page))
     return sorted(name for name in named if not list(ROOT.glob(name.rstrip("/"))))
 
@@ -113,7 +114,7 @@ def test_every_setting_is_told_with_its_default() -> None:
 
 
 def test_every_address_is_told() -> None:
-    """In full, or by its end after one that differs in that alone."""
+    """In full, or abbreviated to its last part after one that differs only in that."""
     page = PAGES["api.md"]
     paths = list(create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()["paths"])
     assert len(paths) > 20
@@ -122,7 +123,7 @@ def test_every_address_is_told() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_command_is_one_that_diptych_takes(name: str) -> None:
-    """Those that stand on lines of their own; what stands before them sets variables."""
+    """Checks commands on separate lines, which may begin with variable assignments."""
     lines = PAGES[name].replace("\\\n", " ").splitlines()
     for line in lines:
         command = re.match(r"(?: {4,})?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?diptych ([a-z].*)$", line)
@@ -191,6 +192,66 @@ def test_an_unmarked_figure_is_found(text: str, found: list[str]) -> None:
 
 def test_limits_are_listed_one_by_one() -> None:
     assert limits("a <!-- limits: 15 s; 2%;\n 1 MiB --> b") == {"15 s", "2%", "1 MiB"}
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+# Words that a newcomer would have to learn, and the field's own. `True`: docstrings are free of it, too.
+WORDS = {
+    r"panels?": ("modality, text model, image model", False),
+    r"rooms?": ("package", False),
+    r"stations?": ("worker", False),
+    r"companions?": ("other rows, other requests", False),
+    r"guess(?:es|ed)": ("draft tokens, estimates", False),
+    r"whoever": ("clients that, any process that", False),
+    r"(?:is|are|be) told": ("is notified, receives, returns", False),
+    r"knows? (?:nothing|no|neither|only|what|how|where|which)": ("does, imports, depends on", True),
+    r"doorways?": ("middleware, endpoint", True),
+    r"hinged": ("shared", True),
+    r"riddles?": ("errors", True),
+    r"whose business": ("handles", True),
+    r"for who": ("for callers that", True),
+}
+PROSE = {**PAGES, **{name: (ROOT / name).read_text("utf-8") for name in ("CHANGELOG.md", "SECURITY.md")}}
+
+
+def house_words(text: str, *, docstring: bool = False) -> list[str]:
+    """The words of `WORDS` in a text outside code, links and generated parts, each with its replacement."""
+    prose = re.sub(r"\]\([^)]*\)", "]", CODE.sub("", MARKED.sub("", text)))
+    return [
+        f"{found.group()} → {instead}"
+        for word, (instead, everywhere) in WORDS.items()
+        if everywhere or not docstring
+        for found in re.finditer(rf"(?<![\w/]){word}(?!\w|\.md)", prose, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_pages_use_the_fields_words(name: str) -> None:
+    assert house_words(PROSE[name]) == []
+
+
+def test_docstrings_use_the_fields_words() -> None:
+    found = {}
+    for path in sorted(path for top in ROOMS.split("|") if top != "tests" for path in (ROOT / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                for word in house_words(ast.get_docstring(node) or "", docstring=True):
+                    found[f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"] = word
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "docstring", "found"),
+    [
+        ("Each panel\nhas a room; see [rooms.md](rooms.md) and `--panel`.", False, ["panel", "room"]),
+        ("Knows rows, knows nothing of pages; the panel is told.", True, ["knows nothing"]),
+        ("The doorway, for who calls it; there is room.", True, ["doorway", "for who"]),
+        ("The caller whose key it is; it forecasts.", False, []),
+    ],
+)
+def test_a_house_word_is_found(text: str, docstring: bool, found: list[str]) -> None:
+    assert [one.partition(" →")[0] for one in house_words(text, docstring=docstring)] == found
 
 
 # -- the site ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The drawings in docs/ show the rooms and imports that the code has."""
+"""Tests that the drawings in docs/ match the code's packages and imports."""
 
 from __future__ import annotations
 

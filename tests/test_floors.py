@@ -1,8 +1,8 @@
-"""Holds the house to its plan by reading its source: who imports whom, what is free of torch, names, lengths.
+"""Checks the architecture by reading the source: imports between layers, packages without torch, names, file lengths.
 
-Reads syntax trees and never imports a room, so an import inside a function, or under TYPE_CHECKING, counts
-like one at the top: either way one room knows the other. (One test does import, to see the same in effect.)
-The second half proves on small made-up trees that every rule can fail.
+Reads syntax trees instead of importing, so an import inside a function, or under TYPE_CHECKING, counts like one at the
+top: both are dependencies. (One test does import, to confirm this in practice.) The second half shows on small
+artificial trees that every rule can fail.
 """
 
 import ast
@@ -138,7 +138,7 @@ def within(name: str, prefix: str) -> bool:
 
 
 def room(name: str) -> str | None:
-    """The room that a module belongs to; None for one that the plan does not have."""
+    """The package that a module belongs to; None for modules outside of `FLOORS`."""
     rooms = [r for r in FLOORS if within(name, r) and (r != "core" or name == "core")]
     return max(rooms, key=len, default=None)
 
@@ -175,7 +175,7 @@ def check_floors(modules: dict[str, Module]) -> Iterator[str]:
 
 
 def check_torch_free(modules: dict[str, Module]) -> Iterator[str]:
-    """Follows every import from the torch-free rooms, by way of packages' __init__ files too."""
+    """Follows every import from the torch-free packages, including packages' __init__ files."""
     todo = [(m.name, m.name) for m in modules.values() if any(within(m.name, r) for r in TORCH_FREE)]
     seen = set()
     while todo:
@@ -267,7 +267,7 @@ def test_house(rule, house):
 
 @pytest.mark.parametrize("free", TORCH_FREE)
 def test_torch_free_rooms_load_no_torch(free, house):
-    """What the AST cannot see: a third-party package that brings torch in by itself."""
+    """Covers what the AST does not show: third-party packages that import torch."""
     names = [name for name in house if within(name, free)]
     if not names:
         pytest.skip(f"{free} has no code")

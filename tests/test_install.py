@@ -1,6 +1,6 @@
-"""Where install.py takes torch from: the choice of build, and that an index that hangs costs only seconds.
+"""Tests where install.py gets torch from: the choice of build, and that a hanging index costs only seconds.
 
-Nothing leaves the machine and nothing is installed: pip talks to small servers on the loopback interface.
+Nothing is downloaded or installed: pip talks to small servers on the loopback interface.
 """
 
 import contextlib
@@ -128,7 +128,7 @@ def test_index_that_refuses_offers_nothing():
 
 
 class Calls(list[tuple[str, ...]]):
-    """Stands in for pip: notes what it is asked, and answers with a code."""
+    """Replaces pip: records the calls, and returns an exit code."""
 
     def __init__(self, code: int) -> None:
         self.code = code

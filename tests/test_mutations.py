@@ -1,4 +1,4 @@
-"""Mutation operators make what they say and nothing that does not compile; a run tells a guarded line from another."""
+"""Tests that mutation operators produce the intended, valid code, and that a run detects unguarded lines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_mutant_of_a_room_compiles_and_is_told_by_its_line(room: str) -> N
 
 
 def test_a_run_tells_what_is_guarded_from_what_is_not() -> None:
-    """Whether a token's hash is compared: noticed by one test of keys, and not by another."""
+    """The comparison of a token's hash: one test of keys detects its removal, another does not."""
     source = (ROOT / "core/jobs/keyring.py").read_text("utf-8").splitlines()
     line = next(n for n, text in enumerate(source, 1) if "compare_digest" in text)
     tests = "tests/core/jobs/test_keyring.py"

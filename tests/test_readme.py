@@ -1,7 +1,6 @@
-"""README, CONTRIBUTING and docs/serve.md keep their word: commands are what the Makefile and the command line take, and
-links lead somewhere.
+"""Tests README, CONTRIBUTING and docs/serve.md: their commands, settings and links are valid.
 
-Its request is sent to a real service in tests/deployment/test_service.py.
+tests/deployment/test_service.py sends the README's request to a real service.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def test_every_target_that_is_named_is_one() -> None:
     assert phony is not None and named <= set(phony[1].split())
 
 
-@pytest.mark.parametrize("heading", ["Pictures without a service", "Many machines"])
+@pytest.mark.parametrize("heading", ["Images without a service", "Many machines"])
 def test_every_command_is_one_that_diptych_takes(heading: str) -> None:
     commands = [line for line in blocks(heading, SERVE) if not line.startswith("export ")]
     assert commands

@@ -1,8 +1,7 @@
-"""The wheel: one name in site-packages, the embedded models in it, and every command that needs no extra runs there.
+"""Tests the wheel: one name in site-packages, the embedded models, and every command that needs no extra.
 
-The environment is a real one with the wheel installed by pip. Its dependencies are links to the files of those
-distributions that the base needs, and theirs; nothing else of the environment that runs the tests can be seen. One
-test adds what the extra `serve` needs.
+The environment is real, with the wheel installed by pip. Its dependencies are links to the files of the base
+dependencies, and theirs; nothing else of the test environment is visible. One test adds those of the extra `serve`.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
 
 @pytest.mark.usefixtures("without_models")
 def test_without_a_model_it_says_that_it_draws_noise(bare: Path, tmp_path: Path) -> None:
-    """What stands in for the embedded model must not be taken for it."""
+    """The stand-in must not be mistaken for the embedded model."""
     done = run(bare, "generate", "a hat", "--steps", "1", where=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "random weights: the pictures are noise" in done.stderr

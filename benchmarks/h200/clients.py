@@ -18,7 +18,7 @@ _TIMEOUT_S = 120.0
 
 
 class ClientError(RuntimeError):
-    """The service answered something else than a picture."""
+    """The response is not an image."""
 
 
 class Client:
@@ -32,7 +32,7 @@ class Client:
         self._connection.close()
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Status and body. Raises OSError and `http.client.HTTPException`."""
+        """Returns status and body. Raises OSError and `http.client.HTTPException`."""
         data = None if body is None else json.dumps(body).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}
         try:
@@ -58,7 +58,7 @@ class Client:
         return png
 
     def graphs(self, model: str) -> dict[str, int]:
-        """How many graphs `GET /v1/models` says are recorded, of how many wanted."""
+        """The numbers of recorded and of wanted graphs in `GET /v1/models`."""
         status, body = self.ask("GET", "/v1/models")
         if status != 200:
             raise ClientError(f"GET /v1/models: {status}")
@@ -69,13 +69,13 @@ class Client:
 
 @dataclass
 class Load:
-    """A closed loop of clients: each picture's seconds, with the moment at which it was there."""
+    """The results of a closed loop of clients: latency and completion time of each image."""
 
     ended: list[tuple[float, float]] = field(default_factory=list)  # (moment, latency), by `time.monotonic`
     errors: list[str] = field(default_factory=list)
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
-        """What was finished between two moments."""
+        """The images that finished between two times."""
         latencies = [latency for moment, latency in self.ended if begin <= moment < end]
         found: dict[str, Any] = {
             "seconds": round(end - begin, 2),
@@ -90,7 +90,7 @@ class Load:
 
 @contextmanager
 def closed_loop(url: str, clients: int, wanted: dict[str, Any]) -> Iterator[Load]:
-    """While it is entered, so many clients draw one picture after another. Seeds and prompts are all different."""
+    """Context: that many clients request one image after another, all with different seeds and prompts."""
     load, stop, numbers = Load(), threading.Event(), iter(range(10**9))
 
     def run() -> None:

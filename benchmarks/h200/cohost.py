@@ -1,9 +1,9 @@
-"""SDXL and a Llama of eight billion on one GPU and one engine: each panel's throughput alone and together.
+"""Measures SDXL and an 8B Llama on one GPU and one engine: each modality's throughput alone and together.
 
     python -m benchmarks.h200.cohost [--seconds N] [--out folder]
 
-UNet graphs run on one stream, decode on another of high priority. A share is a rate together over the rate alone;
-compute-bound and bandwidth-bound work may come to more than one together. Weights are random.
+UNet graphs run on one stream, decoding on a high-priority one. A share is the rate together divided by the rate alone;
+shares of compute-bound and memory-bound work may add up to more than one. Weights are random.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Images a second of the whole of SDXL through the engine, from prompts to pictures, rung by rung; and arrivals.
+"""Measures images per second of SDXL in the engine, from prompts to images, by optimization; and Poisson arrivals.
 
     python -m benchmarks.h200.engine [--rungs …] [--arrivals N] [--out folder]
 
 The ladder: diffusers one at a time and in batches of 8, then the engine on fused layers in CUDA graphs in bf16, INT8
 and FP8, without and with DeepCache. 20 Euler steps with guidance at the native size, with text encoders, VAE and the
-copy to the host, without PNG. Arrivals: one Poisson trace at 80% of what the engine reaches, played to the engine and
-to request-level batching on the same graphs. Results are written as they come.
+copy to the host, without PNG. Arrivals: one Poisson trace at 80% of the engine's throughput, run on the engine and
+on request-level batching with the same graphs. Results are written as they become available.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RUNGS: dict[str, tuple[Scheme | None, DeepCache | None]] = {
 
 
 class Watch:
-    """What the engine's iterations took, by phase and width."""
+    """Durations of the engine's iterations, by phase and width."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -70,7 +70,7 @@ class Watch:
 
 
 def closed_loop(engine: Engine, order: Order, pictures: int, name: str) -> tuple[float, float]:
-    """Pictures a second with `IN_FLIGHT` in flight, from the first batch's end to the last's, and how long that was."""
+    """Images per second with `IN_FLIGHT` in flight, from the first batch's end to the last's, and the duration."""
     room, ended = threading.Semaphore(IN_FLIGHT), []
     total = pictures + BATCH + IN_FLIGHT
 
@@ -88,7 +88,7 @@ def closed_loop(engine: Engine, order: Order, pictures: int, name: str) -> tuple
 
 
 def stock(source: ImageModel, order: Order, batch: int, rounds: int) -> float:
-    """Pictures a second of diffusers' pipeline in batches of so many."""
+    """Images per second of diffusers' pipeline in batches of that size."""
     pipeline = sources.stock_pipeline(source)
 
     def draw(number: int) -> None:
@@ -133,7 +133,7 @@ def rung(runner: ImageRunner, name: str, cached: DeepCache | None, pictures: int
 
 
 def arrivals(runner: ImageRunner, cached: DeepCache | None, capacity: float, count: int) -> dict[str, Any]:
-    """One trace at `LOAD` of the capacity, for each way of batching."""
+    """Runs one trace at `LOAD` of the capacity with each batching policy."""
     order = Order(runner.model.native, sources.STEPS, cached)
     trace = poisson(LOAD * capacity, count)
     found: dict[str, Any] = {"rate_per_s": round(LOAD * capacity, 3), "arrivals": count}
@@ -148,7 +148,7 @@ def arrivals(runner: ImageRunner, cached: DeepCache | None, capacity: float, cou
 
 
 def runner_of(model: ImageModel) -> tuple[ImageRunner, float]:
-    """A runner with all its graphs recorded, and the seconds that took."""
+    """A runner with all its graphs recorded, and the duration of the recording."""
     started = time.perf_counter()
     runner = ImageRunner(
         model, fused=True, max_rows=ROWS, max_requests=64, buckets=(2, 4, 6, 8, 10, 12, 14, 16), patience_s=20.0

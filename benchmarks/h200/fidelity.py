@@ -1,9 +1,9 @@
-"""emoji-xl's pictures on a GPU against fp32 on a CPU: PSNR at equal seeds, and a sheet to look at.
+"""Compares emoji-xl's images on a GPU with fp32 on a CPU: PSNR with equal seeds, and a contact sheet.
 
     python -m benchmarks.h200.fidelity draw --device cuda --precision int8 --out int8.npz [--pictures 64]
     python -m benchmarks.h200.fidelity compare fp32.npz int8.npz bf16.npz --sheet sheet.png
 
-`draw` prints what drew as its last line. Prompts are CLDR names, half of them on a coloured background.
+The last line of `draw` describes the engine. Prompts are CLDR names, half of them on a coloured background.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _COLOURS = ("blue", "yellow", "green", "pink", "black", "orange", "purple", "red
 
 
 def prompts(count: int) -> list[str]:
-    """Names as they are, then on backgrounds whose colours go round."""
+    """Plain names, then names with background colours in rotation."""
     found = [*_NAMES, *(f"{name} on a {_COLOURS[i % 8]} background" for i, name in enumerate(_NAMES))]
     return [found[i % len(found)] for i in range(count)]
 
 
 def draw(device: str, precision: str, count: int) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-    """Pictures [N, H, W, 3] of the shipped model through the engine that serves, and what drew them."""
+    """Images [N, H, W, 3] of the shipped model from the serving engine, and a description of the engine."""
     from contract.image import ImageParameters
     from core.batching.request import Request
     from core.config import read
@@ -56,14 +56,14 @@ def draw(device: str, precision: str, count: int) -> tuple[NDArray[np.uint8], di
 
 
 def psnr(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Of each pair of pictures [N, H, W, 3], in dB; equal ones count as 100."""
+    """PSNR of each pair of images [N, H, W, 3], in dB; equal ones count as 100."""
     error = np.square(one.astype(np.float64) - other).mean((1, 2, 3))
     found: NDArray[np.float64] = 10 * np.log10(255**2 / np.maximum(error, 255**2 / 1e10))
     return found
 
 
 def summary(reference: NDArray[np.uint8], other: NDArray[np.uint8]) -> dict[str, Any]:
-    """Of the PSNR in dB, and how much brighter the pictures are on average, in levels."""
+    """Statistics of the PSNR in dB, and the mean difference in brightness, in levels."""
     found = psnr(reference, other)
     return {
         "pictures": len(found),
@@ -76,7 +76,7 @@ def summary(reference: NDArray[np.uint8], other: NDArray[np.uint8]) -> dict[str,
 
 
 def sheet(columns: dict[str, NDArray[np.uint8]], out: Path) -> None:
-    """The first pictures side by side, one column a variant, two rows of them beside each other; names on top."""
+    """A sheet of the first images with one column per variant, in two blocks; names on top."""
     from PIL import Image, ImageDraw
 
     names, count = list(columns), min(_SHOWN, min(map(len, columns.values())))
@@ -96,7 +96,7 @@ def sheet(columns: dict[str, NDArray[np.uint8]], out: Path) -> None:
 
 
 def compare(reference: Path, others: list[Path], out: Path) -> dict[str, Any]:
-    """PSNR of each file's pictures against the first one's, by file name; writes the sheet."""
+    """PSNR of each file's images against the first file's, by file name; writes the sheet."""
     columns = {path.stem: np.load(path)["pictures"] for path in (reference, *others)}
     sheet(columns, out)
     return {name: summary(columns[reference.stem], columns[name]) for name in list(columns)[1:]}

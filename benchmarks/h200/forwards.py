@@ -1,9 +1,9 @@
-"""Single calls of SDXL's parts: UNet forwards in every precision and width, the VAE, the text encoders.
+"""Measures single calls of SDXL's parts: UNet forwards in every precision and width, the VAE, the text encoders.
 
     python -m benchmarks.h200.forwards fused|stock|compiled|vae|encoders [--out folder]
 
-Each prints a table and writes JSON. Through the engine: `engine.py`; how exact: `numerics.py`. Weights are random
-(`sources.py`): speeds are real, pictures are not.
+Each prints a table and writes JSON. `engine.py` measures the engine, `numerics.py` accuracy. Weights are random
+(`sources.py`): speeds are real, images are not.
 """
 
 # ruff: noqa: B023 -- what closes over a loop's variables here runs within the same turn
@@ -36,13 +36,13 @@ ROWS = (16, 8, 4, 2)
 
 
 def captured(run: Callable[[], T]) -> tuple[Callable[[], T], T]:
-    """A CUDA graph of `run`, and what its replays write."""
+    """A CUDA graph of `run`, and the output that its replays write."""
     graph = CapturedGraph(run, (), {}, CudaRecorder(torch.device("cuda")))
     return graph, graph()
 
 
 def breakdown(run: Callable[[], Any]) -> list[tuple[str, float, int]]:
-    """Milliseconds and calls of each kind of call, by events around it, in eager mode; the rest is what is left."""
+    """Milliseconds and number of calls by kind, from events around each, in eager mode, and the remaining time."""
     marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def wrap(module: Any, name: str, label: Callable[..., str]) -> tuple[Any, str, Any]:

@@ -1,4 +1,4 @@
-"""The kernels alone at SDXL's shapes: correctness, speed, and the best tiles.
+"""Measures the kernels alone at SDXL's shapes: correctness, speed, and the best tiles.
 
 `python -m benchmarks.h200.kernels compile|check|linear|conv|attention|memory [--out folder]` measures one kind of
 kernel, prints a table and writes JSON; `linear` and `conv` also find the tiles that `core/quant/kernels/cuda/tiles.py`
@@ -71,13 +71,13 @@ CONVS = [
 
 
 def draw(kind: torch.dtype, *shape: int) -> Tensor:
-    """Levels as activations have them: normal, with the largest magnitude at the top."""
+    """Integer levels like those of activations: normally distributed, the largest magnitude at the maximum level."""
     x = torch.randn(shape, device="cuda", dtype=BF16)
     return (x * (127 / 4.5)).round().clamp(-127, 127).to(INT8) if kind == INT8 else (x * 100).clamp(-448, 448).to(E4M3)
 
 
 def compile_all() -> dict[str, Any]:
-    """Compile every variant on all cores before anything is measured; processes, since NVRTC may lock."""
+    """Compile every variant on all cores before the measurements; in processes, since NVRTC may hold a lock."""
     products = [
         gemm_source.source(
             gemm_source.GemmVariant(
@@ -105,7 +105,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check() -> dict[str, Any]:
-    """Every tile, every epilogue and odd shapes against exact references; the output is poisoned beforehand."""
+    """Compare every tile, every epilogue and odd shapes with exact references, on poisoned outputs."""
     worst: dict[str, float] = {}
     torch.manual_seed(0)
 
@@ -338,7 +338,7 @@ def measure_attention() -> dict[str, Any]:
 
 
 def measure_memory() -> dict[str, Any]:
-    """Kernels that only move bytes: GB/s of what must be read and written once."""
+    """Measure memory-bound kernels: GB/s of the bytes that must be read and written once."""
     results: dict[str, Any] = {}
     lines = []
 

@@ -1,4 +1,4 @@
-"""How far the fused layers are from diffusers in bf16, by layer, forward and picture; and whether company changes any.
+"""Compares the fused layers with diffusers in bf16, by layer, forward and image, and tests batch invariance.
 
     python -m benchmarks.h200.numerics [--model NAME] [--kinds bf16,int8,fp8] [--pictures FILE.png] [--out folder]
 
@@ -54,7 +54,7 @@ def agreement(actual: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
-    """Each quantized layer on the input that the stock UNet gives it: cosines with the layer in bf16."""
+    """Cosine of each quantized layer's output with the bf16 layer's, on the stock UNet's inputs."""
     names = [n for n, m in variant.unet.named_modules() if isinstance(m, ScaledWeights)]
     cosines: dict[str, float] = {}
     hooks = []
@@ -77,7 +77,7 @@ def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
 
 
 def company(variant: ImageModel, cached: DeepCache | None) -> dict[str, Any]:
-    """A deterministic request alone, and among others that join meanwhile: whether its pixels are equal."""
+    """Whether a deterministic request has equal pixels alone and among requests that join meanwhile."""
     runner = ImageRunner(variant, fused=True, max_rows=16, deterministic_rows=8, buckets=(2, 4, 8, 16))
     side = variant.native
 
@@ -108,7 +108,7 @@ def company(variant: ImageModel, cached: DeepCache | None) -> dict[str, Any]:
 
 
 def drawn(variant: ImageModel, prompts: Sequence[str], cached: DeepCache | None) -> list[Any]:
-    """Pictures of the prompts by the engine, all in flight at once."""
+    """Images of the prompts from the engine, all in flight at once."""
     runner = ImageRunner(variant, fused=True, max_rows=16, buckets=(2, 4, 8, 16))
     side = variant.native
     with Engine([runner]) as engine:
@@ -122,7 +122,7 @@ def drawn(variant: ImageModel, prompts: Sequence[str], cached: DeepCache | None)
 
 
 def grid(rows: Sequence[Sequence[Any]], file: Path) -> None:
-    """Save pictures of equal size side by side."""
+    """Save images of equal size side by side."""
     from PIL import Image
 
     side = rows[0][0].width

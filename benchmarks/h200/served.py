@@ -1,4 +1,4 @@
-"""One run of the service for a benchmark: its plan and folder, the commands that it runs, `diptych serve` itself."""
+"""Runs the service for a benchmark: plan, working folder, commands, and `diptych serve` itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MODULES = {"diptych": ["cli"], "python -m": []}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and for how long. Limits are of whole stages."""
+    """What to measure, and for how long. Limits apply to whole stages."""
 
     model: str
     device: str
@@ -60,12 +60,12 @@ TINY = Plan(
 
 
 class StageError(RuntimeError):
-    """A stage that could not be measured, and why."""
+    """A stage failed. The message has the reason."""
 
 
 @dataclass
 class Bench:
-    """One run: where it works, and when the stage under way has to end."""
+    """One run: its folder, and the deadline of the current stage."""
 
     plan: Plan
     folder: Path
@@ -78,7 +78,7 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        """As a user's, but for caches: those of this run alone."""
+        """The user's environment with caches that only this run uses."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DIPTYCH_", "TRITON_CACHE", "TORCHINDUCTOR"))}
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
@@ -91,7 +91,7 @@ class Bench:
         return max(1.0, self.until - time.monotonic())
 
     def run(self, name: str, command: Sequence[str]) -> str:
-        """Run `diptych` or `python -m` to its end within the stage's time; returns stdout. Raises `StageError`."""
+        """Run `diptych` or `python -m` within the stage's time limit; returns stdout. Raises `StageError`."""
         print(f"$ {name} {' '.join(command)}", flush=True)
         try:
             ended = subprocess.run(
@@ -106,7 +106,7 @@ class Bench:
 
 
 class Service:
-    """`diptych serve` as a process of its own, with its own Redis; its log goes to a file."""
+    """`diptych serve` in a separate process, with its own Redis; its log goes to a file."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -127,7 +127,7 @@ class Service:
         self.client = Client(self.url)
 
     def ready(self) -> float:
-        """Wait for `/readyz`; seconds since the start. Raises `StageError`."""
+        """Wait for `/readyz`; returns the seconds since the start. Raises `StageError`."""
         while True:
             if self._process.poll() is not None:
                 raise StageError(f"diptych serve ended with {self._process.returncode}: {self.tail()}")
@@ -143,12 +143,12 @@ class Service:
         return _tail(self.log.read_text(errors="replace"))
 
     def said(self, *words: str) -> list[str]:
-        """Lines of the log that hold one of the words."""
+        """Lines of the log that contain one of the words."""
         lines = self.log.read_text(errors="replace").splitlines()
         return [line for line in lines if any(word in line for word in words)]
 
     def stop(self) -> float:
-        """SIGINT, as Ctrl-C; seconds until it has ended, however that went."""
+        """Send SIGINT, like Ctrl-C; returns the seconds until the process has ended, with any exit code."""
         began = time.monotonic()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
@@ -171,7 +171,7 @@ def service(bench: Bench) -> Iterator[Service]:
 
 
 class GraphWatch:
-    """Reads every second how many graphs are recorded, while it is entered. Seconds count from the process's start."""
+    """Context: polls the number of recorded graphs every second. Times are seconds since the process's start."""
 
     def __init__(self, on: Service) -> None:
         self._on, self._end = on, threading.Event()

@@ -1,17 +1,17 @@
-"""The service on a GPU as a user gets it: `diptych quantize`, `diptych serve`, and pictures over HTTP as in the README.
+"""Measures the service on a GPU as in the README: `diptych quantize`, `diptych serve`, and images over HTTP.
 
     python -m benchmarks.h200.service [--stages quantize,serve,warm,engine,emoji] [--results folder] [--tiny]
 
-Stages, each with a time limit; one that fails is recorded as such, and the others go on:
+Stages, each with a time limit; if one fails that is recorded, and the others run:
 
 - quantize: the seeded stand-in of SDXL to INT8, by the command.
 - serve: cold start without any cache, traffic while graphs are recorded, then windows of a closed loop of clients
   without DeepCache, with "auto" and with "2", and one client alone.
 - warm: the same command again, to readiness and to the first picture.
-- engine: the engine's own pictures a second by the same settings, without HTTP.
-- emoji: the shipped emoji-xl in INT8 and bf16 on the GPU against fp32 on this machine's CPU; a sheet to look at.
+- engine: the engine's images per second with the same settings, without HTTP.
+- emoji: the shipped emoji-xl in INT8 and bf16 on the GPU against fp32 on this machine's CPU; a contact sheet.
 
-`--tiny` rehearses all of it on a CPU within minutes; its figures mean nothing.
+`--tiny` tests all stages on a CPU within minutes; its measurements have no meaning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SCHEDULES: dict[str, Any] = {"off": "off", "auto": "auto", "2": {"interval": 2,
 
 
 def quantize(bench: Bench) -> dict[str, Any]:
-    """`diptych quantize` on as many prompts as it takes by default."""
+    """`diptych quantize` on its default number of prompts."""
     subjects = ("boat", "teapot", "moon", "fox", "heart", "apple", "bird", "flower")
     places = ("lake", "table", "harbour", "map", "hill", "plate", "roof", "field")
     prompts = [f"a {one} on a {other}" for one in subjects for other in places][: bench.plan.prompts]
@@ -78,7 +78,7 @@ def serve(bench: Bench) -> dict[str, Any]:
 
 
 def _window(on: Service, schedule: str, *, ramp_s: float, window_s: float) -> dict[str, Any]:
-    """A closed loop of clients: what is finished in the window, once batches are full."""
+    """A closed loop of clients: the images that finish in the window, after batches are full."""
     plan = on.bench.plan
     with closed_loop(on.url, plan.clients, {**plan.wanted, "deepcache": _SCHEDULES[schedule]}) as load:
         time.sleep(ramp_s)
@@ -93,7 +93,7 @@ def _window(on: Service, schedule: str, *, ramp_s: float, window_s: float) -> di
 
 
 def _alone(on: Service, pictures: int, schedule: str = "off") -> dict[str, Any]:
-    """The latency of one client that nobody rides with."""
+    """The latency of a single client."""
     took = []
     for number in range(pictures):
         started = time.monotonic()
@@ -107,7 +107,7 @@ def _alone(on: Service, pictures: int, schedule: str = "off") -> dict[str, Any]:
 
 
 def warm(bench: Bench) -> dict[str, Any]:
-    """The same command with the caches that it left behind."""
+    """The same command with the caches of the first run."""
     with service(bench) as on:
         found: dict[str, Any] = {"ready_s": on.ready()}
         print(f"  ready after {found['ready_s']} s, warm", flush=True)
@@ -125,7 +125,7 @@ def warm(bench: Bench) -> dict[str, Any]:
 
 
 def engine(bench: Bench) -> dict[str, Any]:
-    """The engine's own pace, in a process of its own."""
+    """The engine's throughput, in a separate process."""
     given = [*(["--tiny"] if bench.plan is TINY else []), "--engine", str(bench.unet)]
     said = bench.run("python -m", ["benchmarks.h200.service", *given])
     for line in said.splitlines()[:-1]:
@@ -135,7 +135,7 @@ def engine(bench: Bench) -> dict[str, Any]:
 
 
 def _engine(plan: Plan, unet: Path) -> None:
-    """What `--engine` runs: by the service's own settings, the closed loop of the engine's benchmark."""
+    """Implements `--engine`: the closed loop of the engine benchmark with the service's settings."""
     from benchmarks.h200.engine import closed_loop as engine_loop
     from benchmarks.traces import Order
     from contract.plan import parse
@@ -158,7 +158,7 @@ def _engine(plan: Plan, unet: Path) -> None:
 
 
 def emoji(bench: Bench) -> dict[str, Any]:
-    """All at once: each is a process of its own, and time is not what is measured."""
+    """Run all variants at once, in separate processes: this stage does not measure time."""
     files, errors = {}, list[str]()
     drawn: dict[str, Any] = {}
     variants = [("fp32", "cpu"), ("int8", bench.plan.device)]
@@ -248,7 +248,7 @@ def main() -> None:
 
 
 def _keep(folder: Path, results: dict[str, Any]) -> None:
-    """What is known so far, in case that nothing more comes."""
+    """Write the results so far, in case the run is interrupted."""
     (folder / _PARTIAL).write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""SDXL for these benchmarks: the model or a seeded stand-in in bf16, its quantized variants, and inputs for its UNet.
+"""Provides SDXL for these benchmarks: the model or a seeded stand-in in bf16, quantized variants, and UNet inputs.
 
 Speed does not depend on the weights' values; images do, so the stand-in's images are noise.
 """
@@ -35,19 +35,19 @@ def model(name: str = sdxl.NAME) -> ImageModel:
 
 
 def ranges(source: ImageModel, prompts: int = CALIBRATED) -> quantized.Ranges:
-    """What flows into the layers of UNet and VAE, as `diptych quantize` collects it, of the first of its prompts."""
+    """Input ranges of the layers of UNet and VAE, collected as in `diptych quantize`, on the first of its prompts."""
     return quantized.ranges(source, default_prompts()[:prompts])
 
 
 def plain_attention(source: ImageModel) -> None:
-    """Give the UNet diffusers' own attention back, after `PackedKeys`."""
+    """Restore diffusers' own attention in the UNet, after `PackedKeys`."""
     from diffusers.models.attention_processor import AttnProcessor2_0
 
     source.unet.set_attn_processor(AttnProcessor2_0())
 
 
 def variant(source: ImageModel, scheme: Scheme | None, found: quantized.Ranges) -> ImageModel:
-    """The model with UNet and VAE of its own, quantized unless `scheme` is None."""
+    """The model with copies of UNet and VAE, quantized unless `scheme` is None."""
     unet: Any = source.unet
     vae: Any = source.vae
     if scheme is not None:
@@ -72,7 +72,7 @@ def stock_pipeline(source: ImageModel) -> Any:
 
 
 def inputs(source: ImageModel, rows: int, seed: int = 3) -> dict[str, Tensor]:
-    """What the UNet is given: noise, timesteps, text, its pooled form, and the sizes that SDXL is told."""
+    """The UNet's inputs: noise, timesteps, text embeddings, pooled embeddings, and SDXL's size conditioning."""
     g = torch.Generator("cuda").manual_seed(seed)
     config, side = source.unet.config, source.native // source.vae_scale
     pooled = source.text_encoders[1].config.projection_dim

@@ -1,4 +1,4 @@
-"""Which tile wins once the card draws all the power it may: what the table of `tiles.py` is written from.
+"""Finds the fastest tiles at the GPU's power limit and writes the table of `tiles.py`.
 
 `python -m benchmarks.h200.sustained [--out folder]` runs every tile of SDXL's largest products at 16 rows until the
 clocks have settled, and merges the winners, and those of `linear.json` and `conv.json` in the same folder for fewer
@@ -25,7 +25,7 @@ ROWS = 16
 
 
 def rate(run: Run, flop: float, seconds: float) -> tuple[float, dict[str, float]]:
-    """Milliseconds of one run, and the clocks, after `seconds` of the same."""
+    """Milliseconds of one run, and the clocks, after `seconds` of repeated runs."""
     for i in range(2):
         run(i)
     torch.cuda.synchronize()

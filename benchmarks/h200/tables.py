@@ -19,12 +19,12 @@ _RUNGS = {
     "fp8+deepcache-half": 'FP8, DeepCache "half"',
 }
 _SERVED_WITH = {"off": "INT8", "auto": 'INT8, DeepCache "auto"', "2": 'INT8, DeepCache "2" ("block")'}
-_SCORED = {"off": "int8", "auto": "int8-auto", "2": "int8-block2"}  # by DeepCache's schedule
+_SCORED = {"off": "int8", "auto": "int8-auto", "2": "int8-block2"}  # by DeepCache plan
 _KINDS = {"int8": "INT8", "fp8": "FP8 (E4M3)", "bf16": "bf16"}
 
 
 def engine(found: Result, *scored: Result) -> list[str]:
-    """Rates of the rungs; beside INT8's, what their schedule costs the embedded model's score, and its gate."""
+    """Throughput of the configurations; for INT8 also the embedded model's CLIP score and gate."""
     rungs = found["rungs"]
     stock = rungs.get("diffusers-8", {}).get("images_s")
     rows = []
@@ -41,8 +41,8 @@ def engine(found: Result, *scored: Result) -> list[str]:
             )
         )  # fmt: skip
     header = (
-        "1024×1024, 20 steps with guidance", "pictures/s", "against batches of 8", "score on emoji-xl, of fp32's",
-        "score's gate", "SM clock, power",
+        "1024×1024, 20 steps with guidance", "images/s", "relative to diffusers, batches of 8",
+        "CLIP score on emoji-xl, relative to fp32", "gate", "SM clock, power",
     )  # fmt: skip
     return markdown(header, rows)
 
@@ -57,8 +57,8 @@ def phases(found: Result) -> list[str]:
         if any(name in found[f"costs_ms {kind}"] for kind in kinds)
     ]
     ready = [found.get(f"ready_s {kind}") for kind in kinds]
-    rows.append(("graphs recorded after", *(NONE if s is None else f"{s:.1f} s" for s in ready)))
-    return markdown(("ms a graph, phase × rows", *(_KINDS[kind] for kind in kinds)), rows)
+    rows.append(("time until graphs were recorded", *(NONE if s is None else f"{s:.1f} s" for s in ready)))
+    return markdown(("ms per graph, phase × rows", *(_KINDS[kind] for kind in kinds)), rows)
 
 
 def numerics(found: Result) -> list[str]:
@@ -79,8 +79,8 @@ def numerics(found: Result) -> list[str]:
             )
         )  # fmt: skip
     header = (
-        f"`{found['model']}`, beside diffusers in bf16", "one forward", "latents after 20 steps", "VAE",
-        "single layers, median and least", "pictures, without and with DeepCache", "deterministic in company",
+        f"`{found['model']}`, compared with diffusers in bf16", "one forward", "latents after 20 steps", "VAE",
+        "single layers, median and worst", "images, without and with DeepCache", "deterministic in a batch",
     )  # fmt: skip
     return markdown(header, rows)
 
@@ -100,7 +100,7 @@ def cohost(found: Result) -> list[str]:
                 f"{tpot[0]:.1f} ms, {tpot[1]:.1f} ms",
             )
         )  # fmt: skip
-    header = ("", "pictures/s alone", "together", "tokens/s alone", "together", "sum of shares", "a token, p50 and p99")
+    header = ("", "images/s alone", "together", "tokens/s alone", "together", "sum of shares", "TPOT p50, p99")
     return markdown(header, rows)
 
 
@@ -118,12 +118,12 @@ def text_steps(found: Result) -> list[str]:
             )
         )  # fmt: skip
     first = _KINDS[kinds[0]]
-    header = ("ms a step: graph alone (tokens back on the host)", *(_KINDS[kind] for kind in kinds))
-    return markdown((*header, f"bytes read in {first}, floor at 4.8 TB/s (computed)"), rows)
+    header = ("ms per step: graph alone (until tokens are on the host)", *(_KINDS[kind] for kind in kinds))
+    return markdown((*header, f"bytes read in {first}, lower bound at 4.8 TB/s (computed)"), rows)
 
 
 def text_engine(found: Result) -> list[str]:
-    """Tokens a second that were measured from the first request to the last token."""
+    """Measured tokens per second, from the first request to the last token."""
     rows = [
         (f"Diptych, {_KINDS[kind]}, through the engine", requests, "128/128", f"{one['tokens_per_s']:,.0f}")
         for kind in _KINDS
@@ -132,11 +132,11 @@ def text_engine(found: Result) -> list[str]:
     ]
     if one := found.get("generate_batch"):
         rows.append(("transformers `generate_batch`, bf16", "64", "128/64", f"{one['tokens_per_s']:,.0f}"))
-    return markdown(("measured", "requests at once", "tokens in/out", "tokens/s"), rows)
+    return markdown(("measured", "concurrent requests", "tokens in/out", "tokens/s"), rows)
 
 
 def text_rates(found: Result) -> list[str]:
-    """Tokens a second of static batches, which are computed."""
+    """Computed tokens per second of static batches."""
     kinds = [kind for kind in _KINDS if any(name.startswith(f"{kind} ") for name in found["rates"])]
     settings = [name.removeprefix(f"{kinds[0]} ") for name in found["rates"] if name.startswith(f"{kinds[0]} ")]
     rows = [
@@ -147,7 +147,7 @@ def text_rates(found: Result) -> list[str]:
 
 
 def service(found: Result, *scored: Result) -> list[str]:
-    """The service over HTTP: rates by schedule beside the engine's own, one client alone, starts and recording."""
+    """The service over HTTP: throughput by DeepCache plan, beside the engine's, and latency."""
     served, alone = found["stages"]["serve"], found["stages"]["engine"]
     rows = []
     for schedule, label in _SERVED_WITH.items():
@@ -164,41 +164,41 @@ def service(found: Result, *scored: Result) -> list[str]:
         )  # fmt: skip
     clients = served["deepcache off"]["clients"]
     header = (
-        f"SDXL's shape over HTTP, {clients} clients", "pictures/s", "the engine alone, in process",
-        "p50, p99 of a picture", "one client alone", "gate of the score on emoji-xl",
+        f"SDXL's shape over HTTP, {clients} clients", "images/s", "engine alone, in process",
+        "latency p50, p99", "p50 of a single client", "CLIP score gate on emoji-xl",
     )  # fmt: skip
     return markdown(header, rows)
 
 
 def starts(found: Result) -> list[str]:
-    """What a user waits for: quantizing, cold and warm starts, first pictures, and until all graphs are recorded."""
+    """Waiting times: quantization, cold and warm starts, first image, and until all graphs are recorded."""
     stages = found["stages"]
     cold, warm, meanwhile = stages["serve"], stages["warm"], stages["serve"]["while_recording"]
     done = [next(one for one in stage["graphs"] if one["recorded"] == one["wanted"]) for stage in (cold, warm)]
     rows = [
         ("`diptych quantize`, once", f"{stages['quantize']['seconds']:.0f} s", NONE),
         ("from `diptych serve` to ready", f"{cold['cold_ready_s']:.1f} s", f"{warm['ready_s']:.1f} s"),
-        ("first picture after that", f"{cold['first_picture_s']:.1f} s", f"{warm['first_picture_s']:.1f} s"),
-        ("all graphs recorded, since the start", *(f"{one['recorded']} after {one['at_s']:.0f} s" for one in done)),
-        ("pictures/s in the half minute of recording beside traffic", f"{meanwhile['pictures_per_s']:.2f}", NONE),
+        ("first image after that", f"{cold['first_picture_s']:.1f} s", f"{warm['first_picture_s']:.1f} s"),
+        ("all graphs recorded, from the start", *(f"{one['recorded']} after {one['at_s']:.0f} s" for one in done)),
+        ("images/s in half a minute of recording during traffic", f"{meanwhile['pictures_per_s']:.2f}", NONE),
     ]
-    return markdown(("", "cold: nothing compiled", "warm: by the caches"), rows)
+    return markdown(("", "cold: nothing compiled", "warm: with caches"), rows)
 
 
 def fidelity(found: Result) -> list[str]:
-    """PSNR of the embedded model's pictures on the GPU against fp32 on the CPU, at equal seeds."""
+    """PSNR of the embedded model's images on the GPU against fp32 on the CPU, with equal seeds."""
     one = found["stages"]["emoji"]["against_fp32"]
     rows = [
         (_KINDS[kind], str(of["pictures"]), *(f"{of[f'psnr_{key}_db']:.1f} dB" for key in ("mean", "median", "min")),
          f"{of['brighter_levels']:+.2f} levels of 255")
         for kind, of in one.items()
     ]  # fmt: skip
-    header = ("emoji-xl on the GPU, shipped scales", "pictures", "mean PSNR", "median", "least", "mean brightness")
+    header = ("emoji-xl on the GPU, shipped scales", "images", "mean PSNR", "median", "minimum", "mean brightness")
     return markdown(header, rows)
 
 
 def _score(rung: str, scored: Sequence[Result]) -> Sequence[float] | None:
-    """The captions' score of a rung's schedule as a share of fp32's, with its interval, by the first that has it."""
+    """The CLIP score of a configuration's plan relative to fp32, with its interval; the first result found."""
     name = _DRAWN_AS.get(rung)
     return next((one["variants"][name]["clip_ratio"] for one in scored if name in one["variants"]), None)
 

@@ -1,4 +1,4 @@
-"""The text panel's kernels alone, at the shapes of Llama-3.1-8B: correctness, speed, tiles, early launch.
+"""Measures the text kernels alone, at the shapes of Llama-3.1-8B: correctness, speed, tiles, programmatic launch.
 
 Called by `benchmarks.h200.text`. Weights are in several copies, so that no cache helps.
 """
@@ -41,7 +41,7 @@ def drawn(kind: str, *shape: int) -> Tensor:
 
 
 def check(_: str) -> dict[str, Any]:
-    """Largest errors beside references in higher precision, relative to the largest value; poisoned outputs."""
+    """Largest errors against references in higher precision, relative to the largest value, on poisoned outputs."""
     found: dict[str, Any] = {}
     for kind in TYPES:
         for name, (columns, depth) in (("qkv", (6144, 4096)), ("down", (4096, 14336)), ("odd", (4096 + 40, 1000))):
@@ -85,7 +85,7 @@ def check(_: str) -> dict[str, Any]:
 
 
 def products(_: str) -> dict[str, Any]:
-    """µs and GB/s of each product at each number of rows, beside the kernel for many rows and cuBLAS's bf16."""
+    """µs and GB/s of each product at each number of rows, compared with the kernel for many rows and cuBLAS in bf16."""
     found: dict[str, Any] = {}
     lines = []
     for (name, (columns, depth)), kind in itertools.product(SHAPES.items(), TYPES):
@@ -137,7 +137,7 @@ def step_of(batch: int, context: int) -> TokenBatch:
 
 
 def graph_size(batch: int, context: int) -> tuple[int, int]:
-    """Rows and reach of the recorded graph that such a step runs in."""
+    """Rows and maximum context of the recorded graph that runs such a step."""
     from llm.decode_graphs import bucket, rung
 
     size = bucket(batch)
@@ -146,7 +146,7 @@ def graph_size(batch: int, context: int) -> tuple[int, int]:
 
 
 def early(bench: Any) -> dict[str, Any]:
-    """ms of a step where kernels are launched as usual, early, and eagerly (`llm.launching`); and equal bits."""
+    """ms of a step with kernels launched normally, early, and eagerly (`llm.launching`); checks that bits are equal."""
     found: dict[str, Any] = {}
     for batch in (1, 64, 256):
         made: list[Tensor] = []
@@ -210,7 +210,7 @@ def attention(bench: Any) -> dict[str, Any]:
 
 
 def sampling(bench: Any) -> dict[str, Any]:
-    """ms of choosing 256 tokens from logits on the device."""
+    """ms to sample 256 tokens from logits on the device."""
     from llm.choose import SampleRequest, choose, greedy_tokens
     from llm.parameters import TextParameters
     from llm.sequence import SequenceState
@@ -237,7 +237,7 @@ def sampling(bench: Any) -> dict[str, Any]:
 
 
 def tiles(_: str, until: float) -> dict[str, Any]:
-    """Which tile is fastest for each product: what `stream_kernel.choose` is held against. Ends with the time given."""
+    """Finds the fastest tile of each product, to verify `stream_kernel.choose`. Ends at the time limit."""
     found: dict[str, Any] = {}
     for rows, (name, (columns, depth)) in itertools.product((1, 64, 256, 128, 16), list(SHAPES.items())[:4]):
         fused = name == "gate_up"
@@ -263,7 +263,7 @@ def tiles(_: str, until: float) -> dict[str, Any]:
 
 
 def _variants(usual: StreamTile, depth: int, fused: bool) -> list[StreamTile]:
-    """Tiles around the usual one that fit, with enough in flight."""
+    """Valid tiles around the default one, with enough loads in flight."""
     made = []
     for columns, (deep, stages), splits in itertools.product(
         (64, 128), ((128, 4), (128, 6), (256, 3)), (1,) if fused else (1, 2, 4, 7, 8, 14, 16)

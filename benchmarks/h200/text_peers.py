@@ -1,4 +1,4 @@
-"""transformers on the same weights in bf16, in the same run as ours: `generate` in a static batch, and
+"""Measures transformers on the same weights in bf16, in the same run: `generate` in a static batch, and
 `generate_batch`.
 
 Called by `benchmarks.h200.text`.
@@ -14,7 +14,7 @@ import torch
 
 
 def generate(bench: Any, batch: int, given: int, written: int, steps: int) -> dict[str, Any]:
-    """Its `generate` in bf16 with a dynamic cache, one static batch; of `steps` answers' tokens."""
+    """`generate` in bf16 with a dynamic cache, as one static batch, for `steps` tokens per request."""
     network = bench.models["bf16"].network
     network.set_attn_implementation("sdpa")
     ids = torch.tensor([bench.prompt(given, i) for i in range(batch)], device="cuda")
@@ -40,7 +40,7 @@ def generate(bench: Any, batch: int, given: int, written: int, steps: int) -> di
 
 
 def generate_batch(bench: Any, requests: int, given: int, written: int, limit_s: float) -> dict[str, Any]:
-    """Its own continuous batching, in bf16, its defaults but for the sizes of its cache."""
+    """Its continuous batching in bf16, with default settings except the cache sizes."""
     from transformers.generation.configuration_utils import GenerationConfig
 
     network = bench.models["bf16"].network

@@ -1,4 +1,4 @@
-"""GPU timing: medians between events, over several sets of inputs so that no cache helps; clocks by nvidia-smi."""
+"""Measures GPU time by medians between events, over several input sets to defeat caches, and clocks by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 
 def milliseconds(run: Callable[[int], Any], *, sets: int = 1, warm: int = 3, repeats: int = 10) -> float:
-    """Median device time of `run(i)`, i going round over `sets` sets of inputs.
+    """Median device time of `run(i)`, with i cycling over `sets` sets of inputs.
 
-    The device sleeps until everything has been submitted, or short kernels would be timed by their launches.
+    The device sleeps until everything is submitted; otherwise short kernels would be timed by their launches.
     """
     for i in range(max(warm, sets)):
         run(i % sets)
@@ -29,7 +29,7 @@ def milliseconds(run: Callable[[int], Any], *, sets: int = 1, warm: int = 3, rep
 
 
 def sustained(run: Callable[[], Any], repeats: int) -> float:
-    """Mean device time of one of `repeats` runs back to back: what a busy server sees once the clocks have settled."""
+    """Mean device time of `repeats` consecutive runs, as on a busy server after the clocks have settled."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     run()
     start.record()
@@ -41,7 +41,7 @@ def sustained(run: Callable[[], Any], repeats: int) -> float:
 
 
 class Clocks:
-    """Samples clock, power and temperature every 200 ms while it is entered."""
+    """Context: samples clock, power and temperature every 200 ms."""
 
     _FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
 

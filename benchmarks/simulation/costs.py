@@ -1,8 +1,7 @@
-"""Cost tables: measured seconds of one iteration on a device, by phase, size and rows, stored as JSON with their
-source.
+"""Reads and writes cost tables: measured seconds of an iteration by phase, size and rows, as JSON with their source.
 
-Between measured widths a `CostCurve` interpolates, as for the scheduler; beyond the widest nothing is assumed, so no
-forward is wider than that.
+A `CostCurve` interpolates between measured widths, as in the scheduler; there is no extrapolation, so no
+forward is wider than the widest measured one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Seconds = Mapping[int, float]
 
 
 class CostError(BenchError):
-    """A cost table that cannot be used. The message names the file and the field."""
+    """A cost table is invalid. The message names the file and the field."""
 
 
 class Costs:
@@ -59,7 +58,7 @@ class Costs:
                     curve.observe(count, seconds)
 
     def __call__(self, phase: str, size: Size, rows: int) -> float:
-        """Seconds of one iteration of so many rows. A phase that the table leaves out costs nothing."""
+        """Seconds of one iteration of that many rows. A phase that the table omits takes no time."""
         found = self._known.get((phase, size, rows))
         if found is None:
             curve = self._curves.get((phase, size))
@@ -67,7 +66,7 @@ class Costs:
         return found
 
     def widest(self, phase: str, size: Size) -> int | None:
-        """The most rows that were measured; None where nothing was."""
+        """The largest measured number of rows; None without measurements."""
         return max(self.measured.get((phase, size), ()), default=None)
 
     def least_s(self, phase: str, size: Size, rows: int, limit: int) -> float:
@@ -76,7 +75,7 @@ class Costs:
 
     @property
     def sizes(self) -> list[Size]:
-        """Those that a picture can be drawn at: both a deep step and the VAE were measured."""
+        """Sizes for which both a deep step and the VAE were measured."""
         return sorted(size for phase, size in self.measured if phase == DEEP and (VAE, size) in self.measured)
 
     def as_json(self) -> dict[str, Any]:
@@ -90,7 +89,7 @@ class Costs:
 
 
 def find(name: str) -> Path:
-    """The file of a table: one that is shipped, by its name, or any other by its path."""
+    """The file of a table: a shipped one by name, or any other by path."""
     shipped = SHIPPED / f"{name}.json"
     return shipped if re.fullmatch(r"[a-z0-9-]+", name) and shipped.is_file() else Path(name)
 

@@ -1,8 +1,8 @@
-"""Many engines on one queue under one virtual clock: step-level batching as it is deployed.
+"""Simulates many engines on one queue under one virtual clock: step-level batching as deployed.
 
-Jobs wait in a shared list by priority level, FIFO within it. A worker asks for one whenever it has fewer than
-`image_jobs` in flight, Redis answers the worker that has asked the longest, and the worker's own Scheduler, the real
-one, does the rest. Delivery takes no time, workers do not crash.
+Jobs wait in a shared list by priority level, FIFO within it. A worker requests one whenever it has fewer than
+`image_jobs` in flight, Redis serves the longest-waiting worker, and the worker's own Scheduler, the production
+code, does the rest. Delivery takes no time, workers do not crash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from core.jobs.broker import level
 
 @dataclass
 class Served:
-    """What became of the jobs. By job: when it ended, and whether its deadline passed first."""
+    """The jobs' results. By job: when it ended, and whether its deadline passed first."""
 
     ended: list[float]
     missed: list[bool]
@@ -34,7 +34,7 @@ class Served:
 
 @dataclass
 class Clock:
-    """Time that passes only when told to."""
+    """A clock that advances only explicitly."""
 
     now: float = 0.0
 
@@ -43,7 +43,7 @@ class Clock:
 
 
 class Backlog:
-    """Jobs that no worker has yet: by their priority's level, then first in, first out."""
+    """Jobs that no worker has taken: by priority level, then first in, first out."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Job]] = []
@@ -68,7 +68,7 @@ class _Engine:
 
 
 class StepLevel:
-    """`gpus` workers, each with one engine. `on_launch` is told of every iteration, with its engine's number."""
+    """`gpus` workers, each with one engine. `on_launch` is called for every iteration, with its engine's index."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StepLevel:
         self._sequence = 0
 
     def run(self, jobs: Sequence[Job]) -> Served:
-        """Serve jobs, given in the order of their arrival, to the last one. Once for each instance."""
+        """Serve all jobs, given in the order of their arrival. Can be called once per instance."""
         self._jobs = jobs
         self._served = Served([math.nan] * len(jobs), [False] * len(jobs))
         following = 0
@@ -136,7 +136,7 @@ class StepLevel:
             self._changed[engine] = None
 
     def _land(self, engine: _Engine) -> None:
-        """Take in what is ready of an engine, and have it look again."""
+        """Process an engine's finished iterations, and let it schedule again."""
         now = self.clock.now
         for entry in [entry for entry in engine.flying if entry[1].ready()]:
             engine.flying.remove(entry)

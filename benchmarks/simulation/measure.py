@@ -1,6 +1,6 @@
-"""Measures a cost table of the engine at hand: its own curves, after every width was run a few times.
+"""Measures a cost table of an engine: its own curves, after every width has run a few times.
 
-Other load on the machine affects the figures.
+Other load on the machine affects the results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
 
 
 def table(runner: ImageRunner, sizes: Sequence[Size]) -> Costs:
-    """What the runner's curves say now. Where a width runs eager and compiled, the cheaper way counts, as there."""
+    """The runner's current curves. If a width has eager and compiled code, the cheaper one counts, as in the runner."""
     measured: dict[tuple[str, Size], Seconds] = {}
     for (phase, size, _), seconds in runner.execution.costs().items():
         known = measured.get((phase, size), {})
@@ -70,7 +70,7 @@ def table(runner: ImageRunner, sizes: Sequence[Size]) -> Costs:
 
 
 def save(costs: Costs, path: Path) -> None:
-    """Raises `CostError` where the file cannot be written."""
+    """Raises `CostError` if the file cannot be written."""
     import json
 
     try:
@@ -80,7 +80,7 @@ def save(costs: Costs, path: Path) -> None:
 
 
 def _draw(runner: ImageRunner, size: Size, together: int, depth: str) -> None:
-    """Draw two steps, deep and shallow, of some pictures whose prompts nobody remembers: encoding is timed as used."""
+    """Run two steps, deep and shallow, of some images with uncached prompts, so that encoding is timed too."""
     requests: list[Request] = []
     for _ in range(together):
         prompt = str(uuid4())
@@ -94,7 +94,7 @@ def _draw(runner: ImageRunner, size: Size, together: int, depth: str) -> None:
 
 
 def _held(runner: ImageRunner, size: Size) -> dict[str, int]:
-    """What a request holds, taken apart: once, a row, and a row's features by phase."""
+    """A request's memory: once per request, per row, and a row's features by phase."""
     one, two = (runner.holdings.size_bytes(picture(size, 2, guided, None)) for guided in (False, True))
     cached = {
         phase: runner.holdings.size_bytes(picture(size, 2, False, DeepCache(2, depth))) - one

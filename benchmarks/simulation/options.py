@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def plan(options: argparse.Namespace, settings: Settings, costs: Costs | None = None) -> Plan:
-    """What is not an option of the simulator's own comes from the settings; without a size given, the table's largest.
+    """Values without an option come from the settings; the default size is the table's largest.
 
-    Raises `BenchError`. Without costs it is made to be checked only, before they are measured.
+    Raises `BenchError`. Without costs the plan is only validated, before they are measured.
     """
     if not re.fullmatch(r"[\w.-]+", options.name):
         raise BenchError("--name: must be letters, digits, dots and dashes")
@@ -59,7 +59,7 @@ def plan(options: argparse.Namespace, settings: Settings, costs: Costs | None = 
 
 
 def sizes(text: str | None) -> tuple[Size, ...]:
-    """Those of the option --sizes; none where it is not given."""
+    """The sizes of the option --sizes; none if it is not given."""
     return _mix("--sizes", text, _size).values if text else ()
 
 

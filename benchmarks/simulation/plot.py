@@ -1,4 +1,4 @@
-"""Line plots as SVG files that follow the reader's light or dark page."""
+"""Draws line plots as SVG files with light and dark colour schemes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 def draw(lines: Sequence[Line], title: str, across: str, up: str, *, log_x: bool = False, log_y: bool = False) -> str:
-    """The SVG. Logarithmic axes leave out what is not above 0."""
+    """Renders the SVG. Logarithmic axes omit values that are not positive."""
     lines = [
         line._replace(dots=[(x, y) for x, y in line.dots if not (log_x and x <= 0) and not (log_y and y <= 0)])
         for line in lines
@@ -84,7 +84,7 @@ def _series(lines: Sequence[Line], px: Callable[[float], float], py: Callable[[f
 
 
 def _axis(values: Sequence[float], start: float, end: float, log: bool) -> tuple[Callable[[float], float], list[float]]:
-    """Where a value lies between two coordinates, and the values to mark."""
+    """A function from values to coordinates, and the tick values."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     if log:
         ticks = _decades(low, high)

@@ -1,4 +1,4 @@
-"""The image runner without images: the same phases, groups, rows and limits, with iteration times from a cost table.
+"""Simulates the image runner: the same phases, groups, rows and limits, with iteration times from a cost table.
 
 It implements the scheduler's interface as `pipeline.runner.ImageRunner` does, and imports no torch.
 """
@@ -21,7 +21,7 @@ LANE = "device"
 
 @dataclass(frozen=True)
 class Device:
-    """What bounds one engine. As in the settings; `memory_bytes` None bounds nothing."""
+    """The limits of one engine, as in the settings; `memory_bytes` None is no limit."""
 
     max_requests: int = 32
     max_rows: int = 32
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One iteration that ran: on which lane and when, in which phase, how wide."""
+    """A finished iteration: lane, times, phase, width."""
 
     lane: str
     begins: float
@@ -46,31 +46,31 @@ class Span(NamedTuple):
 
 
 def plan(wanted: ImageParameters) -> tuple[bool, ...]:
-    """For each step of a picture, whether it is deep."""
+    """For each step of an image, whether it is deep."""
     return (True,) * wanted.steps if wanted.deepcache is None else wanted.deepcache.plan(wanted.steps)
 
 
 def rows_of(wanted: ImageParameters) -> int:
-    """Rows that the picture brings into a denoising step: guidance needs two."""
+    """The image's rows in a denoising step: two with guidance."""
     return 2 if wanted.guidance_scale > 1 else 1
 
 
 @lru_cache(maxsize=4096)
 def phases_of(wanted: ImageParameters) -> tuple[tuple[Group, int], ...]:
-    """A picture's whole life: the group of every iteration, and its rows there."""
+    """The image's iterations: the group of each, and its rows there."""
     size, rows = (wanted.width, wanted.height), rows_of(wanted)
     steps = (Group(_phase(wanted, deep), size) for deep in plan(wanted))
     return ((Group(ENCODE, ANY), rows), *((group, rows) for group in steps), (Group(VAE, size), 1))
 
 
 def limit(costs: Costs, device: Device, group: Group) -> int:
-    """The most rows of one forward: what the runner allows, and no more than what was measured."""
+    """The maximum rows of one forward: the runner's limit, and at most the widest measured."""
     allowed = device.max_rows if group.phase in STEPS else _MOST_ROWS[group.phase]
     return min(allowed, costs.widest(group.phase, group.size) or allowed)
 
 
 def held_bytes(costs: Costs, wanted: ImageParameters) -> int:
-    """What a picture holds from its admission to its end; nothing where the table does not tell."""
+    """An image's memory from its admission to its end; 0 if the table does not contain it."""
     parts = costs.held.get((wanted.width, wanted.height), {})
     row = parts.get("row", 0)
     if wanted.deepcache is not None and not all(plan(wanted)):
@@ -102,14 +102,14 @@ class SimulatedTicket:
         return self._runner.clock() >= self.ends
 
     def notify(self, wake: Callable[[], None]) -> None:
-        """Nobody sleeps on a virtual clock."""
+        """Does nothing: no thread sleeps on a virtual clock."""
 
     def outcome(self) -> Mapping[str, Outcome]:
         return {request.id: self._runner.commit(request) for request in self._requests}
 
 
 class SimulatedRunner:
-    """One device. `on_launch` is told of every iteration."""
+    """One device. `on_launch` is called for every iteration."""
 
     modality = "image"
 
@@ -133,7 +133,7 @@ class SimulatedRunner:
     # -- what the scheduler asks -----------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """What can be asked for was checked against the table before the first arrival."""
+        """Does nothing: requests were checked against the table before the first arrival."""
 
     def admit(self, request: Request) -> bool:
         wanted: ImageParameters = request.parameters
@@ -194,7 +194,7 @@ class SimulatedRunner:
     # -- one iteration ---------------------------------------------------------------------------------------------
 
     def launch(self, requests: Sequence[Request]) -> SimulatedTicket:
-        """Behind what runs on the lane already, if anything does."""
+        """Start after the lane's current iteration, if there is one."""
         group, rows = self.group(requests[0]), sum(self.rows(request) for request in requests)
         lane = self.lane(group)
         begins = max(self.clock(), self._free_at.get(lane, 0.0))
@@ -203,7 +203,7 @@ class SimulatedRunner:
         return SimulatedTicket(self, requests, ends)
 
     def commit(self, request: Request) -> Outcome:
-        """Take one request one iteration further."""
+        """Advance one request by one iteration."""
         work: _Work = request.work
         steps = len(work.life) - 2
         if request.phase == VAE:

@@ -1,7 +1,7 @@
-"""Many devices on one queue under a virtual clock: request-level batching, the baseline of step-level batching.
+"""Simulates request-level batching, the baseline: many devices on one queue under a virtual clock.
 
-A free device takes what waits, up to `batch` images of one kind (size, steps, guidance, DeepCache), which begin and end
-together; with a window, only once so many wait or the oldest has waited for so long. The policy of
+A free device takes up to `batch` waiting images of one kind (size, steps, guidance, DeepCache), which begin and end
+together; with a window, only once that many wait or the oldest has waited that long. The policy of
 `benchmarks.traces.RequestLevel`, whose draw_batch has the same costs, on one ideal queue for all devices.
 """
 
@@ -24,7 +24,7 @@ Forwards = list[tuple[str, int, float]]
 
 
 def draw(costs: Costs, device: Device, wanted: ImageParameters, count: int) -> Forwards:
-    """The forwards that draw so many pictures of a kind together; a forward that would be too wide is split."""
+    """The forwards that generate that many images of a kind together; forwards that would be too wide are split."""
     made: Forwards = []
     for group, rows in phases_of(wanted):
         together = max(1, limit(costs, device, group) // rows)
@@ -35,7 +35,7 @@ def draw(costs: Costs, device: Device, wanted: ImageParameters, count: int) -> F
 
 
 class _Kind:
-    """What waits of one kind: the most urgent first, and the oldest for the window."""
+    """The waiting jobs of one kind: the most urgent first, and the oldest for the window."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -48,7 +48,7 @@ class _Kind:
         self._oldest.append(job)
 
     def first(self, left: Sequence[bool]) -> tuple[int, int, Job]:
-        """The most urgent of those that have not left."""
+        """The most urgent waiting job."""
         while left[self._urgent[0][1]]:
             heapq.heappop(self._urgent)
         return self._urgent[0]
@@ -60,7 +60,7 @@ class _Kind:
 
 
 class RequestLevel:
-    """`on_batch` is told of every batch: which device, from when to when, and the jobs in it."""
+    """`on_batch` is called for every batch with its device, start, end and jobs."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RequestLevel:
         self._served = Served([], [])
 
     def run(self, jobs: Sequence[Job]) -> Served:
-        """Serve jobs, given in the order of their arrival, to the last one. Once for each instance."""
+        """Serve all jobs, given in the order of their arrival. Can be called once per instance."""
         self._served = Served([math.nan] * len(jobs), [False] * len(jobs))
         self._left = [False] * len(jobs)
         following = 0
@@ -122,7 +122,7 @@ class RequestLevel:
                 self._wakes = math.inf
 
     def _expire(self, now: float) -> None:
-        """End what waited past its deadline, before it costs anything."""
+        """Expire waiting jobs whose deadlines have passed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             job = heapq.heappop(self._deadlines)[2]
             if not self._left[job.index]:
@@ -132,7 +132,7 @@ class RequestLevel:
                 self._served.missed[job.index] = True
 
     def _ripe(self, now: float) -> ImageParameters | None:
-        """The kind that goes next: of those that may go, the one whose first job is the most urgent."""
+        """The next kind: of those that may start, the one with the most urgent job."""
         ripe = (
             (kind.first(self._left)[:2], wanted)
             for wanted, kind in self._kinds.items()

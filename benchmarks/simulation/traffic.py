@@ -18,7 +18,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """One of some values, each as likely as its weight says."""
+    """A weighted random choice."""
 
     values: tuple[T, ...]
     weights: tuple[float, ...]
@@ -35,7 +35,7 @@ def always(value: T) -> Choice[T]:
 
 
 def parse(text: str, read: Callable[[str], T]) -> Choice[T]:
-    """Values with weights as people write them: "20", or "20=3,30=1". Raises ValueError, which says what is wrong."""
+    """Parse values with weights: "20", or "20=3,30=1". Raises ValueError with a message for users."""
     values, weights = [], []
     for part in text.split(","):
         word, equals, weight = part.strip().partition("=")
@@ -53,7 +53,7 @@ def parse(text: str, read: Callable[[str], T]) -> Choice[T]:
 
 @dataclass(frozen=True)
 class Mix:
-    """What pictures are asked for with, each field drawn by itself. `deadline_s` counts from the arrival."""
+    """The distribution of requests, with independent fields. `deadline_s` counts from the arrival."""
 
     size: Choice[tuple[int, int]]
     steps: Choice[int] = field(default_factory=lambda: always(20))
@@ -63,7 +63,7 @@ class Mix:
     priority: Choice[int] = field(default_factory=lambda: always(5))
 
     def kinds(self) -> list[tuple[ImageParameters, float]]:
-        """Every picture that may be asked for, and how likely it is."""
+        """Every possible request, with its probability."""
         return [
             (picture(size, steps, guided, deepcache), a * b * c * d)
             for size, a in zip(self.size.values, self.size.shares(), strict=True)
@@ -80,7 +80,7 @@ def picture(size: tuple[int, int], steps: int, guided: bool, deepcache: DeepCach
 
 @dataclass(frozen=True)
 class Job:
-    """One picture that is asked for. `deadline` is a moment; infinite where there is none."""
+    """One image request. `deadline` is a point in time; infinite without a deadline."""
 
     index: int
     arrival: float
@@ -91,7 +91,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Bursts:
-    """Phases of traffic and of silence by turns, both of exponential length: a Poisson process switched by a Markov
+    """Alternating phases of traffic and silence, both of exponential length: a Poisson process switched by a Markov
     chain (Fischer and Meier-Hellstern, 1993, with no arrivals in one of the two states).
     """
 
@@ -104,7 +104,7 @@ class Bursts:
 
 
 def arrivals(rng: np.random.Generator, count: int, rate: float, bursts: Bursts | None = None) -> Floats:
-    """The times of so many arrivals at this mean rate. Without bursts they are a Poisson process."""
+    """That many arrival times at this mean rate; without bursts a Poisson process."""
     if bursts is None:
         return rng.exponential(1 / rate, count).cumsum()
     share = bursts.on_s / (bursts.on_s + bursts.off_s)
@@ -119,7 +119,7 @@ def arrivals(rng: np.random.Generator, count: int, rate: float, bursts: Bursts |
 
 
 def jobs(seed: int, count: int, rate: float, mix: Mix, bursts: Bursts | None = None) -> list[Job]:
-    """So many jobs in the order of their arrival. Equal arguments give equal jobs; a rate changes the times alone."""
+    """That many jobs in the order of their arrival. Equal arguments give equal jobs; the rate affects only times."""
     clock, rng = np.random.default_rng(seed).spawn(2)
     when: Sequence[float] = arrivals(clock, count, rate, bursts).tolist()
     columns = [choice.draw(rng, count) for choice in (mix.size, mix.steps, mix.guided, mix.deepcache)]

@@ -1,6 +1,6 @@
-"""An API on a real Redis and a real port, for each test or each module; workers are played by world.Worker.
+"""Provides an API on a real Redis and a real port, per test or per module; world.Worker plays the workers.
 
-And a real browser: Chromium from the PATH, or Playwright's own. Tests that need it are skipped where there is neither.
+Also a real browser: Chromium from the PATH, or Playwright's own. Without either, its tests are skipped.
 """
 
 from __future__ import annotations

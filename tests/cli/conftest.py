@@ -1,4 +1,4 @@
-"""A shell, and a model in a folder, for every test of the room."""
+"""Provides a shell and a model folder for the tests of the command line."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_a_misspelt_variable_is_spoken_of(
     monkeypatch.setenv("DIPTYCH_COMMIT", "of a benchmark")
     assert shell.generate("x").code == 0
     (line,) = [record.getMessage() for record in caplog.records if record.name == "core.config"]
-    assert line == "DIPTYCH_PRECISON is no setting and is ignored; did you mean DIPTYCH_PRECISION?"
+    assert line == "DIPTYCH_PRECISON is not a known setting and is ignored; did you mean DIPTYCH_PRECISION?"
 
 
 def test_options_go_over_the_environment(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_an_install_without_what_serving_needs_is_told_so(
         (["--port", "0"], "--port: input should be greater than or equal to 1"),
         (["--port", "65536"], "--port: input should be less than or equal to 65535"),
         (["--port", "http"], "--port: invalid int value"),
-        (["--data", "~nobody-of-this-name/x"], "--data-dir: names a home folder that does not exist"),
+        (["--data", "~nobody-of-this-name/x"], "--data-dir: refers to a home folder that does not exist"),
         (["--threads", "-1"], "--threads: input should be greater than or equal to 0"),
         (["--host", "no-such-host.invalid"], "--host: is no address of this machine"),
         (["--data", "/proc/nowhere"], "--data: /proc/nowhere cannot be used ("),

@@ -1,4 +1,4 @@
-"""Collected only where TEST_COMPOSE is set, as `make test-compose` does: images are built, which takes minutes."""
+"""Collects these tests only if TEST_COMPOSE is set, as in `make test-compose`: building images takes minutes."""
 
 from __future__ import annotations
 

@@ -73,4 +73,4 @@ except traces.TracesError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "needs OpenTelemetry; pip install '.[otel]' brings it\n"
+    assert done.stdout == "needs OpenTelemetry: pip install '.[otel]'\n"

@@ -1,4 +1,4 @@
-"""Services that are gone when their tests are."""
+"""Provides services that end with their tests."""
 
 from __future__ import annotations
 

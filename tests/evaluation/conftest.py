@@ -1,4 +1,4 @@
-"""A shell for the room's commands, and runs drawn once with the real engine for all tests that look at them."""
+"""Provides a shell, and runs generated once with the real engine for all tests that read them."""
 
 from __future__ import annotations
 

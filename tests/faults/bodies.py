@@ -1,4 +1,4 @@
-"""Hostile HTTP requests, drawn from a seed: bodies that are costly to parse, or lie about themselves, or are broken."""
+"""Generates hostile HTTP requests from a seed: bodies that are expensive to parse, inconsistent, or malformed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HostileRequest:
 
 
 def requests(seed: int) -> Iterator[HostileRequest]:
-    """An endless sequence. Every request is refusable: what is well-formed has a field that no endpoint knows."""
+    """An endless sequence. Every request must be rejected: well-formed ones have an unknown field."""
     draw = random.Random(seed)
     while True:
         yield draw.choice(_KINDS)(draw)
@@ -42,7 +42,7 @@ def _json(kind: str, draw: random.Random, body: bytes, path: str = "", **headers
 
 
 def _sound(draw: random.Random, **more: object) -> bytes:
-    """A picture's or a text's request with an unknown field, so that nobody waits for a worker."""
+    """An image or text request with an unknown field, so that it never reaches a worker."""
     fields = {"type": "image", "prompt": "a cat", "messages": [{"role": "user", "content": "hi"}], "unknown": 1}
     return json.dumps(fields | more).encode()
 

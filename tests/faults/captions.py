@@ -1,6 +1,6 @@
-"""What people ask pictures of: 64 captions, plain and odd, for a run with real input.
+"""Provides 64 realistic captions, plain and odd, for runs with real input.
 
-The captions of another file (tab-separated, with a column `caption`) are taken where CAPTIONS_TSV names one.
+If CAPTIONS_TSV names a tab-separated file with a column `caption`, its captions are used instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Breaks a running service many times over and counts what was lost: `python -m tests.faults.chaos --times 20`.
+"""Injects faults into a running service many times and counts lost jobs: `python -m tests.faults.chaos --times 20`.
 
-Plays the scenarios of the tests with the real lease, prints a table, and stores it as benchmarks/results/chaos.json,
-which `make figures` writes into docs/operations.md. The exit code is 1 if a job was lost, ended twice, or was anything
-but what it should be.
+Runs the scenarios of the tests with the real lease, prints a table, and stores it as benchmarks/results/chaos.json,
+which `make figures` writes into docs/operations.md. The exit code is 1 if a job was lost, ended twice, or had a wrong
+result.
 """
 
 from __future__ import annotations

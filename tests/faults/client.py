@@ -1,6 +1,6 @@
-"""What a client of the service does: asks for pictures over HTTP, looks at jobs, fetches what was drawn.
+"""Implements a client of the service: requests images over HTTP, follows jobs, downloads images.
 
-Knows the REST API's addresses, and nothing of what lies behind them but that its store may be slow to answer.
+It uses only the REST API, and tolerates a slow store.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 class Client:
-    """Thread-safe. Raises `httpx2.TransportError` while nobody answers, and `Refused`.
+    """Thread-safe. Raises `httpx2.TransportError` if the service is unreachable, and `Refused`.
 
     All but `submit` are patient while the service says that its store does not answer: on a busy disk it may not.
     """

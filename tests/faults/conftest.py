@@ -1,4 +1,4 @@
-"""Two running services for the fault tests: one draws with the tiny model, the other is a stand-in to be poisoned."""
+"""Provides two running services for the fault tests: one with the tiny model, one with a stand-in for poison jobs."""
 
 from __future__ import annotations
 

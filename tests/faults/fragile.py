@@ -1,6 +1,6 @@
-"""The API with one weakness: it is gone the moment after it made a job whose prompt asks for that, before it answers.
+"""Runs an API that crashes right after it has created a job with a certain prompt, before it answers.
 
-An entry for the fault tests: `python -m tests.faults.fragile --fd N`. All else is the API as `diptych api` runs it.
+An entry point for the fault tests: `python -m tests.faults.fragile --fd N`. Otherwise it is the API of `diptych api`.
 """
 
 from __future__ import annotations

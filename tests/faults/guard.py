@@ -1,7 +1,7 @@
-"""Ends what is left of a stack when the process that built it is gone, however it went.
+"""Cleans up a stack when the process that built it is gone, for any reason.
 
-Runs as a process of its own and reads lines from that process: `+ pid`, `- pid`, `mount path`, `unmount path`. When the
-pipe ends, every session that is still named is killed and every mount taken away. Knows nothing of what they are.
+Runs in a separate process and reads lines from that process: `+ pid`, `- pid`, `mount path`, `unmount path`. When the
+pipe closes, it kills every session and unmounts every path that is still registered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Guard:
-    """The watched side. A process that it is told of must lead its own session."""
+    """The watched side. Registered processes must lead their own session."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -35,7 +35,7 @@ class Guard:
         self._say(f"unmount {path}")
 
     def close(self) -> None:
-        """Let the guard end what it still knows of, and wait for that."""
+        """Let the guard clean up everything registered, and wait for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)

@@ -1,7 +1,7 @@
-"""Sends thousands of hostile requests to an API and watches it: `python -m tests.faults.hostile --bodies 10000`.
+"""Sends thousands of hostile requests to an API and monitors it: `python -m tests.faults.hostile --bodies 10000`.
 
-A thread asks /healthz all the while, and the process's memory is read. The exit code is 1 if a request was answered
-with a 5xx other than 503 or with none at all, or if the API ended. The result is benchmarks/results/hostile.json.
+A thread polls /healthz meanwhile, and the process's memory is measured. The exit code is 1 if a request got
+a 5xx other than 503 or no answer, or if the API exited. The result is benchmarks/results/hostile.json.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Attack:
 
     @property
     def faults(self) -> list[str]:
-        """Kinds with an answer that nobody may get."""
+        """Kinds of requests with an undocumented answer."""
         found = [
             f"{kind}: {status} × {count}"
             for kind, statuses in sorted(self.statuses.items())

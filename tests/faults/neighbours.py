@@ -1,10 +1,10 @@
-"""What one tenant feels of another that does its worst: `python -m tests.faults.neighbours --rounds 60`.
+"""Measures the effect of a worst-case tenant on another: `python -m tests.faults.neighbours --rounds 60`.
 
-A service with the embedded models, two keys. One tenant draws a picture and reads a text, round after round; by turns
-alone, beside a process that computes and asks for nothing (`burner`), beside a second tenant that does the same as the
-first (`peer`), and beside `tests.faults.worst`. What the burner costs is the machine's own sharing, what the peer costs
-is the device's. The result is benchmarks/results/neighbours.json: medians, 99th percentiles and their ratios. The exit
-code is 1 if one of its requests failed.
+A service with the embedded models, two keys. One tenant generates an image and a text, round after round: alone, next
+to a CPU-bound process without requests (`burner`), next to a second tenant with the same requests (`peer`), and next to
+`tests.faults.worst`. The burner shows the cost of sharing the CPU, the peer that of sharing the device. The result is
+benchmarks/results/neighbours.json: medians, 99th percentiles and their ratios. The exit code is 1 if one of the first
+tenant's requests failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One part of a running stack: a real process with a log file, which can be killed, paused, stopped and started again.
-
-Knows processes and signals; knows nothing of what the part does.
-"""
+"""Manages one part of a running stack: a real process with a log that can be killed, paused and restarted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Plays one scenario on a stack: from a service that is well, over the fault, to the judgement.
-
-Knows the order of things; knows nothing of what is broken.
-"""
+"""Runs one scenario on a stack: healthy service, fault, recovery, judgement."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from tests.faults.stack import Stack
 def play(name: str, stack: Stack, gallery: Gallery, jobs: int, seconds: float) -> Outcome:
     """What the scenario came to, under a load of so many jobs, each of so many seconds of a worker.
 
-    An exception tells what could not even be tried, with the ends of all logs.
+    Raises an exception, with the ends of all logs, if the scenario could not be run.
     """
     try:
         stack.settle()

@@ -1,7 +1,7 @@
-"""Several APIs behind one address, as a proxy has them, and clients that ask there all the time.
+"""Runs several APIs behind one address, like a proxy, and clients that send requests to it continuously.
 
-A request goes to an API that is in rotation; one is taken out before it is stopped. Knows what clients are promised
-while parts are restarted: every answer that is neither a success nor documented is noted. Knows nothing of workers.
+A request goes to an API in rotation; an API is taken out before it is stopped. Every answer that is neither a success
+nor documented for restarts is recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOST_S = 120.0  # far more than any job takes: it only decides that one is lost
 
 
 def id_of(key: str) -> str:
-    """The job that stands for an Idempotency-Key where there are no API keys."""
+    """The job id of an Idempotency-Key in a service without API keys."""
     return "job_" + hashlib.sha256(f"\0{key}".encode()).hexdigest()[:24]
 
 
@@ -89,7 +89,7 @@ class Rotation:
 
 @dataclass
 class Clients:
-    """Threads that ask for pictures, each for the next when it has the last, until told to stop."""
+    """Threads that request one image after another until they are stopped."""
 
     rotation: Rotation
     steps: int

@@ -1,6 +1,6 @@
-"""One round of a fault scenario: jobs are accepted, something breaks, and in the end every single job is judged.
+"""Runs one round of a fault scenario: submits jobs, injects the fault, and checks every job at the end.
 
-Knows what must be true of every accepted job whatever happens; knows nothing of what is broken meanwhile.
+The checks hold for every accepted job, whatever the fault.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Gallery:
         self.pictures: dict[Order, list[bytes]] = {}
 
     def draw(self, stack: Stack, orders: Iterable[Order]) -> None:
-        """Draw what is not known yet, then empty the store, so that every later picture has to be written anew."""
+        """Generate missing reference images, then empty the store, so that every later image is written again."""
         missing = [order for order in orders if order not in self.pictures]
         for order, id in [(order, patiently(partial(stack.client.submit, order))) for order in missing]:
             wait_for("an undisturbed job has ended", lambda id=id: stack.states([id])[id][0] in FINAL, END_S)  # type: ignore[misc]
@@ -112,7 +112,7 @@ class Round:
         wait_for(what, tended, timeout_s)
 
     def busy(self, at_least: int = 1) -> Part:
-        """A worker that runs so many of the jobs and has told progress of one: it is amid a batch."""
+        """A worker that runs that many of the jobs and has reported progress of one: it is within a batch."""
         found: list[Part] = []
 
         def look() -> bool:
@@ -200,7 +200,7 @@ class Round:
         return min(later, default=float("inf"))
 
     def attempts(self) -> dict[str, tuple[int, int]]:
-        """(attempt, lost) of each job, as its record tells."""
+        """(attempt, lost) of each job, from its record."""
         with self.stack.keys.pipeline(transaction=False) as pipeline:
             for id in self.ids:
                 pipeline.hmget(keys.job(id), "attempt", "lost")
@@ -305,7 +305,7 @@ def history(stream: list[Entry]) -> Iterable[str]:
 
 
 def counters(stack: Stack) -> list[str]:
-    """What is not at zero although every job has ended. A job that nobody was told of may have to end yet."""
+    """Counters that are not zero although every job has ended. Jobs without a known id may still have to end."""
     left: list[str] = []
 
     def zero() -> bool:

@@ -1,6 +1,6 @@
-"""What may break under a running service, one function for each: it loads the stack, breaks it, and lets all end.
+"""Defines the faults, one function each: it puts load on the stack, injects the fault, and waits for the end.
 
-Used by the tests (a few times, short leases) and by chaos.py (many times, real leases). Judging is left to rounds.py.
+Used by the tests (a few times, short leases) and by chaos.py (many times, real leases). rounds.py checks the results.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def worker_disowned(round: Round, load: Load) -> None:
         touched = stack.running_on(round.busy(at_least=2), round.ids)
 
         def disown(touched: Sequence[str] = touched) -> bool:
-            """As if it had been silent for a lease: the next sweep gives them to whoever comes, perhaps to itself."""
+            """Expires the leases: the next sweep requeues the jobs for any worker, perhaps the same one."""
             left = [stack.keys.eval(_DISOWN, 0, keys.PREFIX, id) for id in touched]
             return not any(left)
 
@@ -246,7 +246,7 @@ def worker_disowned(round: Round, load: Load) -> None:
 
 
 def redis_full(round: Round, load: Load) -> None:
-    """Redis is full under load, for longer than a lease. Touched: the first jobs after it has room again."""
+    """Redis is out of memory under load, for longer than a lease. Affected: the first jobs afterwards."""
     stack = round.stack
     round.load([*load.longer[:2], *load.orders])
     round.busy()
@@ -314,7 +314,7 @@ def _in_the_way(stack: Stack) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_room(stack: Stack) -> Iterator[None]:
-    """A disk of one page that is full; where nothing may be mounted, a file in the way again."""
+    """A full disk of one page; if mounting is not allowed, a file in place of the folder."""
     folder = stack.data / "artifacts"
     stack.guard.mounted(folder)
     mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]

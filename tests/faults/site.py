@@ -1,4 +1,4 @@
-"""What every service of these tests is entered and left by: a guard, logs where something went wrong, and an end."""
+"""Sets up and tears down every service of these tests: a guard, logs after failures, and a clean end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The whole service as real processes on this machine: Redis, an API, workers; to be broken and watched from outside.
+"""Runs the whole service as real processes on this machine (Redis, an API, workers), for fault injection.
 
-Knows how the parts are started and where each may be looked at; what is done to them stands in scenarios.py.
+scenarios.py injects the faults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checker accepts what the contract allows, whatever the order of calls, and names the rule that was broken."""
+"""Tests that the checker accepts valid histories, in any order of calls, and names the violated rule otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short random history on a real service is accepted by the checker; and what plays it does what it says."""
+"""Tests that the checker accepts a short random history of a real service, and that the player works."""
 
 from __future__ import annotations
 

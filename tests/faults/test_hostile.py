@@ -1,4 +1,4 @@
-"""Some hundred hostile requests: none is answered by a fault of the server, none is left without an answer."""
+"""Tests some hundred hostile requests: none causes a server error, every one gets an answer."""
 
 from __future__ import annotations
 

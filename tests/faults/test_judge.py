@@ -1,4 +1,4 @@
-"""The judge itself: it finds what is wrong with a history or a picture, and finds nothing where all is well."""
+"""Tests the judge: it finds errors in histories and images, and accepts correct ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/operations.md names every setting with its default, and every scenario of chaos says what it does."""
+"""Tests that docs/operations.md contains every setting with its default, and that every scenario has a description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service that draws, broken in every way once: no job is lost, none is finished twice, no picture differs."""
+"""Tests every fault once on a service that generates images: no job is lost or finished twice, no image differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker finds bugs that are planted into a running service, and finds nothing where none is."""
+"""Tests that the checker finds bugs injected into a running service, and nothing without them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def runner(world: World, own: Own, attempt: int = 1, steps: int = 0) -> Part:
 
 
 def stalled(world: World, client: Client) -> list[Fault]:
-    """A worker stands still until its job runs elsewhere, and goes on with it."""
+    """A worker is paused until its job runs elsewhere, and then continues."""
     own = slow(client, 30)
     part = runner(world, own, steps=8)
     part.pause()

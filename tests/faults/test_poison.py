@@ -1,4 +1,4 @@
-"""A request that takes down every worker that runs it fails alone, in the end."""
+"""Tests that a request that crashes every worker finally fails alone."""
 
 from __future__ import annotations
 

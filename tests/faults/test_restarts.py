@@ -1,4 +1,4 @@
-"""Rolling restarts as docs/operations.md tells them, under load: nothing lost, nothing drawn twice, nobody refused."""
+"""Tests rolling restarts as in docs/operations.md under load: no job is lost or run twice, no request rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENOUGH = {"lease_s": "15", "drain_s": "45", "kernels": "false"}  # a drain that 
 
 @dataclass
 class House:
-    """A stack of stand-ins whose workers note what they draw."""
+    """A stack of stand-ins whose workers record the jobs that they run."""
 
     stack: Stack
     log: Path

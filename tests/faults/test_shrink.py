@@ -1,4 +1,4 @@
-"""ddmin: what is left still fails, in its order, and fails no longer if any one more is left out."""
+"""Tests ddmin: the result still fails, keeps its order, and passes if any one more element is removed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two versions side by side: this tree's API and worker, and those of the commit before, on one Redis.
+"""Tests two versions side by side on one Redis: this tree's API and worker, and those of the previous commit.
 
-Real processes throughout: only the model is a stand-in of noise, random:tiny, drawn by the real engine.
+Real processes and the real engine; only the model is a stand-in of noise, random:tiny.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def pair(before: Path, tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_two_versions_serve_side_by_side_in_both_orders(pair: Pair) -> None:
-    """Each API's pictures are drawn by each worker, to the same pixels, and what one makes the other lists and ends.
+    """Each worker generates each API's images with the same pixels, and each API lists and ends the other's jobs.
 
     Each worker's are equal to the byte; between workers a fingerprint may differ in code and version alone.
     """

@@ -1,7 +1,7 @@
-"""The worst that one tenant has been seen to do to the others, each as an endless loop against a running service.
+"""Runs the worst known tenant behaviours, each as an endless loop against a running service.
 
 `python -m tests.faults.worst URL KEY [NAME…]` runs all of them, or those named, in threads of a process of the lowest
-CPU priority, until it is killed. Numbers are those of the findings in docs/operations.md, "One tenant beside another".
+CPU priority, until it is killed. docs/operations.md, "Failures", describes the isolation between tenants.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What only a CUDA device shows; elsewhere it is skipped. `make test-gpu` runs it, with tests that run on both."""
+"""Skips tests that need a CUDA device if there is none; `make test-gpu` runs them."""
 
 from __future__ import annotations
 

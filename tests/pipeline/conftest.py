@@ -1,4 +1,4 @@
-"""The CPU kernels for whoever draws on them. Knows nothing of models."""
+"""Provides the CPU kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data set and the models trained on it, once for all tests of the room."""
+"""Provides the data set and the models trained on it, once for all tests of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis for each module, and a crew of workers for each test."""
+"""Provides a Redis per test module, and workers for each test."""
 
 from __future__ import annotations
 

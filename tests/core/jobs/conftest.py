@@ -1,4 +1,4 @@
-"""A real Redis for each module of these tests, and the store on it."""
+"""Provides a real Redis per test module, and a job store on it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Histories in the manner of Jepsen: clients write down every answer, faults come at random, a checker judges."""
+"""Random fault histories in the manner of Jepsen: clients record every answer, and a checker judges."""

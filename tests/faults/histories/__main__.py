@@ -1,7 +1,7 @@
-"""Plays random histories until so many faults have been: `python -m tests.faults.histories --faults 10000 --seed 1`.
+"""Runs random histories up to a number of faults: `python -m tests.faults.histories --faults 10000 --seed 1`.
 
-Goes on where it was stopped, by the file `state.json` in the folder. What the checker does not accept is kept there:
-the history, and a schedule shrunk to few faults, which `--replay FILE` plays again. Exit code 1: there is such.
+Resumes from the file `state.json` in the folder. Rejected histories are stored there: the history, and a schedule
+minimized to few faults, which `--replay FILE` runs again. Exit code 1: at least one was rejected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RENEWED = 25  # histories of one world: then a new one, on the other kind of st
 
 
 class House:
-    """Keeps a world, for as long as it is well and not too old."""
+    """Reuses a world as long as it is healthy and not too old."""
 
     def __init__(self, other: Path | None, real: bool) -> None:
         self._other, self._real = other, real

@@ -1,7 +1,6 @@
-"""Holds a history to what clients are promised. Pure: a history in, what is wrong with it out.
+"""Checks a history against the API's guarantees: a pure function from a history to its violations.
 
-Each rule is one function; it may keep silent where a call's outcome is unknown, and never guesses. Knows calls and
-answers; knows nothing of Redis, of processes, or of how a fault is made.
+Each rule is one function; it reports nothing if a call's outcome is unknown.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def check(history: History) -> list[Problem]:
 
 
 def accepted_means_ends(index: Index) -> Iterator[str]:
-    """A job that was accepted, and that nobody erased, is there in the end, and has ended."""
+    """An accepted job that was not erased exists at the end, and has ended."""
     for job, call in index.accepted.items():
         if index.erased(call, job):
             continue
@@ -90,7 +89,7 @@ def accepted_means_ends(index: Index) -> Iterator[str]:
 
 
 def ends_stay(index: Index) -> Iterator[str]:
-    """What a job came to never changes, and attempts only count up, whoever looks."""
+    """A job's final state never changes, and attempts only increase, for every reader."""
     for job, found in index.seen.items():
         ended: tuple[Call, Seen] | None = None
         most = 0
@@ -112,7 +111,7 @@ def ends_stay(index: Index) -> Iterator[str]:
 
 
 def events_in_order(index: Index) -> Iterator[str]:
-    """One end, last; ids and attempts count up; progress is told by the attempt that runs, and does not go back."""
+    """One terminal event, the last; ids and attempts increase; progress is the running attempt's and increases."""
     for call in index.calls:
         for text in _disorder(call.told, whole=call.whole):
             yield f"{call.about}: {text}"
@@ -147,7 +146,7 @@ def _disorder(told: tuple[Told, ...], *, whole: bool) -> Iterator[str]:
 
 
 def events_are_of_their_job(index: Index) -> Iterator[str]:
-    """Who follows a job is told of that job, and not of one that had its id before."""
+    """A follower receives events of that job, and not of an earlier one with the same id."""
     for call in index.calls:
         if call.op != "events" or not call.created:
             continue
@@ -225,7 +224,7 @@ def once_for_each_key(index: Index) -> Iterator[str]:
 
 
 def ends_are_explained(index: Index) -> Iterator[str]:
-    """A job is cancelled if somebody asked for that, and fails of what was broken."""
+    """A job is cancelled only on request, and fails only because of an injected fault."""
     kinds = [fault.kind for fault in index.history.faults]
     asked = {call.about for call in index.calls if call.op in (CANCEL, ERASE) and call.outcome != REFUSED}
     losses = {
@@ -300,7 +299,7 @@ _NAMED = frozenset({"artifact_error", "artifact_unreadable", "crashed"})
 
 
 def batches_are_whole(index: Index) -> Iterator[str]:
-    """A batch ends, and tells of each of its lines once, with that line's bytes."""
+    """A batch ends, and reports each of its lines once, with that line's bytes."""
     asked = {id: call for call in index.calls if call.op == "batch" and call.outcome == OK for id in call.ids}
     told = {call.about: call for call in index.calls if call.op == "batch_end"}
     broken = any(fault.kind.startswith(("storage", "disk")) for fault in index.history.faults)

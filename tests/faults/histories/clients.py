@@ -1,7 +1,4 @@
-"""The clients of a history: threads that ask for all sorts of things, and write down every call and its answer.
-
-Knows the REST API. What must have come of it, the checker says.
-"""
+"""Implements the clients of a history: threads that call the REST API in many ways and record every answer."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class Line:
         read: Callable[[httpx2.Response], dict[str, Any]] = lambda response: {}, keep: bool = True,
         headers: dict[str, str] | None = None, given: dict[str, Any] | None = None, **about: Any,
     ) -> tuple[Call, httpx2.Response | None]:  # fmt: skip
-        """`given` goes to the HTTP client, `about` into the record; `read` finds there what an answer of 2xx tells."""
+        """`given` goes to the HTTP client, `about` into the record; `read` extracts the content of a 2xx answer."""
         key = {"Authorization": f"Bearer {self.tokens[tenant]}"} if tenant else {}
         begin = self.book.now()
         response = None
@@ -200,7 +197,7 @@ def _event(fields: dict[str, str]) -> Told:
 
 @dataclass
 class Own:
-    """A job that a client made, as far as it knows."""
+    """A job that a client has created, as far as the client can tell."""
 
     id: str
     wants: tuple[str, ...]
@@ -209,7 +206,7 @@ class Own:
 
 
 class Client(threading.Thread):
-    """One client of one tenant: calls of all kinds, drawn from its own seed, until it is told to stop."""
+    """One client of one tenant: random calls of all kinds from its own seed, until it is stopped."""
 
     def __init__(
         self, name: str, tenant: str, line: Line, others: list[tuple[str, Own]], gallery: Gallery, hook: str,
@@ -277,7 +274,7 @@ class Client(threading.Thread):
             self.note(call)
 
     def reuse(self) -> None:
-        """Another job under an id that was erased, which somebody else may have had."""
+        """Create another job under an erased id, which may have been another tenant's."""
         self._make(f"logo-{self.name.partition('c')[0]}-{self.line.random.randrange(2)}")
 
     def erase(self) -> None:

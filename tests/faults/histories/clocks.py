@@ -1,6 +1,6 @@
-"""Wall clocks that can be set: a library that is put before a process's C library and adds what a file says.
+"""Sets wall clocks of processes with a preloaded library that adds an offset from a file.
 
-Monotonic clocks stay as they are, as on a machine whose time is corrected. Where no C compiler is, no clock is set.
+Monotonic clocks are not changed, as when a machine's time is corrected. Without a C compiler no clock can be set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The faults of histories: each how it begins and how it ends, and schedules of them drawn from a seed.
-
-Knows what can be done to a world; knows nothing of what clients do meanwhile, and judges nothing.
-"""
+"""Defines the faults of histories, each with a begin and an end, and draws schedules of them from a seed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What clients ask for, and the bytes that must come of it: known beforehand, so that another's are recognized.
+"""Generates requests with known results, so that the bytes of another request are recognized.
 
-A stand-in's pictures are computed here, each of another prompt; a real model draws a few, undisturbed, before the rest.
+Images of a stand-in are computed here, a different one per prompt; a real model generates a few before the history.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def wanted(prompt: str, seed: int, n: int = 1) -> tuple[str, ...]:
 
 class Gallery(Protocol):
     def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The fields of a job, and digests of its pictures. `name` is nobody else's; a batch's `line` is short."""
+        """The fields of a job, and digests of its images. `name` is unique; a batch's `line` is short."""
         ...
 
 

@@ -1,7 +1,4 @@
-"""Plays one history on a warm world: clients and faults side by side, then peace, then all is read back.
-
-Knows the order of things. What is broken, faults.py knows; whether all went well, the checker.
-"""
+"""Runs one history: clients and faults concurrently, then a quiet phase that reads everything back."""
 
 from __future__ import annotations
 
@@ -134,7 +131,7 @@ def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[st
 
 
 def _streams(world: World, book: Book, jobs: list[tuple[str, str]]) -> None:
-    """The jobs' streams as Redis holds them: what is told after an end reaches nobody who follows."""
+    """The jobs' streams in Redis: followers do not receive events after the terminal one."""
     at = book.now()
     with world.direct(world.servers[0]) as client, client.pipeline(transaction=False) as pipe:
         for _, id in jobs:
@@ -222,7 +219,7 @@ def _batch(world: World, line: Line, batch: Call, until: float) -> None:
 
 
 def _left(world: World, until: float) -> list[str]:
-    """What is still counted as waiting or running. A job that nobody was told of may have to end yet."""
+    """Jobs that are still counted as queued or running. Jobs without a known id may still have to end."""
     while True:
         left = []
         for queue in QUEUES:

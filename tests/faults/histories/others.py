@@ -1,6 +1,6 @@
-"""What lies outside of the service: an object store that speaks as much of S3 as is asked of it, and webhook receivers.
+"""Provides external servers: an object store with the needed part of S3's API, and webhook receivers.
 
-Real servers on real sockets, in this process; the store can be told to fail. Knows HTTP; knows nothing of jobs.
+Real servers on real sockets, in this process; the store can be made to fail.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _tag(data: bytes) -> str:
 
 
 class Receiver(_Outside):
-    """Takes webhooks: what each tells goes to `heard` with the address's path. While `slow_s` it answers so late."""
+    """Receives webhooks: appends each body to `heard` with the URL's path. Answers are delayed by `slow_s`."""
 
     def __init__(self, heard: Callable[[str, dict[str, Any]], None]) -> None:
         self.slow_s = 0.0

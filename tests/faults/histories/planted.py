@@ -1,9 +1,9 @@
-"""Bugs that the checker has to find, planted into the processes of a history and nowhere else.
+"""Injects bugs that the checker must find into the processes of a history.
 
     BUG=file python -m tests.faults.histories.planted api --fd N | worker …
 
-The file says at any moment which bug is in. The scripts' own text is changed: where the product no longer holds what is
-to be replaced, the process ends at once, so that no bug is planted in vain.
+The file names the active bug. Bugs replace parts of the scripts' text: if the product no longer contains that part, the
+process exits, so that no bug is silently missing.
 """
 
 from __future__ import annotations

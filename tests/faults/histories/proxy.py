@@ -1,7 +1,4 @@
-"""A TCP proxy between two parts of the service, which can be cut, hung and slowed while they talk.
-
-Knows bytes and connections; knows nothing of what is said.
-"""
+"""Runs a TCP proxy between two parts of the service that can disconnect, hang and slow down connections."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a history is made of: calls with their answers, faults, and what was counted in the end; to JSON and back.
+"""Defines the record of a history: calls with answers, faults, final counters; with JSON serialization.
 
-Knows no service and no rule. Times are seconds of one monotonic clock since the history began.
+Times are seconds of one monotonic clock since the history began.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 @dataclass(frozen=True)
 class Seen:
-    """A job as one answer shows it. `created` tells one job of an id from the next that was made of it."""
+    """A job in one answer. `created` distinguishes jobs with the same id."""
 
     id: str
     created: float
@@ -86,7 +86,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the service of a history was told to hold to; rates as (count, seconds), by tenant."""
+    """The configured limits of a history's service; rates as (count, seconds), by tenant."""
 
     max_attempts: int = 3
     max_queued: int = 1000

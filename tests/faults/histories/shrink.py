@@ -1,4 +1,4 @@
-"""Delta debugging (Zeller's ddmin): a short part of a list that still fails, found by halving and leaving out."""
+"""Implements delta debugging (Zeller's ddmin): finds a short part of a list that still fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker for histories: that of tests/workers, with edits that depend on their picture and texts that the API reads.
+"""Runs the worker of histories: that of tests/workers, with edits that depend on their input and readable texts.
 
 python -m tests.faults.histories.worker [what tests.workers.stage takes]
 """

@@ -1,6 +1,6 @@
-"""The service of a history: two APIs, two workers, Redis and its replica, all behind proxies of ours; kept warm.
+"""Runs the service of a history: two APIs, two workers, Redis and its replica, all behind proxies.
 
-Knows how the parts are started and how each can be reached; what is done to them stands in faults.py.
+faults.py injects the faults.
 """
 
 from __future__ import annotations

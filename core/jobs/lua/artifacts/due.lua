@@ -1,11 +1,11 @@
--- Takes artifacts that nothing needs any more, for the caller to delete.
+-- Returns artifacts that no record, file or batch references any more; the caller deletes them.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 limit
 -- Answer: {artifact, …}
 
-local going_ms = 60000  -- after so long the process that was deleting it has died
-local needed_ms = 600000  -- until it is looked at again whether a live job still needs what it begins with
+local going_ms = 60000  -- the process that was deleting the artifact is taken for dead after this time
+local needed_ms = 600000  -- delay before an artifact that a live job reads is examined again
 let_through()
 local at = now()
 local due = redis.call('ZRANGEBYSCORE', P .. 'going', '-inf', at - going_ms, 'LIMIT', 0, ARGV[2])

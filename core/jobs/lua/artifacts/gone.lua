@@ -1,4 +1,4 @@
--- Notes that artifacts are deleted.
+-- Records that artifacts were deleted.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2… artifacts

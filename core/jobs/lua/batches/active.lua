@@ -1,6 +1,6 @@
--- Lists batches that are worked at, the oldest first.
+-- Lists batches in progress, oldest first.
 -- KEYS: none
--- ARGV: 2 rank of the first, 3 how many
+-- ARGV: 2 first rank, 3 count
 -- Answer: {id, owner, endpoint, …}
 
 local P, found = ARGV[1], {}

@@ -1,8 +1,8 @@
--- Notes that a batch's next line has a job, or its result already.
+-- Records that a batch's next line has a job, or already has a result.
 -- KEYS: none
--- ARGV: 2 batch, 3 line that must be the next, 4 job or '', 5 the line's result or '', 6 kind of result ('completed',
---   'failed'), 7 place of the line after it
--- Answer: whether it was the next, of a batch whose lines are still begun
+-- ARGV: 2 batch, 3 expected next line, 4 job or '', 5 the line's result or '', 6 kind of result ('completed',
+--   'failed'), 7 byte offset of the line after it
+-- Answer: whether it was the next line and the batch still starts lines
 
 local P, id = ARGV[1], ARGV[2]
 local key = P .. 'batch:' .. id

@@ -1,7 +1,7 @@
--- Reads batches, and how the jobs of their lines stand.
+-- Reads batches and the states of their lines' jobs.
 -- KEYS: none
 -- ARGV: 2… batches
--- Answer: of each: {its fields}, {line, job, 'live', 'ended' or 'lost', …}
+-- Answer: for each batch: {its fields}, {line, job, 'live', 'ended' or 'lost', …}
 
 local P, found = ARGV[1], {}
 for i = 2, #ARGV do

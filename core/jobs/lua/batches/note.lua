@@ -1,9 +1,10 @@
--- Notes the result of a line that was under way.
+-- Records the result of a line that was in progress.
 --
--- A text's record was kept until it is noted, and goes as others from then on. A picture's still names that picture.
+-- A text job's record is kept until its result is copied here; normal retention applies from then on. An image job's
+-- record stays, because it references the image.
 -- KEYS: none
 -- ARGV: 2 batch, 3 line, 4 result, 5 kind ('': it did not run), 6 retention_ms
--- Answer: whether it was under way
+-- Answer: whether the line was in progress
 
 local P, id = ARGV[1], ARGV[2]
 local job = redis.call('HGET', P .. 'batch_jobs:' .. id, ARGV[3])

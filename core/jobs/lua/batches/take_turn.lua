@@ -1,7 +1,7 @@
--- Takes, or keeps, the lease of the one process that works at batches.
+-- Acquires or renews the lease of the single process that advances batches.
 -- KEYS: none
 -- ARGV: 2 token, 3 ttl_ms
--- Answer: whether this process has it
+-- Answer: whether this process holds it
 
 local key = ARGV[1] .. 'batch_turn'
 local who = redis.call('GET', key)

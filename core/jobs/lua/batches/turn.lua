@@ -1,8 +1,8 @@
--- Moves a batch to another status; one that ends is worked at no more.
+-- Changes a batch's status; a batch that ends leaves the list of active batches.
 -- include: shared/transitions shared/holding
 -- KEYS: none
--- ARGV: 2 batch, 3 status that it must have, 4… field, value
--- Answer: whether it had
+-- ARGV: 2 batch, 3 expected status, 4… field, value
+-- Answer: whether the batch had the expected status
 
 local key = P .. 'batch:' .. ARGV[2]
 if redis.call('HGET', key, 'status') ~= ARGV[3] then return 0 end

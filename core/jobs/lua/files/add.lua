@@ -1,12 +1,12 @@
--- Makes a file's record. One of this id that is there already stays as it is.
+-- Creates a file's record. An existing record of the same id stays unchanged.
 -- include: shared/sizes
 -- KEYS: none
 -- ARGV: 2 id, 3 owner, 4 name, 5 purpose, 6 size, 7 key, 8 kept_ms, 9 quota in bytes or ''
--- Answer: {1, created} or {0, bytes that the owner has}
+-- Answer: {1, created} or {0, bytes that the owner already stores}
 
 local id, owner, kept_ms = ARGV[2], ARGV[3], tonumber(ARGV[8])
 local sizes, index = P .. 'file_sizes:' .. owner, P .. 'files:' .. owner
-redis.call('HSETNX', sizes, 'total', 0)  -- on a full Redis this is refused, and nothing is begun
+redis.call('HSETNX', sizes, 'total', 0)  -- first: a full Redis refuses it
 local t = redis.call('TIME')
 local at = now()
 for _, old in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', (at - kept_ms) / 1000)) do discount(owner, old) end
@@ -21,7 +21,7 @@ end
 redis.call('HSET', P .. 'file:' .. id, 'owner', owner, 'name', ARGV[4], 'purpose', ARGV[5], 'size', ARGV[6],
   'key', ARGV[7], 'created', t[1])
 redis.call('PEXPIRE', P .. 'file:' .. id, kept_ms)
-redis.call('ZADD', index, t[1] + t[2] / 1000000, id)  -- finer than `created`: lists are in this order
+redis.call('ZADD', index, t[1] + t[2] / 1000000, id)  -- finer resolution than `created`: lists use this order
 redis.call('HSET', sizes, id, ARGV[6])
 redis.call('HINCRBY', sizes, 'total', ARGV[6])
 redis.call('PEXPIRE', sizes, kept_ms + 86400000)

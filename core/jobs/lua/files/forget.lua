@@ -1,8 +1,8 @@
--- Deletes a file's record, and lets its artifact go.
+-- Deletes a file's record and releases its artifact.
 -- include: shared/sizes
 -- KEYS: none
 -- ARGV: 2 id
--- Answer: whether there was one
+-- Answer: whether the record existed
 
 local key = P .. 'file:' .. ARGV[2]
 local v = redis.call('HMGET', key, 'owner', 'key')

@@ -1,8 +1,8 @@
--- Holds the artifact of a file that is about to be made.
+-- Places a hold on the artifact of a file that is about to be written.
 -- include: shared/transitions shared/holding
 -- KEYS: none
 -- ARGV: 2 id, 3 artifact, 4 ms
--- Answer: 1: it may be made, and is held so long for the file of this id; 0: it is being deleted
+-- Answer: 1: it may be written, and is held that long for the file of this id; 0: it is being deleted
 
 let_through()
 if redis.call('ZSCORE', P .. 'going', ARGV[3]) then return 0 end

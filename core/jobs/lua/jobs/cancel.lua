@@ -1,8 +1,8 @@
--- Ends a live job; a worker that runs it is told.
+-- Cancels a live job and notifies the worker that runs it.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 id, 3 retention_ms, 4 incarnation or ''
--- Answer: the record's fields afterwards; none if it is unknown
+-- Answer: the record's fields afterwards; empty if the job does not exist
 
 local job = read_same(ARGV[2], ARGV[4])
 if not job then return {} end

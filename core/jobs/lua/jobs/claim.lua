@@ -1,9 +1,9 @@
--- Makes a queued job a running one of this worker. A call that is repeated is answered again.
+-- Claims a queued job for a worker. A repeated call returns the same answer.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 id, 3 worker, 4 token of this call, 5 lease_ms, 6 retention_ms
 -- Answer: {attempt, modality, model, parameters, priority, ms to the deadline or '', suspect, trace, request id,
---   incarnation, followed ('1', '0', or '': not said), owner}; or nothing
+--   incarnation, followed ('1', '0', or '': unspecified), owner}; or nothing
 
 local job, token, at = read(ARGV[2]), ARGV[4], now()
 if not job then return false end
@@ -25,7 +25,7 @@ if job.state == 'queued' then
   redis.call('ZADD', P .. 'leases', at + ARGV[5], job.id)
   count(job, 'running', 1)
   emit(job, 'running', '{"attempt":' .. attempt .. '}')
-elseif job.state ~= 'running' or job.claim ~= token then  -- else the call was repeated: its answer got lost
+elseif job.state ~= 'running' or job.claim ~= token then  -- otherwise this is a retry of a call whose reply was lost
   return false
 end
 local v = redis.call('HMGET', job.key, 'attempt', 'modality', 'model', 'parameters', 'priority', 'suspect', 'trace',

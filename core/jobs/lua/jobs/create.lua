@@ -1,30 +1,29 @@
--- Makes a job: counted for its owner, recorded, put into its queue's list, told where it stands.
+-- Creates a job: charges its owner's rate limits, writes the record, enqueues the message, returns the queue position.
 --
--- One script, so that no record waits for its message, and nothing is counted for a job that was not made. Whether the
--- job that has the id already is the same, the caller checks.
+-- It is one script, so that no record is left without a message and no rejected job is charged. If the id is taken, the
+-- caller checks whether the existing job is the same.
 -- include: shared/transitions shared/charge
 -- KEYS: none
--- ARGV: 2 one JSON array of texts, because a command of thirty arguments costs more to write than all else that it
---   takes: id, modality, model, parameters, priority, level, deadline after ms or '', work_ms, max_queued, owner,
---   digest, webhook or '', keys of the artifacts that it begins with, with spaces between, trace, request id, whether
---   its progress is followed ('1', '0', or '': not said), kombu's list, message or '', how many of the owner's jobs may
---   wait in it, how many of the charges that follow count where no job is made too, for how many ms at least its record
---   is kept once it has ended, charges of five arguments each
--- Answer: numbers with spaces between: what came of it, how many charges were looked at, how each of them stands (5),
---   and
---   1, made now: created, deadline or 0, sequence, jobs that are called before it, queued, their ms, running, their ms
---   0, it was there: nothing more, but beside them the record's fields
---   -1, the queue is full, -2, the last of these charges is too much, -3, as many of the owner's jobs wait as may,
---   -4, none is made for this owner any more, or -5, it was taken back: nothing more
+-- ARGV: 2 one JSON array of strings (a command of thirty arguments is slower to encode than the script is to run): id,
+--   modality, model, parameters, priority, level, deadline in ms from now or '', work_ms, max_queued, owner, digest,
+--   webhook or '', keys of its input artifacts separated by spaces, trace, request id, whether its progress is followed
+--   ('1', '0', or '': unspecified), kombu's list, message or '', limit of the owner's waiting jobs in that queue, how
+--   many of the charges below count even if no job is created, minimum retention of the ended record in ms, charges of
+--   five arguments each
+-- Answer: numbers separated by spaces: the outcome, how many charges were evaluated, the state of each (5 numbers), and
+--   1, created: created, deadline or 0, sequence, jobs ahead of it, queued, their ms, running, their ms
+--   0, it existed: nothing more, but the record's fields as a second value
+--   -1, the queue is full, -2, the last of these charges exceeds its limit, -3, the owner has too many waiting jobs,
+--   -4, the owner may create no more jobs, or -5, the id was withdrawn: nothing more
 
-local looks = 16  -- at jobs that are said to wait, where a share seems full
+local looks = 16  -- waiting jobs whose records are verified when an owner's share seems full
 local A = cjson.decode(ARGV[2])
 local id, queue, level, owner = A[1], A[2], A[6], A[10]
 local key, backlog = P .. 'job:' .. id, P .. 'backlog:' .. queue
--- A write that could need memory, before all others: on a full Redis it is refused, and nothing is begun.
+-- The first write could need memory: a full Redis refuses it, so nothing is half done.
 redis.call('HSETNX', backlog, 'queued', 0)
 local new = redis.call('EXISTS', key) == 0
--- Whoever asked for it was told that there is no job, and asked by then for it to be taken back.
+-- The client was told that no job was created and has withdrawn the id since.
 if new and redis.call('EXISTS', P .. 'withdrawn:' .. id) == 1 then return '-5 0 ' end
 local full = new and tonumber(redis.call('HGET', backlog, 'queued')) >= tonumber(A[9])
 local told, code = {}, full and -1 or new and 1 or 0
@@ -53,7 +52,7 @@ if code < 0 then return answer end
 if code == 0 then return {answer, redis.call('HGETALL', key)} end
 
 local at = now()
--- What is left of a job that had this id is no part of this one.
+-- Leftovers of an earlier job with this id do not belong to this one.
 redis.call('DEL', P .. 'events:' .. id, P .. 'preview:' .. id)
 redis.call('ZREM', P .. 'webhooks', id)
 redis.call('HDEL', P .. 'webhook_tries', id)
@@ -85,10 +84,10 @@ local sequence = post(job, level, at)
 job.incarnation = string.format('%.0f-%d', at, sequence)
 redis.call('HSET', key, 'incarnation', job.incarnation)
 emit(job, 'queued', '{}', job.incarnation)
--- The record is what counts: a message that cannot be put there is found missing by a sweep.
+-- The record is authoritative: a sweep finds that a message is missing and sends it again.
 if A[18] ~= '' then redis.pcall('LPUSH', A[17], A[18]) end
 
-local ahead = -1  -- itself
+local ahead = -1  -- do not count the job itself
 for _, step in ipairs(PRIORITY_STEPS) do
   if step <= tonumber(level) then ahead = ahead + redis.call('ZCARD', P .. 'sent:' .. queue .. ':' .. step) end
 end

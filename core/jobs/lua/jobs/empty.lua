@@ -1,4 +1,4 @@
--- Cancels waiting jobs of a queue, the most urgent first.
+-- Cancels waiting jobs of a queue, most urgent first.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 queue, 3 retention_ms, 4 limit, 5… levels
@@ -15,7 +15,7 @@ for i = 5, #ARGV do
       if job and legible(job) then
         finish(job, 'cancelled', 'cancel', at, ARGV[3])
         cancelled = cancelled + 1
-      else  -- deleted by hand, or damaged: it waits no more
+      else  -- the record was deleted by hand or is damaged: remove the entry
         redis.call('ZREM', sent, id)
       end
     end

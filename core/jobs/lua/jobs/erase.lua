@@ -1,8 +1,8 @@
--- Deletes a job's record and events; one that lives is cancelled first.
+-- Deletes a job's record and events; a live job is cancelled first.
 -- include: shared/transitions shared/holding
 -- KEYS: none
 -- ARGV: 2 id, 3 retention_ms, 4 keep_ms, 5 incarnation or ''
--- Answer: 1, or 0: unknown
+-- Answer: 1, or 0: the job does not exist
 
 let_through()
 local job, at = read_same(ARGV[2], ARGV[5]), now()
@@ -11,7 +11,7 @@ local keep_ms = ARGV[4] + kept_ms(job, ARGV[3]) - ARGV[3]
 if job.state == 'queued' or job.state == 'running' then
   finish(job, 'cancelled', 'cancel', at, ARGV[3])
   if job.state == 'running' then tell_to_cancel(job) end
-  redis.call('PEXPIRE', P .. 'events:' .. job.id, 60000)  -- who follows it is told
+  redis.call('PEXPIRE', P .. 'events:' .. job.id, 60000)  -- so that followers read the end
 else
   redis.call('DEL', P .. 'events:' .. job.id)
 end
@@ -19,7 +19,7 @@ for artifact in string.gmatch((redis.call('HGET', job.key, 'artifacts') or '') .
   if redis.call('HINCRBY', P .. 'naming', artifact, -1) <= 0 then
     redis.call('HDEL', P .. 'naming', artifact)
     local score = redis.call('ZSCORE', P .. 'kept', artifact)
-    -- Somebody may have made the same just now, and name it in a moment.
+    -- Another job may have just written the same artifact and be about to reference it.
     local until_ms = math.max(at, held_until(artifact, at), (score or 0) - keep_ms + named_ms)
     if score then redis.call('ZADD', P .. 'kept', until_ms, artifact) end
   end

@@ -1,8 +1,8 @@
--- Ends a running job. Repeating it is harmless.
+-- Ends a running job. Idempotent.
 -- include: shared/transitions
 -- KEYS: none
--- ARGV: 2 id, 3 fence, 4 state, 5 retention_ms; for some 6 field, 7 value, 8 keys of artifacts with spaces between
--- Answer: 1, or 0: refused
+-- ARGV: 2 id, 3 fencing token, 4 state, 5 retention_ms; optional 6 field, 7 value, 8 artifacts separated by spaces
+-- Answer: 1, or 0: stale fencing token
 
 local job, state = read(ARGV[2]), ARGV[4]
 if not job or not holds(job, ARGV[3]) then return 0 end

@@ -1,8 +1,8 @@
--- Has a live job's progress told from now on, whatever its maker said.
+-- Publishes a live job's progress events from now on, even if the job was created without them.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 id, 3 incarnation or ''
--- Answer: 1, or 0: it does not live
+-- Answer: 1, or 0: the job is not live
 
 let_through()
 local job = read_same(ARGV[2], ARGV[3])

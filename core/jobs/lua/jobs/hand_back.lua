@@ -1,8 +1,8 @@
--- Queues a running job again, at its worker's wish. Repeating it is harmless.
+-- Queues a running job again when its worker gives it up. Idempotent.
 -- include: shared/transitions
 -- KEYS: none
--- ARGV: 2 id, 3 fence
--- Answer: the queue, or nothing: refused
+-- ARGV: 2 id, 3 fencing token
+-- Answer: the queue, or nothing: stale fencing token
 
 local job = read(ARGV[2])
 if not job or not holds(job, ARGV[3]) then return false end

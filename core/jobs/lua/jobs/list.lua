@@ -1,10 +1,10 @@
--- Lists jobs, newest first. Entries whose record is gone are dropped on the way.
+-- Lists jobs, newest first, and drops index entries whose record is gone.
 -- include: shared/transitions
 -- KEYS: none
--- ARGV: 2 owner ('*': everybody's), 3 state or '', 4 model or '', 5 limit, 6 id to go on after or '', 7 entries to look
---   at, 8 first rank
--- Answer: {the last id that was looked at or '', whether there may be more, the rank to go on at, id, …}; or 0: nothing
---   to go on after
+-- ARGV: 2 owner ('*': all owners), 3 state or '', 4 model or '', 5 limit, 6 cursor: id to continue after or '',
+--   7 maximum number of entries to examine, 8 first rank
+-- Answer: {the last id examined or '', whether there may be more, the rank to continue at, id, …}; or 0: the cursor's
+--   job does not exist
 
 local index = ARGV[2] == '*' and P .. 'jobs' or P .. 'jobs:' .. ARGV[2]
 local state, model, limit, looks = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[7])
@@ -21,12 +21,12 @@ while looked < looks do
   for _, entry in ipairs(entries) do
     local owner, id = string.match(entry, '^([^|]*)|(.*)$')
     local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'model', 'owner')
-    if v[3] ~= owner then v = {} end  -- the id is another's by now
+    if v[3] ~= owner then v = {} end  -- another owner's job has the id now
     if v[1] and (state == '' or v[1] == state) and (model == '' or v[2] == model) then
       if #found >= limit then return {last, '1', from, unpack(found)} end
       found[#found + 1] = id
     end
-    -- A Redis that takes no writes now lists all the same.
+    -- Listing must work on a Redis that refuses writes.
     local dropped = not v[1] and redis.pcall('ZREM', P .. 'jobs:' .. owner, entry)
     if type(dropped) == 'number' then
       redis.pcall('ZREM', P .. 'jobs', entry)

@@ -1,8 +1,8 @@
--- Extends the leases of a worker's jobs.
+-- Renews the leases of a worker's jobs.
 -- include: shared/transitions
 -- KEYS: none
--- ARGV: 2 worker, 3 lease_ms, 4… id, fence of each
--- Answer: the ids that are not this worker's
+-- ARGV: 2 worker, 3 lease_ms, 4… id, fencing token of each job
+-- Answer: the ids that this worker no longer holds
 
 let_through()
 local stale, until_ms = {}, now() + ARGV[3]

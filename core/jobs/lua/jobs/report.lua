@@ -1,13 +1,12 @@
--- Writes progress into records, and into the streams of jobs that are followed.
+-- Writes progress into records and into the event streams of followed jobs.
 --
--- The result of a text job is told in pieces, in the event alone: the record's progress stays small, and what is
--- written grows with the text, and no faster. Where nobody follows (`followed` is 0, which only what makes a job says)
--- there is no event.
+-- A text job's result is sent in pieces, in events only: the record's progress stays small, and the bytes written are
+-- linear in the length of the text. A job that nobody follows (`followed` is 0, set only at creation) gets no event.
 -- include: shared/transitions
 -- KEYS: none
--- ARGV: for each job: id, fence, data, the event's data or '' (as the record's), whether it stands for all that was
---   told before ('1', ''), how many values follow, picture, preview, …
--- Answer: {{ids whose attempt does not run}, {those that are followed}}
+-- ARGV: for each job: id, fencing token, data, the event's data or '' (same as the record's), whether it replaces all
+--   earlier progress ('1', ''), how many values follow, picture, preview, …
+-- Answer: {{ids with a stale fencing token}, {followed ids}}
 
 local stale, followed, told = {}, {}, {}
 local i = 2
@@ -24,7 +23,7 @@ while i <= #ARGV do
       if follows ~= '1' then
         id = redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'type', 'progress', 'data', ARGV[i + 2],
           'of', job.incarnation, 'v', V)
-      else  -- never trimmed: without a piece the others are of no use
+      else  -- never trimmed: the text is incomplete without each piece
         id = redis.call('XADD', stream, '*', 'type', 'progress', 'data', event ~= '' and event or ARGV[i + 2],
           'of', job.incarnation, 'v', V)
       end

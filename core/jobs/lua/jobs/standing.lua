@@ -1,8 +1,8 @@
--- Tells where a queued job waits.
+-- Returns a queued job's position and its queue's backlog.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 id, 3… levels
--- Answer: {jobs that are called before it, jobs queued, their ms, jobs running, their ms}; or nothing: it does not wait
+-- Answer: {jobs ahead of it, jobs queued, their ms, jobs running, their ms}; or nothing: the job is not queued
 
 local job = read(ARGV[2])
 if not job or job.state ~= 'queued' then return false end

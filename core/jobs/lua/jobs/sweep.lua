@@ -1,10 +1,10 @@
--- Finds deadlines that passed, leases that ran out, records whose time is up and messages that got lost.
+-- Finds passed deadlines, expired leases, expired records and lost messages.
 -- include: shared/transitions
 -- KEYS: none
--- ARGV: 2 limit, 3 lease_ms, 4 max_attempts, 5 retention_ms, 6 resend_ms, 7 overtime_ms, 8 silence_ms, 9 crashes until
---   a job runs alone, 10… queue, level, kombu's list of each
--- Answer: {{id, queue, level, …} to send, {id, …} expired, {id, …} failed, how many entries of `ended` were looked at,
---   {id, …} whose records cannot be read}
+-- ARGV: 2 limit, 3 lease_ms, 4 max_attempts, 5 retention_ms, 6 resend_ms, 7 overtime_ms, 8 silence_ms, 9 crashes after
+--   which a job runs alone, 10… queue, level, kombu's list of each
+-- Answer: {{id, queue, level, …} to send, {id, …} expired, {id, …} failed, how many entries of `ended` were examined,
+--   {id, …} whose records are unreadable}
 
 let_through()
 local limit, lease_ms, max_attempts, retention_ms = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
@@ -17,8 +17,8 @@ local function to_send(job, level)
   for _, value in ipairs({job.id, job.queue, level}) do send[#send + 1] = value end
 end
 
--- The jobs that a zset names. What has no record (somebody deleted it by hand) is dropped from it, and what cannot be
--- read, because a newer version wrote it or it is damaged, is left to others for a minute.
+-- Returns the jobs of a zset. Entries without a record (deleted by hand) are dropped; unreadable records (damaged, or
+-- written by a newer version) are postponed by a minute, for processes that can read them.
 local function jobs(zset, ...)
   local found = {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', zset, '-inf', ...)) do
@@ -37,13 +37,13 @@ end
 
 local last = redis.call('GET', P .. 'swept')
 redis.call('SET', P .. 'swept', at)
--- The clock was set back: no lease reaches further than from now.
+-- The clock was set back: no lease may end later than one lease from now.
 if last and at < last - 1000 then
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. at + lease_ms, '+inf')) do
     redis.call('ZADD', leases, at + lease_ms, id)
   end
 end
--- Nobody swept for long: most likely Redis was away, and nobody could renew. Each lease runs once more.
+-- No sweep ran for a while: most likely Redis was down and workers could not renew. Every lease is extended once.
 if last and at - last > silence_ms then
   for _, job in ipairs(jobs(leases, at + lease_ms)) do
     if redis.call('HSETNX', job.key, 'graced', 1) == 1 then
@@ -52,7 +52,7 @@ if last and at - last > silence_ms then
   end
 end
 
--- Deadlines that passed. A worker gets a moment to say so itself.
+-- Passed deadlines. The worker gets a moment to report the expiry itself.
 for _, job in ipairs(jobs(P .. 'deadlines', at, 'LIMIT', 0, limit)) do
   if job.state == 'queued' or job.deadline + overtime_ms <= at then
     expire(job, 'sweep', at, retention_ms)
@@ -61,7 +61,7 @@ for _, job in ipairs(jobs(P .. 'deadlines', at, 'LIMIT', 0, limit)) do
   end
 end
 
--- Leases that ran out.
+-- Expired leases.
 for _, job in ipairs(jobs(leases, at, 'LIMIT', 0, limit)) do
   local lost = job.lost + 1
   redis.call('HSET', job.key, 'lost', lost)
@@ -77,14 +77,14 @@ for _, job in ipairs(jobs(leases, at, 'LIMIT', 0, limit)) do
   end
 end
 
--- Records whose time is up are gone by themselves; what lists them is told here.
+-- Redis expires records by itself; their index entries are removed here.
 local over = redis.call('ZRANGEBYSCORE', P .. 'ended', '-inf', at, 'LIMIT', 0, 5 * limit)
 for _, entry in ipairs(over) do
   local owner, id = string.match(entry, '^([^|]*)|(.*)$')
   local key = P .. 'job:' .. id
-  local left_ms = -2  -- it is gone, or the id is another's by now
+  local left_ms = -2  -- the record is gone, or another owner's job has the id now
   if redis.call('HGET', key, 'owner') == owner then left_ms = redis.call('PTTL', key) end
-  if left_ms >= 0 then  -- the clock was set, or it is a millisecond
+  if left_ms >= 0 then  -- the clock was changed, or it expires within a millisecond
     redis.call('ZADD', P .. 'ended', at + math.max(left_ms, 1), entry)
   else
     redis.call('ZREM', P .. 'ended', entry)
@@ -95,7 +95,7 @@ for _, entry in ipairs(over) do
   end
 end
 
--- Messages that got lost: Celery's list is empty, or one that was sent later has been claimed for a while.
+-- Lost messages: Celery's list is empty, or a message sent later was claimed a while ago.
 local left = limit
 for i = 10, #ARGV, 3 do
   local queue, level = ARGV[i], ARGV[i + 1]
@@ -111,7 +111,7 @@ for i = 10, #ARGV, 3 do
   if below and left > 0 then
     for _, job in ipairs(jobs(sent, below, 'LIMIT', 0, left)) do
       local sent_ms = at - job.sent
-      if sent_ms >= -1000 and sent_ms < resend_ms then break end  -- and all after it are younger
+      if sent_ms >= -1000 and sent_ms < resend_ms then break end  -- all later entries are younger
       redis.call('ZREM', sent, job.id)
       post(job, level, at)
       to_send(job, level)

@@ -1,4 +1,4 @@
--- Forbids that a job of this id is made, by a call that is still under way. One that exists is left to erase.lua.
+-- Prevents a pending call from creating a job with this id. An existing job is erased by erase.lua.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 id

@@ -1,5 +1,5 @@
--- Adds an API key. What a full Redis refuses comes first, so that there is no key without its note, and no half of
--- both.
+-- Adds an API key. The write that a full Redis refuses comes first, so that key and marker are written together or not
+-- at all.
 -- KEYS: none
 -- ARGV: 2 id, 3 record
 -- Answer: 1

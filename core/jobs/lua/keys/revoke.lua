@@ -1,8 +1,8 @@
--- Deletes an API key. Keys of older versions have no note, so it is made before the last of them goes.
+-- Deletes an API key. Keys of older versions have no marker, so it is written before the last of them is deleted.
 -- include: shared/transitions
 -- KEYS: none
--- ARGV: 2 id, 3 whether no job is made for it from now on (1 or 0)
--- Answer: whether there was one
+-- ARGV: 2 id, 3 whether to refuse new jobs of this owner from now on (1 or 0)
+-- Answer: whether the key existed
 
 let_through()
 if redis.call('HEXISTS', P .. 'keys', ARGV[2]) == 0 then return 0 end

@@ -1,8 +1,8 @@
--- Opens a service that has no keys any more.
+-- Lifts the key requirement of a service whose keys were all deleted.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: none
--- Answer: 1, or 0: there are keys
+-- Answer: 1, or 0: keys exist
 
 let_through()
 if redis.call('HLEN', P .. 'keys') > 0 then return 0 end

@@ -1,8 +1,8 @@
--- Counts one charge.
+-- Counts one charge against a rate limit.
 -- include: shared/charge
 -- KEYS: none
 -- ARGV: 2… the five values of the charge
--- Answer: how it stands, as charge.lua says it
+-- Answer: the limit's state, as charge.lua returns it
 
 local _, said = charge(ARGV, 2)
 return said

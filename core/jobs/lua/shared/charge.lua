@@ -1,6 +1,6 @@
--- Counts against rate limits, with the scripts of the `limits` library: rates.py hands them in as functions.
+-- Counts against rate limits with the scripts of the `limits` library, which rates.py passes in as functions.
 
--- Counts what the five values of a list from the i-th on say → whether it was within, and how it stands
+-- Counts the charge at list[i … i + 4] → whether it was within the limit, and the limit's state
 local function charge(list, i)
   local keys = {list[i], list[i + 1]}
   local within = limits_acquire(keys, {list[i + 2], list[i + 3], list[i + 4]})

@@ -1,12 +1,14 @@
--- Files and batches hold artifacts: one is deleted once nothing holds it and no job names it.
+-- Places and releases holds of files and batches on artifacts.
 --
---   held:{artifact}    zset: file or batch → until when; `made`: it is being made again at this moment
+-- An artifact is deleted once nothing holds it and no job references it.
+--
+--   held:{artifact}    zset: file or batch → end of the hold; `made`: the artifact is being written again now
 -- include: shared/transitions
 
-local named_ms = 600000  -- between an artifact's making and the record that names it: so long nobody deletes it
-local jobs_ms = 176400000  -- two days and an hour: the longest that a job that ended before now may name it
+local named_ms = 600000  -- grace period between writing an artifact and the record that references it
+local jobs_ms = 176400000  -- two days and an hour: longest retention of a job that has ended and references it
 
--- Until when anything holds an artifact; 0: nothing does.
+-- Returns the end of an artifact's last hold; 0: no hold.
 local function held_until(artifact, at)
   local key = P .. 'held:' .. artifact
   redis.call('ZREMRANGEBYSCORE', key, '-inf', at)
@@ -21,7 +23,7 @@ local function hold(artifact, who, until_ms, at)
   redis.call('ZADD', P .. 'kept', 'GT', until_ms, artifact)
 end
 
--- Lets an artifact go as soon as nothing else needs it. One that this does not hold stays as it is.
+-- Releases a hold on an artifact, which is deleted once nothing else needs it. Without this hold nothing changes.
 local function release(artifact, who, at)
   if redis.call('ZREM', P .. 'held:' .. artifact, who) == 0 then return end
   local until_ms = math.max(at, held_until(artifact, at))

@@ -1,10 +1,10 @@
--- Webhooks wait in lanes, one for each owner and receiver; owners, and their lanes, are served in turn.
+-- Schedules webhooks in lanes, one per owner and receiver; owners and their lanes are served round-robin.
 --
---   webhooks                   zset: job → when it ended; from here they go to their lanes
---   webhook_tries              hash: job → how often telling it failed
---   webhook_owners             zset: owner → when it is its turn
---   webhook_lanes:{owner}      zset: receiver → when it is its turn
---   webhooks:{owner}|{receiver}    zset: job → when it is told next
+--   webhooks                   zset: job → when it ended; the intake, from which jobs move to their lanes
+--   webhook_tries              hash: job → failed deliveries
+--   webhook_owners             zset: owner → its next turn
+--   webhook_lanes:{owner}      zset: receiver → its next turn
+--   webhooks:{owner}|{receiver}    zset: job → its next delivery
 -- include: shared/transitions
 
 local owners = P .. 'webhook_owners'
@@ -23,7 +23,7 @@ local function enter(owner, host, id, at)
   redis.call('ZADD', owners, 'LT', at, owner)
 end
 
--- An entry of a list of turns goes behind all that wait now, or to when the first of what it stands for is due.
+-- Moves an entry of a turn list behind all waiting entries, or to the time when its first delivery is due.
 local function turn(list, entry, of, at)
   local first = redis.call('ZRANGE', of, 0, 0, 'WITHSCORES')
   if first[2] then

@@ -1,4 +1,4 @@
--- Keeps the sum of the bytes of an owner's files.
+-- Maintains the total size of an owner's files in bytes.
 -- include: shared/transitions shared/holding
 
 local function discount(owner, id)

@@ -1,44 +1,44 @@
--- Reads a job's record and moves the job from state to state: shared by the scripts that change jobs.
+-- Reads job records and moves jobs between states; included by every script that changes a job.
 --
--- Every change of a job's state is made in a script: it is atomic, and times are those of one clock, Redis's own. JSON
--- passes through unread.
+-- Every change of a job's state is made in a script: it is atomic, and all times come from one clock, Redis's own.
+-- Scripts pass JSON through without parsing it.
 --
--- Keys, all under the prefix that every script gets as ARGV[1] (they are put together in the scripts, so Redis Cluster
--- is not supported); times are milliseconds since the epoch:
+-- Keys, all under the prefix that every script gets as ARGV[1] (scripts build key names, so Redis Cluster is not
+-- supported); times are milliseconds since the epoch:
 --
---   job:{id}               hash: the record (see record.Job), and our own `v level sequence sent claim by graced`
+--   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent claim by graced`
 --   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
 --   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
---   happened               stream: ids of the jobs that something was just written of, with spaces between
---   leases                 zset: running job → when its lease ends
---   deadlines              zset: live job that has one → its deadline
+--   happened               stream: ids of jobs with new events, separated by spaces
+--   leases                 zset: running job → end of its lease
+--   deadlines              zset: live job with a deadline → its deadline
 --   sent:{queue}:{level}   zset: queued job → sequence, in the order in which their messages were sent
---   mark:{queue}:{level}   hash: `highest` sequence that was ever claimed; `checkpoint`, what it was at `since`
---   backlog:{queue}        hash: queued, queued_ms, running, running_ms: always what counting the records would give
---   waiting:{queue}:{owner}  set: an owner's jobs that are queued; a process of an older version may leave some behind
---   sequence, swept        the last sequence given; the time of the last sweep
---   jobs, jobs:{owner}     zset: owner|job → when it was made
---   ended                  zset: owner|job → when its record goes
---   withdrawn:{id}         no job of this id is to be made any more, for an hour
---   barred:{owner}         exists for a day after a key was revoked whose jobs were to end: none is made for it
+--   mark:{queue}:{level}   hash: `highest` sequence ever claimed; `checkpoint`, its value at `since`
+--   backlog:{queue}        hash: queued, queued_ms, running, running_ms: always equal to the count over the records
+--   waiting:{queue}:{owner}  set: an owner's queued jobs; a process of an older version may leave stale ones
+--   sequence, swept        the last sequence assigned; the time of the last sweep
+--   jobs, jobs:{owner}     zset: owner|job → creation time
+--   ended                  zset: owner|job → expiry of its record
+--   withdrawn:{id}         no job with this id may be created, for an hour
+--   barred:{owner}         exists for a day after a key was revoked together with its jobs: the owner creates no job
 --   kept                   zset: artifact → when it may be deleted
---   naming                 hash: artifact → how many records name it
---   needed                 hash: artifact → how many live jobs begin with it
---   going                  zset: artifact that is being deleted → since when
+--   naming                 hash: artifact → number of records that reference it
+--   needed                 hash: artifact → number of live jobs that read it as input
+--   going                  zset: artifact being deleted → start of the deletion
 --   held:{artifact}        see holding.lua
 --   webhooks, webhook_*    see lanes.lua
 --   workers                zset: worker → heartbeat;  worker:{id}: its card;  models: hash of cards
 --   control:{worker}       stream of messages to a worker
---   paused                 set: queues from which no worker takes anything
---   and those of batches.py, files.py and keys.py, the counters of rates.py, and the lists of messages, as kombu keeps
---   them (broker.py)
+--   paused                 set: queues that workers take no jobs from
+--   and those of batches.py, files.py and keys.py, the counters of rates.py, and kombu's message lists (broker.py)
 --
--- An id that is used again begins with nothing of its predecessor: a record's `incarnation`, the id of its first event,
--- is unique. Events carry it; it and the attempt fence a worker's writes; callers that follow, cancel or erase name it.
+-- A reused id inherits nothing from its predecessor: a record's `incarnation`, the id of its first event, is unique.
+-- Events carry it; together with the attempt it is the fencing token of a worker's writes; callers that follow, cancel
+-- or erase a job pass it.
 --
--- On a full Redis (`noeviction`) a script's first write is refused if it could need memory; after a first write of
--- another kind all others go through. So what makes a job (create.lua) begins with one that is refused, and makes
--- nothing by halves; what ends a job, or keeps it going, begins with one that is not.
+-- A full Redis (`noeviction`) refuses a script's first write if it could need memory; after a first write of another
+-- kind it accepts all others. So the script that creates a job (create.lua) begins with a write that is refused, and
+-- leaves nothing half done; scripts that end a job or keep it running begin with one that is accepted.
 
 local P, V = ARGV[1], VERSION
 
@@ -47,7 +47,7 @@ local function now()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
--- As a first write it lets all others through on a full Redis; it removes nothing.
+-- A no-op delete as the first write: a full Redis then accepts all later writes.
 local function let_through()
   redis.call('ZREM', P .. 'leases', '')
 end
@@ -63,7 +63,7 @@ local function read(id)
     v = v[18], keep_ms = v[19]}
 end
 
--- Whether a job is live and its record of a known form: a newer version may have other states.
+-- Whether a job is live and its record's format known: a newer version may use other states.
 local function legible(job)
   return (job.state == 'queued' or job.state == 'running') and (tonumber(job.v or 1) or math.huge) <= V
     and job.queue and tonumber(job.attempt) and tonumber(job.lost) and tonumber(job.work_ms)
@@ -71,25 +71,25 @@ local function legible(job)
     and (not job.deadline or tonumber(job.deadline)) and true
 end
 
--- The job, if it is the one of this incarnation; '' is any.
+-- Returns the job if it has this incarnation; '' matches any.
 local function read_same(id, incarnation)
   local job = read(id)
   if job and incarnation ~= '' and job.incarnation ~= incarnation then return nil end
   return job
 end
 
--- Whether a fencing token is that of the present attempt: its number, and behind an @ the incarnation, where given.
+-- Whether a fencing token is the current attempt's: the attempt's number and, after an optional @, the incarnation.
 local function holds(job, fence)
   local attempt, incarnation = string.match(fence, '^([^@]*)@?(.*)$')
   return job.attempt == attempt and (incarnation == '' or incarnation == job.incarnation)
 end
 
--- How long what has ended is kept: at least as long as its draft asked for, and where a receiver is to be told of it,
--- for as long as that is tried.
+-- Returns how long an ended job is kept: at least as long as it was created with, and at least until its webhook is
+-- delivered or given up.
 local function kept_ms(job, retention_ms)
   if job.webhook then return math.max(retention_ms, 43200000) end
   if job.keep_ms then return math.max(retention_ms, job.keep_ms) end
-  -- Records of the version before have no such field: a batch's lines bear its id.
+  -- Records of the previous version lack the field: there, a batch's lines carry its id.
   if job.digest ~= '' and redis.call('EXISTS', P .. 'batch:' .. job.digest) == 1 then
     return math.max(retention_ms, 172800000)
   end
@@ -99,10 +99,10 @@ end
 local function count(job, state, n)
   local key = P .. 'backlog:' .. job.queue
   redis.call('HINCRBY', key, state, n)
-  redis.call('HINCRBY', key, state .. '_ms', n * job.work_ms + 0)  -- + 0: Redis takes no -0
+  redis.call('HINCRBY', key, state .. '_ms', n * job.work_ms + 0)  -- + 0: Redis rejects -0
 end
 
--- One notice for all who follow anything: they read the streams that it names, and no others.
+-- One stream wakes all followers; they read only the event streams that it names.
 local function notify(ids)
   redis.call('XADD', P .. 'happened', 'MAXLEN', '~', 1000, '*', 'jobs', ids)
 end
@@ -112,7 +112,7 @@ local function emit(job, type, data, at)
   notify(job.id)
 end
 
--- Takes a live job out of where it stands. Its first write frees memory.
+-- Removes a live job from the indexes of its state. Its first write frees memory.
 local function leave(job)
   if job.state == 'queued' then
     redis.call('ZREM', P .. 'sent:' .. job.queue .. ':' .. job.level, job.id)
@@ -123,7 +123,7 @@ local function leave(job)
   count(job, job.state, -1)
 end
 
--- Notes that a job's message is being sent now.
+-- Records that a job's message is sent now.
 local function post(job, level, at)
   local sequence = redis.call('INCR', P .. 'sequence')
   redis.call('HSET', job.key, 'level', level, 'sequence', sequence, 'sent', at)
@@ -141,7 +141,7 @@ local function requeue(job, by, at, reason)
   emit(job, 'queued', '{"reason":"' .. reason .. '"}')
 end
 
--- The one end of every job.
+-- Ends a job; every terminal transition goes through here.
 local function finish(job, state, by, at, retention_ms, field, value)
   retention_ms = kept_ms(job, retention_ms)
   leave(job)
@@ -153,11 +153,11 @@ local function finish(job, state, by, at, retention_ms, field, value)
   redis.call('PEXPIRE', job.key, retention_ms)
   redis.call('ZADD', P .. 'ended', at + retention_ms, job.owner .. '|' .. job.id)
   if job.webhook then redis.call('ZADD', P .. 'webhooks', at, job.id) end
-  for artifact in string.gmatch(job.inputs, '%S+') do  -- kept from now on as what was made is
+  for artifact in string.gmatch(job.inputs, '%S+') do  -- inputs are retained like outputs from now on
     if redis.call('HINCRBY', P .. 'needed', artifact, -1) <= 0 then redis.call('HDEL', P .. 'needed', artifact) end
     redis.call('ZADD', P .. 'kept', 'GT', at + retention_ms + 3600000, artifact)
   end
-  -- Who follows a job that has ended is told from its record: its events, half of what it takes, can go sooner.
+  -- Followers of an ended job read its record, so its events, half of its memory, expire sooner.
   redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, 3600000))
 end
 
@@ -169,5 +169,5 @@ end
 local function tell_to_cancel(job)
   local key = P .. 'control:' .. job.worker
   redis.call('XADD', key, 'MAXLEN', '~', 1000, '*', 'cancel', job.id, 'attempt', job.attempt, 'of', job.incarnation)
-  redis.call('PEXPIRE', key, 3600000)  -- of a worker that died
+  redis.call('PEXPIRE', key, 3600000)  -- expires if the worker died
 end

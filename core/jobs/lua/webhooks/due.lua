@@ -1,11 +1,11 @@
--- Takes jobs whose end is to be told now: they come again after a time unless they are settled.
+-- Returns webhooks that are due and hides them for a time; they become due again unless they are settled.
 -- include: shared/lanes
 -- KEYS: none
--- ARGV: 2 ms after which they come again, 3 limit, 4 of one owner, 5 of one lane, 6 {owners: {…}, lanes: {…}} that get
---   nothing now, as JSON
+-- ARGV: 2 visibility timeout in ms, 3 limit, 4 limit per owner, 5 limit per lane, 6 {owners: {…}, lanes: {…}} to skip,
+--   as JSON
 -- Answer: {job, tries, owner, receiver, incarnation, …}
 
-local intake = 1000  -- jobs that go to their lanes in one call
+local intake = 1000  -- jobs moved to their lanes per call
 let_through()
 local at = now()
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'webhooks', '-inf', at, 'LIMIT', 0, intake)) do
@@ -15,12 +15,12 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'webhooks', '-inf', at, 'LI
   if host then
     enter(v[1] or '', host, id, at)
   else
-    redis.call('HDEL', P .. 'webhook_tries', id)  -- erased meanwhile
+    redis.call('HDEL', P .. 'webhook_tries', id)  -- the job was erased meanwhile
   end
 end
 
 local found, left, skipped = {}, tonumber(ARGV[3]), cjson.decode(ARGV[6])
-local some = left + 100  -- of those that are skipped there are fewer
+local some = left + 100  -- more than can be skipped
 for _, owner in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', at, 'LIMIT', 0, some)) do
   if left <= 0 then break end
   if not skipped.owners[owner] then
@@ -34,7 +34,7 @@ for _, owner in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', at, 'LIMIT', 
           local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'owner', 'webhook', 'incarnation')
           if not v[1] or v[1] == 'queued' or v[1] == 'running' or (v[2] or '') ~= owner or host_of(v[3]) ~= host
               or redis.call('ZSCORE', P .. 'webhooks', id) then
-            redis.call('ZREM', lane, id)  -- of a job that is gone: who has its id now is told of at a place of its own
+            redis.call('ZREM', lane, id)  -- its job is gone; a new job with the same id has its own entry
             if not v[1] then redis.call('HDEL', P .. 'webhook_tries', id) end
           else
             redis.call('ZADD', lane, at + ARGV[2], id)

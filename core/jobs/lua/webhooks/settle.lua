@@ -1,10 +1,10 @@
--- Takes a job from its lane, or has it tried again.
+-- Removes a webhook from its lane, or schedules a retry.
 --
--- Its record was kept until it is settled, and goes as others from then on.
+-- The job's record is kept until its webhook is settled; normal retention applies from then on.
 -- include: shared/lanes
 -- KEYS: none
--- ARGV: 2 job, 3 owner, 4 receiver, 5 ms until it is tried again or '': it is settled, 6 whether that was a try (1 or
---   0), 7 retention_ms, 8 incarnation: of another job that has the id by now nothing is touched
+-- ARGV: 2 job, 3 owner, 4 receiver, 5 ms until the retry or '': it is settled, 6 whether this was an attempt (1 or 0),
+--   7 retention_ms, 8 incarnation: a later job with the same id stays untouched
 -- Answer: nothing
 
 local id, owner, host, at = ARGV[2], ARGV[3], ARGV[4], now()

@@ -5,7 +5,7 @@
 -- Answer: the queues that are paused
 
 local at = now()
-redis.call('ZREMRANGEBYSCORE', P .. 'workers', '-inf', at - ARGV[5])  -- which lets the rest through, too
+redis.call('ZREMRANGEBYSCORE', P .. 'workers', '-inf', at - ARGV[5])  -- a full Redis then accepts the rest
 redis.call('ZADD', P .. 'workers', at, ARGV[2])
 redis.call('SET', P .. 'worker:' .. ARGV[2], ARGV[3], 'PX', ARGV[4])
 for i = 6, #ARGV, 2 do

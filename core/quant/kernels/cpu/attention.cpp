@@ -1,5 +1,5 @@
-// Attention of few tokens, six queries at a time: all scores of a query are held, so it is for pictures of a thousand
-// tokens and not for long texts. Knows queries, keys and values; knows nothing of where they come from.
+// Computes attention, six queries at a time, over short sequences: it keeps all scores of a query, which suits images of
+// about a thousand tokens and not long texts.
 
 #include "attention.h"
 
@@ -9,7 +9,7 @@ namespace {
 constexpr int QUERIES = 6;
 constexpr int STEP = KEYS_AT_ONCE * LANES;
 
-// scores[query, key] of one block of queries, STEP keys at a time, and the largest of each query.
+// Computes scores[query, key] of one block of queries, STEP keys at a time, and each query's largest score.
 void score(const float* const* rows, const float* transposed, float* scores, float* largest, int64_t d, int64_t keys,
            int64_t padded) {
   Vec top[QUERIES];

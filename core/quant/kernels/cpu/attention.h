@@ -1,4 +1,4 @@
-// The arguments of attention. Python fills the same structure (calls.py): keep the two in step.
+// Declares the arguments of the attention kernel. calls.py mirrors this structure: change both together.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace diptych {
 
-// softmax(q · kᵀ · scale) · v for each image and head; heads lie side by side within a token. Strides are the distance
-// of two tokens in floats; `d`, the width of a head, is a multiple of 16. The result [images, tokens, heads · d] goes to
-// bytes (· inverse), or to floats where given.
+// softmax(q · kᵀ · scale) · v for each image and head; a token's heads are contiguous. Strides are the distance between
+// tokens in floats; `d`, the width of a head, is a multiple of 16. The result [images, tokens, heads · d] is written to
+// `floats` if given, else quantized to bytes (· inverse).
 struct Attention {
   const float *q, *k, *v, *inverse;
   uint8_t* bytes;

@@ -1,5 +1,5 @@
-// Sixteen floats in two AVX2 registers, and what a matrix product does with sixteen columns of weights.
-// The same names as avx512.h; knows nothing of layers.
+// Defines a vector of sixteen floats in two AVX2 registers and the operand types of the matrix product.
+// avx512.h defines the same names for AVX-512.
 
 #pragma once
 
@@ -11,19 +11,20 @@
 namespace diptych {
 
 constexpr const char* INSTRUCTIONS = "avx2";
-constexpr int LANES = 16;  // floats of one vector
+constexpr int LANES = 16;  // floats per vector
 
 struct Vec {
   __m256 lo, hi;
 };
 
-// How many lanes count, from the first on. Masked stores are slow on many such processors, so ends go through memory.
+// Number of active lanes, counted from the first. Masked stores are slow on many AVX2 processors, so partial vectors go
+// through a buffer in memory.
 struct Mask {
   int count;
 };
 constexpr Mask ALL{LANES};
 
-// Which lanes of a vector are left of `left`: none where that is not positive.
+// Activates the first `left` lanes; none if `left` is not positive.
 inline Mask lanes(int64_t left) { return {left >= LANES ? LANES : left <= 0 ? 0 : static_cast<int>(left)}; }
 
 inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
@@ -58,7 +59,7 @@ inline void save(float* to, Vec v, Mask mask) {
 
 namespace two {
 
-inline Vec within(Mask mask) {  // all bits where a lane counts
+inline Vec within(Mask mask) {  // all bits set in active lanes
   const __m256i count = _mm256_set1_epi32(mask.count), first = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(count, first)),
           _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, _mm256_add_epi32(first, _mm256_set1_epi32(8))))};
@@ -69,13 +70,13 @@ inline __m256 times_power(__m256 v, __m256 n) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), shifted));
 }
 
-inline __m256 negate(__m256 v, __m256 of) {  // as the sign of `of` says
+inline __m256 negate(__m256 v, __m256 of) {  // flips signs where `of` is negative
   return _mm256_xor_ps(v, _mm256_and_ps(of, _mm256_set1_ps(-0.0f)));
 }
 
 }  // namespace two
 
-inline Vec masked(Vec v, Mask mask) {  // zero elsewhere
+inline Vec masked(Vec v, Mask mask) {  // zero in inactive lanes
   const Vec bits = two::within(mask);
   return {_mm256_and_ps(v.lo, bits.lo), _mm256_and_ps(v.hi, bits.hi)};
 }
@@ -84,10 +85,10 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo),
 inline Vec fnma(Vec a, Vec b, Vec c) {  // c − a · b
   return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
 }
-// Of a NaN and a number these return their second argument.
+// If the first argument is NaN, these return the second.
 inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
-inline Vec max(Vec a, Vec b, Mask mask) {  // a elsewhere
+inline Vec max(Vec a, Vec b, Mask mask) {  // a in inactive lanes
   const Vec bits = two::within(mask), most = max(a, b);
   return {_mm256_blendv_ps(a.lo, most.lo, bits.lo), _mm256_blendv_ps(a.hi, most.hi, bits.hi)};
 }
@@ -99,7 +100,7 @@ inline Vec nearest(Vec v) {
   constexpr int MODE = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(v.lo, MODE), _mm256_round_ps(v.hi, MODE)};
 }
-inline Vec times_power(Vec v, Vec n) {  // v · 2ⁿ of a v near 1 and a whole n between -126 and 127
+inline Vec times_power(Vec v, Vec n) {  // v · 2ⁿ for v near 1 and integer n in [-126, 127]
   return {two::times_power(v.lo, n.lo), two::times_power(v.hi, n.hi)};
 }
 inline Vec negate_where_negative(Vec v, Vec of) { return {two::negate(v.lo, of.lo), two::negate(v.hi, of.hi)}; }
@@ -116,9 +117,9 @@ inline float greatest(Vec v) {
   return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
 }
 
-// Integers between -127 and 127, + 128, as bytes.
+// Converts integers in [-127, 127] to bytes with a zero point of 128.
 inline void save_bytes(uint8_t* to, Vec v, Mask mask) {
-  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi));  // half to even
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi));  // rounds half to even
   const __m256i ordered = _mm256_add_epi16(_mm256_permute4x64_epi64(words, 0xd8), _mm256_set1_epi16(128));
   const __m128i made = _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
   if (mask.count == LANES) return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), made);
@@ -127,15 +128,15 @@ inline void save_bytes(uint8_t* to, Vec v, Mask mask) {
   std::memcpy(to, held, mask.count);
 }
 
-// The three kinds of operand: how sixteen columns of a weight are read, and how a row's next inputs are spread.
-// `Stored` is an input in memory, `Element` one as `input` reads it.
-struct Int8 {  // vpmaddubsw would saturate at two products of full range, so both sides are widened to 16 bits
+// The three operand types: each loads sixteen columns of a weight and broadcasts a row's next inputs.
+// `Stored` is the type of inputs in memory, `Element` the type that `input` reads.
+struct Int8 {  // vpmaddubsw would saturate on full-range products, so both operands are widened to 16 bits
   using Stored = uint8_t;
   using Element = uint16_t;
   struct Sum {
     __m256i lo, hi;
   };
-  static constexpr int DEPTH = 2, BYTES = 32;  // inputs of one step; bytes of sixteen columns of them
+  static constexpr int DEPTH = 2, BYTES = 32;  // inputs per step; bytes per step of sixteen columns
   static Sum start(const int32_t* offset, int64_t n) {
     const auto* from = reinterpret_cast<const __m256i*>(offset + n);
     return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
@@ -167,7 +168,7 @@ struct Fp32 {
   static Vec value(Sum s) { return s; }
 };
 
-struct Bf16 : Fp32 {  // weights only
+struct Bf16 : Fp32 {  // weights only; inputs are fp32
   static constexpr int BYTES = 32;
   static Vec weight(const void* b) {
     const auto* from = static_cast<const __m128i*>(b);
@@ -178,10 +179,10 @@ struct Bf16 : Fp32 {  // weights only
   }
 };
 
-// Of 16 registers: how many vectors of columns stand side by side in a tile, at most, and how many rows under so many.
+// Tile size for 16 registers: maximum width in vectors of columns, and rows for a given width.
 constexpr int WIDEST = 1;
 constexpr int tile_rows(int) { return 6; }
-constexpr int KEYS_AT_ONCE = 1;   // vectors of them, under six queries
-constexpr int HEADS_AT_ONCE = 2;  // that read the same keys
+constexpr int KEYS_AT_ONCE = 1;   // vectors of keys per block of six queries
+constexpr int HEADS_AT_ONCE = 2;  // query heads per block that share keys
 
 }  // namespace diptych

@@ -1,6 +1,4 @@
-// Normalizations that end in bytes for the INT8 layer behind them, or in floats.
-//
-// Knows statistics of rows and groups; knows nothing of what the layers behind compute.
+// Computes quantization, LayerNorm and GroupNorm; outputs are bytes for an INT8 layer, or floats.
 
 #include "norm.h"
 
@@ -43,9 +41,9 @@ namespace {
 
 constexpr int64_t RUN = 32;  // pixels
 
-// Mean (less the first pixel's value) and sum of squares around it of each channel of one image. Of a run of pixels they
-// are taken around its first, and runs are merged as Chan et al. (1979) do: E[x²] − E[x]² would lose digits where the
-// mean is large, and sums around one pixel of all would where that one is an outlier.
+// Computes each channel's mean (minus the first pixel's value) and sum of squared deviations over one image. Each run of
+// pixels uses its first pixel as origin, and runs are merged by Chan et al. (1979): E[x²] − E[x]² would lose digits if
+// the mean is large, and a single origin for all pixels would if that pixel is an outlier.
 void channel_sums(const float* x, int64_t pixels, int64_t width, float* means, float* squares) {
   for (int64_t c = 0; c < width; c += LANES) {
     const Mask mask = lanes(width - c);
@@ -73,7 +71,7 @@ void channel_sums(const float* x, int64_t pixels, int64_t width, float* means, f
   }
 }
 
-// What the values of one image become, channel by channel: (x − around) · a + b.
+// Computes each channel's a and b for one image: normalized x = (x − around) · a + b.
 struct Affine {
   std::vector<double> means;
   std::vector<float> parts, squares, around, a, b;
@@ -96,7 +94,7 @@ struct Affine {
       for (int64_t c = first; c < first + size; ++c) {
         around[c] = static_cast<float>(mean);
         a[c] = rstd * g.weight[c];
-        b[c] = static_cast<float>(g.bias[c] - (mean - around[c]) * a[c]);  // with what the mean lost when rounded
+        b[c] = static_cast<float>(g.bias[c] - (mean - around[c]) * a[c]);  // corrects the rounding of the mean
       }
     }
   }

@@ -1,4 +1,4 @@
-// The arguments of what stands before a layer. Python fills the same structures (calls.py): keep the two in step.
+// Declares the arguments of the kernels in norm.cpp. calls.py mirrors these structures: change both together.
 
 #pragma once
 
@@ -13,7 +13,7 @@ struct Quantize {  // x [rows, channels] · inverse[channels] → bytes
   int64_t rows, channels;
 };
 
-struct LayerNorm {  // over channels; bytes, or floats where given
+struct LayerNorm {  // over channels; to `floats` if given, else to bytes
   const float *x, *weight, *bias, *inverse;
   uint8_t* bytes;
   float* floats;
@@ -21,7 +21,7 @@ struct LayerNorm {  // over channels; bytes, or floats where given
   float eps;
 };
 
-struct GroupNorm {  // over [pixels, group] of x and y side by side (c2 may be 0), then SiLU where asked
+struct GroupNorm {  // over [pixels, group] of x and y concatenated (c2 may be 0), then optional SiLU
   const float *x, *y, *weight, *bias, *inverse;
   uint8_t* bytes;
   float* floats;

@@ -1,10 +1,10 @@
-// One pointer-indirect matrix product for linear layers (one tap) and 3×3 convolutions (nine), in INT8 or in floats.
+// Computes linear layers (one tap) and 3×3 convolutions (nine taps) by one indirect matrix product, in INT8 or floats.
 //
-// INT8 activations are unsigned bytes around a zero point of 128, because vpdpbusd multiplies unsigned by signed; sums
-// start at minus the weights' share of that, and are exact. Float weights are bf16 or fp32, float activations fp32.
-// Everything is channels-last. Work is divided among OpenMP threads by tiles of output, so a row's bits depend neither on
-// its neighbours nor on its position nor on the number of threads. The indirection is XNNPACK's (Dukhan, 2019, "The
-// Indirect Convolution Algorithm").
+// INT8 activations are unsigned bytes with a zero point of 128, because vpdpbusd multiplies unsigned by signed; sums
+// start at the weights' compensation for it, and are exact. Float weights are bf16 or fp32, float activations fp32. All
+// tensors are channels-last. OpenMP threads share the work by output tiles, so a row's bits depend neither on other rows
+// nor on its position nor on the number of threads. The indirection is XNNPACK's (Dukhan, 2019, "The Indirect
+// Convolution Algorithm").
 
 #include "product.h"
 
@@ -43,7 +43,7 @@ inline __attribute__((always_inline)) void multiply(const typename Kind::Element
     }
 }
 
-// Scale, bias, what else is added, and the way out, for sixteen columns of one row.
+// Epilogue of sixteen columns of one row: adds the row bias and the residual, applies SiLU, and stores.
 inline void finish(const Product& p, const Geometry& g, Vec v, int64_t m, int64_t n) {
   const Mask mask = lanes(p.n - n);
   if (p.row_bias) v = v + load(p.row_bias + (m / g.pixels) * p.row_stride + n, mask);
@@ -58,7 +58,7 @@ inline Vec scaled(const Product& p, typename Kind::Sum sum, int64_t n) {
   return p.scale ? fma(raw, load(p.scale + n), bias) : raw + bias;
 }
 
-// Where a tile has one vector of columns, hidden and gate alternate from block to block; else within the tile.
+// Whether GEGLU's hidden and gate columns are in alternate blocks (tiles one vector wide) or within one tile.
 template <int NV>
 constexpr bool APART = NV == 1 && WIDEST == 1;
 
@@ -87,7 +87,7 @@ void tile(const Product& p, const Geometry& g, const typename Kind::Element* con
   }
 }
 
-// Where each of MR output rows finds its input under each tap; `zero` where that is padding.
+// Pointers to the inputs of MR output rows under each tap; padding points to `zero`.
 template <class Element, int MR>
 void gather(const Product& p, const Geometry& g, int64_t first, const Element* zero, const Element** a) {
   const Element* input = static_cast<const Element*>(p.a);
@@ -110,7 +110,7 @@ void gather(const Product& p, const Geometry& g, int64_t first, const Element* z
         a[(3 * t + u) * MR + i] = inside && xx >= 0 && xx < w ? line + (xx >> p.upsample) * p.a_stride : zero;
       }
     }
-    if (first + i + 1 >= g.rows) continue;  // the last tile repeats the last row
+    if (first + i + 1 >= g.rows) continue;  // rows beyond the end repeat the last row and are not stored
     if (++x == out_width) {
       x = 0;
       if (++y == g.out_height) y = 0, ++image;
@@ -118,7 +118,7 @@ void gather(const Product& p, const Geometry& g, int64_t first, const Element* z
   }
 }
 
-// How many vectors of columns stand side by side: equal numbers where they divide evenly.
+// Chooses the tile width in vectors of columns: equal widths if the columns divide evenly.
 int side_by_side(int64_t n16, bool geglu) {
   if (WIDEST == 1) return 1;
   if (n16 % 4 == 0) return 4;
@@ -133,7 +133,7 @@ void run(const Product& p, int64_t n16) {
   constexpr int MR = tile_rows(NV);
   constexpr bool WIDENED = sizeof(Stored) < sizeof(Element);
   const Geometry g(p);
-  const int together = APART<NV> && p.geglu ? 2 : 1;  // blocks that one tile is made of
+  const int together = APART<NV> && p.geglu ? 2 : 1;  // blocks per tile
   const int64_t tiles = (g.rows + MR - 1) / MR, blocks = n16 / (NV * together);
   const int64_t depth = p.taps * (p.channels / Kind::DEPTH) * NV * Kind::BYTES;
   const std::vector<Stored> zero(p.channels, static_cast<Stored>(sizeof(Stored) == 1 ? 128 : 0));
@@ -175,7 +175,7 @@ void choose(const Product& p) {
   run<Kind, 1>(p, n16);
 }
 
-// Weights [n, taps, channels] in the order in which `run` reads them; columns beyond n are zero.
+// Packs weights [n, taps, channels] in the order in which `run` reads them; columns beyond n are zero.
 template <class T, int DEPTH>
 void arrange(const T* w, T* packed, int64_t n, int64_t taps, int64_t channels, bool geglu) {
   const int64_t n16 = (n + LANES - 1) / LANES, row = taps * channels;

@@ -1,5 +1,5 @@
-// Runs a list of calls one after another: what a CUDA graph is to a GPU. Buffers and shapes were fixed when the list was
-// made, so that a whole network is one call from Python. The only file with a public interface beside `diptych_pack`.
+// Runs a program, a list of kernel calls with fixed buffers and shapes, so that Python runs a network by one call.
+// It is the CPU's counterpart of a CUDA graph.
 
 #include "attention.h"
 #include "norm.h"
@@ -9,11 +9,11 @@
 extern "C" {
 
 struct Call {
-  int64_t kind;  // as in diptych_size
+  int64_t kind;  // numbered as in diptych_size
   const void* arguments;
 };
 
-// Sizes of the argument structures, so that Python can see whether it means the same.
+// Returns the size of an argument structure; Python compares it with the size of its mirror.
 int64_t diptych_size(int64_t kind) {
   using namespace diptych;
   const int64_t sizes[] = {sizeof(Product),   sizeof(Quantize), sizeof(LayerNorm), sizeof(GroupNorm),
@@ -21,7 +21,7 @@ int64_t diptych_size(int64_t kind) {
   return kind >= 0 && kind < 8 ? sizes[kind] : -1;
 }
 
-// The instruction set that all of it was compiled for.
+// Returns the name of the instruction set that the kernels are compiled for.
 const char* diptych_instructions() { return diptych::INSTRUCTIONS; }
 
 void diptych_run(const Call* calls, int64_t count) {

@@ -1,7 +1,5 @@
-// What language models need beside products: RMSNorm, rotary positions, and attention over pages of keys and values.
-// A row's bits depend on its own sequence alone: not on the other rows, nor on which pages its tokens lie in.
-//
-// Knows rows, positions and pages; knows nothing of who owns a page.
+// Computes RMSNorm, rotary position embeddings, and attention over a paged KV cache, for language models.
+// A row's bits depend on its own sequence alone: neither on other rows nor on which pages hold its tokens.
 
 #include "tokens.h"
 
@@ -10,7 +8,7 @@ namespace {
 
 constexpr int64_t PAGE = LANES;  // tokens: a vector holds one channel of a page's keys
 
-// How a page's numbers are read and written, sixteen at a time.
+// Reads and writes a page's values, sixteen at a time.
 struct Floats {
   using Element = float;
   static Vec read(const float* from) { return load(from); }
@@ -21,7 +19,7 @@ struct Bytes {
   static Vec read(const int8_t* from) { return load(from); }
 };
 
-// One head of one token into its place of a page, `apart` elements from channel to channel.
+// Writes one head of one token into its page; its channels are `apart` elements apart.
 void keep(const float* x, float* page, float*, int64_t d, int64_t apart) {
   for (int64_t c = 0; c < d; ++c) page[c * apart] = x[c];
 }
@@ -60,7 +58,7 @@ void rotate_row(const Rotate& r, int64_t m) {
   }
 }
 
-// scores[head, key] of HEADS queries that read the same keys, a page of keys at a time.
+// Computes scores[head, key] of HEADS queries that share keys, one page of keys at a time.
 template <class Kind, int HEADS>
 void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_t kv_head, int64_t count, float* scores,
            int64_t padded, float* largest) {
@@ -71,7 +69,7 @@ void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_
   for (int64_t first = 0; first < count; first += PAGE) {
     const int64_t head = pages[first / PAGE] * p.kv_heads + kv_head;
     const auto* keys = static_cast<const typename Kind::Element*>(p.keys) + head * p.d * PAGE;
-    Vec even[HEADS], odd[HEADS];  // two sums each, or every addition would wait for the one before
+    Vec even[HEADS], odd[HEADS];  // two sums per head break the chain of dependent additions
     for (int h = 0; h < HEADS; ++h) even[h] = odd[h] = zero();
     for (int64_t c = 0; c < p.d; c += 2) {
       const Vec k0 = Kind::read(keys + c * PAGE), k1 = Kind::read(keys + (c + 1) * PAGE);
@@ -114,7 +112,7 @@ void attend(const PagedAttention& a, int64_t m, int64_t first_head, std::vector<
   const float* q = a.q + m * a.q_stride + first_head * p.d;
   score<Kind, HEADS>(a, q, pages, kv_head, count, scores.data(), padded, share);
   for (int h = 0; h < HEADS; ++h) share[h] = soften(scores.data() + h * padded, share[h], count);
-  if (p.value_scales)  // a token's scale is taken into its weight
+  if (p.value_scales)  // folds a token's scale into its weight
     for (int64_t first = 0; first < count; first += PAGE) {
       const int64_t head = pages[first / PAGE] * p.kv_heads + kv_head;
       const Vec factor = load(p.value_scales + head * PAGE);
@@ -143,7 +141,7 @@ void attend(const PagedAttention& a, int64_t m, int64_t first_head, std::vector<
   }
 }
 
-// Query heads that read the same keys go four, two or one at a time, always the same way for one model.
+// Processes query heads that share keys four, two or one at a time; the split depends on the model alone.
 template <class Kind>
 void attend_all(const PagedAttention& a) {
   const Paged& p = a.at;

@@ -1,5 +1,4 @@
-// What all kernels share: vectors of sixteen floats, a few functions, and the way to bytes.
-// Which instructions there are, avx512.h and avx2.h know; knows nothing of layers.
+// Selects the vector type of the instruction set (avx512.h or avx2.h) and defines functions that all kernels share.
 
 #pragma once
 
@@ -20,7 +19,7 @@
 namespace diptych {
 
 inline Vec exp(Vec x) {  // Cephes' expf: relative error below 2e-7 on [-87, 88], clamped outside
-  // What is NaN stays NaN, as nothing else would tell of it.
+  // NaN stays NaN, so that errors remain visible.
   x = min(all(88.0f), max(all(-87.0f), x));
   const Vec n = nearest(x * all(1.44269504088896341f));
   Vec r = fnma(n, all(0.693359375f), x);
@@ -49,8 +48,8 @@ inline Vec gelu(Vec x) {  // x·Φ(x); erf by Abramowitz and Stegun 7.1.26, abso
   return all(0.5f) * x * (all(1.0f) + negate_where_negative(erf, x));
 }
 
-// round(x) + 128 as bytes; -127…127 becomes 1…255. Clamped before it is an integer, which has no room for large floats.
-// Or, where `floats` is given, as it is. Sixteen values of a tensor.
+// Stores sixteen values of a tensor: unchanged if `floats` is given, else quantized to round(x) + 128 as bytes (-127…127
+// becomes 1…255). Values are clamped as floats, because large ones overflow the conversion to integers.
 inline void store(Vec value, const float* inverse, uint8_t* out, float* floats, int64_t at, int64_t channel,
                   Mask mask) {
   if (floats) return save(floats + at, value, mask);
