@@ -112,7 +112,7 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
     job = await find(service, id, caller)
     if wait_s and not job.state.final:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.end(job), wait_s)
+            await asyncio.wait_for(service.follower.end(job), wait_s)
         job = await find(service, id, caller)
     return JSONResponse(job_object(job, service.links(request), await service.forecast(job)), headers=_FRESH)
 
