@@ -52,6 +52,9 @@ _GRACE_S = 5  # for what is being answered when the server stops
 _SWITCH_S = 0.0005  # for which a thread that computes keeps the interpreter from the event loop; Python's own: 0.005
 _IDLE_S = 75  # longer than load balancers keep a connection, so that it is they who close it
 
+_PARTS = (
+    jobs, health, images, edits, inference, text, pictures, events, files, batches, models, queues, metrics, playground,
+)  # fmt: skip
 _RATES = [f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "pictures")]
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
@@ -99,13 +102,23 @@ def create_app(settings: Settings) -> FastAPI:
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )
     app.state.service = service
+    service.figures.register(metrics.QueueCollector(service))
+    _add_middlewares(app, service)
+    for part in _PARTS:
+        app.include_router(part.router)
+    with contextlib.suppress(NoMatchFound):
+        app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second
+    return app
+
+
+def _add_middlewares(app: FastAPI, service: Service) -> None:
+    """Add the middlewares and the error handlers. A request passes the last one added first."""
     app.add_middleware(HeadAsGetMiddleware)
     app.add_middleware(HostOriginMiddleware, service=service)
     app.add_middleware(metrics.MetricsMiddleware, registry=service.figures)
-    if settings.traces:
+    if service.settings.traces:
         app.add_middleware(TracingMiddleware)
-    service.figures.register(metrics.QueueCollector(service))
-    origins = [origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()]
+    origins = [origin.strip() for origin in service.settings.cors_origins.split(",") if origin.strip()]
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
@@ -113,26 +126,6 @@ def create_app(settings: Settings) -> FastAPI:
         )  # fmt: skip
     errors.install(app)
     app.add_middleware(RequestIdMiddleware)
-    for part in (  # a request passes these middlewares from last to first
-        jobs,
-        health,
-        images,
-        edits,
-        inference,
-        text,
-        pictures,
-        events,
-        files,
-        batches,
-        models,
-        queues,
-        metrics,
-        playground,
-    ):
-        app.include_router(part.router)
-    with contextlib.suppress(NoMatchFound):
-        app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second
-    return app
 
 
 class Server(uvicorn.Server):

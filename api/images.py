@@ -41,7 +41,7 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     caller.check("images")
     fields = schemas.read(ImageFields, await body.read(request, caller.id))
     id = submission.idempotency_id(request, caller)
-    job = await submission.accept(service, request, caller, fields, id)
+    job, _ = await submission.submit(service, request, caller, fields, id)
     return await answer(service, request, job, fields, stays=id is not None)
 
 

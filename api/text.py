@@ -18,7 +18,7 @@ from api.events import EventStream
 from api.images import finished, left, wait
 from api.job_follower import job_lost
 from api.service import Given, Service
-from api.submission import make, not_served
+from api.submission import make, served
 from api.text_stream import stream_answers
 from contract.card import TextCard
 from contract.text import ChatFields, CompletionFields
@@ -56,9 +56,7 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
     caller.check("text")
     ask = text_drafts.READ[endpoint](await body.read(request, caller.id))
     await count_request(request, service, caller)
-    card = await service.cards.find(ask.fields.model, TextCard)
-    if card is None:
-        raise not_served(service, ask.fields.model, TextCard)
+    card = await served(service, ask.fields.model, TextCard)
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)
     if ask.fields.stream:
