@@ -120,9 +120,9 @@ async def served(service: Service, name: str | None, kind: type[C]) -> C:
     if card is not None:
         return card
     refusal = admission.no_such_model(service.cards.now, name, kind)
-    if refusal is None:
-        refusal = admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
-    raise refusal
+    if refusal is not None:
+        raise refusal
+    raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
 
 
 async def _check_deadline(service: Service, draft: JobDraft, card: ImageCard) -> None:
