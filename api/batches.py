@@ -77,7 +77,7 @@ async def batches(request: Request, service: Given, caller: By) -> Response:
     return JSONResponse(page([_object(batch) for batch in found.items], more=found.more))
 
 
-@router.get("/v1/batches/{id}", summary="Look at a batch")
+@router.get("/v1/batches/{id}", summary="Look at a batch", operation_id="look_v1_batches__id__get")
 async def retrieve(id: str, service: Given, caller: By) -> Response:
     return JSONResponse(_object(await _find(service, id, caller)))
 

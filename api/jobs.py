@@ -99,6 +99,7 @@ async def list_jobs(request: Request, service: Given, caller: By) -> Response:
 @router.get(
     "/v1/jobs/{id}",
     summary="Look at a job",
+    operation_id="look_v1_jobs__id__get",
     response_model=schemas.JobObject,
     openapi_extra=query(
         wait_s=(
