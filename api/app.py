@@ -47,10 +47,10 @@ from api.webhook_sender import WebhookSender
 from core import traces
 from core.config import Settings
 
-_FULL_COLLECTIONS = 100  # one after so many of the middle generation; Python's own number is 10
-_GRACE_S = 5  # for what is being answered when the server stops
-_SWITCH_S = 0.0005  # for which a thread that computes keeps the interpreter from the event loop; Python's own: 0.005
-_IDLE_S = 75  # longer than load balancers keep a connection, so that it is they who close it
+_FULL_COLLECTIONS = 100  # middle-generation collections per full one; Python's default: 10
+_GRACE_S = 5  # for requests in progress when the server stops
+_SWITCH_S = 0.0005  # the longest that a computing thread delays the event loop; Python's default: 0.005
+_IDLE_S = 75  # longer than load balancers keep idle connections, so that the balancer closes them first
 
 _PARTS = (
     jobs, health, images, edits, inference, text, pictures, events, files, batches, models, queues, metrics, playground,
@@ -73,7 +73,7 @@ class App(FastAPI):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Create the app with these settings. It starts with or without Redis. Raises `core.config.SettingsError`."""
+    """Create the app with these settings. Its start does not need Redis. Raises `core.config.SettingsError`."""
     service = Service(settings)
     feeder, sender = BatchFeeder(service), WebhookSender(service)
 
@@ -98,7 +98,7 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load scripts from other hosts; /docs is served by playground.py
         redoc_url=None,
-        redirect_slashes=False,  # a redirect would repeat the address
+        redirect_slashes=False,  # a redirect would echo the requested address
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )
     app.state.service = service
@@ -129,7 +129,7 @@ def _add_middlewares(app: FastAPI, service: Service) -> None:
 
 
 class Server(uvicorn.Server):
-    """Ends open waits before it waits for open connections."""
+    """uvicorn's server, which ends requests that wait for a job before it waits for open connections."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -141,7 +141,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(settings: Settings) -> Server:
-    """A server for the app, not yet running. Raises `core.config.SettingsError`."""
+    """Create the app's server, not yet running. Raises `core.config.SettingsError`."""
     app = create_app(settings)
     config = uvicorn.Config(
         app,
@@ -166,14 +166,13 @@ def serve(settings: Settings, fd: int | None = None) -> None:
     As uvicorn does, raises the signal again after a clean shutdown. Raises `core.config.SettingsError`, OSError.
     """
     server = make_server(settings)
-    # Objects created until now are long-lived: scanning them for garbage again and again would delay responses by 0.1
-    # s.
+    # Objects created until now are long-lived: each scan of them for garbage would delay responses by 0.1 s.
     gc.collect()
     gc.freeze()
-    # Full collections also run less often than by default: one walks through all open objects while no request is
-    # served (40 ms of a core with 300 event streams just opened). Short-lived garbage is collected as ever.
+    # Full collections run less often than by default: each one stops all requests while it visits every object (40 ms
+    # of a core with 300 event streams just opened). Short-lived garbage is collected as often as before.
     gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTIONS)
     sys.setswitchinterval(_SWITCH_S)
-    # Not uvicorn's own `fd`: that takes every socket for a Unix one, for which asyncio sets no TCP_NODELAY, and each
-    # answer would take 40 ms longer. Python looks what kind a socket is when it is given the number alone.
+    # Not uvicorn's `fd` option: it opens every descriptor as a Unix socket, for which asyncio does not set TCP_NODELAY,
+    # and each response would take 40 ms longer. `socket.socket(fileno=…)` detects the family.
     server.run([socket.socket(fileno=fd)] if fd is not None else None)
