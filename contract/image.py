@@ -207,10 +207,9 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
 
 def check_strength(strength: object, steps: int) -> None:
     """Raise `Invalid` for a value outside 0 to 1, or one that leaves no step."""
-    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength <= 1:
-        raise Invalid("strength", "must be between 0 and 1")
-    if int(steps * strength) < 1:
-        raise Invalid("strength", f"{strength:g} of {steps} steps is less than one step")
+    share = check_number("strength", strength, 0, 1)
+    if int(steps * share) < 1:
+        raise Invalid("strength", f"{share:g} of {steps} steps is less than one step")
 
 
 def _check_pixels(field: str, pixels: bytes, count: int) -> None:
@@ -343,12 +342,15 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
 
 
 def _check_limits(fields: ImageFields, offer: ImageOffer) -> None:
-    """Raise `Invalid` for a number above the model's limit."""
-    limits = {"n": offer.max_images, "steps": offer.max_steps, "guidance_scale": offer.max_guidance}
-    for name, limit in {**limits, "seed": offer.max_seed}.items():
-        value = getattr(fields, name)
-        if value is not None and value > limit:
-            raise Invalid(name, f"must be at most {limit if isinstance(limit, int) else format(limit, 'g')}")
+    """Raise `Invalid` for a number outside the model's limits."""
+    if fields.n is not None:
+        check_whole("n", fields.n, 1, offer.max_images)
+    if fields.steps is not None:
+        check_whole("steps", fields.steps, 1, offer.max_steps)
+    if fields.guidance_scale is not None:
+        check_number("guidance_scale", fields.guidance_scale, 0, offer.max_guidance)
+    if fields.seed is not None:
+        check_whole("seed", fields.seed, 0, offer.max_seed)
 
 
 def _source(fields: ImageFields, steps: int, *, masked: bool) -> Source:
