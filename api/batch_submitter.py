@@ -73,7 +73,7 @@ class BatchSubmitter:
         """As `_make`. Raises `ArtifactError`, `QueueFull`, `StoreError`."""
         try:
             if raw is None:
-                return ApiError(500, "This line cannot be read any more.", code="artifact_unreadable")
+                return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
             draft = self._lines.draft(batch, number, batch_lines.read(raw.data, batch.endpoint))
             job, _ = self._service.store.make(draft, self._service.queue.message(draft.envelope))
         except ApiError as error:

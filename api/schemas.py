@@ -99,7 +99,7 @@ Rules = Mapping[str, tuple[str | None, str]]
 
 
 def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F:
-    """Validate the body as this model. Raises `ApiError` (400) naming the first invalid field, never text of it."""
+    """Validate the body as this model. Raises `ApiError` (400) naming the first invalid field, never its text."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

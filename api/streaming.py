@@ -26,7 +26,7 @@ from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
 from core.jobs.record import Job, JobState
 
-# Images have no tokens; clients expect the numbers all the same.
+# Images have no tokens, but clients expect these fields.
 _USAGE = {
     "total_tokens": 0, "input_tokens": 0, "output_tokens": 0,
     "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},

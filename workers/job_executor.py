@@ -42,7 +42,7 @@ class JobExecutor:
         try:
             handler = self._handlers[claim.modality]
             if claim.model != handler.name:
-                raise Aborted("it was handed back by another, and is of another's model")
+                raise Aborted("the job names another model")
             job = handler.read(claim.parameters)
             wanted = handler.requests(job)
             artifact_writer = self._artifact_writer()
@@ -54,7 +54,7 @@ class JobExecutor:
                 made = work.make(self._requests(claim, wanted, handler.tally(wanted), deadline))
             engine_s = time.monotonic() - started
             if work.dropped:
-                raise Aborted("nobody waits for it any more")
+                raise Aborted("the job was cancelled")
             result = handler.result(job, made, artifact_writer)
             if job.expand_prompt:
                 result = expand.add_prompts(result, wanted)

@@ -36,7 +36,7 @@ class BatchRecord:
 
     `key` is its input's artifact, which outlives the file's record; `base` is the URL that the links in its output
     begin with; `errors` are those of an input file that cannot be used. `secret` derives the ids of its lines' jobs, so
-    that nobody can guess them; `place` is the byte offset of the next line in the file, None if it was not recorded.
+    that they cannot be guessed; `place` is the byte offset of the next line in the file, None if it was not recorded.
     """
 
     id: str
