@@ -106,9 +106,8 @@ def _generate(options: argparse.Namespace) -> int:
         scheduler=options.scheduler, deterministic=options.deterministic, prompt_weighting=options.weighting,
         lora=options.loras,
     )  # fmt: skip
-    settings = read_settings(
-        options, compile=False
-    )  # compiling takes longer than most commands: who asks for it gets it
+    # Compiling takes longer than most commands, so it is on only if requested.
+    settings = read_settings(options, compile=False)
     draft = replace(draft, deepcache=plan.parse(settings.deepcache))
     if options.loras and settings.precision == "auto":  # which may mean int8, and that takes none
         from contract.precision import unquantized

@@ -144,7 +144,7 @@ def _driven(
 def _written(
     test: Test, options: argparse.Namespace, settings: Settings, wanted: Sequence[Caption], console: Console
 ) -> Result:
-    """LoadGen's test of the text panel: greedy answers to each caption as a chat's first message."""
+    """LoadGen's test of the text model: greedy answers to each caption as a chat's first message."""
     from core.batching.engine import Engine
     from core.batching.runner import Lane
     from evaluation import loadgen
