@@ -109,12 +109,16 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
     if rules and first["type"] in rules:
         named, words = rules[first["type"]]
         raise invalid_field(named or field, words)
-    if first["type"] in ("greater_than_equal", "less_than_equal") and len(first["loc"]) == 1:
-        metadata = kind.model_fields[str(first["loc"][0])].metadata
-        bounds = {name: getattr(one, name) for one in metadata for name in ("ge", "le") if hasattr(one, name)}
-        if len(bounds) == 2:
-            raise invalid_field(field, range_error(bounds["ge"], bounds["le"], first["input"]))
+    bounds = _bounds(kind, str(first["loc"][0])) if len(first["loc"]) == 1 else {}
+    if first["type"] in ("greater_than_equal", "less_than_equal") and len(bounds) == 2:
+        raise invalid_field(field, range_error(bounds["ge"], bounds["le"], first["input"]))
     raise _complaint(first["type"], field, first.get("ctx", {}))
+
+
+def _bounds(kind: type[BaseModel], field: str) -> dict[str, float]:
+    """The inclusive bounds of a field: `ge` and `le`, where it has them."""
+    metadata = kind.model_fields[field].metadata if field in kind.model_fields else []
+    return {name: getattr(one, name) for one in metadata for name in ("ge", "le") if hasattr(one, name)}
 
 
 def document(*kinds: type[BaseModel], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
