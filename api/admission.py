@@ -22,7 +22,7 @@ _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
 
 
 def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = None) -> JobDraft:
-    """The job that these fields ask of this model, still nobody's. What is edited (`upload`) is not in it yet.
+    """Build the job for these fields on this model, without an owner. The source image (`upload`) is not stored yet.
 
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
@@ -41,22 +41,22 @@ def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = No
 
 
 def work_s(card: ImageCard, job: ImageJob) -> float:
-    """How long one worker is busy with the job when its batches are full."""
+    """Seconds that the job occupies one worker whose batches are full."""
     steps_s = _rows(job) * _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
     return job.n * (card.costs.encode_s + steps_s + card.costs.vae_s)
 
 
 def solo_s(card: ImageCard, job: ImageJob) -> float:
-    """How long it takes at best, on a worker that does nothing else: its n pictures side by side."""
+    """Seconds that the job takes at best: on an idle worker, with its n images in one batch."""
     # Measured with two rows; one row takes at least half of that.
     steps_s = _rows(job) / 2 * _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s)
     return max(card.costs.encode_s + steps_s + card.costs.vae_s, work_s(card, job))
 
 
 def check_deadline(draft: JobDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:
-    """Refuse a deadline that cannot be met even if all goes well. Raises `ApiError` (400) with the estimate.
+    """Reject a deadline that is shorter than the best case. Raises `ApiError` (400) with the estimate in seconds.
 
-    Without a ready worker there is no estimate: the job is accepted, and expires if none comes.
+    Without a ready worker there is no estimate: the job is accepted, and expires if no worker starts in time.
     """
     if draft.deadline_s is None or ready < 1:
         return
@@ -75,7 +75,7 @@ def check_expansion(fields: ImageFields, expands: bool) -> None:
 
 
 def retry_after_s(wait_s: float) -> int:
-    """When to retry after a full queue: when its work is done, clamped to 1 to 120 seconds."""
+    """`Retry-After` for a full queue: the seconds until its work is done, clamped to 1 to 120."""
     return min(120, max(1, math.ceil(wait_s)))
 
 
@@ -84,7 +84,9 @@ def unknown_model() -> ApiError:
 
 
 def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> ApiError | None:
-    """Why no model of this kind has this name: it is one of another, or not known. None: there is no model yet."""
+    """The error for a name that no model of this kind has: another kind's, or unknown. None: no model of this kind was
+    announced yet.
+    """
     for other, (article, endpoint) in _ENDPOINTS.items():
         card = now.model(name, other) if name is not None and other is not kind else None
         if card is not None:
@@ -103,7 +105,7 @@ def _rows(job: ImageJob) -> int:
 
 
 def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:
-    """Seconds of all steps that are made. Shallow ones whose cost nobody announced count as deep."""
+    """Seconds of all steps that are run. Shallow steps without an announced cost count as deep."""
     made, (width, height) = job.made, job.size
     deep_s = _step_s(deep_step_s, width, height)
     cached = _schedule(card, job, made)
@@ -115,7 +117,9 @@ def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s
 
 
 def _schedule(card: ImageCard, job: ImageJob, made: int) -> plan.DeepCache | None:
-    """What the job asks for, or else the worker's own. None: all deep, or something that only its worker can read."""
+    """The job's DeepCache schedule, or else the worker's default. None: all steps are deep, or this version cannot read
+    the schedule.
+    """
     try:
         found = plan.read(card.deepcache if job.deepcache is None else job.deepcache)
     except ValueError:
@@ -124,7 +128,7 @@ def _schedule(card: ImageCard, job: ImageJob, made: int) -> plan.DeepCache | Non
 
 
 def _step_s(table: BySize, width: int, height: int) -> float:
-    """Seconds of one step at this size; a size that was not measured is scaled by area from the nearest that was."""
+    """Seconds of one step at this size. An unmeasured size is scaled by area from the nearest measured one."""
     if not table:
         return 0.0
     exact = table.get(f"{width}x{height}")

@@ -47,11 +47,14 @@ from api.webhook_sender import WebhookSender
 from core import traces
 from core.config import Settings
 
-_FULL_COLLECTIONS = 100  # one after so many of the middle generation; Python's own number is 10
-_GRACE_S = 5  # for what is being answered when the server stops
-_SWITCH_S = 0.0005  # for which a thread that computes keeps the interpreter from the event loop; Python's own: 0.005
-_IDLE_S = 75  # longer than load balancers keep a connection, so that it is they who close it
+_FULL_COLLECTIONS = 100  # middle-generation collections per full one; Python's default: 10
+_GRACE_S = 5  # for requests in progress when the server stops
+_SWITCH_S = 0.0005  # the longest that a computing thread delays the event loop; Python's default: 0.005
+_IDLE_S = 75  # longer than load balancers keep idle connections, so that the balancer closes them first
 
+_PARTS = (
+    jobs, health, images, edits, inference, text, pictures, events, files, batches, models, queues, metrics, playground,
+)  # fmt: skip
 _RATES = [f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "pictures")]
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
@@ -70,7 +73,7 @@ class App(FastAPI):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Create the app with these settings. It starts with or without Redis. Raises `core.config.SettingsError`."""
+    """Create the app with these settings. Its start does not need Redis. Raises `core.config.SettingsError`."""
     service = Service(settings)
     feeder, sender = BatchFeeder(service), WebhookSender(service)
 
@@ -95,17 +98,27 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load scripts from other hosts; /docs is served by playground.py
         redoc_url=None,
-        redirect_slashes=False,  # a redirect would repeat the address
+        redirect_slashes=False,  # a redirect would echo the requested address
         responses={"4XX": {"model": schemas.Error}, "5XX": {"model": schemas.Error}},
     )
     app.state.service = service
+    service.figures.register(metrics.QueueCollector(service))
+    _add_middlewares(app, service)
+    for part in _PARTS:
+        app.include_router(part.router)
+    with contextlib.suppress(NoMatchFound):
+        app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second
+    return app
+
+
+def _add_middlewares(app: FastAPI, service: Service) -> None:
+    """Add the middlewares and the error handlers. A request passes the last one added first."""
     app.add_middleware(HeadAsGetMiddleware)
     app.add_middleware(HostOriginMiddleware, service=service)
     app.add_middleware(metrics.MetricsMiddleware, registry=service.figures)
-    if settings.traces:
+    if service.settings.traces:
         app.add_middleware(TracingMiddleware)
-    service.figures.register(metrics.QueueCollector(service))
-    origins = [origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()]
+    origins = [origin.strip() for origin in service.settings.cors_origins.split(",") if origin.strip()]
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
@@ -113,30 +126,10 @@ def create_app(settings: Settings) -> FastAPI:
         )  # fmt: skip
     errors.install(app)
     app.add_middleware(RequestIdMiddleware)
-    for part in (  # a request passes these middlewares from last to first
-        jobs,
-        health,
-        images,
-        edits,
-        inference,
-        text,
-        pictures,
-        events,
-        files,
-        batches,
-        models,
-        queues,
-        metrics,
-        playground,
-    ):
-        app.include_router(part.router)
-    with contextlib.suppress(NoMatchFound):
-        app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second
-    return app
 
 
 class Server(uvicorn.Server):
-    """Ends open waits before it waits for open connections."""
+    """uvicorn's server, which ends requests that wait for a job before it waits for open connections."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -148,7 +141,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(settings: Settings) -> Server:
-    """A server for the app, not yet running. Raises `core.config.SettingsError`."""
+    """Create the app's server, not yet running. Raises `core.config.SettingsError`."""
     app = create_app(settings)
     config = uvicorn.Config(
         app,
@@ -173,14 +166,13 @@ def serve(settings: Settings, fd: int | None = None) -> None:
     As uvicorn does, raises the signal again after a clean shutdown. Raises `core.config.SettingsError`, OSError.
     """
     server = make_server(settings)
-    # Objects created until now are long-lived: scanning them for garbage again and again would delay responses by 0.1
-    # s.
+    # Objects created until now are long-lived: each scan of them for garbage would delay responses by 0.1 s.
     gc.collect()
     gc.freeze()
-    # Full collections also run less often than by default: one walks through all open objects while no request is
-    # served (40 ms of a core with 300 event streams just opened). Short-lived garbage is collected as ever.
+    # Full collections run less often than by default: each one stops all requests while it visits every object (40 ms
+    # of a core with 300 event streams just opened). Short-lived garbage is collected as often as before.
     gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTIONS)
     sys.setswitchinterval(_SWITCH_S)
-    # Not uvicorn's own `fd`: that takes every socket for a Unix one, for which asyncio sets no TCP_NODELAY, and each
-    # answer would take 40 ms longer. Python looks what kind a socket is when it is given the number alone.
+    # Not uvicorn's `fd` option: it opens every descriptor as a Unix socket, for which asyncio does not set TCP_NODELAY,
+    # and each response would take 40 ms longer. `socket.socket(fileno=…)` detects the family.
     server.run([socket.socket(fileno=fd)] if fd is not None else None)

@@ -12,11 +12,11 @@ from api.errors import ApiError, invalid_field
 from core.artifacts import ArtifactError, Artifacts
 
 MOST_LINES = 10_000
-_PART, _LARGEST_PART = 64 * 1024, 2**21  # bytes that are read at once, at first and later
-_WORK = 8192  # bytes of lines between rests: a millisecond's work, some
-_LINE = 256  # bytes that take as long as what a line takes beside its own
+_PART, _LARGEST_PART = 64 * 1024, 2**21  # bytes per read: the first, and the largest
+_WORK = 8192  # bytes of lines between two pauses: about a millisecond's work
+_LINE = 256  # fixed cost of a line, in bytes
 _LONGEST_REST_S = 0.05
-_MOST_ERRORS = 100  # that are told of one file
+_MOST_ERRORS = 100  # reported per file
 
 
 class RawLine(NamedTuple):
@@ -88,9 +88,9 @@ class CheckedFile(NamedTuple):
 
 
 def check(raws: Iterator[RawLine], endpoint: str, rest: Callable[[float], None] = time.sleep) -> CheckedFile:
-    """Look at each line of a file, one after the other. Raises `ArtifactError`.
+    """Check every line of a file. Raises `ArtifactError`.
 
-    It rests now and then, for as long as it has worked since: other threads have the interpreter meanwhile.
+    Pauses regularly, for as long as it has computed since the last pause, so that other threads get the interpreter.
     """
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()

@@ -97,9 +97,7 @@ class BatchOutput:
 
     def _result(self) -> Result:
         if self._coming is None or self._coming[0] != self._number:
-            return (
-                failure("Nobody knows what came of this line.") if self.status == "completed" else given_up(self.status)
-            )
+            return failure("The result of this line is lost.") if self.status == "completed" else given_up(self.status)
         result = self._coming[1]
         if "laid" in result:
             result = self._fetched(result["laid"])

@@ -24,7 +24,7 @@ router = APIRouter(tags=["batches"])
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 WINDOW_S = 86_400
-KEEP_S = 2 * WINDOW_S  # at least, of what came of a line: no API may run for a day
+KEEP_S = 2 * WINDOW_S  # minimum retention of a line's result: the API may be down for a day
 _PAGES = Pagination(default=20, most=100, id="batch_[0-9a-z]{1,57}", what="a batch")
 
 _QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text"}
@@ -77,7 +77,7 @@ async def batches(request: Request, service: Given, caller: By) -> Response:
     return JSONResponse(page([_object(batch) for batch in found.items], more=found.more))
 
 
-@router.get("/v1/batches/{id}", summary="Look at a batch")
+@router.get("/v1/batches/{id}", summary="Look at a batch", operation_id="look_v1_batches__id__get")
 async def retrieve(id: str, service: Given, caller: By) -> Response:
     return JSONResponse(_object(await _find(service, id, caller)))
 

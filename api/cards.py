@@ -1,6 +1,4 @@
-"""Polls worker and model cards, queue loads and keys from Redis in the background, so that no request waits for
-them.
-"""
+"""Polls worker cards, model cards, queue loads and keys from Redis in the background, so that requests read memory."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ C = TypeVar("C", bound=ModelCard)
 class RegistrySnapshot:
     """A snapshot of the registry, the queues, and the keys by id.
 
-    `guarded`: a key is required, even if none exists any more. `secret` signs links.
+    `guarded`: requests need a key, even after the last one was deleted. `secret` signs links.
     """
 
     workers: tuple[WorkerCard, ...] = ()
@@ -53,30 +51,30 @@ class RegistrySnapshot:
     ahead_s: float = 0.0  # how far Redis's clock is ahead of this machine's
 
     def clock(self) -> float:
-        """Redis's time, in seconds since the epoch: the same for every API."""
+        """Redis's time in seconds since the epoch, which all API processes share."""
         return time.time() + self.ahead_s
 
     def ready(self, modality: str) -> int:
-        """How many workers take this queue's jobs now."""
+        """The number of ready workers that serve this queue."""
         return sum(
             worker.state == "ready" and any(model.modality == modality for model in worker.models)
             for worker in self.workers
         )
 
     def model(self, name: str | None, kind: type[C]) -> C | None:
-        """The model of this name and kind; without a name, the first live one, or else the first that is known."""
+        """The model of this name and kind; without a name, the first live one, or else the first one."""
         known = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
         return min(known, key=lambda model: not model.live, default=None)
 
     def expands(self, name: str) -> bool:
-        """Whether every worker of this image model also serves text; if there is none now, whether any ever did."""
+        """Whether all workers of this image model also serve text; without a worker, whether any ever served text."""
         drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
         if not drawing:
             return self.model(None, TextCard) is not None
         return all(any(isinstance(model, TextCard) for model in worker.models) for worker in drawing)
 
     def wait_s(self, queue: str) -> float:
-        """How long the ready workers need for the queued work; if none is ready, how long one would."""
+        """Seconds that the ready workers need for the queued work; without one, that one worker would need."""
         backlog = self.backlogs.get(queue)
         return 0.0 if backlog is None else backlog.queued_ms / 1000 / max(1, self.ready(queue))
 
@@ -121,7 +119,7 @@ class CardCache:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def find(self, name: str | None, kind: type[C]) -> C | None:
-        """The model's card. One that is missing is looked for again: a worker may have come this very moment."""
+        """The model's card. If it is missing, the snapshot is refreshed first: a worker may have just started."""
         found = self.now.model(name, kind)
         if found is None and self.redis_answers:
             await self.renew()
@@ -135,7 +133,7 @@ class CardCache:
         await asyncio.shield(self._look)
 
     async def renew_soon(self) -> None:
-        """Refresh, at most four times a second: unauthenticated callers must not load Redis. They wait instead."""
+        """Refresh at most four times a second, and wait for it, so that unauthenticated callers cannot load Redis."""
         before = self._looked
         await asyncio.sleep(before + _AGAIN_S - time.monotonic())
         if self._looked == before:
@@ -166,7 +164,7 @@ class CardCache:
             self._looked = time.monotonic()
 
     def _look_at_disk(self) -> str:
-        """Whether a Redis beside this process ended because it cannot write: clients only see that it is gone."""
+        """Why the Redis beside this process ended, if its disk cannot be written: clients only see that it is gone."""
         if self._beside is None:
             return ""
         try:
@@ -181,12 +179,12 @@ class CardCache:
 
     def _snapshot(self) -> RegistrySnapshot:
         models = tuple(self._registry.models())
-        workers = tuple(self._registry.workers())  # after the models: so the worker of a live model is among them
+        workers = tuple(self._registry.workers())  # after the models: includes every live model's worker
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
         guard = self._keyring.guard()
-        # An emptied Redis has no keys either: this process then goes on requiring one until it is told otherwise.
+        # An emptied Redis has no keys: this process still requires one until `diptych keys open`.
         guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)
-        # Read each time: an emptied Redis gets the secret of the first API that writes it, and all APIs use that.
+        # Read each time: in an emptied Redis the first API process writes its secret, and all others adopt it.
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused())

@@ -45,7 +45,7 @@ async def edit(request: Request, service: Given, caller: By) -> Response:
     caller.check("images")
     fields, upload = await _read(request, service, caller)
     id = submission.idempotency_id(request, caller)
-    job = await submission.accept(service, request, caller, fields, id, upload)
+    job, _ = await submission.submit(service, request, caller, fields, id, upload)
     return await images.answer(service, request, job, fields, stays=id is not None)
 
 

@@ -115,11 +115,11 @@ def _position(id: str) -> Position | None:
 
 async def _live(service: Service, job: Job, seen: Position, links: ImageLinks) -> AsyncGenerator[bytes]:
     """Events as they come, with keep-alive comments, until the job's end."""
-    async with aclosing(service.follow(job, f"{seen[0]}-{seen[1]}", _KEEP_ALIVE_S)) as following:
+    async with aclosing(service.follower.events(job, f"{seen[0]}-{seen[1]}", _KEEP_ALIVE_S)) as following:
         async for event in following:
             if event is not None:
                 seen = _position(event.id) or seen
-                yield _text(event, await service.record(job) if event.final else None, links)
+                yield _text(event, await service.follower.record(job) if event.final else None, links)
                 continue
             yield KEEPALIVE_COMMENT
             # After a silence the record is read, because a restarted Redis may have lost a stream's end.
@@ -141,7 +141,7 @@ async def _past(service: Service, job: Job, seen: Position) -> list[Event]:
     Read from the start: a client that has seen the terminal event would otherwise wait for ever.
     """
     past = []
-    async with aclosing(service.follow(job, "0-0", _PAST_S)) as following:
+    async with aclosing(service.follower.events(job, "0-0", _PAST_S)) as following:
         async for event in following:
             if event is None:
                 past.append(Event("", job.state.value, {}))

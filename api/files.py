@@ -100,7 +100,7 @@ async def files(request: Request, service: Given, caller: By) -> Response:
     return JSONResponse(page([_object(file) for file in found.items], more=found.more))
 
 
-@router.get("/v1/files/{id}", summary="Look at a file")
+@router.get("/v1/files/{id}", summary="Look at a file", operation_id="look_v1_files__id__get")
 async def retrieve(id: str, service: Given, caller: By) -> Response:
     caller.check("files")
     return JSONResponse(_object(await find(service, id, caller)))

@@ -41,7 +41,7 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     caller.check("images")
     fields = schemas.read(ImageFields, await body.read(request, caller.id))
     id = submission.idempotency_id(request, caller)
-    job = await submission.accept(service, request, caller, fields, id)
+    job, _ = await submission.submit(service, request, caller, fields, id)
     return await answer(service, request, job, fields, stays=id is not None)
 
 
@@ -50,7 +50,7 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageFiel
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:
         source = streaming.stream_images(service, job, links, fields.partial_images or 0, stays=stays)
-        return EventStream(source, None if stays else lambda: service.cancel(job))
+        return EventStream(source, None if stays else lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=stays)
     content = await service.stored(generated, service, ended, links)
     return Response(content, media_type="application/json")
@@ -58,7 +58,7 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageFiel
 
 async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:
     """The job after a success. Raises `ApiError` for any other end, and as `wait`."""
-    ended = await wait(service, job, request, service.end(job), stays=stays)
+    ended = await wait(service, job, request, service.follower.end(job), stays=stays)
     if ended is None:
         raise left()
     if ended.state is not JobState.SUCCEEDED:
@@ -92,7 +92,7 @@ async def wait(
                 task.cancel()
             await asyncio.gather(waiting, leaving, return_exceptions=True)
             if ended is None and not stays:
-                stopped = await service.cancel(job)
+                stopped = await service.follower.cancel(job)
     if ended is None and service.closing.is_set():
         again = {"Retry-After": "2"} if stopped else NO_RETRY
         what = "goes on" if stays else "was cancelled"

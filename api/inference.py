@@ -99,7 +99,7 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         kind = ImageFields if upload is None else EditFields
         fields = schemas.read(kind, {**given, "model": model})
         id = submission.idempotency_id(request, caller)
-        job = await submission.accept(service, request, caller, fields, id, upload)
+        job, _ = await submission.submit(service, request, caller, fields, id, upload)
         picture = results(await images.finished(service, request, job, stays=id is not None))[0]
         data = await service.stored(lambda: service.artifacts.get(picture["key"]))
     except (ApiError, StoreError, ArtifactError) as error:

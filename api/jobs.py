@@ -99,6 +99,7 @@ async def list_jobs(request: Request, service: Given, caller: By) -> Response:
 @router.get(
     "/v1/jobs/{id}",
     summary="Look at a job",
+    operation_id="look_v1_jobs__id__get",
     response_model=schemas.JobObject,
     openapi_extra=query(
         wait_s=(
@@ -112,7 +113,7 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
     job = await find(service, id, caller)
     if wait_s and not job.state.final:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.end(job), wait_s)
+            await asyncio.wait_for(service.follower.end(job), wait_s)
         job = await find(service, id, caller)
     return JSONResponse(job_object(job, service.links(request), await service.forecast(job)), headers=_FRESH)
 

@@ -1,4 +1,4 @@
-"""/v1/models: the models in OpenAI's format with our card beside it; deletes models that are no longer served."""
+"""/v1/models: lists models in OpenAI's format with their cards, and deletes models that no worker serves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def forget(name: str, service: Given, caller: By) -> Response:
     if served or await _first(service, name, JobState.RUNNING):
         raise ApiError(409, "A worker serves this model, or a job of it runs.", param="name", code="model_served")
     await service.call(service.registry.forget_model, name)
-    await asyncio.sleep(_HEARD_S)  # until every API has polled the change, and accepts no more jobs for it
+    await asyncio.sleep(_HEARD_S)  # until every API process has polled the change and rejects jobs for it
     cancelled = 0
     while waiting := await _first(service, name, JobState.QUEUED):
         before = cancelled
@@ -100,12 +100,12 @@ def _object(card: ModelCard, service: Service) -> dict[str, Any]:
 
 
 def _writing(card: TextCard) -> dict[str, Any]:
-    """What only a model that writes has."""
+    """Fields that only text models have."""
     return {"expansion_instruction": card.expansion_instruction}
 
 
 def _drawing(card: ImageCard) -> dict[str, Any]:
-    """What only a model that draws has."""
+    """Fields that only image models have."""
     return {
         "native_size": f"{card.native}x{card.native}",
         "sizes": [f"{width}x{height}" for width, height in card.sizes],

@@ -51,6 +51,46 @@ def protocol(settings: Settings) -> type[HttpProtocol]:
     return type("LimitedHttpProtocol", (HttpProtocol,), limits)
 
 
+class ReadTimeout:
+    """Aborts a connection whose client reads responses slower than `_SLOWEST` bytes per second."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, patience_s: float) -> None:
+        self._loop = loop
+        self._patience_s = patience_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread = 0  # bytes when the timer was started
+
+    def watch(self, transport: asyncio.Transport) -> None:
+        """Watch the client as long as data is unsent."""
+        self._unread = _unread(transport)
+        if self._unread and self._timer is None:
+            self._timer = self._loop.call_later(self._patience_s, self._check, transport)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, transport: asyncio.Transport) -> None:
+        self._timer = None
+        least = min(self._patience_s * _SLOWEST, self._unread)
+        if _unread(transport) > self._unread - least:
+            transport.abort()
+        else:
+            self.watch(transport)
+
+
+def _unread(transport: asyncio.Transport) -> int:
+    """Bytes not received yet: in our buffer, and in the kernel's, which takes ours in large chunks only."""
+    ours = transport.get_write_buffer_size()
+    if not ours:
+        return 0
+    kernels = bytearray(4)
+    with contextlib.suppress(OSError, AttributeError):
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernels)
+    return ours + int.from_bytes(kernels, sys.byteorder)
+
+
 class HttpProtocol(H11Protocol):
     """`idle` are all connections without a complete request, oldest first; shared by one server's connections."""
 
@@ -62,8 +102,7 @@ class HttpProtocol(H11Protocol):
         super().__init__(*given, **named)
         self._slow: asyncio.TimerHandle | None = None  # deadline for a complete head, or body
         self._in_body, self._until = False, 0.0
-        self._stalled: asyncio.TimerHandle | None = None  # deadline for the client to read some of what was written
-        self._unread = 0
+        self._read_timeout = ReadTimeout(self.loop, self.patience_s)
         self._closing = False
 
     # -- incoming ------------------------------------------------------------------------------------------------
@@ -99,7 +138,7 @@ class HttpProtocol(H11Protocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._expect_nothing()
-            self._watch_reader()
+            self._read_timeout.watch(self.transport)
         elif self.cycle.response_complete:
             state = self.conn.their_state
             if state is h11.IDLE:
@@ -110,9 +149,7 @@ class HttpProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.idle.pop(self, None)
         self._expect_nothing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+        self._read_timeout.cancel()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -163,41 +200,16 @@ class HttpProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reader()
+        self._read_timeout.watch(self.transport)
 
     def resume_writing(self) -> None:
-        if self._stalled is not None and not self.transport.is_closing():
-            self._stalled.cancel()
-            self._stalled = None
+        if not self.transport.is_closing():
+            self._read_timeout.cancel()
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._watch_reader()
-
-    def _watch_reader(self) -> None:
-        """Require the client to read at `_SLOWEST` or faster, as long as data is unsent."""
-        self._unread = self._written()
-        if self._unread and self._stalled is None:
-            self._stalled = self.loop.call_later(self.patience_s, self._look_at_reader)
-
-    def _look_at_reader(self) -> None:
-        self._stalled = None
-        least = min(self.patience_s * _SLOWEST, self._unread)
-        if self._written() > self._unread - least:
-            self.transport.abort()
-        else:
-            self._watch_reader()
-
-    def _written(self) -> int:
-        """Bytes not received yet: in our buffer, and in the kernel's, which takes ours in large chunks only."""
-        ours = self.transport.get_write_buffer_size()
-        if not ours:
-            return 0
-        kernels = bytearray(4)
-        with contextlib.suppress(OSError, AttributeError):
-            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernels)
-        return ours + int.from_bytes(kernels, sys.byteorder)
+        self._read_timeout.watch(self.transport)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

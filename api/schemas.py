@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from api.body import plain
 from api.errors import ApiError, invalid_field
-from contract.bounds import LIST, OBJECT, WORD
+from contract.bounds import LIST, OBJECT, WORD, range_error
 from contract.image import EditFields, ImageFields
 
 
@@ -99,17 +99,26 @@ Rules = Mapping[str, tuple[str | None, str]]
 
 
 def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F:
-    """Validate the body as this model. Raises `ApiError` (400) naming the first invalid field, never its value."""
+    """Validate the body as this model. Raises `ApiError` (400) naming the first invalid field, never its text."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
     parts = [plain(part) for part in first["loc"] if part not in (WORD, OBJECT, LIST) and not isinstance(part, int)]
     field = None if None in parts else ".".join(part for part in parts if part is not None)
     if rules and first["type"] in rules:
         named, words = rules[first["type"]]
         raise invalid_field(named or field, words)
+    bounds = _bounds(kind, str(first["loc"][0])) if len(first["loc"]) == 1 else {}
+    if first["type"] in ("greater_than_equal", "less_than_equal") and len(bounds) == 2:
+        raise invalid_field(field, range_error(bounds["ge"], bounds["le"], first["input"]))
     raise _complaint(first["type"], field, first.get("ctx", {}))
+
+
+def _bounds(kind: type[BaseModel], field: str) -> dict[str, float]:
+    """The inclusive bounds of a field: `ge` and `le`, where it has them."""
+    metadata = kind.model_fields[field].metadata if field in kind.model_fields else []
+    return {name: getattr(one, name) for one in metadata for name in ("ge", "le") if hasattr(one, name)}
 
 
 def document(*kinds: type[BaseModel], form: Mapping[str, Any] | None = None) -> dict[str, Any]:

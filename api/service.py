@@ -1,15 +1,10 @@
-"""Shared parts of all requests: the store, the event reader, the producer, the cards; and following a job to its
-end.
-"""
+"""Parts that all requests share: the stores, the event reader, the producer, the model cards, the thread pools."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -21,8 +16,8 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from api.cards import CardCache
-from api.errors import NO_RETRY, ApiError
 from api.fair_limiter import FairLimiter
+from api.job_follower import JobFollower
 from api.links import ImageLinks
 from api.presentation import QueueForecast
 from api.queue import MessageProducer
@@ -31,7 +26,7 @@ from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
 from core.jobs.batches import BatchStore
 from core.jobs.connection import RedisClient, StoreError
-from core.jobs.events import Event, EventReader
+from core.jobs.events import EventReader
 from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring, most_queued
 from core.jobs.rates import RateLimiter
@@ -42,8 +37,6 @@ from core.jobs.rights import RedisPermissions, describe_missing
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 
-log = logging.getLogger(__name__)
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -52,8 +45,6 @@ _PARSERS = 2  # of batch files, line by line
 _WRITERS = 4  # of uploads: each holds a few MiB
 _STORERS = 16  # threads for the artifact store, separate from those for Redis
 _DECODERS = 2  # of uploaded images: each may need some 200 MiB
-_LOOK_S = 30.0  # of silence, after which a waiting request reads the record
-_AGAIN_S = 1.0  # between retries while Redis is down
 _WAITS_FOR_REDIS = ContextVar("waits_for_redis", default=False)
 
 
@@ -88,6 +79,7 @@ class Service:
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)
+        self.follower = JobFollower(self.store, self.reader, self.call, self.closing)
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
         self.decoding = FairLimiter(_DECODERS)
@@ -187,83 +179,6 @@ class Service:
         start_s = backlog.queued_ms / 1000 * standing.ahead / max(1, backlog.queued) / workers
         return QueueForecast(standing.ahead, start_s, start_s + work_s)
 
-    async def follow(self, job: Job, after: str, idle_s: float) -> AsyncGenerator[Event | None]:
-        """The job's events after the given one; None after each `idle_s` of silence. Ends with the terminal event, when
-        the job was erased and its id is reused, or when the service closes. Close it (`aclose`) to leave early.
-        """
-        events = self.reader.subscribe(job.id, after, job.incarnation)
-        closing = asyncio.create_task(self.closing.wait())
-        coming: asyncio.Task[Event | None] | None = None
-        try:
-            while True:
-                if coming is None:
-                    coming = asyncio.create_task(_next(events))
-                await asyncio.wait({coming, closing}, timeout=idle_s, return_when=asyncio.FIRST_COMPLETED)
-                if coming.done():
-                    event = coming.result()
-                    coming = None
-                    if event is None:
-                        return
-                    yield event
-                elif closing.done():
-                    return
-                else:
-                    yield None
-        finally:
-            with anyio.CancelScope(shield=True):
-                for task in (coming, closing):
-                    if task is not None:
-                        task.cancel()
-                        await asyncio.gather(task, return_exceptions=True)
-                await events.aclose()
-
-    async def end(self, job: Job) -> Job | None:
-        """Wait for the job's end. None: the service closes first. Raises `ApiError` if the job no longer exists.
-
-        Uses events. The record is read after a long silence, because a restarted Redis may have lost the last second of
-        a stream.
-        """
-        event: Event | None = None
-        while not self.closing.is_set():
-            async with aclosing(self.follow(job, "0", _LOOK_S)) as events:
-                async for event in events:
-                    if event is None or event.final:
-                        break
-            found = await self.record(job)
-            if found is None and not self.closing.is_set():
-                raise job_lost()
-            if found is not None and found.state.final:
-                return found
-            if event is not None:  # the event says that it has ended: retrying faster does not help
-                await self._pause()
-        return None
-
-    async def record(self, job: Job) -> Job | None:
-        """The job's record, as soon as Redis replies. None: it is gone, or the service closes."""
-        while not self.closing.is_set():
-            try:
-                found = await self.call(self.store.get, job.id)
-            except StoreError as error:
-                log.warning("the end of %s is known and its record cannot be read yet: %s", job.id, error)
-                await self._pause()
-            else:
-                return found if job.same(found) else None
-        return None
-
-    async def _pause(self) -> None:
-        """Wait before a retry; shorter if the service closes."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.closing.wait(), _AGAIN_S)
-
-    async def cancel(self, job: Job) -> bool:
-        """Cancel a job that nobody waits for. False: Redis is down, and it may continue."""
-        try:
-            await self.call(self.store.cancel, job.id, job.incarnation)
-        except StoreError as error:
-            log.warning("%s should be cancelled and may go on: %s", job.id, error)
-            return False
-        return True
-
 
 def _beside(settings: Settings) -> Path | None:
     """The folder of a Redis that `diptych serve` runs beside this process, by the address file in it."""
@@ -274,20 +189,12 @@ def _beside(settings: Settings) -> Path | None:
         return None
 
 
-async def _next(events: AsyncIterator[Event]) -> Event | None:
-    return await anext(events, None)
-
-
 def _on_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
     return True
-
-
-def job_lost() -> ApiError:
-    return ApiError(500, "The job's record is gone.", code="job_lost", headers=NO_RETRY)
 
 
 def of(request: Request) -> Service:

@@ -17,6 +17,7 @@ import anyio
 from fastapi.sse import format_sse_event
 
 from api.errors import ApiError, job_error, store_error
+from api.job_follower import not_followed
 from api.links import ImageLinks
 from api.presentation import results, revised_prompt
 from api.service import Service
@@ -25,8 +26,7 @@ from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
 from core.jobs.record import Job, JobState
 
-_SILENCE_S = 15.0  # after which the record is read
-# Images have no tokens; clients expect the numbers all the same.
+# Images have no tokens, but clients expect these fields.
 _USAGE = {
     "total_tokens": 0, "input_tokens": 0, "output_tokens": 0,
     "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},
@@ -41,26 +41,19 @@ async def stream_images(
     If closed early the job is cancelled, unless it `stays`.
     """
     ended: Job | None = None
-    told: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
     try:
-        async with aclosing(service.follow(job, "0", _SILENCE_S)) as events:
+        async with aclosing(service.follower.until_end(job)) as events:
             async for event in events:
-                for image in [] if event is None else event.data.get("previews", []):
-                    look = await _look(service, job, image) if told[image] < partial_images else None
+                for image in event.data.get("previews", []):
+                    look = await _look(service, job, image) if sent[image] < partial_images else None
                     if look is not None:
-                        told[image] += 1
-                        data = {"partial_image_index": told[image] - 1, "image_index": image, "b64_json": look}
+                        data = {"partial_image_index": sent[image], "image_index": image, "b64_json": look}
+                        sent[image] += 1
                         yield _event("partial_image", job, data)
-                if event is None:
-                    found = await service.record(job)
-                    if found is None or not found.state.final:
-                        continue
-                if event is None or event.final:
-                    ended = await service.record(job)
-                    break
+        ended = await service.follower.ended(job)
         if ended is None:
-            gone = "The server is stopping." if service.closing.is_set() else "The job's record is gone."
-            yield _error(ApiError(503, gone, code="stopping"))
+            yield _error(not_followed(service.closing.is_set()))
         elif ended.state is not JobState.SUCCEEDED:
             yield _error(job_error(ended))
         else:
@@ -72,7 +65,7 @@ async def stream_images(
     finally:
         if ended is None and not stays:
             with anyio.CancelScope(shield=True):
-                await service.cancel(job)
+                await service.follower.cancel(job)
 
 
 def content(service: Service, job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:

@@ -48,18 +48,6 @@ def idempotency_id(request: Request, caller: Caller) -> str | None:
     return "job_" + hashlib.sha256(f"{caller.id}\0{key}".encode()).hexdigest()[:24]
 
 
-async def accept(
-    service: Service,
-    request: Request,
-    caller: Caller,
-    fields: ImageFields,
-    id: str | None = None,
-    upload: Upload | None = None,
-) -> Job:
-    """As `submit`, for callers that do not need the queue position."""
-    return (await submit(service, request, caller, fields, id, upload))[0]
-
-
 async def submit(
     service: Service,
     request: Request,
@@ -94,26 +82,20 @@ async def submit(
         job, standing = await _create(service, draft, request, requests + pictures, len(requests))
         return _same(job, caller, digest), standing
     await count_request(request, service, caller)
-    if id is not None:
-        there = await service.call(service.store.get, id)
-        if there is not None:
-            return _same(there, caller, digest), None
+    there = None if id is None else await service.call(service.store.get, id)
+    if there is not None:
+        return _same(there, caller, digest), None
     if refusal is not None:
         raise refusal
     if card is None or draft is None:
-        card = await service.cards.find(fields.model, ImageCard)
-        if card is None:
-            raise not_served(service, fields.model, ImageCard)
+        card = await served(service, fields.model, ImageCard)
         draft = draft_for(card)
-    if draft.deadline_s is not None:
-        # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
-        backlog = await service.call(service.store.backlog, draft.modality)
-        admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
-    asked = ImageJob.read(draft.parameters)
-    charges = picture_costs(caller, asked.n)
+    await _check_deadline(service, draft, card)
+    n = ImageJob.read(draft.parameters).n
+    charges = picture_costs(caller, n)
     if upload is not None:
-        fitted = await service.decoding.run(caller.id, upload.fitted, asked.size)
-        await count_pictures(request, service, caller, asked.n)  # before anything is stored
+        fitted = await service.decoding.run(caller.id, upload.fitted, ImageJob.read(draft.parameters).size)
+        await count_pictures(request, service, caller, n)  # before anything is stored
         charges, draft = [], await service.stored(store_inputs, service, draft, *fitted)
     job, standing = await _create(service, draft, request, charges)
     return _same(job, caller, digest), standing
@@ -130,12 +112,25 @@ async def resubmit(service: Service, request: Request, caller: Caller, job: Job)
     return (await _create(service, draft, request, requests + pictures, len(requests)))[0]
 
 
-def not_served(service: Service, name: str | None, kind: type[C]) -> Exception:
-    """Why a request that names this model, or none, cannot be served."""
+async def served(service: Service, name: str | None, kind: type[C]) -> C:
+    """The model of this name and kind; without a name, the first live one. Raises `ApiError` and `StoreError` if none
+    can serve the request.
+    """
+    card = await service.cards.find(name, kind)
+    if card is not None:
+        return card
     refusal = admission.no_such_model(service.cards.now, name, kind)
     if refusal is not None:
-        return refusal
-    return admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+        raise refusal
+    raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
+
+
+async def _check_deadline(service: Service, draft: JobDraft, card: ImageCard) -> None:
+    """Raises `ApiError` (400) for a deadline that the job cannot meet."""
+    if draft.deadline_s is not None:
+        # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
+        backlog = await service.call(service.store.backlog, draft.modality)
+        admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
 
 
 async def make(service: Service, draft: JobDraft) -> Job:

@@ -102,7 +102,7 @@ class TenantPool:
 
     @property
     def room(self) -> int:
-        """For how many more items there is a thread."""
+        """The number of further items that a thread is free for."""
         with self._changed:
             return max(0, self._threads - len(self._ids))
 
@@ -222,7 +222,7 @@ class TenantPool:
                 return
 
     def _awaited(self) -> _Item | None:
-        """Wait for the next item. None: this thread is not needed any more."""
+        """Wait for the next item. None: this thread is no longer needed."""
         until = time.monotonic() + _IDLE_S
         while not self._stopping:
             item = self._next()

@@ -16,8 +16,9 @@ from api.access import By, Caller, count_request
 from api.errors import job_error
 from api.events import EventStream
 from api.images import finished, left, wait
-from api.service import Given, Service, job_lost
-from api.submission import make, not_served
+from api.job_follower import job_lost
+from api.service import Given, Service
+from api.submission import make, served
 from api.text_stream import stream_answers
 from contract.card import TextCard
 from contract.text import ChatFields, CompletionFields
@@ -25,8 +26,6 @@ from core.jobs.events import PROGRESS
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["text"])
-
-_SILENCE_S = 15.0  # after which the record is read
 
 
 @router.post(
@@ -57,9 +56,7 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
     caller.check("text")
     ask = text_drafts.READ[endpoint](await body.read(request, caller.id))
     await count_request(request, service, caller)
-    card = await service.cards.find(ask.fields.model, TextCard)
-    if card is None:
-        raise not_served(service, ask.fields.model, TextCard)
+    card = await served(service, ask.fields.model, TextCard)
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)
     if ask.fields.stream:
@@ -70,7 +67,7 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
         if begun.state.final and begun.state is not JobState.SUCCEEDED:
             raise job_error(begun)
         source = stream_answers(service, job, answers, usage=ask.fields.usage_wanted)
-        return EventStream(source, lambda: service.cancel(job))
+        return EventStream(source, lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=False)
     return JSONResponse(answers.whole(ended.result or {}))
 
@@ -80,16 +77,13 @@ async def _begun(service: Service, job: Job) -> Job | None:
 
     Raises `ApiError`.
     """
-    async with aclosing(service.follow(job, "0", _SILENCE_S)) as events:
+    async with aclosing(service.follower.until_end(job)) as events:
         async for event in events:
-            if event is not None and event.type == PROGRESS:
+            if event.type == PROGRESS:
                 return job
-            if event is None or event.final:
-                found = await service.record(job)
-                if found is not None and found.state.final:
-                    return found
-                if found is None:
-                    break
+    ended = await service.follower.ended(job)
+    if ended is not None:
+        return ended
     if service.closing.is_set():
         return None
     raise job_lost()

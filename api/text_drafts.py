@@ -1,7 +1,6 @@
-"""Turns requests of OpenAI's two text endpoints into jobs: parses them, checks them against a model's card, estimates
-the work.
+"""Turns requests to OpenAI's two text endpoints into jobs: parses, checks against the model card, estimates the work.
 
-Checks that need a tokenizer, such as the prompt's token count, are the worker's: they return as a failed job.
+Checks that need a tokenizer, such as the prompt's token count, run on the worker, which fails the job.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from core.jobs.record import JobDraft, new_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-_USUAL_TOKENS = 256  # for an answer without a limit, in the queue's estimate
+_USUAL_TOKENS = 256  # estimated length of an answer without a limit
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A request, and its job."""
+    """A parsed request and its job."""
 
     fields: TextFields
     job: TextJob
@@ -45,13 +44,13 @@ def completion(given: dict[str, Any]) -> TextRequest:
         return TextRequest(fields, fields.job())
 
 
-# By endpoint: its parser, and its response format.
+# Parser and response format of each endpoint.
 READ: dict[str, Callable[[dict[str, Any]], TextRequest]] = {CHAT: chat, COMPLETIONS: completion}
 ANSWERS: dict[str, type[AnswerFormat]] = {CHAT: ChatFormat, COMPLETIONS: CompletionFormat}
 
 
 def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft:
-    """The job of this model. Raises `ApiError` (400) naming the field that the model does not offer."""
+    """Build the job for this model. Raises `ApiError` (400) naming the field that the model does not offer."""
     offer, job = card.limits, ask.job
     with invalid_as_api_error():
         check(job, offer)

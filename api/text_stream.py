@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 
 import anyio
 
-from api.errors import ApiError, job_error
+from api.errors import job_error
+from api.job_follower import not_followed
 from api.service import Service
 from api.text_answers import AnswerFormat
 from core.jobs.record import Job, JobState
 
 S = TypeVar("S", str, list[dict[str, Any]])
-
-_SILENCE_S = 15.0  # after which the record is read
 
 
 async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, usage: bool) -> AsyncGenerator[bytes]:
@@ -30,20 +29,13 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
     ended: Job | None = None
     told = _SentText(answers, usage)
     try:
-        async with aclosing(service.follow(job, "0", _SILENCE_S)) as events:
+        async with aclosing(service.follower.until_end(job)) as events:
             async for event in events:
-                for chunk in [] if event is None else told.grown(_pieces(event.data)):
+                for chunk in told.grown(_pieces(event.data)):
                     yield chunk
-                if event is None:
-                    found = await service.record(job)
-                    if found is None or not found.state.final:
-                        continue
-                if event is None or event.final:
-                    ended = await service.record(job)
-                    break
+        ended = await service.follower.ended(job)
         if ended is None:
-            gone = "The server is stopping." if service.closing.is_set() else "The job's record is gone."
-            yield _data(ApiError(503, gone, code="stopping").content)
+            yield _data(not_followed(service.closing.is_set()).content)
         elif ended.state is not JobState.SUCCEEDED:
             yield _data(job_error(ended).content)
         else:
@@ -53,7 +45,7 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
     finally:
         if ended is None:
             with anyio.CancelScope(shield=True):
-                await service.cancel(job)
+                await service.follower.cancel(job)
 
 
 class _SentText:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"stopped: {error}" if str(error) else "stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # nobody reads on: nothing to say, also not when Python flushes at its end
+    except BrokenPipeError:  # the reader of our output has closed it: print nothing, and fail no flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

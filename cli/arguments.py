@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -108,6 +109,16 @@ def model_errors() -> Iterator[None]:
         raise UsageError(f"model: {error}") from error
     except Closed as error:
         raise CommandFailed(f"{error} ({error.__cause__ or 'no reason is known'})") from error
+
+
+def read_size(text: str | None) -> tuple[int, int] | None:
+    """Width and height from `--size`. Raises `UsageError`."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})", text)
+    if match is None:
+        raise UsageError(f"--size: must look like 1024x1024, not {text!r}")
+    return int(match[1]), int(match[2])
 
 
 class StartupProgress:

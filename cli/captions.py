@@ -299,4 +299,4 @@ def _tell(file: CaptionFile, console: Console) -> int:
     for line in said:
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
     print(file.out, flush=True)
-    return 1 if missing else 0
+    return int(bool(missing))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import UsageError, make_cache, model_errors, open_runtime, wrong_option
+from cli.arguments import UsageError, make_cache, model_errors, open_runtime, read_size, wrong_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +30,7 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     from contract import plan
     from contract.image import ImageParameters
 
-    size = _size(options.size)
+    size = read_size(options.size)
     draft = ImageParameters(
         prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, steps=options.steps,
@@ -137,15 +136,6 @@ def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: 
             "--latent off begins each from its seed"
         )
     works.images.fix_noise(latent)
-
-
-def _size(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})", text)
-    if match is None:
-        raise UsageError(f"--size: must look like 1024x1024, not {text!r}")
-    return int(match[1]), int(match[2])
 
 
 def _check(draft: ImageParameters, caption: Caption, sizes: Any) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.lens import Lens
-    from evaluation.run import Run
+    from evaluation.run import Run, RunWriter
 
 _EXAMPLES = """examples:
   diptych evaluate --prompts captions.tsv --out runs/fp32 --against real
@@ -154,7 +154,7 @@ def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
 def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Run | None, Lens]]:
     """The run for the options, generated to its end; None if images failed."""
     from evaluation import captions
-    from evaluation.run import Run
+    from evaluation.run import RunWriter
 
     if options.prompts is None or options.out is None:
         raise UsageError(f"{'--prompts' if options.prompts is None else '--out'}: must be given")
@@ -174,13 +174,13 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Run 
         try_references(options.against, lens)
         latent, printed = drawing.open_latent(options)
         asked = drawing.asked(options, settings, draft) | {"latent": printed}
-        with Run.draw_into(options.out, asked, wanted) as run:
-            failed = run.missing and _draw(run, options, settings, draft, latent, console)
-            yield None if failed else run, lens
+        with RunWriter(options.out, asked, wanted) as writer:
+            failed = writer.run.missing and _draw(writer, options, settings, draft, latent, console)
+            yield None if failed else writer.run, lens
 
 
 def _draw(
-    run: Run,
+    writer: RunWriter,
     options: argparse.Namespace,
     settings: Settings,
     draft: ImageParameters,
@@ -190,13 +190,14 @@ def _draw(
     """Generate the missing images; returns how many failed."""
     from evaluation import generate
 
+    run = writer.run
     if len(run.records):
         console.print(f"{len(run.records)} of {len(run.captions)} pictures are there", highlight=False)
     try:
         with contextlib.ExitStack() as stack:
             source, draft = drawing.open_source(options, settings, draft, latent, run.captions[0], stack, console)
             progress = stack.enter_context(generate.bars(console))
-            failed, notes = generate.draw(run, source, draft, options.seed_offset, progress)
+            failed, notes = generate.draw(writer, source, draft, options.seed_offset, progress)
     except KeyboardInterrupt:
         done = f"{len(run.records)} of {len(run.captions)} pictures are done; the same command goes on"
         raise KeyboardInterrupt(done) from None

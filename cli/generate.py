@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from cli.arguments import (
     model_errors,
     open_runtime,
     read_settings,
+    read_size,
     wrong_option,
 )
 
@@ -96,7 +96,7 @@ def _generate(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     # Everything that can be rejected without a model is rejected before one is loaded.
     prompts = _prompts(options)
-    size = _size(options.size)
+    size = read_size(options.size)
     if not 1 <= options.count <= 10_000:
         raise UsageError(f"--count: must be between 1 and 10000, not {options.count}")
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
@@ -106,9 +106,8 @@ def _generate(options: argparse.Namespace) -> int:
         scheduler=options.scheduler, deterministic=options.deterministic, prompt_weighting=options.weighting,
         lora=options.loras,
     )  # fmt: skip
-    settings = read_settings(
-        options, compile=False
-    )  # compiling takes longer than most commands: who asks for it gets it
+    # Compiling takes longer than most commands, so it is on only if requested.
+    settings = read_settings(options, compile=False)
     draft = replace(draft, deepcache=plan.parse(settings.deepcache))
     if options.loras and settings.precision == "auto":  # which may mean int8, and that takes none
         from contract.precision import unquantized
@@ -154,15 +153,6 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
         return typed + read(options.file, options.limit)
     except PromptsError as error:
         raise UsageError(f"--prompts: {error}") from error
-
-
-def _size(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})", text)
-    if match is None:
-        raise UsageError(f"--size: must look like 1024x1024, not {text!r}")
-    return int(match[1]), int(match[2])
 
 
 def _check(

@@ -144,7 +144,7 @@ def _driven(
 def _written(
     test: Test, options: argparse.Namespace, settings: Settings, wanted: Sequence[Caption], console: Console
 ) -> Result:
-    """LoadGen's test of the text panel: greedy answers to each caption as a chat's first message."""
+    """LoadGen's test of the text model: greedy answers to each caption as a chat's first message."""
     from core.batching.engine import Engine
     from core.batching.runner import Lane
     from evaluation import loadgen
@@ -220,20 +220,20 @@ def _scored(
 
     from evaluation import generate
     from evaluation.loadgen import read_accuracy
-    from evaluation.run import Run
+    from evaluation.run import RunWriter
 
     _, printed = drawing.open_latent(options)
     asked = drawing.asked(options, settings, draft) | {"latent": printed}
-    with Run.draw_into(options.out / "run", asked, wanted) as run:
-        run.confirm(drawn_by)
+    with RunWriter(options.out / "run", asked, wanted) as writer:
+        writer.confirm(drawn_by)
         for index, picture in read_accuracy(options.out / "mlperf_log_accuracy.json", (draft.width, draft.height)):
             stream = io.BytesIO()
             Image.fromarray(picture).save(stream, "PNG")
             seed = generate.seed_of(wanted[index], options.seed_offset)
-            run.add(wanted[index], seed, f"{index:05d}.png", stream.getvalue(), session=0, seconds=0.0)
-        if run.missing:
-            raise CommandFailed(f"LoadGen's accuracy log holds {len(run.records)} of {len(wanted)} pictures")
-        return score(run, options, lens, console)
+            writer.add(wanted[index], seed, f"{index:05d}.png", stream.getvalue(), session=0, seconds=0.0)
+        if writer.run.missing:
+            raise CommandFailed(f"LoadGen's accuracy log holds {len(writer.run.records)} of {len(wanted)} pictures")
+        return score(writer.run, options, lens, console)
 
 
 @contextlib.contextmanager

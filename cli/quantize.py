@@ -119,7 +119,7 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
             from workers.build import device_of, load_model
             from workers.devices import kernels
 
-            # As stored in the folder, whatever the environment says about serving it.
+            # In the precision stored in the folder: the environment's settings for serving do not apply.
             precision = unquantized(device_of(settings))
             settings = settings.model_copy(update={"precision": precision, "unet": ""})
             model = load_model(settings)

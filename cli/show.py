@@ -42,7 +42,7 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _ask(url: str) -> list[dict[str, Any]]:
-    """Raises OSError if nobody answers, `UsageError` if the responder is not Diptych."""
+    """Raises OSError if no server answers, `UsageError` if the server is not Diptych."""
     import http.client
     import urllib.request
 

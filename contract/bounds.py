@@ -23,17 +23,24 @@ def check_whole(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise Invalid(field, "must be a whole number")
     if not low <= value <= high:
-        raise Invalid(field, f"must be between {low} and {high}, not {short(value)}")
+        raise Invalid(field, range_error(low, high, value))
 
 
-def check_number(field: str, value: object, low: float, high: float) -> None:
-    """Raise `Invalid` for a value that is not a finite number from `low` to `high`."""
+def check_number(field: str, value: object, low: float, high: float) -> float:
+    """Return the value. Raises `Invalid` if it is not a finite number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise Invalid(field, "must be a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise Invalid(field, "must be a finite number")
     if not low <= value <= high:
-        raise Invalid(field, f"must be between {low:g} and {high:g}, not {short(value)}")
+        raise Invalid(field, range_error(low, high, value))
+    return value
+
+
+def range_error(low: float, high: float, value: float) -> str:
+    """The message for a number outside its range."""
+    least, most = (str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (low, high))
+    return f"must be between {least} and {most}, not {short(value)}"
 
 
 def check_flag(field: str, value: object) -> None:

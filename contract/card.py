@@ -1,4 +1,4 @@
-"""The cards of models: what a worker offers, its limits and its costs, and the checks of a request against them."""
+"""Model cards: what a worker offers, its limits and costs; and checks of a request against them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageOffer(ImageLimits):
-    """What an image model draws. `loras` are the names that a request may bring; None: only their form is checked."""
+    """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked."""
 
     sizes: Collection[Size]
     schedulers: Collection[str]
@@ -108,7 +108,7 @@ class ImageOffer(ImageLimits):
 
 @dataclass(frozen=True, slots=True)
 class TextOffer:
-    """What a text model writes. `context` is its tokens of prompt and answer; 0 where the worker does not say."""
+    """What a text model offers. `context` is the most tokens of prompt and answer together; 0: not announced."""
 
     context: StrictInt = 0
     max_prompt_characters: StrictInt = 0
@@ -125,10 +125,10 @@ BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds
 
 @dataclass(frozen=True, slots=True)
 class ImageCosts:
-    """Seconds of a picture's phases; 0 or no entry where nothing was measured.
+    """Seconds of an image's phases; 0 or no entry where nothing was measured.
 
-    `solo_step_s` is a deep forward of two rows, `row_step_s` one row of a deep forward at the cheapest width; the
-    shallow ones hold such a table for each measured depth of DeepCache.
+    `solo_step_s` is a deep forward of two rows, `row_step_s` one row of a deep forward at the cheapest batch width. The
+    shallow tables hold the same for each measured depth of DeepCache.
     """
 
     encode_s: StrictFloat = 0.0
@@ -141,7 +141,7 @@ class ImageCosts:
 
 @dataclass(frozen=True, slots=True)
 class TextCosts:
-    """Seconds of a token: in a batch of the cheapest width, and of one answer alone. 0: nothing was measured."""
+    """Seconds per token: at the cheapest batch width, and for a single answer. 0: not measured."""
 
     token_s: StrictFloat = 0.0
     solo_token_s: StrictFloat = 0.0
@@ -149,11 +149,11 @@ class TextCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Card:
-    """What models of every modality have.
+    """Fields that the cards of all modalities share.
 
     `kernels` names the kernels that run the model (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason` says
-    why no faster ones do; both are "" in cards of older workers. `live`: whether a ready worker offers it now; only
-    `Registry.models` sets it.
+    why no faster ones run it; both are "" in cards of older workers. `live`: whether a ready worker serves the model
+    now; only `Registry.models` sets it.
     """
 
     name: StrictStr
@@ -170,12 +170,12 @@ _Side = Annotated[int, Field(strict=True, gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCard(_Card):
-    """A model that draws.
+    """The card of an image model.
 
-    `capacity_per_s`: pictures a second at 20 deep steps with guidance at native size. `deepcache` is the schedule of
-    jobs that name none, in the form of a request's field; a newer worker's may hold more than this version reads.
-    `loras` are the names that a job may bring. `graphs`: how many of the GPU's graphs are "recorded", of how many
-    "wanted"; empty where none are.
+    `capacity_per_s`: images per second at 20 deep steps with guidance at native size. `deepcache` is the default
+    schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
+    `loras` are the names that a job may use. `graphs`: the numbers of CUDA graphs "recorded" and "wanted"; empty where
+    none are used.
     """
 
     modality: Literal["image"] = "image"
@@ -191,7 +191,7 @@ class ImageCard(_Card):
 
     @property
     def offer(self) -> ImageOffer:
-        """What requests are checked against."""
+        """The offer that requests are checked against."""
         limits = asdict(self.limits)
         limits["max_seed"] = min(MAX_SEED, self.limits.max_seed)  # older workers announce more than records can hold
         native = (self.native, self.native)
@@ -200,9 +200,10 @@ class ImageCard(_Card):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCard(_Card):
-    """A model that writes. `capacity_per_s`: answers of 64 tokens a second.
+    """The card of a text model. `capacity_per_s`: answers of 64 tokens per second.
 
-    `expansion_instruction` is the system message that it was trained to expand prompts by; "" where it was not.
+    `expansion_instruction` is the system message with which the model was trained to expand prompts; "": it was not
+    trained for that.
     """
 
     modality: Literal["text"] = "text"
@@ -213,7 +214,7 @@ class TextCard(_Card):
 
 ModelCard = ImageCard | TextCard
 
-# Version 1 of the form requires these of every card.
+# Version 1 of the card format requires these fields in every card.
 _REQUIRED_BY_VERSION_1 = {"native": 0, "sizes": [], "schedulers": [], "default_scheduler": ""}
 KINDS: dict[str, type[ModelCard]] = {"image": ImageCard, "text": TextCard}  # by modality
 _READ: TypeAdapter[ModelCard] = TypeAdapter(Annotated[ModelCard, Field(discriminator="modality")])
@@ -225,7 +226,7 @@ def to_data(card: ModelCard) -> dict[str, Any]:
 
 
 def read_card(data: object) -> ModelCard:
-    """A model's card from JSON data; fields that this version does not know are ignored. Raises `Invalid`."""
+    """A model's card from JSON data; unknown fields are ignored. Raises `Invalid`."""
     try:
         return _READ.validate_python(data)
     except ValidationError as error:
@@ -233,7 +234,7 @@ def read_card(data: object) -> ModelCard:
 
 
 def invalid_card(error: ValidationError) -> Invalid:
-    """The first field that is wrong. Does not repeat the value."""
+    """The error for the first invalid field, without its value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in first["loc"] if part not in ("image", "text")]
     return Invalid(".".join(path) or "modality", "is missing" if first["type"] == "missing" else "has another form")

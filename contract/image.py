@@ -207,10 +207,9 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
 
 def check_strength(strength: object, steps: int) -> None:
     """Raise `Invalid` for a value outside 0 to 1, or one that leaves no step."""
-    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength <= 1:
-        raise Invalid("strength", "must be between 0 and 1")
-    if int(steps * strength) < 1:
-        raise Invalid("strength", f"{strength:g} of {steps} steps is less than one step")
+    share = check_number("strength", strength, 0, 1)
+    if int(steps * share) < 1:
+        raise Invalid("strength", f"{share:g} of {steps} steps is less than one step")
 
 
 def _check_pixels(field: str, pixels: bytes, count: int) -> None:
@@ -315,21 +314,14 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
 
     `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
     """
+    _check_limits(fields, offer)
     given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
-    limits = {"n": offer.max_images, "steps": offer.max_steps, "guidance_scale": offer.max_guidance}
-    for name, limit in {**limits, "seed": offer.max_seed}.items():
-        value = getattr(fields, name)
-        if value is not None and value > limit:
-            raise Invalid(name, f"must be at most {limit if isinstance(limit, int) else format(limit, 'g')}")
     given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
     given.setdefault("steps", min(STEPS, offer.max_steps))
     given["guidance_scale"] = float(given.get("guidance_scale", min(GUIDANCE, offer.max_guidance)))
     given["width"], given["height"] = offer.size(fields.size, edited)
-    source, cached = None, fields.deepcache
-    if edited is not None:
-        strength = getattr(fields, "strength", None)
-        source = Source(float(strength if strength is not None else 1.0 if masked else STRENGTH))
-        check_strength(source.strength, given["steps"])
+    source = None if edited is None else _source(fields, given["steps"], masked=masked)
+    cached = fields.deepcache
     if fields.expand_prompt and fields.prompt_weighting:
         raise Invalid("prompt_weighting", "cannot be given together with expand_prompt")
     job = ImageJob(
@@ -347,6 +339,26 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
     check(job.picture, offer)
     return job
+
+
+def _check_limits(fields: ImageFields, offer: ImageOffer) -> None:
+    """Raise `Invalid` for a number outside the model's limits."""
+    if fields.n is not None:
+        check_whole("n", fields.n, 1, offer.max_images)
+    if fields.steps is not None:
+        check_whole("steps", fields.steps, 1, offer.max_steps)
+    if fields.guidance_scale is not None:
+        check_number("guidance_scale", fields.guidance_scale, 0, offer.max_guidance)
+    if fields.seed is not None:
+        check_whole("seed", fields.seed, 0, offer.max_seed)
+
+
+def _source(fields: ImageFields, steps: int, *, masked: bool) -> Source:
+    """The source of an edit, not stored yet. Raises `Invalid` for its strength."""
+    strength = getattr(fields, "strength", None)
+    source = Source(float(strength if strength is not None else 1.0 if masked else STRENGTH))
+    check_strength(source.strength, steps)
+    return source
 
 
 def _previews(fields: ImageFields, steps: int) -> int:

@@ -58,7 +58,7 @@ class DeepCache:
         return _wrong("deep_steps", f"must be different numbers between 0 and {steps - 1}")
 
     def plan(self, steps: int) -> tuple[bool, ...]:
-        """For each of the steps, whether it is deep."""
+        """Whether each step is deep."""
         if self.deep_steps is not None:
             return tuple(step == 0 or step in self.deep_steps for step in range(steps))
         anchor = max(self.first, 1) - 1
@@ -68,8 +68,8 @@ class DeepCache:
 
 
 AUTO = DeepCache(interval=2, depth=RESNET, last=1)
-"""What "auto" means. The submission's own schedule ends on a shallow step; one more deep step at the end keeps what
-captions lose by that, and then the shorter depth costs nothing more (docs/results.md)."""
+"""The schedule of "auto": the submission's, with a deep last step, which avoids its loss in caption score; with it, the
+shorter depth loses nothing more (docs/results.md)."""
 
 
 class CacheFields(BaseModel):
@@ -110,7 +110,7 @@ def parse(text: str) -> DeepCache | None:
 
 
 def read(value: object) -> DeepCache | None:
-    """A schedule as settings, requests and jobs carry it: a text, or an object of its fields, null where not given.
+    """Read a schedule from settings, requests or jobs: text, or an object of its fields, with null for absent ones.
 
     Raises `Invalid`. `error_for` checks it against the number of steps.
     """

@@ -47,7 +47,7 @@ _MANIFESTS = ", ".join(
 
 
 class Unresolved(Exception):
-    """A registry does not tell an image's digest."""
+    """A registry did not return an image's digest."""
 
 
 def main() -> int:
@@ -136,13 +136,13 @@ def digest_of(name: str, tag: str) -> str:
 
 
 def _get(request: urllib.request.Request) -> tuple[str, bytes]:
-    """The digest that the registry tells, and the body."""
+    """The digest in the registry's response, and its body."""
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         return answer.headers.get("Docker-Content-Digest", ""), answer.read()
 
 
 def _token(challenge: str) -> str:
-    """Anybody's token, from where the registry's challenge says. Raises OSError, ValueError."""
+    """An anonymous token, from the address in the registry's challenge. Raises OSError, ValueError."""
     said = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
     if not challenge.lower().startswith("bearer ") or "realm" not in said:
         raise ValueError("it wants a login")

@@ -221,7 +221,7 @@ class RedisServer:
             stream.write(self.url + "\n")
 
     def _appending(self) -> BinaryIO:
-        """Open the log for appending, private whatever the umask is."""
+        """Open the log for appending, readable by its owner only, independent of the umask."""
         return os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
 
     @property

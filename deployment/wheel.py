@@ -120,21 +120,26 @@ def _places(node: ast.AST, modules: set[str], name: str) -> Iterator[tuple[Any, 
         case ast.ImportFrom(module=str(module), level=0) if _top(module) in modules:
             yield node, _IMPORT
         case ast.Import(names=names):
-            for alias in names:
-                if _top(alias.name) in modules:
-                    if alias.asname is None:
-                        raise BuildError(f"{name}:{node.lineno}: write `from … import …` or `import … as …`")
-                    yield alias, _NAME
+            for alias in (alias for alias in names if _top(alias.name) in modules):
+                if alias.asname is None:
+                    raise BuildError(f"{name}:{node.lineno}: write `from … import …` or `import … as …`")
+                yield alias, _NAME
         case ast.Constant(value=str(text)) if "." in text and text.partition(":")[0] in modules:
             yield node, _STRING
         case ast.List(elts=words) | ast.Tuple(elts=words) | ast.Call(args=words):
-            for before, word in pairwise(words):
-                if isinstance(before, ast.Constant) and before.value == "-m" and _text(word) in modules:
-                    yield word, _STRING
-            if isinstance(node, ast.Call) and _callee(node) == "import_module" and words:
-                first = words[0].values[0] if isinstance(words[0], ast.JoinedStr) and words[0].values else words[0]
-                if _top(_text(first)) in modules:
-                    yield words[0], _STRING
+            yield from ((word, _STRING) for word in _named_words(node, words, modules))
+
+
+def _named_words(node: ast.AST, words: list[ast.expr], modules: set[str]) -> Iterator[ast.expr]:
+    """Those of a list's or a call's words that name a module: each after `"-m"`, and `import_module`'s argument."""
+    yield from (word for before, word in pairwise(words) if _text(before) == "-m" and _text(word) in modules)
+    if isinstance(node, ast.Call) and _callee(node) == "import_module":
+        yield from (word for word in words[:1] if _top(_text(_first(word))) in modules)
+
+
+def _first(word: ast.expr) -> ast.AST:
+    """The first part of an f-string, or the node itself."""
+    return word.values[0] if isinstance(word, ast.JoinedStr) and word.values else word
 
 
 def _top(name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evaluation.captions import Caption
-from evaluation.run import Run
+from evaluation.run import RunWriter
 from evaluation.sources import Drawn, Source
 
 if TYPE_CHECKING:
@@ -39,13 +39,14 @@ def seed_of(caption: Caption, offset: int) -> int:
     return next_seed(offset, caption.index)
 
 
-def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, progress: Progress) -> Outcome:
+def draw(writer: RunWriter, source: Source, draft: ImageParameters, seed_offset: int, progress: Progress) -> Outcome:
     """Generate all missing images, `draft` with each caption and its seed; a failed image is reported and skipped.
 
     Raises `run.RunError` if another model than before generates, and OSError if images cannot be written.
     """
     from pipeline.picture import file_name
 
+    run = writer.run
     missing = iter(run.missing)
     steps = progress.add_task("steps", total=len(run.missing) * draft.steps)
     bar = progress.add_task("pictures", total=len(run.captions), completed=len(run.records))
@@ -70,8 +71,8 @@ def draw(run: Run, source: Source, draft: ImageParameters, seed_offset: int, pro
             drawn: Drawn = source.take(future.result())
             for warning in drawn.warnings:
                 _say(progress.console, f"{caption.id}: {warning}", "yellow")
-            notes |= dict.fromkeys(run.confirm(printed(drawn.png)))
-            run.add(
+            notes |= dict.fromkeys(writer.confirm(printed(drawn.png)))
+            writer.add(
                 caption, wanted.seed, file_name(wanted, f"{caption.index:05d}"), drawn.png,
                 session=session, seconds=time.monotonic() - started,
             )  # fmt: skip

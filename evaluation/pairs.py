@@ -11,7 +11,7 @@ from evaluation.pixels import Pixels
 
 _Planes = npt.NDArray[np.float64]  # [C, H, W]
 
-MOST_DB = 100.0  # what equal pictures count as: infinity has no mean
+MOST_DB = 100.0  # dB of equal images, because a mean needs finite values
 _WINDOW, _SIGMA, _K1, _K2, _LEVELS = 11, 1.5, 0.01, 0.03, 255.0
 
 

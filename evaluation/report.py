@@ -74,26 +74,39 @@ def _scores(found: Mapping[str, Any]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     rows = []
     for number, run in enumerate(found["runs"]):
-        cells = []
-        for name in names:
-            ratio = run.get("ratios", {}).get(name)
-            moved = "" if ratio is None else f'<span class="moved">{100 * (ratio["value"] - 1):+.2f}%</span>'
-            cells.append(f"<td>{_figure(run['scores'].get(name))}{moved}</td>")
-        for name in ("psnr", "ssim") if paired else ():
-            cells.append(f"<td>{_figure(run.get('pairs', {}).get(name))}</td>")
-        speed = run["pictures_per_second"]
-        cells.append(f"<td>{'–' if speed is None else f'{speed:.2f}'}</td>")
-        chips = "".join(
-            f'<span class="chip {gate["verdict"]}" title="{escape(gate["figure"])}">{gate["verdict"]}</span>'
-            for gate in run.get("gates", [])
-        )
+        cells = _figures(run, names, paired)
         if compared:
-            cells.append(f"<td>{chips or ('base' if not number else '–')}</td>")
+            cells.append(_verdicts(run) or ("–" if number else "base"))
         rows.append(
             f'<tr><th scope="row"><i class="dot b{number % _SERIES}"></i>{escape(run["name"])}</th>'
-            f"{''.join(cells)}</tr>"
+            f"{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
         )
     return f"<table><thead><tr><th>run</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _figures(run: Mapping[str, Any], names: Sequence[str], paired: bool) -> list[str]:
+    """The cells of a run's scores, of its pairs with the base run, and of its speed."""
+    pairs = run.get("pairs", {})
+    speed = run["pictures_per_second"]
+    return [
+        *(_score(run, name) for name in names),
+        *((_figure(pairs.get("psnr")), _figure(pairs.get("ssim"))) if paired else ()),
+        "–" if speed is None else f"{speed:.2f}",
+    ]
+
+
+def _score(run: Mapping[str, Any], name: str) -> str:
+    """A run's score, and by how much it differs from the base run's."""
+    ratio = run.get("ratios", {}).get(name)
+    moved = "" if ratio is None else f'<span class="moved">{100 * (ratio["value"] - 1):+.2f}%</span>'
+    return _figure(run["scores"].get(name)) + moved
+
+
+def _verdicts(run: Mapping[str, Any]) -> str:
+    return "".join(
+        f'<span class="chip {gate["verdict"]}" title="{escape(gate["figure"])}">{gate["verdict"]}</span>'
+        for gate in run.get("gates", [])
+    )
 
 
 def _figure(one: Mapping[str, float] | None) -> str:

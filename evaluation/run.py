@@ -18,7 +18,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
@@ -49,7 +48,7 @@ class Record:
 
 
 class Run:
-    """One run. Opened for drawing it is locked: no second process may draw into it."""
+    """One run, as its folder holds it. `drawn_by` is the fingerprint of its first image."""
 
     def __init__(
         self, folder: Path, settings: dict[str, Any], captions: list[Caption], drawn_by: dict[str, Any]
@@ -57,10 +56,8 @@ class Run:
         self.folder = folder
         self.settings = settings
         self.captions = captions
-        self.drawn_by = drawn_by  # the fingerprint of its first image
+        self.drawn_by = drawn_by
         self.records: dict[int, Record] = {}
-        self._lock: FileLock | None = None
-        self._log: int | None = None
 
     @property
     def name(self) -> str:
@@ -88,52 +85,18 @@ class Run:
         """The finished images' files, in the captions' order."""
         return [self.pictures / self.records[index].file for index in sorted(self.records)]
 
-    # -- opening -------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def draw_into(cls, folder: Path, settings: Mapping[str, Any], captions: list[Caption]) -> Self:
-        """Open a folder to draw into: a new one, or an interrupted run's.
-
-        Raises `RunError` if its settings or captions differ, naming the first difference; if another process draws into
-        it; and if it contains anything but a run.
-        """
-        asked = dict(settings) | {"captions": len(captions), "captions_sha256": texts.digest(captions)}
-        head = folder / "run.json"
-        if not head.exists() and folder.exists() and any(p.name != "run.lock" for p in folder.iterdir()):
-            raise RunError(f"{folder} holds something else than a run; name an empty folder or a new one")
-        (folder / "pictures").mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "run.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise RunError(f"{folder} is being drawn into by another process") from None
-        try:
-            run = cls._load(folder) if head.exists() else None
-            if run is not None and run.records:
-                _refuse_differences(f"{folder} holds a run with other settings", run.settings, asked, asked)
-            else:  # nothing is drawn: a rejected command must not block a corrected one
-                run = cls(folder, asked, captions, {})
-                write_json(folder / "captions.json", [[caption.id, caption.text] for caption in captions])
-                run._write_head()
-            run._lock = lock
-            run._clean()
-            run._log = os.open(folder / "pictures.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        except BaseException:
-            lock.release()
-            raise
-        return run
-
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Open a finished run. Raises `RunError` for any other folder, and for images missing or changed."""
-        run = cls._load(folder)
+        run = cls.load(folder)
         if run.missing:
             left, whole = len(run.missing), len(run.captions)
             raise RunError(f"{folder}: {left} of {whole} pictures are not drawn; start its `evaluate` again")
         return run
 
     @classmethod
-    def _load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path) -> Self:
+        """Open a run that may be unfinished. Raises `RunError` for any other folder."""
         try:
             head = json.loads((folder / "run.json").read_text("utf-8"))
             pairs = json.loads((folder / "captions.json").read_text("utf-8"))
@@ -172,55 +135,6 @@ class Run:
             if hashlib.sha256(data).hexdigest() == record.sha256:
                 self.records[record.index] = record
 
-    def _clean(self) -> None:
-        """Remove what a kill left: half a line, half an image."""
-        for partial in self.pictures.glob(".*.part"):
-            partial.unlink(missing_ok=True)
-        log = self.folder / "pictures.jsonl"
-        if log.exists():
-            data = log.read_bytes()
-            whole = data.rfind(b"\n") + 1
-            if whole < len(data):
-                os.truncate(log, whole)
-
-    # -- drawing -------------------------------------------------------------------------------------------------------
-
-    def confirm(self, fingerprint: Mapping[str, Any]) -> list[str]:
-        """Compare an image's fingerprint with the first one's; returns a sentence for each permitted difference.
-
-        An older version wrote fewer parts: a part that only one of the two has counts as unknown, and is reported as
-        such. Raises `RunError` if model, weights or precision differ: those images are not of this run.
-        """
-        if not self.drawn_by:
-            self.drawn_by = dict(fingerprint)
-            self._write_head()
-        same = {name: fingerprint.get(name) for name in SAME}
-        _refuse_differences(f"{self.folder} was drawn by another model", self.drawn_by, dict(fingerprint), same)
-        names = sorted({*self.drawn_by, *fingerprint} - {*SAME})
-        unknown: list[str] = []
-        if ("version" in self.drawn_by) != ("version" in fingerprint):
-            unknown = [name for name in names if (name in self.drawn_by) != (name in fingerprint)]
-        said = [
-            f"pictures differ in {name}: {self.drawn_by.get(name)!r} and {fingerprint.get(name)!r}"
-            for name in names
-            if name not in unknown and self.drawn_by.get(name) != fingerprint.get(name)
-        ]
-        if unknown:
-            said.append(f"an older version drew some pictures, whose fingerprints do not hold {', '.join(unknown)}")
-        return said
-
-    def add(self, caption: Caption, seed: int, file: str, png: bytes, *, session: int, seconds: float) -> None:
-        """Write an image completely, then its record. Raises OSError, and then neither exists."""
-        assert self._log is not None, "not opened for drawing"
-        write(self.pictures / file, png)
-        record = Record(
-            caption.index, caption.id, seed, file, hashlib.sha256(png).hexdigest(), session, round(seconds, 4)
-        )
-        line = (json.dumps(asdict(record), ensure_ascii=False) + "\n").encode()
-        if os.write(self._log, line) != len(line):  # the rest would follow half a line
-            raise OSError(errno.ENOSPC, "half a line was written", str(self.folder / "pictures.jsonl"))
-        self.records[caption.index] = record
-
     def speed(self) -> float | None:
         """Images per second while the engine was full, over the longest session; None for fewer than 16 images.
 
@@ -238,24 +152,98 @@ class Run:
         took = moments[last] - moments[first]
         return (last - first) / took if took > 0 else None
 
+
+class RunWriter:
+    """Draws into a run's folder: a new one, or an interrupted run's. Holds its lock until it is closed."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], captions: list[Caption]) -> None:
+        """Raises `RunError` if the run's settings or captions differ, naming the first difference; if another process
+        draws into it; and if the folder contains anything but a run.
+        """
+        asked = dict(settings) | {"captions": len(captions), "captions_sha256": texts.digest(captions)}
+        head = folder / "run.json"
+        if not head.exists() and folder.exists() and any(p.name != "run.lock" for p in folder.iterdir()):
+            raise RunError(f"{folder} holds something else than a run; name an empty folder or a new one")
+        (folder / "pictures").mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(folder / "run.lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise RunError(f"{folder} is being drawn into by another process") from None
+        try:
+            found = Run.load(folder) if head.exists() else None
+            if found is not None and found.records:
+                _refuse_differences(f"{folder} holds a run with other settings", found.settings, asked, asked)
+                self.run = found
+            else:  # nothing is drawn: a rejected command must not block a corrected one
+                self.run = Run(folder, asked, captions, {})
+                write_json(folder / "captions.json", [[caption.id, caption.text] for caption in captions])
+                self._write_head()
+            self._clean()
+            self._log = os.open(folder / "pictures.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def confirm(self, fingerprint: Mapping[str, Any]) -> list[str]:
+        """Compare an image's fingerprint with the first one's; returns a sentence for each permitted difference.
+
+        An older version wrote fewer parts: a part that only one of the two has counts as unknown, and is reported as
+        such. Raises `RunError` if model, weights or precision differ: those images are not of this run.
+        """
+        if not self.run.drawn_by:
+            self.run.drawn_by = dict(fingerprint)
+            self._write_head()
+        same = {name: fingerprint.get(name) for name in SAME}
+        _refuse_differences(f"{self.run.folder} was drawn by another model", self.run.drawn_by, dict(fingerprint), same)
+        names = sorted({*self.run.drawn_by, *fingerprint} - {*SAME})
+        unknown: list[str] = []
+        if ("version" in self.run.drawn_by) != ("version" in fingerprint):
+            unknown = [name for name in names if (name in self.run.drawn_by) != (name in fingerprint)]
+        said = [
+            f"pictures differ in {name}: {self.run.drawn_by.get(name)!r} and {fingerprint.get(name)!r}"
+            for name in names
+            if name not in unknown and self.run.drawn_by.get(name) != fingerprint.get(name)
+        ]
+        if unknown:
+            said.append(f"an older version drew some pictures, whose fingerprints do not hold {', '.join(unknown)}")
+        return said
+
+    def add(self, caption: Caption, seed: int, file: str, png: bytes, *, session: int, seconds: float) -> None:
+        """Write an image completely, then its record. Raises OSError, and then neither exists."""
+        write(self.run.pictures / file, png)
+        record = Record(
+            caption.index, caption.id, seed, file, hashlib.sha256(png).hexdigest(), session, round(seconds, 4)
+        )
+        line = (json.dumps(asdict(record), ensure_ascii=False) + "\n").encode()
+        if os.write(self._log, line) != len(line):  # the rest would follow half a line
+            raise OSError(errno.ENOSPC, "half a line was written", str(self.run.folder / "pictures.jsonl"))
+        self.run.records[caption.index] = record
+
     def _write_head(self) -> None:
-        head = {"version": VERSION, "settings": self.settings, "drawn_by": self.drawn_by}
-        write_json(self.folder / "run.json", head)
+        head = {"version": VERSION, "settings": self.run.settings, "drawn_by": self.run.drawn_by}
+        write_json(self.run.folder / "run.json", head)
+
+    def _clean(self) -> None:
+        """Remove what a kill left: half a line, half an image."""
+        for partial in self.run.pictures.glob(".*.part"):
+            partial.unlink(missing_ok=True)
+        log = self.run.folder / "pictures.jsonl"
+        if log.exists():
+            data = log.read_bytes()
+            whole = data.rfind(b"\n") + 1
+            if whole < len(data):
+                os.truncate(log, whole)
 
     def close(self) -> None:
-        if self._log is not None:
+        if self._lock.is_locked:
             os.close(self._log)
-            self._log = None
-        if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

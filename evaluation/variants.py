@@ -220,35 +220,41 @@ def _work(process: int, of: int, options: argparse.Namespace, captions: list[str
     import torch
 
     torch.set_num_threads(1)
-    on_gpu = process == 0 and of > 1
-    batch = options.gpu_batch if on_gpu else options.batch
     store = _Store(options.work, len(captions), options.side)
-    sharers = max(1, of - 1)
-    variants = ON_GPU if on_gpu else ON_CPU if of > 1 else ON_GPU | ON_CPU
+    places = range(len(captions))
+    if of == 1:
+        variants, batch = ON_GPU | ON_CPU, options.batch
+    elif process == 0:
+        variants, batch = ON_GPU, options.gpu_batch
+    else:
+        variants, batch, places = ON_CPU, options.batch, places[process - 1 :: of - 1]
     for name, variant in variants.items():
         if options.only and name not in options.only:
             continue
-        mine = range(len(captions)) if on_gpu or of == 1 else range(process - 1, len(captions), sharers)
         drawn = set(store.done(name))
-        left = [place for place in mine if place not in drawn]
+        left = [place for place in places if place not in drawn]
         if not left or time.time() > until:
             continue
-        draw, pixels, noted = None, store.pixels(name), [place for place in mine if place in drawn]
+        draw, pixels, noted = _draw_of(options, variant), store.pixels(name), [p for p in places if p in drawn]
         started = time.perf_counter()
         for start in range(0, len(left), batch):
             if time.time() > until:
                 return
-            if draw is None:
-                stock = variant.published or (variant.alpha is None and torch.cuda.is_available())
-                draw = gpu_draw(options.model, variant) if stock else cpu_draw(
-                    options.model, options.statistics, options.cache, variant
-                )  # fmt: skip
-            places = left[start : start + batch]
-            pixels[places] = draw([captions[place] for place in places], places)
-            noted += places
+            some = left[start : start + batch]
+            pixels[some] = draw([captions[place] for place in some], some)
+            noted += some
             store.note(name, process, noted)
         took = time.perf_counter() - started
         print(f"{process}: {name}, {len(left)} pictures in {took:.0f} s", flush=True)
+
+
+def _draw_of(options: argparse.Namespace, variant: Variant) -> Draw:
+    """The function that draws this variant: torch's own on a GPU, else our CPU kernels."""
+    import torch
+
+    if variant.published or (variant.alpha is None and torch.cuda.is_available()):
+        return gpu_draw(options.model, variant)
+    return cpu_draw(options.model, options.statistics, options.cache, variant)
 
 
 def draw(options: argparse.Namespace) -> None:

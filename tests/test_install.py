@@ -4,7 +4,6 @@ Nothing is downloaded or installed: pip talks to small servers on the loopback i
 """
 
 import contextlib
-import http.server
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import install
+from tests.http_server import Handler, LocalServer
 from tests.test_wheel import closure
 
 PYTHON = Path(sys.executable)
@@ -50,29 +50,20 @@ def test_constraints_pin_torch_for_every_build():
     assert install.pinned("torch").startswith("2.")
 
 
-class Index(http.server.BaseHTTPRequestHandler):
+class Index(Handler):
     """A package index with one page: torch, as a CPU build and as the default one."""
 
-    def do_GET(self) -> None:
+    def respond(self) -> None:
         files = (f"torch-{version}-py3-none-any.whl" for version in ("2.13.0", "2.13.0%2Bcpu", "2.12.0"))
         links = "".join(f'<a href="/{file}">{file.replace("%2B", "+")}</a>' for file in files)
         page = f"<!DOCTYPE html><html><body>{links}</body></html>".encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+        self.answer(200, page, {"Content-Type": "text/html"})
 
 
 @pytest.fixture
 def index() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/simple"
-        server.shutdown()
+    with LocalServer(Index) as server:
+        yield f"{server.url}/simple"
 
 
 @pytest.fixture(params=["silent", "trickling"])

@@ -24,7 +24,7 @@ Build = Callable[[Settings, Say], "ServingRuntime"]
 
 
 class WorkerApplication(Celery):  # type: ignore[misc]
-    """A Celery application with a station. Nothing runs or is loaded before Celery's worker starts."""
+    """A Celery application with our `Worker`. Nothing is loaded or run before Celery's worker starts."""
 
     def __init__(self, settings: Settings, build: Build) -> None:
         """Raises `SettingsError`."""

@@ -1,4 +1,4 @@
-"""Writes a job's artifacts; the store is told each key before the write, so that no other process deletes it."""
+"""Writes a job's artifacts. Announces each key to the store before the write, so that no sweep deletes it."""
 
 from __future__ import annotations
 

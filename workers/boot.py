@@ -25,17 +25,17 @@ from workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_SWITCH_S = 0.0005  # for which a thread that computes keeps the interpreter from the engine; Python's own: 0.005
-_GRACE_S = 10.0  # after the time to drain: then the process ends, whatever still hangs
-_PATIENCE_S = 3.0  # for what was stopped to be handed back by its own thread
+_SWITCH_S = 0.0005  # the longest that a computing thread delays the engine; Python's default: 0.005
+_GRACE_S = 10.0  # after the time to drain; then the process exits even if a thread hangs
+_PATIENCE_S = 3.0  # for the threads of stopped jobs to hand them back
 
 
 def run(settings: Settings, build: Build | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code.
 
-    `build` makes the engine and its panels, by default from the settings. Raises what `build` raises
-    (`pipeline.load.ModelError`), and `SettingsError`. If code is being compiled or a CUDA graph recorded at the end, it
-    does not return: neither can be interrupted, and an interpreter that ends around them aborts.
+    `build` builds the engine and its job handlers, by default from the settings. Raises what `build` raises
+    (`pipeline.load.ModelError`), and `SettingsError`. If a compilation or a CUDA graph capture runs at the end, this
+    exits the process instead of returning: neither can be interrupted, and the interpreter would abort on exit.
     """
     _speak_plainly()
     sys.setswitchinterval(_SWITCH_S)
@@ -45,7 +45,7 @@ def run(settings: Settings, build: Build | None = None) -> int:
 
 
 class WorkerProgram(CeleryWorker):  # type: ignore[misc]
-    """Celery's worker program with a station: built before it connects, and drained before it ends."""
+    """Celery's worker program with our `Worker`, which is loaded before Celery connects and drained before it ends."""
 
     def setup_instance(self, **options: Any) -> None:
         worker: Worker = self.app.worker
@@ -63,8 +63,8 @@ class WorkerProgram(CeleryWorker):  # type: ignore[misc]
             gc.freeze()
             gc.enable()
         self.pool_cls = "threads"
-        self.concurrency = sum(worker.prefetch.limits.values())  # one thread for each message that may be in flight
-        # Nobody consumes worker events, and each worker would leave its binding in Redis for ever.
+        self.concurrency = sum(worker.prefetch.limits.values())  # one thread for each message in flight
+        # Nothing consumes worker events, and each worker would leave its binding in Redis for ever.
         options |= dict.fromkeys(("without_gossip", "without_mingle", "without_heartbeat"), True)
         super().setup_instance(**options)
 
@@ -73,7 +73,7 @@ class WorkerProgram(CeleryWorker):  # type: ignore[misc]
         self._ending.finish()
 
     def stop(self, in_sighandler: bool = False, exitcode: int | None = None) -> None:
-        self._ending.ask(exitcode or 0)  # Celery may end by itself: jobs in flight are drained all the same
+        self._ending.ask(exitcode or 0)  # Celery may end by itself: jobs in flight are drained then too
         super().stop(in_sighandler, exitcode)
 
     def on_consumer_ready(self, consumer: Any) -> None:
@@ -116,12 +116,12 @@ class GracefulShutdown:
         self._thread.start()
 
     def ask(self, code: int = 0) -> None:
-        """What a signal does. The process ends with the highest exit code given."""
+        """Request the end, as a signal does. The process exits with the highest code given."""
         self._code = max(self._code, code)
         self._asked.put(None)
 
     def finish(self) -> None:
-        """Close everything after Celery has ended. Returns unless the interpreter cannot exit cleanly."""
+        """Close everything after Celery has ended. Exits the process if the interpreter cannot exit cleanly."""
         self._worker.close()
         traces.end()
         if uninterruptible():
@@ -165,14 +165,14 @@ class GracefulShutdown:
 
 
 def _speak_plainly() -> None:
-    """One log line per event: two lines of the outage replace what libraries log about lost Redis connections."""
+    """Configure logging: our own messages about Redis outages replace those of Celery and kombu."""
     logging.basicConfig(format="%(levelname)s %(message)s")
     inside = __name__.removesuffix("workers.boot")  # empty in a source checkout
     for name in ("workers", "core", "pipeline"):
         logging.getLogger(f"{inside}{name}").setLevel(min(logging.INFO, logging.getLogger().level))
     for name in ("celery", "kombu", "core.jobs.reaper"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", SecurityWarning)  # about root, as in most containers: only JSON is deserialized
+    warnings.simplefilter("ignore", SecurityWarning)  # about root in containers: only JSON is deserialized
     for handler in logging.getLogger().handlers:
         handler.addFilter(_without_traceback)
 

@@ -12,17 +12,17 @@ from pipeline.execution import BatchGroup
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
 
-_STEPS = 20  # of the reference image that capacity is counted in, with guidance
+_STEPS = 20  # of the image that `capacity_per_s` counts, with guidance
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def image_card(
     runner: ImageRunner, deepcache: DeepCache | None = None, decisions: Sequence[KernelChoice] = ()
 ) -> ImageCard:
-    """The card of the runner's model, with its costs as known now. `deepcache` is for jobs that do not say.
+    """Build the card of the runner's model, with its current cost estimates. `deepcache` is the default schedule.
 
-    `decisions` say which kernels run, and why no faster ones. May be called while the engine runs; raises KeyError or
-    RuntimeError if a curve changes during the call: then call again.
+    `decisions` explain the choice of kernels. May be called while the engine runs; raises KeyError or RuntimeError if a
+    cost curve changes during the call: then call again.
     """
     model = runner.model
     recorded, wanted = runner.execution.graphs
@@ -64,7 +64,7 @@ def image_card(
 def _steps(
     runner: ImageRunner, phase: str, sizes: Iterable[tuple[int, int]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds by size: of a forward of two rows; and of one row at the best width."""
+    """Seconds by size: of a forward of two rows, and of one row at the cheapest batch width."""
     groups = {_named(size): BatchGroup(phase, size) for size in sizes}
     solo_s = {size: runner.cost(group, 2) for size, group in groups.items()}
     return solo_s, {size: _best(runner, group, _WIDTHS) for size, group in groups.items()}

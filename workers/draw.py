@@ -1,6 +1,6 @@
 """Generates a list of images with its own engine for the CLI: keeps the engine full, shows progress, writes files.
 
-Imports no torch at module level: it is loaded before torch is.
+Imports no torch at module level, because the worker imports it before torch.
 """
 
 from __future__ import annotations

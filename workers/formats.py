@@ -1,6 +1,6 @@
 """Encodes a finished image as PNG, WebP or JPEG, with its parameters and fingerprint embedded.
 
-Imports no torch at module level: it is loaded before torch is.
+Imports no torch at module level, because the worker imports it before torch.
 """
 
 from __future__ import annotations

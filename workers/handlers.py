@@ -1,6 +1,6 @@
-"""Panels, one per modality: turn a job into engine requests, and their outputs into the job's result.
+"""Job handlers, one per modality: turn a job into engine requests, and their outputs into the job's result.
 
-Imports no torch at module level: it is loaded before torch is.
+Imports no torch at module level, because the worker imports it before torch.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def pictures(
 ) -> list[ImageParameters]:
     """The parameters of a job's images. Raises `Invalid`; the image runner checks their values.
 
-    `deepcache` and `fetch` are as for the panel. Raises `ArtifactError` if `fetch` does.
+    `deepcache` and `fetch` are as for the handler. Raises `ArtifactError` if `fetch` does.
     """
     if job.source is None:
         return job.pictures(deepcache)

@@ -22,7 +22,7 @@ from workers.store_retry import StoreRetry
 log = logging.getLogger(__name__)
 
 STUCK = 71  # exit code
-_TICKING_S = 1.5  # the engine's thread ticks twice a second, whatever its device does
+_TICKING_S = 1.5  # the engine's thread ticks twice a second, even while its device is busy
 _LOOK_S = 1.0
 _SHOWN_S = 3.0  # minimum validity of a card: a busy machine may send the next one late
 

@@ -148,11 +148,11 @@ class BoundedQoS(redis.QoS):
         self._queue = queue
 
     def can_consume(self) -> bool:
-        # A reply already requested is always read: it may be a message, which nobody else would get.
+        # A reply already requested is always read: it may be a message, which no other worker would get.
         return bool(self.channel._in_poll) or self._prefetch.room(self._queue)
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Record a message as unacknowledged, in Redis too; if Redis is full, the message is kept all the same."""
+        """Record a message as unacknowledged, in Redis too; if Redis is full, the message is kept nevertheless."""
         try:
             super().append(message, delivery_tag)  # type: ignore[no-untyped-call]
         except self.channel.ResponseError:

@@ -1,6 +1,6 @@
-"""What a worker runs: an engine, and for each queue a panel that turns jobs into the engine's requests.
+"""What a worker runs: an engine, and for each queue a job handler, which turns jobs into engine requests.
 
-Imports no torch at module level: it is loaded before torch is, as are the panels.
+Imports no torch at module level, because the worker imports it and the handlers before torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServingRuntime(Protocol):
 
 @dataclass(eq=False)
 class ModelRuntime:
-    """The engine configured by the settings, with its panels. Closing it ends the engine."""
+    """The engine that the settings configure, with its job handlers. Closing it ends the engine."""
 
     works: Runtime
     handlers: dict[str, JobHandler]
@@ -45,12 +45,12 @@ class ModelRuntime:
 
 
 def build_serving_runtime(works: Runtime) -> ModelRuntime:
-    """Add a panel for each modality that has a runner."""
+    """Add a handler for each modality that has a runner."""
     return ModelRuntime(works, handlers_of(works))
 
 
 def handlers_of(works: Runtime) -> dict[str, JobHandler]:
-    """A panel for each runner, by queue."""
+    """A handler for each runner, by queue."""
     settings = works.settings
 
     def fetch(key: str) -> bytes:

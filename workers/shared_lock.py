@@ -56,7 +56,7 @@ class SharedLock:
             self._on_change()
 
     def close(self) -> None:
-        """Admit nobody from now on, and release all waiters."""
+        """Reject all further entries, and release all waiters."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()

@@ -1,6 +1,6 @@
 """Reads the source image and mask of an edit from the artifact store into pixels.
 
-Reads only the PNGs that the API writes. Imports no torch at module level: it is loaded before torch is.
+Reads only the PNGs that the API writes. Imports no torch at module level, because the worker imports it before torch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ outcome, and a stale message is acknowledged.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,24 +15,23 @@ from contract.errors import Invalid
 from core import traces
 from core.artifacts import ArtifactError, Artifacts
 from core.batching.engine import Aborted, Closed, Engine, Expired
-from core.batching.request import Outcome, Request
 from core.batching.runner import OutOfMemory
 from core.jobs.broker import Envelope
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
 from core.logs import job_context, request_context
-from workers import expand
 from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.artifact_writer import ArtifactWriter
 from workers.checker import UnsafeImage
 from workers.delayed_requeue import DelayedRequeue
+from workers.job_executor import JobExecutor
 from workers.metrics import METER
 from workers.publisher import ProgressPublisher
 from workers.shared_lock import SharedLock
 from workers.store_retry import RetryAbandoned, StoreRetry
 
 if TYPE_CHECKING:
-    from workers.handlers import JobHandler, JobProgress
+    from workers.handlers import JobHandler
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +58,11 @@ class Tasks:
         self._shared_lock = shared_lock
         self._active_jobs = active_jobs
         self._publisher = publisher
-        self._artifacts = artifacts
         self._engine = engine
         self._handlers = handlers
         self._send = send
+        keep = lambda key: self._patiently(lambda: store.keep(key))  # noqa: E731
+        self._executor = JobExecutor(engine, handlers, publisher, lambda: ArtifactWriter(artifacts, keep))
         self._delayed_requeue = DelayedRequeue(self._post)
         self._draining = False
 
@@ -161,88 +160,13 @@ class Tasks:
                 f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
                 model=claim.model, worker=self._worker, **asked,
             ) as span:  # fmt: skip
-                outcome = self._end(work, self._make(work))
+                outcome = self._end(work, self._executor.run(work))
                 span.note(outcome=outcome)
                 if outcome in ("failed", "lost"):
                     span.fail(outcome)
             METER.ended(claim.modality, outcome, time.monotonic() - begun)
         finally:
             self._active_jobs.remove(work)
-
-    def _make(self, work: ActiveJob) -> dict[str, Any] | Exception:
-        """The job's result, or the reason for its failure."""
-        claim = work.claim
-        try:
-            handler = self._handlers[claim.modality]
-            if claim.model != handler.name:
-                raise Aborted("it was handed back by another, and is of another's model")
-            job = handler.read(claim.parameters)
-            wanted = handler.requests(job)
-            keep = lambda key: self._patiently(lambda: self._store.keep(key))  # noqa: E731
-            artifact_writer = ArtifactWriter(self._artifacts, keep)
-            deadline = self._deadline(claim)
-            started = time.monotonic()
-            if job.expand_prompt:
-                wanted = self._expanded(work, wanted, deadline)
-            with traces.span("engine", requests=len(wanted)):
-                made = work.make(self._requests(claim, wanted, handler.tally(wanted), deadline))
-            engine_s = time.monotonic() - started
-            if work.dropped:
-                raise Aborted("nobody waits for it any more")
-            result = handler.result(job, made, artifact_writer)
-            if job.expand_prompt:
-                result = expand.add_prompts(result, wanted)
-            work.artifacts = artifact_writer.keys
-            return {**result, "engine_s": round(engine_s, 6)}
-        except Exception as error:
-            return error
-
-    def _deadline(self, claim: Claim) -> float:
-        """The deadline on the engine's clock."""
-        left_s = claim.deadline_left_s
-        return math.inf if left_s is None else self._engine.clock() + left_s
-
-    def _expanded(self, work: ActiveJob, pictures: list[Any], deadline: float) -> list[Any]:
-        """The image parameters with prompts expanded by the text model. Raises as `ActiveJob.make`."""
-        claim = work.claim
-        requests = [
-            Request(
-                f"{claim.id}/{claim.attempt}/prompt-{index}/{claim.incarnation}", "text", wanted,
-                priority=claim.priority, deadline=deadline, tenant=claim.owner,
-            )
-            for index, wanted in enumerate(expand.expansion_requests(pictures, self._handlers.get("text")))
-        ]  # fmt: skip
-        try:
-            texts = work.make(requests)
-        except Invalid as error:
-            raise error.of(expand.FIELD) from error
-        return expand.expanded(pictures, [made.text for made in texts])
-
-    def _requests(self, claim: Claim, wanted: list[Any], tally: JobProgress, deadline: float) -> list[Request]:
-        if tally.written is not None:
-            tally.written.followed = claim.followed is True
-            tally.written.cumulative = not claim.incarnation
-
-        def listener(index: int) -> Callable[[Request, Outcome], None]:
-            def hear(_: Request, outcome: Outcome) -> None:
-                data = tally.take(index, outcome)
-                if data is not None:
-                    self._publisher.say(claim.id, claim.fence, data, outcome.preview, tally.written)
-
-            return hear
-
-        return [
-            Request(
-                f"{claim.id}/{claim.attempt}/{index}/{claim.incarnation}",
-                claim.modality,
-                parameters,
-                priority=claim.priority,
-                deadline=deadline,
-                listener=listener(index),
-                tenant=claim.owner,
-            )
-            for index, parameters in enumerate(wanted)
-        ]
 
     def _end(self, work: ActiveJob, made: dict[str, Any] | Exception) -> str:
         """Record the outcome, retrying through any outage, and return it as one word.

@@ -1,6 +1,6 @@
-"""The text panel: tokenizes a job's messages or prompts, and turns answers into the job's result.
+"""Handles text jobs: tokenizes messages or prompts, and turns the engine's answers into the job's result.
 
-Imports no torch at module level: it is loaded before torch is.
+Imports no torch at module level, because the worker imports it before torch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 _USUAL = 64  # tokens of an answer in the reported capacity
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # built from other fields of a job
+_OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # converted from the job's fields
 _PASSED = [one.name for one in fields(TextParameters) if hasattr(TextJob, one.name) and one.name not in _OTHERWISE]
 
 
 class TextJobHandler:
-    """Text: a job asks for n answers to each of its prompts, with consecutive seeds."""
+    """Handles text jobs: n answers to each prompt, with consecutive seeds."""
 
     def __init__(self, runner: TextRunner) -> None:
         self._runner = runner
         self.name = runner.model.name
         self.expansion_instruction = runner.model.expansion_instruction
-        # Not those alone that transformers calls special: a Llama's headers of turns are control tokens too.
+        # More than what transformers calls special: the turn headers of Llama models are control tokens too.
         added = runner.model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self._controls = [token.content for token in added if token.special]
 
@@ -67,7 +67,7 @@ class TextJobHandler:
         return TextJob.read(parameters)
 
     def requests(self, job: TextJob) -> list[TextParameters]:
-        """The requests of a job: those for its first prompt first. Raises `Invalid`."""
+        """The engine requests of a job, in the order of its prompts. Raises `Invalid`."""
         prompts = self._prompts(job)
         if type(job.n) is not int or not 1 <= job.n * len(prompts) <= MAX_CHOICES:
             raise Invalid("n", f"must be a whole number, and with all prompts at most {MAX_CHOICES} answers")
@@ -92,7 +92,7 @@ class TextJobHandler:
         return TextJobProgress(self, [request.max_tokens for request in requests])
 
     def result(self, job: TextJob, made: Sequence[GeneratedText], artifact_writer: ArtifactWriter) -> dict[str, Any]:
-        prompts = {text.prompt_tokens: text for text in made}  # answers to one prompt share its prefill
+        prompts = {text.prompt_tokens: text for text in made}  # answers to the same prompt share its prefill
         choices = [
             {
                 "text": text.text,
@@ -109,7 +109,7 @@ class TextJobHandler:
         }
 
     def logprobs(self, given: Sequence[Logprob]) -> list[dict[str, Any]]:
-        """In the jobs' form: a token is its text. The end token is left out, as it is not part of the text."""
+        """Log probabilities as stored in the job, with each token's text. The end token is left out."""
         return [
             {
                 "token": self._piece(one.token),
@@ -153,7 +153,7 @@ class TextJobHandler:
         return self._ids(text)
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        # Not through transformers' own call, which mutates the tokenizer and is not thread-safe.
+        # Not transformers' `__call__`, which mutates the tokenizer and is not thread-safe.
         return tuple(self._runner.model.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _plain(self, prompt: Any) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
 
 
 class TextJobProgress:
-    """A job's progress: token counts, and texts in pieces (`written`)."""
+    """A job's progress: token counts, and pieces of its texts (`written`)."""
 
     def __init__(self, handler: TextJobHandler, most: Sequence[int]) -> None:
         self._handler = handler

@@ -118,7 +118,7 @@ class Worker:
         self.say(state)
 
     def equip(self, equipment: ServingRuntime) -> None:
-        """From now on serve messages, for the queues that have a panel."""
+        """Serve messages from now on, of the queues that have a handler."""
         engine, settings = equipment.engine, self.settings
         self._equipment = equipment
         self._publisher = ProgressPublisher(self._store, self.store_retry, lambda: engine.ticks, self.active_jobs.drop)

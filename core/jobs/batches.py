@@ -36,7 +36,7 @@ class BatchRecord:
 
     `key` is its input's artifact, which outlives the file's record; `base` is the URL that the links in its output
     begin with; `errors` are those of an input file that cannot be used. `secret` derives the ids of its lines' jobs, so
-    that nobody can guess them; `place` is the byte offset of the next line in the file, None if it was not recorded.
+    that they cannot be guessed; `place` is the byte offset of the next line in the file, None if it was not recorded.
     """
 
     id: str
@@ -113,9 +113,7 @@ class BatchStore(RedisStore):
         self._advance = self._client.script("batches/advance")
         self._note = self._client.script("batches/note")
         self._turn = self._client.script("batches/turn")
-        self._take_turn = self._client.script("batches/take_turn")
         self._retention_ms = milliseconds(retention_s)
-        self._token = secrets.token_hex(8)
 
     @classmethod
     def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
@@ -193,10 +191,6 @@ class BatchStore(RedisStore):
         if self._client.hget(f"{PREFIX}batch:{id}", "status") not in LIVE:
             self._client.zrem(f"{PREFIX}batches", id)
 
-    def my_turn(self, ttl_s: float) -> bool:
-        """Take or keep the right to work on batches, for `ttl_s` from now. False: another process holds it."""
-        return bool(self._take_turn(self._token, round(1000 * ttl_s)))
-
     def under_way(self, id: str) -> dict[int, str]:
         """The live jobs, by line."""
         found: Any = self._client.hgetall(f"{PREFIX}batch_jobs:{id}")
@@ -232,6 +226,23 @@ class BatchStore(RedisStore):
         """Change a batch's status, if it still has the status of this reading. False: it has changed."""
         flat = [value for pair in {"status": status, **fields}.items() for value in pair]
         return bool(self._turn(batch.id, batch.status, *flat))
+
+
+class FeederLease(RedisStore):
+    """The lease of the one process that runs batches. Each instance is a holder of its own."""
+
+    def __init__(self, redis: RedisClient | str) -> None:
+        super().__init__(redis)
+        self._take_turn = self._client.script("batches/take_turn")
+        self._token = secrets.token_hex(8)
+
+    def acquire(self, ttl_s: float) -> bool:
+        """Take or renew the lease for `ttl_s` from now. False: another process holds it."""
+        return bool(self._take_turn(self._token, round(1000 * ttl_s)))
+
+    def release(self) -> None:
+        """Let the lease expire at once, if this process holds it or nobody does."""
+        self.acquire(0.001)
 
 
 def _place(line: int, place: int | None) -> str:

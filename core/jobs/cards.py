@@ -1,6 +1,6 @@
-"""Writes and reads the cards of models and workers as JSON with a version, and declares a worker's card.
+"""Declares worker cards, and reads and writes worker and model cards as versioned JSON.
 
-Imports no Redis, so that code which only builds a card does not need it; `core.jobs.registry` stores cards.
+Does not import Redis, so that code which only builds a card does not need it; `core.jobs.registry` stores cards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from core.jobs.unreadable import TALLY, VERSION, UnreadableRecord, check_version
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """A worker's last announcement.
+    """What a worker last announced about itself.
 
     `state` is "starting", "ready" or "draining", `message` its current activity, `started` seconds since the epoch;
     `in_flight` and `limits` count jobs by queue.
@@ -39,14 +39,14 @@ _WORKER = TypeAdapter(WorkerCard)
 
 
 def card_json(card: ModelCard | WorkerCard) -> dict[str, Any]:
-    """A card as it is kept, with the version of its form."""
+    """The stored form of a card, with its format version."""
     if not isinstance(card, WorkerCard):
         return {"v": VERSION, **to_data(card)}
     return {"v": VERSION, **asdict(replace(card, models=[])), "models": list(map(to_data, card.models))}
 
 
 def worker_card(id: str, raw: Any) -> WorkerCard:
-    """A worker's card from its JSON; a model in it that cannot be read is left out. Raises `UnreadableRecord`."""
+    """Read a worker card. Unreadable models in it are left out and counted. Raises `UnreadableRecord`."""
     _check("worker card", id, raw)
     given = raw.get("models", [])
     if not isinstance(given, list):
@@ -64,7 +64,7 @@ def worker_card(id: str, raw: Any) -> WorkerCard:
 
 
 def model_card(name: str, raw: Any) -> ModelCard:
-    """A model's card from its JSON. Raises `UnreadableRecord`."""
+    """Read a model card. Raises `UnreadableRecord`."""
     _check("model card", name, raw)
     try:
         return read_card(raw)

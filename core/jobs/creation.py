@@ -1,7 +1,7 @@
 """Encodes arguments and decodes answers of the script that creates a job.
 
 One script charges the rate limits, writes the record, pushes the message into the queue's list and returns the queue
-position, so that no record lacks its message and nobody is charged for a job that was not created. The message is
+position, so that every record has its message, and only created jobs are charged. The message is
 opaque here.
 """
 

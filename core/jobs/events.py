@@ -98,6 +98,43 @@ class _Follower:
                 return
 
 
+class _EventHistory:
+    """Reads the past events of single jobs, on two connections of its own. Retries while Redis is down."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client.asyncio(connections=2, answer_s=_BLOCK_S)
+        self._closed = False
+
+    async def close(self) -> None:
+        """Release the connections; calls in progress end with their next retry."""
+        self._closed = True
+        await self._client.aclose()
+
+    async def page(self, job_id: str, after: _Position) -> list[Event]:
+        """One page of events after a position; [] also once closed."""
+        key = keys.events(job_id)
+        answer = await self._ask(lambda: self._client.xread({key: _id(after)}, count=_PAGE))
+        return _events(answer[0][1]) if answer else []
+
+    async def ended(self, job_id: str, after: _Position, of: str) -> bool:
+        """Whether the terminal event is at or before a position, or the id now belongs to another job."""
+        answer = await self._ask(lambda: self._client.xrevrange(keys.events(job_id), count=1))
+        return any(
+            _later(event, of) if _others(event, of) else event.final and _position(event.id) <= after
+            for event in _events(answer or [])
+        )
+
+    async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a command, retrying while Redis is down; None once closed."""
+        pauses = _Backoff()
+        while not self._closed:
+            try:
+                return await command()
+            except (redis.RedisError, OSError):
+                await pauses.wait()
+        return None
+
+
 class EventReader:
     """Reads events for the event loop that starts it. Retries through Redis restarts until it is closed.
 
@@ -110,7 +147,7 @@ class EventReader:
         client = RedisClient.at(redis)
         self._waiting = client.asyncio(connections=1, answer_s=2 * _BLOCK_S)
         self._reading = client.asyncio(connections=1, answer_s=_BLOCK_S)
-        self._asking = client.asyncio(connections=2, answer_s=_BLOCK_S)
+        self._history = _EventHistory(client)
         self._notice = "$"
         self._followers: dict[str, set[_Follower]] = {}
         self._positions: dict[str, _Position] = {}  # everything up to and including it was delivered to all followers
@@ -130,11 +167,12 @@ class EventReader:
         self._closed = True
         for follower in [f for followers in self._followers.values() for f in followers]:
             follower.came.set()
+        await self._history.close()
         while self._tasks:
             for task in self._tasks:
                 task.cancel()  # repeated: a cancellation while redis-py connects may get lost
             await asyncio.wait(self._tasks, timeout=0.05)
-        for client in (self._waiting, self._reading, self._asking):
+        for client in (self._waiting, self._reading):
             await client.aclose()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -159,7 +197,7 @@ class EventReader:
     async def _subscribe(self, job_id: str, after: _Position, of: str) -> AsyncGenerator[Event, None]:
         start, whole = after, False
         while not whole:
-            past = await self._past(job_id, after)
+            past = await self._history.page(job_id, after)
             for event in past:
                 after = _position(event.id)
                 if _others(event, of):
@@ -170,7 +208,7 @@ class EventReader:
                 if event.final:
                     return
             whole = len(past) < _PAGE
-        if after == start and start > (0, 0) and await self._ended(job_id, start, of):
+        if after == start and start > (0, 0) and await self._history.ended(job_id, start, of):
             return
         follower = _Follower(after, of)
         self._attach(job_id, follower)
@@ -187,30 +225,6 @@ class EventReader:
                 await follower.came.wait()
         finally:
             self._detach(job_id, follower)
-
-    async def _past(self, job_id: str, after: _Position) -> list[Event]:
-        """One page of events after a position; [] also if the reader is closed."""
-        key = keys.events(job_id)
-        answer = await self._ask(lambda: self._asking.xread({key: _id(after)}, count=_PAGE))
-        return _events(answer[0][1]) if answer else []
-
-    async def _ended(self, job_id: str, after: _Position, of: str) -> bool:
-        """Whether the terminal event is at or before a position, or the id now belongs to another job."""
-        answer = await self._ask(lambda: self._asking.xrevrange(keys.events(job_id), count=1))
-        return any(
-            _later(event, of) if _others(event, of) else event.final and _position(event.id) <= after
-            for event in _events(answer or [])
-        )
-
-    async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a command, retrying while Redis is down; None if the reader is closed."""
-        pauses = _Backoff()
-        while not self._closed:
-            try:
-                return await command()
-            except (redis.RedisError, OSError):
-                await pauses.wait()
-        return None
 
     def _attach(self, job_id: str, follower: _Follower) -> None:
         self._followers.setdefault(job_id, set()).add(follower)

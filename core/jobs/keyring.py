@@ -99,7 +99,7 @@ class Keyring(RedisStore):
         return sorted((_key(json.loads(text)) for text in found.values()), key=lambda key: (key.created, key.id))
 
     def guard(self) -> AccessPolicy:
-        """Read who is admitted now."""
+        """Read the current access policy."""
         with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
             pipe.hgetall(keys.KEYS)
             pipe.get(keys.ACCESS)  # read after the keys: it is set before the last key is revoked

@@ -118,8 +118,7 @@ class JobLeases(RedisStore):
         return self._end(id, attempt, JobState.SUCCEEDED, "result", to_json(result), " ".join(dict.fromkeys(artifacts)))
 
     def keep(self, artifact: str, for_s: float | None = None, *, hold: bool = False) -> bool:
-        """Announce that an artifact is about to be written, so that nobody deletes it. False: it is being deleted; ask
-        again.
+        """Announce the write of an artifact, so that no sweep deletes it. False: it is being deleted; ask again.
 
         It is kept as long as a record that ends now, plus an hour; or for `for_s`, with `hold`, even if the job is
         erased.

@@ -103,7 +103,7 @@ class Reaper:
                 gone.append(artifact)
             self._store.gone(gone)
         except Exception as error:  # of the store or the artifact storage: undeleted ones are listed again
-            self._say("clear", f"what nobody names any more stays for now: {error}")
+            self._say("clear", f"unreferenced artifacts cannot be deleted yet: {error}")
             return False
         self._well("clear")
         return len(due) >= _LIMIT

@@ -16,7 +16,7 @@ from core.jobs.unreadable import UnreadableRecord, check_version
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_LONGEST_S = 1_000_000_000  # about thirty years: Lua's numbers stay exact
+_LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in Lua's numbers
 
 
 class JobState(StrEnum):
@@ -45,7 +45,7 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str | None) -> Any:
-    """The value that `to_json` serialized; None for an empty text."""
+    """Parse JSON; None for empty or absent text."""
     return json.loads(text) if text else None
 
 
@@ -63,15 +63,14 @@ def pairs(flat: Sequence[str]) -> dict[str, str]:
 class JobDraft:
     """A job to be created. `modality` is also the name of its queue.
 
-    `priority` is Celery's: 0 the most urgent, 9 the least. `deadline_s` counts from its creation; None: no deadline.
-    `work_ms` estimates how long one worker is busy with it. `owner` is whose it is: a key's id, or nobody's, which is
-    empty. `digest` tells apart what is asked for where a client chose the id: another digest says another job.
-    `keep_s`: for how long at least its record is kept once it has ended, however short the retention is.
-    `webhook` is who is told of its end: `url`, and the `base` of links. `inputs` are the keys of the artifacts that it
-    begins with: they are kept while it lives, and then as long as its record. `trace` is the traceparent of who asks
-    for it, or empty; `request_id` is that of the HTTP request, or empty. `followed` says whether somebody follows its
-    progress from the start: False, and none is told until `JobStore.follow`; None, and all is told but for what a text
-    comes to. Raises ValueError, naming the field.
+    `priority` is Celery's: 0 is the most urgent, 9 the least. `deadline_s` counts seconds from creation; None: no
+    deadline. `work_ms` estimates how long the job occupies one worker. `owner` is the id of a key; empty without keys.
+    `digest` identifies the request's content where the client chose the id: two jobs with equal ids and different
+    digests are different requests. `keep_s` is the minimum retention of the ended job's record, in seconds. `webhook`
+    holds the `url` that is notified of the end, and the `base` of links. `inputs` are the keys of source artifacts,
+    which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
+    `request_id` its HTTP request id; each may be empty. `followed`: True reports progress with pieces of text, None
+    without them, and False reports none until `JobStore.follow`. Raises ValueError, naming the field.
     """
 
     id: str
@@ -114,10 +113,10 @@ class JobDraft:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job's record as read. Times are seconds since the epoch on Redis's clock.
+    """A job's record. Times are seconds since the epoch on Redis's clock.
 
     `attempt` counts claims and fences writes: only the holder of the current attempt may write. `lost` counts workers
-    lost while running it; from some count on the job is `suspect` and runs alone. `progress` is the data of the current
+    lost while running it; above a threshold the job is `suspect` and runs alone. `progress` is the data of the current
     attempt's last progress event, `result` the output of a success, `error` has `code` and `message` if the job failed
     or expired. `worker` is the worker that runs it, or ran it last. `owner`, `digest` and `inputs` are the draft's.
     `incarnation` distinguishes it from all other jobs with this id; empty in records of versions without incarnations.
@@ -256,8 +255,7 @@ class ProgressReport:
 
     `attempt` is the claim's `fence`, or its bare number. `previews` are previews of its images: the image's index, and
     a small PNG in base64. `pieces` are new pieces of its texts (see `workers.stream_buffer`), sent in the event only;
-    with
-    `whole` they are the complete texts, and replace what was sent before.
+    with `whole` they are the complete texts, and replace those sent before.
     """
 
     id: str
@@ -270,7 +268,7 @@ class ProgressReport:
 
 @dataclass(frozen=True, slots=True)
 class ReportOutcome:
-    """Outcome of reports: ids whose attempt no longer runs, and ids that somebody follows."""
+    """Outcome of reports: ids whose attempt no longer runs (`stale`), and ids with followers."""
 
     stale: set[str]
     followed: set[str]

@@ -1,4 +1,4 @@
-"""Sweeps that find jobs nobody looks after; any process that can send messages and delete artifacts may run them."""
+"""Sweeps for passed deadlines, expired leases and lost messages; any process that can send messages may run them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.jobs.crashes import alone_from
 from core.jobs.record import milliseconds
 from core.jobs.unreadable import TALLY, UnreadableRecord
 
-_SILENCE_S = 5.0  # without any sweep: means that nobody could reach Redis
+_SILENCE_S = 5.0  # a longer gap between sweeps means that Redis was unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class JobUpkeep(RedisStore):
 
         At most `limit` jobs of each, and five times as many expired records. Several sweeps may run at once. Envelopes
         found count as sent: if the caller cannot send one, a later sweep finds it again. A sweep after a long gap
-        (Redis was down) extends every lease once, because nobody could renew it.
+        (Redis was down) extends every lease once, because no worker could renew it.
         """
         lists = [(queue, step, list_key(queue, step)) for queue in QUEUES for step in PRIORITY_STEPS]
         send, expired, failed, ended, unreadable = self._sweep(

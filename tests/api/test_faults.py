@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from api import cards, service
+from api import cards, job_follower
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
@@ -190,7 +190,7 @@ def test_what_redis_lost_when_it_came_back(
     world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """Up to a second of writes may be gone after a power cut. Nobody waits for ever for what was in them."""
-    monkeypatch.setattr(service, "_LOOK_S", 0.2)
+    monkeypatch.setattr(job_follower, "_LOOK_S", 0.2)
     api, worker = world
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(api.draw)
@@ -207,3 +207,15 @@ def test_what_redis_lost_when_it_came_back(
         told = answer.result(PATIENCE_S)
     check_error(told, 500, code="job_lost" if lost == "record" else "crashed")
     assert told.headers["x-should-retry"] == "false"
+
+
+def test_a_stream_ends_where_redis_lost_its_job(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_follower, "_LOOK_S", 0.2)
+    api, worker = world
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(api.draw, stream=True)
+        (id,) = eventually(worker.ids)
+        eventually(worker.messages)
+        worker.redis.delete(f"diptych:events:{id}", f"diptych:job:{id}")
+        told = answer.result(PATIENCE_S)
+    assert "event: error" in told.text and "The job's record is gone." in told.text

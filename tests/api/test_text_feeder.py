@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from api import batch_feeder, text_drafts
+from api import text_drafts
+from api.batch_collector import LARGE
 from api.batch_feeder import BatchFeeder
 from api.service import Service
 from api.text_drafts import CHAT
@@ -388,9 +389,9 @@ def test_what_is_large_lies_beside_redis(redis_url: str, folder: Path, scribe: S
     worker = BatchFeeder(desk.service)
     batch = desk.batch(*ask("a", "b", "c"))
     worker.work()
-    for length in (batch_feeder._LARGE, batch_feeder._LARGE, 1):
+    for length in (LARGE, LARGE, 1):
         scribe.write(scribe.take(scribe.next()), length)
-    assert worker._gather(*desk.service.batches.progress([batch.id])) == 0
+    assert worker._collector.collect(*desk.service.batches.progress([batch.id])) == 0
     noted = dict(desk.service.batches.results(batch.id))
     assert [set(result) for result in noted.values()] == [{"laid"}, {"laid"}, {"status_code", "request_id", "body"}]
     assert max(map(len, scribe.redis.hvals(f"diptych:batch_done:{batch.id}"))) < 1000
@@ -400,7 +401,7 @@ def test_what_is_large_lies_beside_redis(redis_url: str, folder: Path, scribe: S
     worker.work()
     done = desk.found(batch)
     assert (done.status, done.completed, done.failed) == ("completed", 2, 1)
-    assert [content(line) for line in desk.told(done.output_file)] == ["a" * batch_feeder._LARGE, "c"]
+    assert [content(line) for line in desk.told(done.output_file)] == ["a" * LARGE, "c"]
     (ill,) = desk.told(done.error_file)
     assert ill["custom_id"] == "c1" and ill["response"]["body"]["error"]["code"] == "artifact_unreadable"
     desk.close()

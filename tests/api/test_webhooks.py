@@ -5,10 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import http.server
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +19,10 @@ from api.webhooks import Unreachable, call, check
 from core.jobs.keyring import Keyring, webhook_secret
 from deployment.redis import RedisServer
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.http_server import Handler, LocalServer
 
 
-class Receiver:
+class Receiver(LocalServer):
     """A server that answers what it is told to, and remembers what it was told."""
 
     def __init__(self, *answers: int) -> None:
@@ -31,33 +30,14 @@ class Receiver:
         self.heard: list[tuple[str, dict[str, str], bytes]] = []
         receiver = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+        class Webhook(Handler):
+            def respond(self) -> None:
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 status = receiver.answers.pop(0) if receiver.answers else 204
-                receiver.heard.append((self.path, headers, body))
-                self.send_response(status)
-                if status in (301, 307):
-                    self.send_header("Location", f"{receiver.url}/elsewhere")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                receiver.heard.append((self.path, headers, self.body()))
+                self.answer(status, headers={"Location": f"{receiver.url}/elsewhere"} if status in (301, 307) else {})
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
-
-    def __enter__(self) -> Receiver:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(Webhook)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,11 @@ class Said(NamedTuple):
 class Shell:
     """Runs commands in this process, in a folder of their own."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("COLUMNS", "200")
+        for name in [name for name in os.environ if name.startswith("DIPTYCH_")]:
+            monkeypatch.delenv(name)
         self._capsys = capsys
         self.folder = folder
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.server
 import io
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from deployment.redis import free_port
 from llm.tiny import TINY
 from tests.cli.shell import Shell
+from tests.http_server import Handler, LocalServer
 from tests.llm import stage
 
 HERE = ("chat", "--text-model", TINY, "--max-tokens", "8", "--threads", "1")
@@ -66,23 +65,18 @@ def service() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Stands for a service: what it was asked, and an answer in two pieces, or an error for those without a key."""
     asked: list[dict[str, Any]] = []
 
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            allowed = self.headers["Authorization"] == "Bearer good"
-            self.send_response(200 if allowed else 401)
-            self.end_headers()
+    class Page(Handler):
+        def respond(self) -> None:
+            asked.append(json.loads(self.body()))
+            if self.headers["Authorization"] != "Bearer good":
+                self.answer(401, b'{"error": {"message": "A key must be given."}}')
+                return
             chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("Hel", "lo")]
-            pieces = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-            self.wfile.write(pieces.encode() if allowed else b'{"error": {"message": "A key must be given."}}')
+            pieces = [*map(json.dumps, chunks), "[DONE]"]
+            self.answer(200, "".join(f"data: {piece}\n\n" for piece in pieces).encode())
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
+    with LocalServer(Page) as server:
+        yield server.url, asked
 
 
 def test_it_talks_through_a_service(shell: Shell, service: tuple[str, list[dict[str, Any]]]) -> None:

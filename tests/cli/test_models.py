@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,25 +9,19 @@ import pytest
 from core.config import EMBEDDED_MODEL
 from deployment.redis import free_port
 from tests.cli.shell import Shell
+from tests.http_server import Handler, LocalServer
 
 
 @pytest.fixture(params=[b"<html>hello</html>", b"[]", b'{"data": 1}', b'{"data": [{"id": "gpt"}]}', b"\xff"])
 def stranger(request: pytest.FixtureRequest) -> Iterator[str]:
     """A server that is no Diptych."""
 
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(request.param)
+    class Page(Handler):
+        def respond(self) -> None:
+            self.answer(200, request.param)
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with LocalServer(Page) as server:
+        yield server.url
 
 
 def test_without_a_service_it_names_what_would_be_loaded(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,8 @@ Skipped where `make build/tools/.installed` was not called.
 
 from __future__ import annotations
 
-import http.server
 import json
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 
 from deployment.audit import report
 from tests.deployment.served import ROOT
+from tests.http_server import Handler, LocalServer
 
 TOOLS = ROOT / "build" / "tools" / "bin"
 pytestmark = pytest.mark.skipif(not (TOOLS / "pip-audit").exists(), reason="no tools here: make build/tools/.installed")
@@ -36,24 +35,13 @@ FLAW = {
 def service(request: pytest.FixtureRequest) -> Iterator[str]:
     """OSV's interface, which knows flaws of the packages named by the test."""
 
-    class Osv(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            found = {"vulns": [FLAW]} if asked["package"]["name"] in request.param else {}
-            body = json.dumps(found).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    class Osv(Handler):
+        def respond(self) -> None:
+            found = {"vulns": [FLAW]} if json.loads(self.body())["package"]["name"] in request.param else {}
+            self.answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Osv) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1/query"
-        server.shutdown()
+    with LocalServer(Osv) as server:
+        yield f"{server.url}/v1/query"
 
 
 def audit(url: str) -> subprocess.CompletedProcess[str]:

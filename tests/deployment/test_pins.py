@@ -5,11 +5,9 @@ Nothing leaves the machine. What needs `make build/tools/.installed` or Debian's
 
 from __future__ import annotations
 
-import http.server
 import json
 import shutil
 import subprocess
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ import pytest
 from deployment.pins import FILES, HEAD, Unresolved, digest_of, pin_images, pin_packages
 from deployment.redis import free_port
 from tests.deployment.served import ROOT, wait_until
+from tests.http_server import Handler, LocalServer
 from tests.test_install import wheel
 
 UV = ROOT / "build" / "tools" / "bin" / "uv"
@@ -72,18 +71,11 @@ def test_versions_stay_and_get_hashes(house: Path) -> None:
     assert not [path for path in house.iterdir() if path.name.startswith(".pins-")]
 
 
-class Tokens(http.server.BaseHTTPRequestHandler):
+class Tokens(Handler):
     """Gives anybody a token, as Docker Hub does."""
 
-    def do_GET(self) -> None:
-        body = json.dumps({"token": "anybody"}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+    def respond(self) -> None:
+        self.answer(200, json.dumps({"token": "anybody"}).encode())
 
 
 @pytest.fixture
@@ -93,9 +85,8 @@ def registry(tmp_path: Path) -> Iterator[str]:
     if program is None:
         pytest.skip("no registry here: apt install docker-registry")
     port = free_port()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Tokens) as tokens:
-        threading.Thread(target=tokens.serve_forever, daemon=True).start()
-        realm = f"http://127.0.0.1:{tokens.server_port}/token"
+    with LocalServer(Tokens) as tokens:
+        realm = f"{tokens.url}/token"
         (tmp_path / "registry.yml").write_text(
             f"version: 0.1\nlog: {{level: error}}\n"
             f"storage: {{filesystem: {{rootdirectory: {tmp_path / 'registry'}}}}}\n"
@@ -110,7 +101,6 @@ def registry(tmp_path: Path) -> Iterator[str]:
         finally:
             process.kill()
             process.wait()
-            tokens.shutdown()
 
 
 def listens(port: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,7 @@ QUICK = ["--model", tiny.TINY, "--steps", "2", "--threads", "1", "--lens", str(C
 
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    for name in [name for name in os.environ if name.startswith("DIPTYCH_")]:
-        monkeypatch.delenv(name)
-    return Shell(capsys, tmp_path)
+    return Shell(capsys, tmp_path, monkeypatch)
 
 
 def table(folder: Path, captions: tuple[str, ...] = CAPTIONS) -> Path:

@@ -17,7 +17,7 @@ from rich.console import Console
 from contract.image import ImageParameters
 from evaluation import generate
 from evaluation.captions import Caption
-from evaluation.run import Run
+from evaluation.run import RunWriter
 from evaluation.sources import Drawn
 
 DRAFT = ImageParameters("", 0, 8, 8, steps=4)
@@ -63,9 +63,9 @@ class Counting:
         raise NotImplementedError
 
 
-def draw(run: Run, source: Counting, console: Console) -> generate.Outcome:
+def draw(writer: RunWriter, source: Counting, console: Console) -> generate.Outcome:
     with generate.bars(console) as progress:
-        return generate.draw(run, source, DRAFT, 100, progress)
+        return generate.draw(writer, source, DRAFT, 100, progress)
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def console() -> Console:
 
 def test_it_keeps_the_source_full_and_no_fuller(tmp_path: Path, console: Console) -> None:
     source = Counting(6)
-    with Run.draw_into(tmp_path / "r", {}, CAPTIONS) as run:
-        assert draw(run, source, console) == (0, [])
-        assert not run.missing and run.drawn_by["model"] == "m"
+    with RunWriter(tmp_path / "r", {}, CAPTIONS) as writer:
+        assert draw(writer, source, console) == (0, [])
+        assert not writer.run.missing and writer.run.drawn_by["model"] == "m"
     assert source.most == 6
     assert [(one.prompt, one.seed) for one in source.asked] == [(f"picture {k}", 100 + k) for k in range(30)]
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -85,23 +85,23 @@ def test_it_keeps_the_source_full_and_no_fuller(tmp_path: Path, console: Console
 
 
 def test_a_failure_costs_its_own_picture_and_is_tried_again(tmp_path: Path, console: Console) -> None:
-    with Run.draw_into(tmp_path / "r", {}, CAPTIONS) as run:
-        assert draw(run, Counting(4, {"picture 7", "picture 29"}), console).failed == 2
+    with RunWriter(tmp_path / "r", {}, CAPTIONS) as writer:
+        assert draw(writer, Counting(4, {"picture 7", "picture 29"}), console).failed == 2
     assert "7: FloatingPointError: NaN" in console.file.getvalue()  # type: ignore[attr-defined]
-    with Run.draw_into(tmp_path / "r", {}, CAPTIONS) as run:
-        assert [caption.index for caption in run.missing] == [7, 29]
+    with RunWriter(tmp_path / "r", {}, CAPTIONS) as writer:
+        assert [caption.index for caption in writer.run.missing] == [7, 29]
         again = Counting(1)
-        draw(run, again, console)
-        assert [one.seed for one in again.asked] == [107, 129] and not run.missing
-        assert run.records[7].session == 1 and run.records[8].session == 0
+        draw(writer, again, console)
+        assert [one.seed for one in again.asked] == [107, 129] and not writer.run.missing
+        assert writer.run.records[7].session == 1 and writer.run.records[8].session == 0
 
 
 def test_what_drew_otherwise_is_told(tmp_path: Path, console: Console) -> None:
-    with Run.draw_into(tmp_path / "r", {}, CAPTIONS[:20]) as run:
-        draw(run, Counting(5), console)
-    (tmp_path / "r" / "pictures" / run.records[4].file).unlink()
-    with Run.draw_into(tmp_path / "r", {}, CAPTIONS[:20]) as run:
-        outcome = draw(run, Counting(1, threads="8 threads"), console)
+    with RunWriter(tmp_path / "r", {}, CAPTIONS[:20]) as writer:
+        draw(writer, Counting(5), console)
+    (tmp_path / "r" / "pictures" / writer.run.records[4].file).unlink()
+    with RunWriter(tmp_path / "r", {}, CAPTIONS[:20]) as writer:
+        outcome = draw(writer, Counting(1, threads="8 threads"), console)
     assert outcome.notes == ["pictures differ in device: '2 threads' and '8 threads'"]
 
 
@@ -113,7 +113,7 @@ def test_a_png_without_a_fingerprint_has_none() -> None:
 
 def test_a_log_is_told_how_far_it_is(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "_EVERY_S", 0.0)
-    with Run.draw_into(tmp_path / "r", {}, CAPTIONS) as run:
-        draw(run, Counting(10), console)
+    with RunWriter(tmp_path / "r", {}, CAPTIONS) as writer:
+        draw(writer, Counting(10), console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(f"{done} of 30 pictures" in said for done in (10, 20, 30)) and "min left" in said

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from evaluation.captions import Caption
-from evaluation.run import Run, RunError
+from evaluation.run import Run, RunError, RunWriter
 
 CAPTIONS = [Caption(k, f"id{k}", f"a caption of {k}") for k in range(5)]
 SETTINGS = {"model": "m", "steps": 20, "seed_offset": 7}
@@ -27,9 +27,11 @@ def png(number: int) -> bytes:
 
 
 def filled(folder: Path, count: int = 5) -> Path:
-    with Run.draw_into(folder, SETTINGS, CAPTIONS) as run:
+    with RunWriter(folder, SETTINGS, CAPTIONS) as writer:
         for caption in CAPTIONS[:count]:
-            run.add(caption, 7 + caption.index, f"{caption.index:05d}.png", png(caption.index), session=0, seconds=1.0)
+            writer.add(
+                caption, 7 + caption.index, f"{caption.index:05d}.png", png(caption.index), session=0, seconds=1.0
+            )
     return folder
 
 
@@ -48,10 +50,12 @@ def test_a_torn_log_costs_no_more_than_its_last_line(cut: int, tmp_path_factory:
     kept = whole[: max(0, len(whole) - cut)]
     log.write_bytes(kept)
     left = kept.count(b"\n")
-    with Run.draw_into(folder, SETTINGS, CAPTIONS) as run:
-        assert sorted(run.records) == list(range(left))
-        for caption in run.missing:
-            run.add(caption, 7 + caption.index, f"{caption.index:05d}.png", png(caption.index), session=1, seconds=1.0)
+    with RunWriter(folder, SETTINGS, CAPTIONS) as writer:
+        assert sorted(writer.run.records) == list(range(left))
+        for caption in writer.run.missing:
+            writer.add(
+                caption, 7 + caption.index, f"{caption.index:05d}.png", png(caption.index), session=1, seconds=1.0
+            )
     again = Run.read(folder)
     assert [again.records[k].sha256 for k in range(5)] == [Run.read(folder).records[k].sha256 for k in range(5)]
     assert len(log.read_bytes().splitlines()) == 5
@@ -67,15 +71,15 @@ def test_a_picture_that_is_not_what_was_recorded_is_drawn_again(harm: str, tmp_p
         path.write_bytes(png(99) if harm == "changed" else path.read_bytes()[:-8])
     with pytest.raises(RunError, match="1 of 5 pictures are not drawn"):
         Run.read(folder)
-    with Run.draw_into(folder, SETTINGS, CAPTIONS) as run:
-        assert [caption.index for caption in run.missing] == [2]
+    with RunWriter(folder, SETTINGS, CAPTIONS) as writer:
+        assert [caption.index for caption in writer.run.missing] == [2]
 
 
 def test_half_a_picture_is_taken_away(tmp_path: Path) -> None:
     folder = filled(tmp_path / "r", 2)
     part = folder / "pictures" / ".0123456789abcdef.part"
     part.write_bytes(b"half")
-    with Run.draw_into(folder, SETTINGS, CAPTIONS):
+    with RunWriter(folder, SETTINGS, CAPTIONS):
         assert not part.exists()
 
 
@@ -94,48 +98,50 @@ def test_other_settings_are_refused_by_name(
 ) -> None:
     folder = filled(tmp_path / "r")
     with pytest.raises(RunError) as refused:
-        Run.draw_into(folder, settings, captions)
+        RunWriter(folder, settings, captions)
     assert said in str(refused.value) and str(folder) in str(refused.value)
-    with Run.draw_into(folder, SETTINGS, CAPTIONS) as run:  # and it is not left locked
-        assert not run.missing
+    with RunWriter(folder, SETTINGS, CAPTIONS) as writer:  # and it is not left locked
+        assert not writer.run.missing
 
 
 def test_settings_may_change_as_long_as_nothing_is_drawn(tmp_path: Path) -> None:
-    Run.draw_into(tmp_path / "r", SETTINGS | {"model": "misspelt"}, CAPTIONS).close()
-    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS[:2]) as run:
-        assert run.settings["model"] == "m" and len(run.missing) == 2
+    RunWriter(tmp_path / "r", SETTINGS | {"model": "misspelt"}, CAPTIONS).close()
+    with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS[:2]) as writer:
+        assert writer.run.settings["model"] == "m" and len(writer.run.missing) == 2
 
 
 def test_another_model_is_refused_and_other_threads_are_told(tmp_path: Path) -> None:
     printed = {"model": "m", "weights": "w", "precision": "fp32", "device": "cpu 2 threads"}
-    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run:
-        assert run.confirm(printed) == []
-        assert run.confirm(printed | {"device": "cpu 4 threads"}) == [
+    with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS) as writer:
+        assert writer.confirm(printed) == []
+        assert writer.confirm(printed | {"device": "cpu 4 threads"}) == [
             "pictures differ in device: 'cpu 2 threads' and 'cpu 4 threads'"
         ]
         with pytest.raises(RunError, match="weights is 'w' there, 'v' here"):
-            run.confirm(printed | {"weights": "v"})
-        run.add(CAPTIONS[0], 7, "0.png", png(0), session=0, seconds=0.0)
-    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run, pytest.raises(RunError, match="precision"):
-        run.confirm(printed | {"precision": "int8"})
+            writer.confirm(printed | {"weights": "v"})
+        writer.add(CAPTIONS[0], 7, "0.png", png(0), session=0, seconds=0.0)
+    with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS) as writer, pytest.raises(RunError, match="precision"):
+        writer.confirm(printed | {"precision": "int8"})
 
 
 def test_pictures_of_an_older_version_may_be_joined_and_what_they_do_not_tell_is_told(tmp_path: Path) -> None:
     older = {"model": "m", "weights": "w", "precision": "fp32", "device": "cpu", "torch": "2.12"}
     newer = older | {"torch": "2.13", "version": "0.2.0", "code": "c", "kernels": "avx2 d", "compiler": "g++ 12"}
-    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run:
-        assert run.confirm(older) == []
-        assert run.confirm(newer) == [
+    with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS) as writer:
+        assert writer.confirm(older) == []
+        assert writer.confirm(newer) == [
             "pictures differ in torch: '2.12' and '2.13'",
             "an older version drew some pictures, whose fingerprints do not hold code, compiler, kernels, version",
         ]
-    with Run.draw_into(tmp_path / "s", SETTINGS, CAPTIONS) as run:
-        assert run.confirm(newer) == []
-        assert run.confirm(newer | {"code": "e"}) == ["pictures differ in code: 'c' and 'e'"]
+    with RunWriter(tmp_path / "s", SETTINGS, CAPTIONS) as writer:
+        assert writer.confirm(newer) == []
+        assert writer.confirm(newer | {"code": "e"}) == ["pictures differ in code: 'c' and 'e'"]
         left = {name: value for name, value in newer.items() if name != "compiler"}
-        assert run.confirm(left) == ["pictures differ in compiler: 'g++ 12' and None"], "not every one has each field"
+        assert writer.confirm(left) == ["pictures differ in compiler: 'g++ 12' and None"], (
+            "not every one has each field"
+        )
         with pytest.raises(RunError, match="weights"):
-            run.confirm(older | {"weights": "v"})
+            writer.confirm(older | {"weights": "v"})
 
 
 @pytest.mark.parametrize(
@@ -167,7 +173,7 @@ def test_damage_is_named_by_file_and_line(harm: str, said: str, tmp_path: Path) 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"mine")
     with pytest.raises(RunError, match="something else than a run"):
-        Run.draw_into(tmp_path, SETTINGS, CAPTIONS)
+        RunWriter(tmp_path, SETTINGS, CAPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
     with pytest.raises(RunError, match="is no run"):
         Run.read(tmp_path)
@@ -176,25 +182,25 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_two_processes_do_not_draw_into_one_folder(tmp_path: Path) -> None:
     folder = filled(tmp_path / "r", 1)
     with FileLock(folder / "run.lock"), pytest.raises(RunError, match="another process"):
-        Run.draw_into(folder, SETTINGS, CAPTIONS)
+        RunWriter(folder, SETTINGS, CAPTIONS)
 
 
 def test_a_full_disk_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = os.write
-    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run, monkeypatch.context() as patch:
+    with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS) as writer, monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: written(fd, data[:10]))
         with pytest.raises(OSError, match="half a line"):
-            run.add(CAPTIONS[0], 7, "0.png", png(0), session=0, seconds=0.0)
-    with Run.draw_into(tmp_path / "r", SETTINGS, CAPTIONS) as run:
-        assert len(run.missing) == 5
+            writer.add(CAPTIONS[0], 7, "0.png", png(0), session=0, seconds=0.0)
+    with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS) as writer:
+        assert len(writer.run.missing) == 5
 
 
 def test_speed_is_counted_while_the_engine_is_full(tmp_path: Path) -> None:
     captions = [Caption(k, str(k), "x") for k in range(40)]
-    with Run.draw_into(tmp_path / "r", SETTINGS, captions) as run:
+    with RunWriter(tmp_path / "r", SETTINGS, captions) as writer:
         for caption in captions:  # the first comes late, then two a second
             seconds = 100 + caption.index / 2
-            run.add(caption, 0, f"{caption.index}.png", png(0), session=0, seconds=seconds)
+            writer.add(caption, 0, f"{caption.index}.png", png(0), session=0, seconds=seconds)
             if caption.index == 10:
-                assert run.speed() is None
-        assert run.speed() == pytest.approx(2.0)
+                assert writer.run.speed() is None
+        assert writer.run.speed() == pytest.approx(2.0)

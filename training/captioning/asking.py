@@ -72,7 +72,7 @@ class Question:
         return self.prompt is None
 
     def fields(self) -> dict[str, Any]:
-        """The request's fields, for a local text model and the API."""
+        """The request's fields, for the engine's text handler and for the API."""
         common = {
             "seed": self.seed, "temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens,
         }  # fmt: skip

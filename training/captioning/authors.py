@@ -28,7 +28,7 @@ class Author(Protocol):
     width: int
     name: str
     chat: bool  # whether it has a chat template
-    expansion_instruction: str  # that the model was trained to expand prompts by; "" where it was not
+    expansion_instruction: str  # the system message of its prompt expansion; "": it was not trained for that
 
     @property
     def about(self) -> dict[str, Any]:

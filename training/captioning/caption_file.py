@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
@@ -106,8 +105,8 @@ class CaptionFile:
         lines = data.split(b"\n")[:-1]  # the last element is torn, or empty
         if not lines:
             return
-        head = self._read_head(lines[0])
-        self.rows = [self._read_row(number, line) for number, line in enumerate(lines[1:])]
+        head = _read_head(self.part, lines[0])
+        self.rows = [_read_row(self.part, number, line) for number, line in enumerate(lines[1:])]
         if not self.made:  # a command that wrote nothing must not block a corrected one
             self.rows = []
             return
@@ -133,25 +132,6 @@ class CaptionFile:
         if digest != whole:
             raise CaptionFileError(f"{self.out} was changed after it was written; name another file")
         return settings
-
-    def _read_head(self, line: bytes) -> dict[str, Any]:
-        try:
-            head = json.loads(line)
-            version, _, _ = head["version"], dict(head["settings"]), dict(head["written_by"])
-        except (ValueError, KeyError, TypeError):
-            raise CaptionFileError(f"{self.part}: line 1 is no head of such a file; remove it") from None
-        if version != VERSION:
-            raise CaptionFileError(f"{self.part}: has version {version}, this program reads {VERSION}; remove it")
-        return dict(head)
-
-    def _read_row(self, index: int, line: bytes) -> Row:
-        try:
-            row = Row(**json.loads(line))
-            if row.index == index:
-                return row
-        except (ValueError, TypeError):
-            pass
-        raise CaptionFileError(f"{self.part}: line {index + 2} is not row {index}; remove the file")
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -203,10 +183,29 @@ class CaptionFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _read_head(part: Path, line: bytes) -> dict[str, Any]:
+    try:
+        head = json.loads(line)
+        version, _, _ = head["version"], dict(head["settings"]), dict(head["written_by"])
+    except (ValueError, KeyError, TypeError):
+        raise CaptionFileError(f"{part}: line 1 is no head of such a file; remove it") from None
+    if version != VERSION:
+        raise CaptionFileError(f"{part}: has version {version}, this program reads {VERSION}; remove it")
+    return dict(head)
+
+
+def _read_row(part: Path, index: int, line: bytes) -> Row:
+    try:
+        row = Row(**json.loads(line))
+        if row.index == index:
+            return row
+    except (ValueError, TypeError):
+        pass
+    raise CaptionFileError(f"{part}: line {index + 2} is not row {index}; remove the file")
 
 
 def _refuse_differences(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

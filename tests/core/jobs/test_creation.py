@@ -12,7 +12,8 @@ from core.jobs.record import JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore
 from core.jobs.webhooks import WebhookQueue
 from tests.core.jobs.books import Books
-from tests.core.jobs.test_events import collect, reading, run
+from tests.core.jobs.loops import followed, run
+from tests.core.jobs.test_events import collect, reading
 
 
 @pytest.fixture
@@ -131,8 +132,7 @@ def test_followers_are_of_one_job(store: JobStore, redis_url: str) -> None:
             stream = reader.subscribe("logo", "0", old.incarnation)
             assert (await anext(stream)).type == "queued"
             waits = asyncio.ensure_future(anext(stream, None))
-            while not reader._followers:
-                await asyncio.sleep(0.01)
+            await followed(reader)
             store.erase("logo")
             new = store.create(draft())
             rest = [await waits, *[event async for event in stream]]
@@ -140,8 +140,7 @@ def test_followers_are_of_one_job(store: JobStore, redis_url: str) -> None:
             task = asyncio.create_task(collect_of(reader, new.incarnation))
             late = asyncio.create_task(collect_of(reader, old.incarnation))
             assert await late == []
-            while not reader._followers:
-                await asyncio.sleep(0.01)
+            await followed(reader)
             await asyncio.to_thread(store.claim, "logo", "ada")
             await asyncio.to_thread(store.succeed, "logo", 1, {})
             assert await task == ["queued", "running", "succeeded"]

@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,15 +18,7 @@ from core.jobs.events import Event, EventReader
 from core.jobs.record import JobDraft, ProgressReport, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
-
-PATIENCE_S = 120.0  # no test is decided by it
-
-
-def run(work: Callable[[], Awaitable[Any]]) -> Any:
-    async def bounded() -> Any:
-        return await asyncio.wait_for(work(), PATIENCE_S)
-
-    return asyncio.run(bounded())
+from tests.core.jobs.loops import PATIENCE_S, followed, run
 
 
 @asynccontextmanager
@@ -230,8 +222,7 @@ def test_every_newcomer_is_noticed(
                 id = make(store)
                 task = asyncio.create_task(collect(reader, id))
                 other = asyncio.create_task(collect(reader, id))
-                while len(reader._followers.get(id, ())) < 2:
-                    await asyncio.sleep(0.01)
+                await followed(reader, 2)
                 store.cancel(id)
                 assert [event.type for event in await task] == ["queued", "cancelled"]
                 assert await task == await other
@@ -270,8 +261,7 @@ def test_stream_that_does_not_exist_yet(store: JobStore, redis_url: str) -> None
     async def work() -> None:
         async with reading(redis_url) as reader:
             task = asyncio.create_task(collect(reader, id))
-            while not reader._followers:
-                await asyncio.sleep(0.01)
+            await followed(reader)
             await asyncio.to_thread(store.create, JobDraft(id, "text", "emoji-lm", {}))
             await asyncio.to_thread(store.cancel, id)
             assert [event.type for event in await task] == ["queued", "cancelled"]
@@ -340,8 +330,7 @@ def test_slow_subscriber_misses_progress_alone(store: JobStore, redis_url: str, 
             first = await anext(slow)
             # It follows, and then does nothing while everything happens.
             second = asyncio.ensure_future(anext(slow))
-            while not reader._followers:
-                await asyncio.sleep(0.01)
+            await followed(reader)
             fast = asyncio.create_task(collect(reader, id))
             await asyncio.to_thread(writes)
             everything = await fast
@@ -368,8 +357,7 @@ def test_full_redis(store: JobStore, redis_url: str, full: redis.Redis) -> None:
         async with reading(redis_url) as reader:
             full.config_set("maxmemory", 1)
             task = asyncio.create_task(collect(reader, id))
-            while not reader._followers:
-                await asyncio.sleep(0.01)
+            await followed(reader)
             await asyncio.to_thread(store.cancel, id)
             assert [event.type for event in await task] == ["queued", "cancelled"]
 
@@ -386,8 +374,7 @@ def test_close_ends_subscriptions(store: JobStore, redis_url: str, client: redis
         waiting = asyncio.create_task(collect(reader, id))
         held = reader.subscribe(id)  # one that has fetched an event, and is closed before it asks for the next
         await anext(held)
-        while not reader._followers:
-            await asyncio.sleep(0.01)
+        await followed(reader)
         await reader.close()
         assert [event.type for event in await waiting] == ["queued"]
         assert [event async for event in held] == []
@@ -460,8 +447,7 @@ def test_what_sends_no_notices_is_found_all_the_same(
     async def work() -> None:
         async with reading(redis_url) as reader:
             task = asyncio.create_task(collect(reader, id))
-            while not reader._followers:
-                await asyncio.sleep(0.01)
+            await followed(reader)
             for type, data in (("running", '{"attempt":1}'), ("progress", '{"step":1}'), ("succeeded", "{}")):
                 client.xadd(f"diptych:events:{id}", {"type": type, "data": data})
             assert [event.type for event in await task] == ["queued", "running", "progress", "succeeded"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,17 +24,10 @@ from core.jobs.submissions import Submissions
 from deployment.redis import RedisServer
 from tests.core import refusals
 from tests.core.jobs import books
+from tests.core.jobs.loops import PATIENCE_S, run
 from tests.core.jobs.severed import Severed
 
-PATIENCE_S = 120.0  # no test is decided by it
 REQUESTS = RateLimitCost("1000/hour", "key", "requests")
-
-
-def run(work: Callable[[], Awaitable[Any]]) -> Any:
-    async def bounded() -> Any:
-        return await asyncio.wait_for(work(), PATIENCE_S)
-
-    return asyncio.run(bounded())
 
 
 @asynccontextmanager

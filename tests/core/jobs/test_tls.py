@@ -122,7 +122,7 @@ def test_a_server_that_somebody_else_vouches_for_is_told_no_password(
 
     async def ask() -> None:
         with pytest.raises((redis.ConnectionError, OSError)):
-            await EventReader(wrong)._asking.ping()
+            await EventReader(wrong)._reading.ping()
 
     asyncio.run(ask())
     assert passwords_told(encrypted) == before + 1, "but ours"
