@@ -189,7 +189,11 @@ class _Bench:
     def acceptance(self) -> float | None:
         """The share of guesses that were right."""
         runner = self._speculating
-        return round(runner.accepted / runner.guessed, 3) if runner is not None and runner.guessed else None
+        return (
+            round(runner.guessing.accepted / runner.guessing.guessed, 3)
+            if runner is not None and runner.guessing.guessed
+            else None
+        )
 
     # -- transformers ----------------------------------------------------------------------------------------------
 

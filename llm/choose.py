@@ -75,20 +75,31 @@ def choose(
         return [SampledTokens([best[ask.first]], []) for ask in asked]
     told = _told(logits, asked)
     adjusted, refused = _adjust_(logits, asked)
-    made: list[list[int]] = [[] for _ in asked]
-    anew = [i for i, ask in enumerate(asked) if ask.work.settings is None and ask.first in adjusted]
-    again = logits[[asked[i].first for i in anew]].argmax(-1).tolist() if anew else []
-    for i, token in zip(anew, again, strict=True):
-        made[i] = [token]
-    for i, ask in enumerate(asked):
-        if ask.work.settings is None and not made[i]:
-            made[i] = agreed(ask.guess.tokens, list(best[ask.first : ask.first + len(ask.guess.tokens) + 1]))
-    drawn = [i for i, ask in enumerate(asked) if ask.work.settings is not None]
-    if drawn:
-        for i, tokens in zip(drawn, _drawn(logits, [asked[i] for i in drawn]), strict=True):
-            made[i] = tokens
-    chosen = [SampledTokens(t, _logprobs(told[i], asked[i], t) if i in told else []) for i, t in enumerate(made)]
+    made = _greedy(logits, asked, best, adjusted) | _sampled(logits, asked)
+    chosen = [
+        SampledTokens(made[i], _logprobs(told[i], ask, made[i]) if i in told else []) for i, ask in enumerate(asked)
+    ]
     return [refused.get(i, one) for i, one in enumerate(chosen)]
+
+
+def _greedy(
+    logits: Tensor, asked: Sequence[SampleRequest], best: Sequence[int], adjusted: set[int]
+) -> dict[int, list[int]]:
+    """The next tokens of greedy requests, by their place in `asked`; `best` is anew where logits were adjusted."""
+    greedy = [i for i, ask in enumerate(asked) if ask.work.settings is None]
+    anew = [i for i in greedy if asked[i].first in adjusted]
+    again = logits[[asked[i].first for i in anew]].argmax(-1).tolist() if anew else []
+    made = {i: [token] for i, token in zip(anew, again, strict=True)}
+    for i in greedy:
+        if i not in made:
+            made[i] = agreed(asked[i].guess.tokens, [best[row] for row in asked[i].rows])
+    return made
+
+
+def _sampled(logits: Tensor, asked: Sequence[SampleRequest]) -> dict[int, list[int]]:
+    """The next tokens of all other requests, by their place in `asked`."""
+    drawn = [i for i, ask in enumerate(asked) if ask.work.settings is not None]
+    return dict(zip(drawn, _drawn(logits, [asked[i] for i in drawn]), strict=True)) if drawn else {}
 
 
 def _drawn(logits: Tensor, asked: Sequence[SampleRequest]) -> list[list[int]]:

@@ -49,6 +49,20 @@ def _part(count, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr):  
     return tl.maximum(PART, (count + PARTS * UNIT - 1) // (PARTS * UNIT) * UNIT)
 
 
+@kernel()
+def _store_whole(  # type: ignore[no-untyped-def]
+    out, inverse, made, total, rows, heads, channel, real, D: tl.constexpr, OUT_INT8: tl.constexpr
+):
+    """The result of a sequence that is one part: `made` by the sum of weights, `real` heads only."""
+    y = made / tl.maximum(total, 1e-30)[:, None]
+    to = rows[:, None] * D + channel[None]
+    if inverse is not None:
+        y *= tl.load(inverse + heads[:, None] * D + channel[None], real[:, None], other=0.0)
+        tl.store(out + to, levels(y, OUT_INT8), real[:, None])
+    else:
+        tl.store(out + to, y.to(out.dtype.element_ty), real[:, None])
+
+
 @kernel("table_stride")
 def _parts(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made_parts, largest,
@@ -100,13 +114,7 @@ def _parts(  # type: ignore[no-untyped-def]
             top = above
         real = group < G
         if REACH == 1:
-            y = made / tl.maximum(total, 1e-30)[:, None]
-            to = (row * H + heads)[:, None] * D + channel[None]
-            if inverse is not None:
-                y *= tl.load(inverse + heads[:, None] * D + channel[None], real[:, None], other=0.0)
-                tl.store(out + to, levels(y, OUT_INT8), real[:, None])
-            else:
-                tl.store(out + to, y.to(out.dtype.element_ty), real[:, None])
+            _store_whole(out, inverse, made, total, row * H + heads, heads, channel, real, D, OUT_INT8)
         else:
             at = (place * H + heads) * REACH + split
             tl.store(made_parts + at[:, None] * D + channel[None], made, real[:, None])

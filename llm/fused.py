@@ -54,16 +54,10 @@ class FusedLinear:
     @classmethod
     def of(cls, *layers: nn.Module) -> FusedLinear:
         """Raises ValueError for layers that cannot be one product. They become views of its tensors."""
-        kinds = {type(layer) for layer in layers}
-        if len(kinds) != 1 or not kinds <= {nn.Linear, Int8Linear, Fp8Linear}:
-            raise ValueError(f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} are not one product")
+        _check_one_product(layers)
         found: list[Any] = list(layers)
         first = found[0]
         quantized = not isinstance(first, nn.Linear)
-        if quantized and not all(torch.equal(first.inverse, layer.inverse) for layer in found):
-            raise ValueError("layers that read one input have different scales for it")
-        if len({layer.bias is None for layer in found}) != 1:
-            raise ValueError("of layers that read one input some have a bias and some have none")
         weight = first.weight.detach()
         if len(found) > 1:
             weight = _beside([layer.weight.detach() for layer in found])
@@ -250,6 +244,16 @@ def _tile(x: Tensor, columns: int) -> Tile | None:
     rows, depth = x.shape
     name, processors = torch.cuda.get_device_name(x.device), driver.multiprocessors(x.device.index)
     return tiles.choose(name, "linear", tiles.bucket(rows), columns, depth, processors)
+
+
+def _check_one_product(layers: Sequence[Any]) -> None:
+    kinds = {type(layer) for layer in layers}
+    if len(kinds) != 1 or not kinds <= {nn.Linear, Int8Linear, Fp8Linear}:
+        raise ValueError(f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} are not one product")
+    if kinds != {nn.Linear} and not all(torch.equal(layers[0].inverse, layer.inverse) for layer in layers):
+        raise ValueError("layers that read one input have different scales for it")
+    if len({layer.bias is None for layer in layers}) != 1:
+        raise ValueError("of layers that read one input some have a bias and some have none")
 
 
 def _beside(weights: Sequence[Tensor]) -> Tensor:

@@ -94,6 +94,21 @@ class GeneratedText:
 
 def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
     """Raise `Invalid` naming the first invalid field. Text is not echoed."""
+    _check_length(wanted, vocabulary, context)
+    _check_sampling(wanted)
+    if wanted.seed is not None:
+        check_whole("seed", wanted.seed, 0, MAX_SEED)
+    if wanted.logprobs is not None:
+        check_whole("logprobs", wanted.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
+    _check_bias(wanted.logit_bias, vocabulary)
+    _check_stop(wanted.stop)
+    if wanted.json_schema is not None and not isinstance(wanted.json_schema, str):
+        raise Invalid("json_schema", "must be text")
+    if wanted.json_schema is not None and len(wanted.json_schema) > MAX_SCHEMA_CHARACTERS:
+        raise Invalid("json_schema", f"must have at most {MAX_SCHEMA_CHARACTERS} characters")
+
+
+def _check_length(wanted: TextParameters, vocabulary: int, context: int) -> None:
     if not isinstance(wanted.prompt, tuple) or not all(type(token) is int for token in wanted.prompt):
         raise Invalid("prompt", "must be a tuple of token ids")
     if not wanted.prompt:
@@ -108,6 +123,9 @@ def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
             f"context of {context}",
             CONTEXT_LENGTH,
         )
+
+
+def _check_sampling(wanted: TextParameters) -> None:
     check_number("temperature", wanted.temperature, 0, MAX_TEMPERATURE)
     check_number("top_p", wanted.top_p, 0, 1)
     if wanted.top_p == 0:
@@ -119,20 +137,6 @@ def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
         raise Invalid("repetition_penalty", "must be more than 0")
     check_number("presence_penalty", wanted.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     check_number("frequency_penalty", wanted.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    if wanted.seed is not None:
-        check_whole("seed", wanted.seed, 0, MAX_SEED)
-    if wanted.logprobs is not None:
-        check_whole("logprobs", wanted.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
-    _check_bias(wanted.logit_bias, vocabulary)
-    if not isinstance(wanted.stop, tuple) or len(wanted.stop) > MAX_STOPS:
-        raise Invalid("stop", f"must be at most {MAX_STOPS} texts")
-    for text in wanted.stop:
-        if not isinstance(text, str) or not check_text("stop", text, MAX_STOP_CHARACTERS):
-            raise Invalid("stop", "must be text that is not empty")
-    if wanted.json_schema is not None and not isinstance(wanted.json_schema, str):
-        raise Invalid("json_schema", "must be text")
-    if wanted.json_schema is not None and len(wanted.json_schema) > MAX_SCHEMA_CHARACTERS:
-        raise Invalid("json_schema", f"must have at most {MAX_SCHEMA_CHARACTERS} characters")
 
 
 def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
@@ -144,3 +148,11 @@ def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:
         check_number("logit_bias", value, -MAX_BIAS, MAX_BIAS)
     if len({token for token, _ in bias}) < len(bias):
         raise Invalid("logit_bias", "names a token twice")
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if not isinstance(stop, tuple) or len(stop) > MAX_STOPS:
+        raise Invalid("stop", f"must be at most {MAX_STOPS} texts")
+    for text in stop:
+        if not isinstance(text, str) or not check_text("stop", text, MAX_STOP_CHARACTERS):
+            raise Invalid("stop", "must be text that is not empty")

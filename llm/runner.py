@@ -11,28 +11,27 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
-
 from contract.errors import Invalid
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket
-from core.batching.slots import Slots
 from core.failures import translate_device_errors
 from llm import parameters
-from llm.choose import SampledTokens, choose, greedy_tokens
+from llm.choose import SampledTokens
 from llm.constrain import GrammarCompiler
 from llm.execution import TextExecution
-from llm.kv_cache import Kind, KVCache, TokenBatch
+from llm.kv_allocator import KVAllocator
+from llm.kv_cache import Kind, KVCache
 from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
+from llm.model_runner import ModelRunner, StepResult
 from llm.pages import PAGE, PageAllocator
-from llm.parts import ScheduledTokens, gather_step
+from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
-from llm.speculate import MOST, DraftLengths, DraftModel, DraftTokens
+from llm.speculate import MOST, DraftModel, DraftTokens
 from llm.speculator import Speculator
+from llm.step_planner import DECODE, PREFILL, StepPlanner
 
-PREFILL, DECODE = "prefill", "decode"
 GROUP = "text"
 _GUESS_S = 0.005  # of an iteration, before anything was measured
 _ROWS, _GPU_ROWS = (192, 64), (2048, 512)  # of a forward, and of one prompt in it
@@ -72,44 +71,26 @@ class TextRunner:
         self._lane = lane or Lane("text")
         self._own_lane = lane is None
         self.overlaps = isinstance(lane, StreamLane)
-        self._slots = Slots(max_requests)
         self._on_cpu = model.device.type == "cpu"
         usual = _ROWS if self._on_cpu else _GPU_ROWS
-        self._chunk = chunk or usual[1]
-        self._max_rows = max(max_rows or usual[0], self._chunk, MOST + 1)
+        chunk = chunk or usual[1]
+        self._max_rows = max(max_rows or usual[0], chunk, MOST + 1)
 
         def execution(of: TextModel, near: KVCache | None = None) -> TextExecution:
             size = {"pages": self.pages.capacity, "sequences": max_requests, "context": self.context}
             return TextExecution(of, **size, kv=kv, kernels=kernels, beside=near)
 
         self.execution = execution(model)
-        self._executions = [self.execution]
         self.guessing = Speculator(lookup=draft == "lookup")
         if draft is not None and not isinstance(draft, str):
-            self._check_draft(draft)
+            _check_draft(draft, model, self.context)
             self.guessing.draft = DraftModel(execution(draft, self.execution.cache))
-            self._executions.append(self.guessing.draft.execution)
+        self._model_runner = ModelRunner(self.execution, self.guessing)
+        self._sequences = max_requests
+        self._allocator = KVAllocator(self.execution.cache, self.pages, sequences=max_requests)
         self._constraints = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._costs = CostTable(guess_s=_GUESS_S)
-        self._decoding = 0  # requests with new tokens in the last iteration
-        self._chunk_now = self._chunk
-
-    @property
-    def guessed(self) -> int:
-        """Guessed tokens, since the start."""
-        return self.guessing.guessed
-
-    @property
-    def accepted(self) -> int:
-        """Accepted guesses, since the start."""
-        return self.guessing.accepted
-
-    def _check_draft(self, draft: TextModel) -> None:
-        if draft.vocabulary != self.model.vocabulary or draft.context < self.context:
-            raise TextModelError(
-                f"draft {draft.name}: has {draft.vocabulary} words and a context of {draft.context}, where "
-                f"{self.model.name} has {self.model.vocabulary} and {self.context}"
-            )
+        self._planner = StepPlanner(self.guessing, self._costs[GROUP], chunk=chunk, pace_s=pace_s)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -123,23 +104,13 @@ class TextRunner:
             self._constraints.check(wanted.json_schema)
 
     def admit(self, request: Request) -> bool:
-        row = self._slots.take()
-        if row is None:
+        if self._allocator.full:
             return False
-        work: SequenceState = request.work or self._work(request.parameters, row)
-        self.pages.find(work.holding, work.tokens)
-        others = self._slots.taken - 1
-        # A page for each of the others to grow into, or the last one admitted would be preempted at once.
-        if not self.pages.extend(work.holding, len(work.tokens) + 1) or self.pages.free < others:
-            self.pages.release(work.holding)
-            self._slots.give(row)
+        work: SequenceState = request.work or self._sequence(request.parameters)
+        if not self._allocator.allocate(work):
             return False
-        request.work, work.row = work, row[0]
-        work.computed = work.drafted = work.holding.shared * PAGE
-        if not work.answered:
-            work.cached = work.computed
-        self.execution.cache.place(work.row, work.holding.pages)
-        self._plan(request)
+        request.work = work
+        self._planner.plan(request)
         return True
 
     def release(self, request: Request) -> None:
@@ -147,24 +118,13 @@ class TextRunner:
         request.work = None
 
     def preempt(self, request: Request) -> None:
-        work: SequenceState = request.work
-        self.pages.release(work.holding)
-        self._slots.give([work.row])
-        work.row, work.computed, work.drafted = -1, 0, 0
+        self._allocator.free(request.work)
 
     def reserve(self, requests: Sequence[Request]) -> bool:
-        for request in requests:
-            work: SequenceState = request.work
-            wanted, had = work.computed + self.rows(request), len(work.holding.pages)
-            if wanted <= work.holding.room:
-                continue
-            if not self.pages.extend(work.holding, wanted):
-                return False
-            self.execution.cache.place(work.row, work.holding.pages[had:], had)
-        return True
+        return all(self._allocator.grow(r.work, r.work.computed + self.rows(r)) for r in requests)
 
     def held(self) -> int:
-        return self._slots.taken + self.pages.held
+        return self._allocator.held
 
     def group(self, request: Request) -> str:
         return GROUP
@@ -173,11 +133,11 @@ class TextRunner:
         work: SequenceState = request.work
         if request.phase == DECODE:
             return 1 + work.guess_count
-        return min(self._chunk_now, work.unread)
+        return min(self._planner.chunk, work.unread)
 
     def iterations(self, request: Request) -> int:
         work: SequenceState = request.work
-        chunks = -(-work.unread // self._chunk_now) if request.phase == PREFILL else 0
+        chunks = -(-work.unread // self._planner.chunk) if request.phase == PREFILL else 0
         return chunks + work.parameters.max_tokens - work.answered
 
     def left_s(self, request: Request, rows: int) -> float:
@@ -201,29 +161,19 @@ class TextRunner:
         requests = list(requests)
         parts = [self._part(request) for request in requests]
 
-        def compute() -> tuple[list[SampledTokens | BaseException | None], list[DraftTokens], int, float]:
-            with torch.inference_mode():
-                guesses = self.guessing.make(parts)
-                started = time.perf_counter()  # making guesses is timed separately
-                made, rows = self._forward(parts, guesses)
-            return made, guesses, rows, time.perf_counter() - started
-
-        def commit(
-            made: tuple[list[SampledTokens | BaseException | None], list[DraftTokens], int, float],
-        ) -> dict[str, Outcome]:
-            chosen, guesses, rows, seconds = made
+        def commit(step: StepResult) -> dict[str, Outcome]:
             started = time.perf_counter()
-            self.guessing.observe(rows, seconds)
-            self._decoding = sum(part.last for part in parts)
+            self.guessing.observe(step.rows, step.seconds)
             outcomes = {
-                request.id: self._committed(request, part, c, guess)
-                for request, part, c, guess in zip(requests, parts, chosen, guesses, strict=True)
+                request.id: self._commit(part, made, guess)
+                for request, part, made, guess in zip(requests, parts, step.made, step.guesses, strict=True)
             }
-            self._plan_all([r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None])
-            self._costs[GROUP].observe(rows, seconds + time.perf_counter() - started)
+            going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
+            self._planner.plan_all(going, decoding=sum(part.last for part in parts))
+            self._costs[GROUP].observe(step.rows, step.seconds + time.perf_counter() - started)
             return outcomes
 
-        return self._lane.start(lambda: translate_device_errors(compute), commit)
+        return self._lane.start(lambda: translate_device_errors(lambda: self._model_runner(parts)), commit)
 
     def _part(self, request: Request) -> ScheduledTokens:
         work: SequenceState = request.work
@@ -232,111 +182,50 @@ class TextRunner:
         count = self.rows(request)
         return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
-    def _forward(
-        self, parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
-    ) -> tuple[list[SampledTokens | BaseException | None], int]:
-        step, asked = gather_step(parts, guesses)
-        logits = self.execution(step)
-        self.guessing.read_along(parts)
-        made: list[SampledTokens | BaseException | None] = [None] * len(parts)
-        best = greedy_tokens(logits, list(asked.values()), self.execution.best)
-        good = list(asked)
-        if min(best, default=0) < 0:
-            good = [i for i, ask in asked.items() if all(best[row] >= 0 for row in ask.rows)]
-            for i in asked.keys() - good:
-                made[i] = FloatingPointError(f"{self.model.name} in {self.model.precision} returned NaN")
-        for i, chosen in zip(good, choose(logits, [asked[i] for i in good], best), strict=True):
-            made[i] = chosen
-        return made, len(step.tokens)
-
-    def _committed(
-        self, request: Request, part: ScheduledTokens, made: SampledTokens | BaseException | None, guess: DraftTokens
-    ) -> Outcome:
-        """An error with one request's text must not regenerate the others'."""
-        try:
-            return self._commit(request, part, made, guess)
-        except Exception as error:
-            return Outcome(error=error)
-
-    def _commit(
-        self, request: Request, part: ScheduledTokens, made: SampledTokens | BaseException | None, guess: DraftTokens
-    ) -> Outcome:
-        work = part.work
-        total = work.parameters.max_tokens
+    def _commit(self, part: ScheduledTokens, made: SampledTokens | BaseException | None, guess: DraftTokens) -> Outcome:
         if isinstance(made, BaseException):
             return Outcome(error=made)
+        work, total = part.work, part.work.parameters.max_tokens
         kept = 0 if made is None else len(made.tokens) - 1
-        self.guessing.settle(part, guess, kept)
-        work.computed = part.start + part.count + kept
-        if made is None:
-            self._publish(work)
-            return Outcome(progress=(0, total))
-        news, whole = work.take(made.tokens, made.logprobs, self.model.ends)
-        self._publish(work)
-        return Outcome(progress=(work.answered, total), token=news, result=whole, finished=whole is not None)
-
-    def _publish(self, work: SequenceState) -> None:
-        """Make complete pages findable, including the draft's."""
-        computed = min(work.computed, len(work.tokens) - 1)
-        if self.guessing.draft is not None:
-            computed = min(computed, work.drafted)
-        if computed >= (work.holding.published + 1) * PAGE:
-            self.pages.publish(work.holding, work.tokens, computed)
-
-    # -- parts -----------------------------------------------------------------------------------------------------
-
-    def _work(self, wanted: parameters.TextParameters, row: list[int]) -> SequenceState:
+        news = whole = None
         try:
-            matcher = None if wanted.json_schema is None else self._constraints.matcher(wanted.json_schema)
-            return SequenceState(
-                wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup
-            )
-        except BaseException:
-            self._slots.give(row)
-            raise
+            self.guessing.settle(part, guess, kept)
+            work.computed = part.start + part.count + kept
+            if made is not None:
+                news, whole = work.take(made.tokens, made.logprobs, self.model.ends)
+            computed = min(work.computed, len(work.tokens) - 1)
+            if self.guessing.draft is not None:
+                computed = min(computed, work.drafted)
+            self._allocator.publish(work, computed)
+        except Exception as error:  # with one request's text: the others' must not be generated again
+            return Outcome(error=error)
+        progress = (0 if made is None else work.answered, total)
+        return Outcome(progress, token=news, result=whole, finished=whole is not None)
 
-    def _plan_all(self, requests: Sequence[Request]) -> None:
-        self._chunk_now = self._chunk
-        cost = self._costs[GROUP]
-        while self._chunk_now > PAGE and cost(1) <= self.pace_s < cost(self._decoding + self._chunk_now):
-            self._chunk_now //= 2
-        lengths = self.guessing.lengths(self._decoding)
-        for request in requests:
-            self._plan(request, lengths)
+    def _sequence(self, wanted: parameters.TextParameters) -> SequenceState:
+        matcher = None if wanted.json_schema is None else self._constraints.matcher(wanted.json_schema)
+        return SequenceState(wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup)
 
-    def _plan(self, request: Request, lengths: DraftLengths | None = None) -> None:
-        """Set the phase and the guesses of the next iteration."""
-        work: SequenceState = request.work
-        request.phase = DECODE if work.decoding else PREFILL
-        if work.decoding:
-            self.guessing.plan(work, lengths)
-        else:
-            work.guesses = 0
+    # -- before and after --------------------------------------------------------------------------------------------
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
         """Compile what decode needs, then time likely widths for so many seconds. Not while the engine runs."""
-        self._lane.call(lambda: self._measure(measure_s))
 
-    def _measure(self, measure_s: float) -> None:
-        for execution in self._executions:
-            execution.prepare(self._slots.capacity, self._max_rows)
-        until = time.monotonic() + measure_s
-        room = min(self._slots.capacity, self.pages.capacity)
-        likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
-        for width in sorted(likely & {*range(1, self._max_rows + 1)}):
-            sequences = [i % room for i in range(width)]
-            step = TokenBatch.of([0] * width, [0] * width, sequences, list(range(min(width, room))))
-            for run in range(3):
-                if time.monotonic() >= until:
-                    return
-                started = time.perf_counter()
-                greedy_tokens(self.execution(step), [], self.execution.best)  # waits for the device
-                if run:  # the first run is warm-up
-                    self._costs[GROUP].observe(width, time.perf_counter() - started)
+        def measure() -> None:
+            for execution in self._model_runner.executions:
+                execution.prepare(self._sequences, self._max_rows)
+            until = time.monotonic() + measure_s
+            likely = {1, 2, 4, 8, 16, 32, 64, self._max_rows, *(() if self._on_cpu else (128, 256, 512, 1024))}
+            widths = sorted(likely & {*range(1, self._max_rows + 1)})
+            room = min(self._sequences, self.pages.capacity)
+            for width, seconds in self._model_runner.time_widths(widths, sequences=room, until=until):
+                self._costs[GROUP].observe(width, seconds)
+
+        self._lane.call(measure)
 
     def release_weights(self) -> None:
         """Free duplicate weights, where our kernels have packed them. The models can then only run on these."""
-        for execution in self._executions:
+        for execution in self._model_runner.executions:
             execution.release()
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
@@ -347,3 +236,11 @@ class TextRunner:
         """Stop the lane if it is the runner's own."""
         if self._own_lane:
             self._lane.close()
+
+
+def _check_draft(draft: TextModel, model: TextModel, context: int) -> None:
+    if draft.vocabulary != model.vocabulary or draft.context < context:
+        raise TextModelError(
+            f"draft {draft.name}: has {draft.vocabulary} words and a context of {draft.context}, where "
+            f"{model.name} has {model.vocabulary} and {context}"
+        )

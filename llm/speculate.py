@@ -150,17 +150,16 @@ class DraftModel:
             live = [i for i, ask in enumerate(asks) if ask.count > turn]
             logits = self.execution(self._step([asks[i] for i in live], [made[i] for i in live]))
             best = logits.argmax(-1).tolist()
+            sampled: list[tuple[int, int, sample.SamplingSettings]] = []
             for place, i in enumerate(live):
-                if asks[i].settings is None:
+                if (settings := asks[i].settings) is None:
                     made[i].append(best[place])
-            sampled = [(place, i, s) for place, i in enumerate(live) if (s := asks[i].settings) is not None]
+                else:
+                    sampled.append((place, i, settings))
             if sampled:
-                settings = sample.gathered([s for _, _, s in sampled])
-                p = sample.probabilities(logits[[place for place, _, _ in sampled]], settings)
-                p /= p.sum(-1, keepdim=True)
-                index = np.array([len(asks[i].tokens) + turn for _, i, _ in sampled], np.int64)
-                tokens = sample.draw(p, sample.uniform(settings.seeds, index, sample.DRAFT)).tolist()
-                for (_, i, _), token, q in zip(sampled, tokens, p, strict=True):
+                places, owners, each = zip(*sampled, strict=True)
+                index = np.array([len(asks[i].tokens) + turn for i in owners], np.int64)
+                for i, token, q in zip(owners, *_drawn(logits[list(places)], each, index), strict=True):
                     made[i].append(token)
                     drawn[i].append(q)
         return [DraftTokens(tokens, torch.stack(q) if q else None) for tokens, q in zip(made, drawn, strict=True)]
@@ -180,6 +179,15 @@ class DraftModel:
             sequences += [ask.row] * len(new)
             picked.append(len(tokens) - 1)
         return TokenBatch.of(tokens, positions, sequences, picked)
+
+
+def _drawn(logits: Tensor, each: Sequence[sample.SamplingSettings], index: sample.Counts) -> tuple[list[int], Tensor]:
+    """A guess for each row of logits, and the normalized distributions that these were drawn from."""
+    settings = sample.gathered(list(each))
+    p = sample.probabilities(logits, settings)
+    p /= p.sum(-1, keepdim=True)
+    tokens: list[int] = sample.draw(p, sample.uniform(settings.seeds, index, sample.DRAFT)).tolist()
+    return tokens, p
 
 
 def agreed(guesses: Sequence[int], best: Sequence[int]) -> list[int]:

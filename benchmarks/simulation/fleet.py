@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from benchmarks.simulation.costs import STEPS, Costs
 from benchmarks.simulation.runner import Device, SimulatedRunner, SimulatedTicket, Span
 from benchmarks.simulation.traffic import Job
+from core.batching.batcher import Batch
 from core.batching.request import Request, State
-from core.batching.scheduler import Batch, Scheduler
+from core.batching.scheduler import Scheduler
 from core.jobs.broker import level
 
 

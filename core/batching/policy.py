@@ -1,6 +1,6 @@
 """What runs next where several groups of requests could: whether the leader waits for others, and how wide a batch is.
 
-Rules of thumb from the cost curves alone, each with the reason for it; scheduler.py says when they are asked.
+Rules of thumb from the cost curves alone, each with the reason for it; batcher.py says when they are asked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Groups = Mapping[Key, list[Request]]
 class Policy:
     """`waiting` holds what waits for admission, by modality, and `running` what was admitted.
 
-    They are the scheduler's own books.
+    They are the admission's own books.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Policy:
             if key == led or key[0] != name or key[2] or runner.iterations(requests[0]) <= 1:
                 continue
             theirs = self.widest(runner, key[1], requests, False)
-            if not any(runner.next_group(r) == group for r in theirs) or self._shares.behind(theirs[0], mine[0]):
+            if not _joins(runner, theirs, group) or self._shares.behind(theirs[0], mine[0]):
                 continue
             saved_s = self._saved_s(runner, theirs, mine) - self._saved_s(runner, mine, theirs)
             if saved_s <= best_saved_s:
@@ -165,6 +165,11 @@ def _paced(runner: GrowingRunner, group: Hashable, requests: list[Request], limi
             break
         taken += 1
     return requests[:taken]
+
+
+def _joins(runner: Runner, requests: Sequence[Request], group: Hashable) -> bool:
+    """Whether one iteration takes any of these requests into the group."""
+    return any(runner.next_group(request) == group for request in requests)
 
 
 def _spare_s(runner: Runner, delayed: Sequence[Request], now: float) -> float:

@@ -81,7 +81,7 @@ def test_200_prompts_on_our_kernels(options: dict[str, Any], guessing: bool) -> 
         preempted = watch(runner)
         found = answered(engine, given, on="pages" in options)
         assert bool(preempted) == ("pages" in options)
-        assert (runner.guessed > 0) == guessing
+        assert (runner.guessing.guessed > 0) == guessing
     check(found, wanted(), given)
 
 

@@ -291,7 +291,9 @@ def test_10_000_admissions_aborts_and_preemptions_leave_every_page_free(monkeypa
 
     Its clock counts calls, so that no real time decides about widths, and with them about who is sent away.
     """
-    monkeypatch.setattr("llm.runner.time", SimpleNamespace(perf_counter=itertools.count(0, 0.001).__next__))
+    clock = SimpleNamespace(perf_counter=itertools.count(0, 0.001).__next__)
+    for module in ("llm.runner", "llm.model_runner"):
+        monkeypatch.setattr(f"{module}.time", clock)
     model, draw, lane = stage.small(), random.Random(5), Lane("text")
     runner = TextRunner(model, lane=lane, max_requests=12, pages=22, chunk=6, kernels=stage.kernels(), draft="lookup")
     scheduler = Scheduler([runner], starvation_s=0.5)

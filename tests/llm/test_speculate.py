@@ -120,7 +120,7 @@ def test_the_engine_draws_from_the_model() -> None:
     wanted = [stage.TextParameters(prompt, 3, temperature=1.5, top_k=4, seed=s, ignore_end=True) for s in range(count)]
     with stage.serving(model, draft=stage.other(), kernels=stage.kernels()) as (engine, runner):
         made = stage.answers(engine, wanted)
-        assert runner.guessed > 100
+        assert runner.guessing.guessed > 100
     probabilities = joint(model, prompt, temperature=1.5, top_k=4)
     found = Counter(text.tokens[:2] for text in made)
     assert set(found) <= set(probabilities)

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from contract.image import ImageParameters
+from core.batching.batcher import Batch
 from core.batching.request import Request, State
 from core.batching.runner import Ticket
-from core.batching.scheduler import Batch, Scheduler
+from core.batching.scheduler import Scheduler
 from pipeline import tiny
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner

@@ -17,9 +17,10 @@ from threading import Event
 from typing import Any
 
 from contract.errors import Invalid
+from core.batching.batcher import Batch
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import DeviceLost, Lane, OutOfMemory, Ticket
-from core.batching.scheduler import Batch, Scheduler
+from core.batching.scheduler import Scheduler
 from core.batching.shares import account
 from core.batching.slots import Slots
 
@@ -482,8 +483,9 @@ class Drive:
             waiting, count = self.scheduler.counts()[runner.modality]
             live = [r for r in self.scheduler.live.values() if r.modality == runner.modality]
             assert (waiting, count) == (len(live) - len(running), len(running))
-            device = self.scheduler._shares._devices[runner.modality]
-            same = [r for r in self.scheduler.live.values() if self.scheduler._shares._devices[r.modality] is device]
+            devices = self.scheduler._admission.shares._devices
+            device = devices[runner.modality]
+            same = [r for r in self.scheduler.live.values() if devices[r.modality] is device]
             assert device.live == Counter(map(account, same))
             assert device.running == Counter(account(r) for r in same if r.state is State.RUNNING)
             for id, events in runner.committed.items():

@@ -76,7 +76,7 @@ class House:
         for engine in self.engines:
             engine.close()
             assert not engine.alive
-            assert not engine._futures
+            assert not engine._pending.futures
         for lane in self.lanes.values():
             lane.close()
         for runner in self.runners:
@@ -385,7 +385,7 @@ def test_a_lost_device_is_reported_once_and_ends_everything(house: House, where:
     futures = [engine.submit(ask("first"))]
     eventually(lambda: bool(runner.log))
     if where == "ready":
-        engine._tickets[0][1].ready = lambda: (_ for _ in ()).throw(lost)  # type: ignore[method-assign]
+        engine._executor.flying[0][1].ready = lambda: (_ for _ in ()).throw(lost)  # type: ignore[method-assign]
     if where == "admit":
         runner.admit_error["r0"] = lost
     futures += [engine.submit(ask(f"r{n}")) for n in range(3)]
@@ -605,7 +605,7 @@ def test_no_future_hangs_when_the_end_races_with_submissions(house: House, end: 
 
         def nuisance() -> None:
             going.wait(PATIENCE_S)  # noqa: B023
-            while engine.alive and engine._accepting:  # noqa: B023
+            while engine.alive and engine._pending._accepting:  # noqa: B023
                 engine.abort("nobody")  # noqa: B023
 
         def ender() -> None:

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from core.batching.batcher import Batch
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import DeviceLost, OutOfMemory
-from core.batching.scheduler import Batch, Scheduler
+from core.batching.scheduler import Scheduler
 from tests.core.batching.fake import (
     Ask,
     Clock,
@@ -1056,7 +1057,7 @@ def test_nobody_is_held_twice_in_a_row() -> None:
         driven.add(f"a{number}", ask)
         phases[f"a{number}"] = step
     driven.scheduler.schedule(0.0)  # admits; this batch is never launched
-    for batch in list(driven.scheduler._flying.pop("main")):
+    for batch in list(driven.scheduler._batcher.flying.pop("main")):
         for request in batch.requests:
             request.in_flight = False
             request.work.step = phases[request.id]

@@ -183,7 +183,7 @@ def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
     for k in range(300):
         drive.add(f"r{k}", Ask(steps=1, encode=False, vae=False), tenant=f"t{k}", priority=chance.randrange(6))
         drive.run(until=drive.clock.now + 2)
-    charged = drive.scheduler._shares._devices["image"].charged
+    charged = drive.scheduler._admission.shares._devices["image"].charged
     assert len(charged) < 50
     drive.run()
     drive.add("last", STEPS, tenant="last")

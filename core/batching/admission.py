@@ -1,0 +1,125 @@
+"""Admission: which live requests wait, and which hold a place with their runner, until they end or are preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from core.batching.batcher import Batch
+from core.batching.elders import Elders
+from core.batching.request import Request, State
+from core.batching.runner import DeviceLost, GrowingRunner, OutOfMemory, Runner
+from core.batching.shares import Shares
+from core.batching.waiting import Waiting
+
+
+class Admission:
+    """`waiting` and `running` requests by modality, in the order of their tenants' shares."""
+
+    def __init__(self, runners: Mapping[str, Runner], *, starvation_s: float) -> None:
+        self._runners = runners
+        self._growing = {name: runner for name, runner in runners.items() if isinstance(runner, GrowingRunner)}
+        self.shares = Shares(runners)
+        self.waiting = {name: Waiting(self.shares) for name in runners}
+        self.running: dict[str, dict[str, Request]] = {name: {} for name in runners}
+        self.elders = Elders(starvation_s, self._promote)
+
+    def add(self, request: Request) -> None:
+        """A new request waits."""
+        self.elders.add(request)
+        self.shares.enter(request)
+        self.waiting[request.modality].add(request)
+
+    def withdraw(self, requests: Sequence[Request], left: Sequence[Request]) -> None:
+        """Of all that wait these are taken out, and the others are `left`."""
+        for request in requests:
+            self.shares.leave(request)
+            self.elders.remove(request)
+        for name, waiting in self.waiting.items():
+            waiting.reset(request for request in left if request.modality == name)
+
+    def remove(self, request: Request) -> None:
+        """The request ends: what it holds is given back."""
+        if request.state is State.RUNNING:
+            self.shares.stop(request)
+            del self.running[request.modality][request.id]
+            self._runners[request.modality].release(request)
+        else:
+            self.waiting[request.modality].count -= 1
+        self.shares.leave(request)
+        self.elders.remove(request)
+
+    def admit(self, name: str, now: float) -> Request | None:
+        """Admit by urgency until the runner says not yet: nobody overtakes whoever needs more room.
+
+        Stops early at a request that can never be served and returns it, its error set: to be ended, before this is
+        called again.
+        """
+        runner, waiting, running = self._runners[name], self.waiting[name], self.running[name]
+        growing = self._growing.get(name)
+        while (request := waiting.first()) is not None:
+            try:
+                admitted = runner.admit(request)
+                while not admitted and growing and (victim := self.shares.preemption_victim(request, running)):
+                    self._preempt(growing, victim)
+                    admitted = runner.admit(request)
+            except DeviceLost:
+                raise
+            except Exception as error:
+                request.error = error
+                return request
+            if not admitted:
+                if running:
+                    return None
+                request.error = _too_large(request)
+                return request
+            waiting.count -= 1
+            request.state = State.RUNNING
+            request.started = now if request.started is None else request.started
+            running[request.id] = request
+            self.shares.begin(request)
+        return None
+
+    def reserve(self, batch: Batch) -> bool:
+        """Have the runner take what the batch needs, at the cost of the least urgent. False: nothing to launch now.
+
+        The batch's first request then has its error set if it can never be served.
+        """
+        name, first = batch.runner.modality, batch.requests[0]
+        runner = self._growing.get(name)
+        while runner is not None and not runner.reserve(batch.requests):
+            others = [r for r in self.running[name].values() if r is not first and not r.in_flight]
+            if not others:
+                if len(self.running[name]) == 1:  # else what is under way will end and can then be preempted
+                    first.error = _too_large(first)
+                return False
+            last = max(others, key=self.shares.order)
+            if last in batch.requests:
+                batch.requests.remove(last)
+                batch.rows -= runner.rows(last)
+            self._preempt(runner, last)
+        return True
+
+    def _preempt(self, runner: GrowingRunner, request: Request) -> None:
+        """It waits again."""
+        runner.preempt(request)
+        self.shares.stop(request)
+        del self.running[request.modality][request.id]
+        request.state = State.WAITING
+        self.waiting[request.modality].add(request)
+
+    def _promote(self, request: Request) -> None:
+        """It is an elder from now on."""
+        running = request.state is State.RUNNING
+        if running:
+            self.shares.stop(request)
+        self.shares.leave(request)
+        request.elder = True
+        self.shares.enter(request)
+        if running:
+            self.shares.begin(request)
+        else:
+            self.waiting[request.modality].place(request)
+
+
+def _too_large(request: Request) -> OutOfMemory:
+    return OutOfMemory(f"request {request.id} needs more than all the {request.modality} runner has")

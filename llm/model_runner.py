@@ -1,0 +1,73 @@
+"""Runs a model on one iteration's tokens: guesses, one forward of all rows, and the choice of next tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from llm.choose import SampledTokens, choose, greedy_tokens
+from llm.execution import TextExecution
+from llm.kv_cache import TokenBatch
+from llm.parts import ScheduledTokens, gather_step
+from llm.speculate import DraftTokens
+from llm.speculator import Speculator
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What an iteration computed, by part: next tokens, None where none was wanted, or an error."""
+
+    made: list[SampledTokens | BaseException | None]
+    guesses: list[DraftTokens]
+    rows: int
+    seconds: float  # without making guesses, which is timed separately
+
+
+class ModelRunner:
+    """A model, and its draft if there is one. Called by one thread at a time."""
+
+    def __init__(self, execution: TextExecution, guessing: Speculator) -> None:
+        self.execution = execution
+        self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
+        self._guessing = guessing
+
+    @torch.inference_mode()
+    def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
+        guesses = self._guessing.make(parts)
+        started = time.perf_counter()
+        made, rows = self._forward(parts, guesses)
+        return StepResult(made, guesses, rows, time.perf_counter() - started)
+
+    def _forward(
+        self, parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
+    ) -> tuple[list[SampledTokens | BaseException | None], int]:
+        step, asked = gather_step(parts, guesses)
+        logits = self.execution(step)
+        self._guessing.read_along(parts)
+        made: list[SampledTokens | BaseException | None] = [None] * len(parts)
+        best = greedy_tokens(logits, list(asked.values()), self.execution.best)
+        good = list(asked)
+        if min(best, default=0) < 0:
+            model = self.execution.model
+            good = [i for i, ask in asked.items() if all(best[row] >= 0 for row in ask.rows)]
+            for i in asked.keys() - good:
+                made[i] = FloatingPointError(f"{model.name} in {model.precision} returned NaN")
+        for i, chosen in zip(good, choose(logits, [asked[i] for i in good], best), strict=True):
+            made[i] = chosen
+        return made, len(step.tokens)
+
+    def time_widths(self, widths: Sequence[int], *, sequences: int, until: float) -> Iterator[tuple[int, float]]:
+        """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width."""
+        for width in widths:
+            rows = [i % sequences for i in range(width)]
+            step = TokenBatch.of([0] * width, [0] * width, rows, list(range(min(width, sequences))))
+            for run in range(3):
+                if time.monotonic() >= until:
+                    return
+                started = time.perf_counter()
+                greedy_tokens(self.execution(step), [], self.execution.best)  # waits for the device
+                if run:  # the first run is warm-up
+                    yield width, time.perf_counter() - started

@@ -1,0 +1,61 @@
+"""A sequence's place in the KV cache is had whole or not at all, and its row of the table names its pages."""
+
+from __future__ import annotations
+
+from llm.kv_allocator import KVAllocator
+from llm.kv_cache import KVCache
+from llm.pages import PAGE, PageAllocator
+from llm.parameters import TextParameters
+from llm.sequence import SequenceState
+from tests.llm import stage
+
+
+def places(*, pages: int, sequences: int) -> tuple[KVAllocator, KVCache, PageAllocator]:
+    cache = KVCache(layers=1, kv_heads=1, head_dim=16, pages=pages, sequences=sequences, context=8 * PAGE)
+    free = PageAllocator(pages)
+    return KVAllocator(cache, free, sequences=sequences), cache, free
+
+
+def sequence(first: int, length: int) -> SequenceState:
+    model = stage.small()
+    prompt = tuple(range(first, first + length))
+    return SequenceState(TextParameters(prompt, 8), model.tokenizer, model.vocabulary, None, lookup=False)
+
+
+def test_too_few_pages_hold_nothing() -> None:
+    allocator, _, pages = places(pages=2, sequences=2)
+    large = sequence(0, 2 * PAGE)  # and a page for the next token
+    assert not allocator.allocate(large)
+    assert allocator.held == 0 and pages.free == 2 and large.row == -1 and large.holding.pages == []
+
+
+def test_a_newcomer_leaves_each_of_the_others_a_page_to_grow_into() -> None:
+    allocator, _, _ = places(pages=2, sequences=3)
+    one, other = sequence(0, 4), sequence(20, 4)
+    assert allocator.allocate(one)
+    assert not allocator.allocate(other), "the last page is what the first one grows into"
+    assert allocator.grow(one, PAGE + 1) and not allocator.grow(one, 2 * PAGE + 1)
+
+
+def test_all_rows_taken_is_full_until_one_is_freed() -> None:
+    allocator, _, pages = places(pages=8, sequences=1)
+    one, other = sequence(0, 4), sequence(20, 4)
+    assert allocator.allocate(one) and allocator.full
+    assert not allocator.allocate(other)
+    allocator.free(one)
+    assert (one.row, one.computed, one.drafted) == (-1, 0, 0) and pages.free == 8
+    assert not allocator.full and allocator.allocate(other)
+
+
+def test_pages_that_were_published_are_computed_for_the_next_one() -> None:
+    allocator, cache, pages = places(pages=8, sequences=2)
+    one, other = sequence(0, 2 * PAGE + 3), sequence(0, 2 * PAGE + 3)
+    assert allocator.allocate(one) and one.computed == 0
+    allocator.publish(one, PAGE - 1)
+    assert one.holding.published == 0
+    allocator.publish(one, 2 * PAGE)
+    assert allocator.allocate(other) and other.computed == other.cached == other.drafted == 2 * PAGE
+    assert other.holding.pages[:2] == one.holding.pages[:2] and other.row != one.row
+    cache.settle()
+    assert cache.table[other.row, :3].tolist() == other.holding.pages
+    assert pages.hits == 2 * PAGE
