@@ -93,10 +93,10 @@ def load(
     dtype = getattr(torch, dtype_of(precision, where.type))
     if seeded(name):
         with _quiet():
-            pipeline = sdxl.make(where) if name == sdxl.NAME else tiny.make(tiny.SHAPES[name])
-        loaded = {part: getattr(pipeline, part) for part in PARTS}
-        loaded["scheduler"] = {**pipeline.scheduler.config, "_class_name": type(pipeline.scheduler).__name__}
-        force_zeros = bool(pipeline.config.force_zeros_for_empty_prompt)
+            loaded = sdxl.parts(where) if name == sdxl.NAME else tiny.parts(tiny.SHAPES[name])
+        scheduler = loaded["scheduler"]
+        loaded["scheduler"] = {**scheduler.config, "_class_name": type(scheduler).__name__}
+        force_zeros = name == sdxl.NAME or tiny.SHAPES[name].force_zeros
         short, digest = name, _seeded_digest(name, where)
     else:
         folder = folders.find(name, variant)
@@ -192,7 +192,7 @@ def _load_part(folder: Path, part: str, dtype: torch.dtype, variant: str | None)
     try:
         with _quiet():
             if part.startswith("tokenizer"):
-                from transformers import CLIPTokenizer
+                from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
                 return CLIPTokenizer.from_pretrained(str(folder / part), local_files_only=True)
             options: dict[str, Any] = {"variant": variant, "use_safetensors": True, "output_loading_info": True}
