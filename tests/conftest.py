@@ -22,6 +22,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # and because sums must not depend on how many cores a machine has.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
     os.environ[name] = "1"
+# Into every new cache torch would compile a probe for each instruction set of the processor, several seconds each.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and fork do not mix
 # Models in tests are made in code: one that would be downloaded is a bug.
 os.environ["HF_HUB_OFFLINE"] = "1"
