@@ -134,10 +134,10 @@ class _Source(NamedTuple):
 
 def _build_seeded(name: str, device: torch.device) -> _Source:
     with _quiet():
-        pipeline = sdxl.make(device) if name == sdxl.NAME else tiny.make(tiny.SHAPES[name])
-    parts = {part: getattr(pipeline, part) for part in PARTS}
-    parts["scheduler"] = {**pipeline.scheduler.config, "_class_name": type(pipeline.scheduler).__name__}
-    force_zeros = bool(pipeline.config.force_zeros_for_empty_prompt)
+        parts = sdxl.parts(device) if name == sdxl.NAME else tiny.parts(tiny.SHAPES[name])
+    scheduler = parts["scheduler"]
+    parts["scheduler"] = {**scheduler.config, "_class_name": type(scheduler).__name__}
+    force_zeros = name == sdxl.NAME or tiny.SHAPES[name].force_zeros
     return _Source(name, _seeded_digest(name, device), None, parts, force_zeros)
 
 
@@ -217,7 +217,7 @@ def _load_part(folder: Path, part: str, dtype: torch.dtype, variant: str | None)
     try:
         with _quiet():
             if part.startswith("tokenizer"):
-                from transformers import CLIPTokenizer
+                from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
                 return CLIPTokenizer.from_pretrained(str(folder / part), local_files_only=True)
             options: dict[str, Any] = {"variant": variant, "use_safetensors": True, "output_loading_info": True}

@@ -59,26 +59,28 @@ CLIP_G: dict[str, Any] = {
 }
 
 
-def make(device: torch.device, seed: int = 0) -> Any:
-    """A `StableDiffusionXLPipeline` in bf16 on this device; equal seeds, equal weights on equal devices."""
+def parts(device: torch.device, seed: int = 0) -> dict[str, Any]:
+    """The parts of a pipeline by their names, in bf16 on this device; equal seeds, equal weights on equal devices."""
     import torch
-    from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    # Full module paths: diffusers' and transformers' top levels import slowly.
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+    from transformers.models.clip.configuration_clip import CLIPTextConfig
+    from transformers.models.clip.modeling_clip import CLIPTextModel, CLIPTextModelWithProjection
 
     tokenizer = byte_tokenizer()
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    parts: list[Any] = []
-    builds: tuple[Callable[[], Any], ...] = (
-        lambda: UNet2DConditionModel(**UNET),
-        lambda: AutoencoderKL(**VAE),
-        lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L, **special)),
-        lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_G, **special)),
-    )
+    builds: dict[str, Callable[[], Any]] = {
+        "unet": lambda: UNet2DConditionModel(**UNET),
+        "vae": lambda: AutoencoderKL(**VAE),
+        "text_encoder": lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L, **special)),
+        "text_encoder_2": lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_G, **special)),
+    }
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        for build in builds:
-            parts.append(build().to(torch.bfloat16).eval())
-    unet, vae, first, second = parts
+        made = {part: build().to(torch.bfloat16).eval() for part, build in builds.items()}
     scheduler = EulerDiscreteScheduler(
         num_train_timesteps=1000,
         beta_start=0.00085,
@@ -87,14 +89,4 @@ def make(device: torch.device, seed: int = 0) -> Any:
         timestep_spacing="leading",
         steps_offset=1,
     )
-    return StableDiffusionXLPipeline(
-        vae=vae,
-        text_encoder=first,
-        text_encoder_2=second,
-        tokenizer=tokenizer,
-        tokenizer_2=byte_tokenizer(pad="!"),
-        unet=unet,
-        scheduler=scheduler,
-        force_zeros_for_empty_prompt=True,
-        add_watermarker=False,
-    )
+    return {**made, "tokenizer": tokenizer, "tokenizer_2": byte_tokenizer(pad="!"), "scheduler": scheduler}

@@ -156,10 +156,24 @@ def save(folder: Path, shape: SDXLShape, seed: int = 0, *, variant: str | None =
 
 
 def make(shape: SDXLShape, seed: int = 0) -> Any:
-    """A `StableDiffusionXLPipeline` of this shape with seeded random weights, in fp32 on the CPU."""
+    """A `StableDiffusionXLPipeline` of the shape's `parts`."""
+    from diffusers import StableDiffusionXLPipeline
+
+    return StableDiffusionXLPipeline(
+        **parts(shape, seed), force_zeros_for_empty_prompt=shape.force_zeros, add_watermarker=False
+    )
+
+
+def parts(shape: SDXLShape, seed: int = 0) -> dict[str, Any]:
+    """The parts of a pipeline of this shape by their names, with seeded random weights, in fp32 on the CPU."""
     import torch
-    from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    # Full module paths: diffusers' and transformers' top levels import slowly.
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+    from transformers.models.clip.configuration_clip import CLIPTextConfig
+    from transformers.models.clip.modeling_clip import CLIPTextModel, CLIPTextModelWithProjection
 
     tokenizer = byte_tokenizer()
     first_text, second_text = (
@@ -174,22 +188,20 @@ def make(shape: SDXLShape, seed: int = 0) -> Any:
         with torch.no_grad():
             unet.conv_out.weight.mul_(3.0)
             vae.decoder.conv_out.weight.mul_(3.0)
-    return StableDiffusionXLPipeline(
-        vae=vae.eval(),
-        text_encoder=first.eval(),
-        text_encoder_2=second.eval(),
-        tokenizer=tokenizer,
-        tokenizer_2=byte_tokenizer(pad="!"),
-        unet=unet.eval(),
-        scheduler=EulerDiscreteScheduler(**shape.sampling()),
-        force_zeros_for_empty_prompt=shape.force_zeros,
-        add_watermarker=False,
-    )
+    return {
+        "vae": vae.eval(),
+        "text_encoder": first.eval(),
+        "text_encoder_2": second.eval(),
+        "tokenizer": tokenizer,
+        "tokenizer_2": byte_tokenizer(pad="!"),
+        "unet": unet.eval(),
+        "scheduler": EulerDiscreteScheduler(**shape.sampling()),
+    }
 
 
 def byte_tokenizer(pad: str = "<|endoftext|>") -> Any:
     """A CLIP tokenizer whose tokens are single bytes: it reads any text, and needs no file. Pads as SDXL's two do."""
-    from transformers import CLIPTokenizer
+    from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
     letters = _byte_letters()
     tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]

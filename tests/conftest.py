@@ -3,8 +3,13 @@
 Fixtures of a package are beside its tests.
 """
 
+import gc
 import os
 import signal
+
+# Imports make millions of objects that stay: scanning them for garbage took a third of collecting the tests, and would
+# slow every test down. `pytest_collection_finish` puts them aside.
+gc.disable()
 
 # A shell's background job ignores Ctrl-C, one under nohup a hang-up too, and every process that a test starts would
 # inherit that and not be stopped by them. What has a handler here is at its default there.
@@ -17,14 +22,18 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # and because sums must not depend on how many cores a machine has.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
     os.environ[name] = "1"
+# Into every new cache torch would compile a probe for each instruction set of the processor, several seconds each.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and fork do not mix
 # Models in tests are made in code: one that would be downloaded is a bug.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 from install import has_gpu  # noqa: E402
+from tests.children import python_path  # noqa: E402
 from tests.costs import (  # noqa: E402
     pytest_collection_modifyitems,
     pytest_runtest_call,
@@ -58,3 +67,14 @@ settings.register_profile("explore", deadline=None, max_examples=1000, print_blo
 # mutants: as ci, but the first example that fails is enough (tests/mutants.py).
 settings.register_profile("mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _lean() -> None:
+    """Processes that tests start import what a user's would. Not earlier: xdist's processes hold the tests."""
+    os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))

@@ -16,6 +16,7 @@ import pytest
 from core.config import EMBEDDED_MODEL
 from evaluation import captions
 from llm import tiny
+from tests.children import python_path
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
 from training import phrases
@@ -98,7 +99,7 @@ def stopped(shell: Shell, stop: signal.Signals) -> tuple[int, list[str]]:
     for count in (150, 600, 2400):
         words = ["captions", "--count", str(count), "--out", "broken.tsv", "--threads", "1"]
         part = shell.folder / "broken.tsv.part"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "DIPTYCH_TEXT_REQUESTS": "4"}
+        environment = os.environ | {"PYTHONPATH": python_path(ROOT), "DIPTYCH_TEXT_REQUESTS": "4"}
         process = subprocess.Popen(
             [sys.executable, "-m", "cli", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )

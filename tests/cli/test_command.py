@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from pipeline import tiny
+from tests.children import python_path
 from tests.cli.shell import Shell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,8 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "cli", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-        env={**env, "COLUMNS": "200", "PYTHONPATH": str(ROOT), "DIPTYCH_KERNELS": "0"},  # not for models this small
+        # Kernels are not for models this small.
+        env={**env, "COLUMNS": "200", "PYTHONPATH": python_path(ROOT), "DIPTYCH_KERNELS": "0"},
     )  # fmt: skip
 
 

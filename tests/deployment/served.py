@@ -18,6 +18,7 @@ import psutil
 
 from deployment.redis import free_port
 from pipeline import tiny
+from tests.children import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 180.0  # a busy machine imports torch slowly
@@ -36,7 +37,7 @@ def environment(unset: Sequence[str] = (), **variables: str) -> dict[str, str]:
     """This process's environment with the tests' settings (less `unset`) and these, without Triton's interpreter."""
     dropped = ("DIPTYCH_", "TRITON_INTERPRET")
     inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(dropped)}
-    ours = {"PYTHONPATH": str(ROOT), "DIPTYCH_THREADS": "1", "DIPTYCH_COMPILE": "0", "DIPTYCH_KERNELS": "0"}
+    ours = {"PYTHONPATH": python_path(ROOT), "DIPTYCH_THREADS": "1", "DIPTYCH_COMPILE": "0", "DIPTYCH_KERNELS": "0"}
     return inherited | {name: value for name, value in ours.items() if name not in unset} | variables
 
 

@@ -20,6 +20,7 @@ import cli
 from evaluation import compare, generate, lens, report
 from evaluation.captions import Caption
 from evaluation.run import Run
+from tests.children import python_path
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
 
@@ -95,7 +96,7 @@ def test_a_killed_run_ends_with_the_scores_of_an_unbroken_one(shell: Shell) -> N
     captions = tuple(f"{text} {n}" for n in range(4) for text in CAPTIONS)
     words = ["evaluate", "--prompts", str(table(shell.folder, captions)), *QUICK, "--deterministic", "--steps", "6"]
     assert shell(*words, "--out", "whole/run").code == 0
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
     log = shell.folder / "broken" / "run" / "pictures.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "cli", *words, "--out", "broken/run"], env=environment,

@@ -25,6 +25,7 @@ from PIL import Image
 
 from core.jobs import keys
 from deployment.redis import RedisServer
+from tests.children import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0  # four processes import torch, beside whatever else the machine does
@@ -63,7 +64,7 @@ class Process:
         self.log = folder / f"{name}.log"
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")},
-            "PYTHONPATH": str(tree), "DIPTYCH_REDIS_URL": url, "DIPTYCH_DATA_DIR": str(data),
+            "PYTHONPATH": python_path(tree), "DIPTYCH_REDIS_URL": url, "DIPTYCH_DATA_DIR": str(data),
             "DIPTYCH_MODEL": "random:tiny", "DIPTYCH_COMPILE": "0", "DIPTYCH_KERNELS": "0", "DIPTYCH_THREADS": "1",
             "DIPTYCH_IMAGE_JOBS": "1", "OMP_NUM_THREADS": "1", "DIPTYCH_CACHE_DIR": str(folder / "cache"),
         }  # fmt: skip

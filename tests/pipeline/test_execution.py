@@ -11,9 +11,14 @@ from contract.image import ImageParameters
 from core.graphs import ExecutableKey, compiler
 from pipeline.execution import BatchGroup
 from pipeline.phases import DEEP, VAE
+from pipeline.tiny import SDXLShape
+from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 
 SIZE = (32, 32)
+# One level holds all kinds of layers but those that change the size, and half of the code to be compiled.
+SHAPE = "one-level"
+worlds.MORE[SHAPE] = SDXLShape(channels=(16,), transformers=(1,), heads=(2,))
 
 
 def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
@@ -24,8 +29,8 @@ def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own modules
 def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.setpriority", raising=False)  # nothing is served here that compiling should give way to
-    runner = Watching(model("plain"), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
-    eager = Watching(model("plain"), deterministic_rows=4)
+    runner = Watching(model(SHAPE), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
+    eager = Watching(model(SHAPE), deterministic_rows=4)
     bytes_of = {"eager": solo(eager, wanted(3, True)).png()}
     crank = Crank(runner)
     for seed in (1, 2):
@@ -46,10 +51,10 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monke
     # Those that began in eager mode end in it, to the byte; the late one says that it is compiled.
     for seed in (1, 2):
         assert pictures[f"fixed-{seed}"].png() == bytes_of["eager"]
-        assert np.abs(levels(pictures[f"free-{seed}"]) - stock_picture("plain", wanted(seed))).max() <= 1
+        assert np.abs(levels(pictures[f"free-{seed}"]) - stock_picture(SHAPE, wanted(seed))).max() <= 1
     late = pictures["late"]
     assert late.fingerprint["executable"] == "compiled" and late.fingerprint["bucket"] == 4
-    assert np.abs(levels(late) - stock_picture("plain", wanted(3))).max() <= 1
+    assert np.abs(levels(late) - stock_picture(SHAPE, wanted(3))).max() <= 1
     # Compiled and deterministic: equal bytes at every position, with companions and without.
     for position in range(2):
         crank = Crank(runner)

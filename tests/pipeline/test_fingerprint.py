@@ -24,6 +24,7 @@ from pipeline import tiny
 from pipeline.fingerprint import CODE, ROOT, KernelIdentity, fingerprint
 from pipeline.load import load
 from pipeline.picture import Picture
+from tests.children import python_path
 from tests.core.quant import stage
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Watching, levels, model, solo
@@ -96,7 +97,7 @@ def test_equal_installations_print_the_same(tmp_path: Path) -> None:
         os.utime(path, (0, 0))
     found = []
     for root, seed in ((ROOT, "1"), (copy, "2")):
-        environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": seed}
+        environment = {**os.environ, "PYTHONPATH": python_path(root), "PYTHONHASHSEED": seed}
         done = subprocess.run(
             [sys.executable, "-c", _PRINT, str(stage.CACHE)],
             cwd=root, env=environment, capture_output=True, text=True, check=True,

@@ -29,9 +29,11 @@ def run(data: Path, tmp_path: Path) -> Run:
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """All stages, exported and judged."""
     run = tiny(data, tmp_path_factory.mktemp("trained"))
-    lengths = {"vae": 120, "clip": 60, "unet": 200, "lm": 120, "draft": 80}
+    lengths = {"vae": 120, "clip": 60, "unet": 140, "lm": 120, "draft": 80}
+    batches = {"vae": 8}
     for name in stages.STAGES:
-        stages.train(dataclasses.replace(run, iterations=lengths.get(name, 1)), only=[name])
+        batch = batches.get(name, run.batch)
+        stages.train(dataclasses.replace(run, iterations=lengths.get(name, 1), batch=batch), only=[name])
     export.export(run)
     extent = judge_pictures.Extent(captions=12, composed=8, expansions=24, steps=4, sheet=8)
     figures = judge.judge(run, extent)

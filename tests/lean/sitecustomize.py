@@ -1,0 +1,23 @@
+"""Hides from the processes that tests start what only tests need of the environment and users do not have.
+
+diffusers and transformers import peft and scipy wherever they find them, which takes more CPU than torch does.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+HIDDEN = ("peft", "scipy")
+
+
+class Finder(PathFinder):
+    """Finds what the path holds, less `HIDDEN`."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: "list[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        return None if path is None and fullname in HIDDEN else super().find_spec(fullname, path, target)
+
+
+sys.meta_path = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
