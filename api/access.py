@@ -85,7 +85,7 @@ class _Identified(SecurityBase):
 By = Annotated[Caller, Depends(_Identified())]
 
 
-async def count_request(request: Request, service: Service, caller: Caller) -> None:
+async def enforce_rate_limit(request: Request, service: Service, caller: Caller) -> None:
     """Charge one request to the rate limit. Raises `ApiError` (429)."""
     await _count(request, service, request_costs(caller))
 
@@ -96,7 +96,7 @@ async def count_pictures(request: Request, service: Service, caller: Caller, n: 
 
 
 def request_costs(caller: Caller) -> list[RateLimitCost]:
-    """The charge of `count_request`, for callers that apply it with another script; none without a limit."""
+    """The charge of `enforce_rate_limit`, for callers that apply it with another script; none without a limit."""
     return [RateLimitCost(caller.rate, caller.id, "requests")] if caller.id and caller.rate else []
 
 

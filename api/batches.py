@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from api import batch_lines, body, files, schemas
-from api.access import By, Caller, count_pictures, count_request
+from api.access import By, Caller, count_pictures, enforce_rate_limit
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
 from api.service import Given, Service
@@ -52,7 +52,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     fields = schemas.read(BatchFields, await body.read(request, caller.id))
     caller.check("files")
     caller.check(_SCOPES[queue_of(fields.endpoint)])
-    await count_request(request, service, caller)
+    await enforce_rate_limit(request, service, caller)
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
     if file.purpose != "batch":
         raise invalid_field("input_file_id", "must be of a file with the purpose batch")

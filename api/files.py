@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import UploadFile
 
 from api import uploads
-from api.access import By, Caller, count_request
+from api.access import By, Caller, enforce_rate_limit
 from api.errors import NO_RETRY, ApiError, invalid_field
 from api.forms import form
 from api.methods import bodiless
@@ -62,7 +62,7 @@ _FORM = {
 @router.post("/v1/files", summary="Hand in a file", openapi_extra=_FORM)
 async def create(request: Request, service: Given, caller: By) -> Response:
     caller.check("files")
-    await count_request(request, service, caller)
+    await enforce_rate_limit(request, service, caller)
     quota = _quota(service, caller)
     async with _upload(request) as (purpose, name, upload):
         kind = _LINES

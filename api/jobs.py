@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from api import admission, body, references, schemas, submission
-from api.access import By, Caller, count_request
+from api.access import By, Caller, enforce_rate_limit
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page, query
 from api.presentation import job_object
@@ -147,7 +147,7 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
 @router.delete("/v1/jobs/{id}", summary="Erase a job", response_model=schemas.Deleted)
 async def delete(id: str, request: Request, service: Given, caller: By) -> Response:
     """Cancels it if it is live, and deletes it: record, events, and the pictures that no other job has made too."""
-    await count_request(request, service, caller)
+    await enforce_rate_limit(request, service, caller)
     incarnation = ""
     with contextlib.suppress(UnreadableRecord):  # deletes unreadable records too
         incarnation = (await find(service, id, caller)).incarnation

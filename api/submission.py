@@ -18,7 +18,7 @@ from api.access import (
     Caller,
     apply_rate_limit,
     count_pictures,
-    count_request,
+    enforce_rate_limit,
     picture_costs,
     request_costs,
     unknown_key,
@@ -81,7 +81,7 @@ async def submit(
         requests, pictures = request_costs(caller), picture_costs(caller, ImageJob.read(draft.parameters).n)
         job, standing = await _create(service, draft, request, requests + pictures, len(requests))
         return _same(job, caller, digest), standing
-    await count_request(request, service, caller)
+    await enforce_rate_limit(request, service, caller)
     there = None if id is None else await service.call(service.store.get, id)
     if there is not None:
         return _same(there, caller, digest), None
@@ -149,7 +149,7 @@ async def _create(
 
     The first `always` charges count even if no job is created.
     """
-    draft = replace(draft, trace=traces.current(), request_id=logs.request_id())
+    draft = replace(draft, trace=traces.current(), request_id=logs.current_request_id())
     most = service.share(draft.owner)
     made = await service.submissions.make(draft, service.queue.message(draft.envelope), charges, always, most)
     for charge, standing in zip(charges, made.charges, strict=False):

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from api import body, schemas, text_drafts
-from api.access import By, Caller, count_request
+from api.access import By, Caller, enforce_rate_limit
 from api.errors import job_error
 from api.events import EventStream
 from api.images import finished, left, wait
@@ -55,7 +55,7 @@ async def complete(request: Request, service: Given, caller: By) -> Response:
 async def _answer(request: Request, service: Service, caller: Caller, endpoint: str) -> Response:
     caller.check("text")
     ask = text_drafts.READ[endpoint](await body.read(request, caller.id))
-    await count_request(request, service, caller)
+    await enforce_rate_limit(request, service, caller)
     card = await served(service, ask.fields.model, TextCard)
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)

@@ -21,7 +21,7 @@ class TracingMiddleware:
             await self.app(scope, receive, send)
             return
         parent = Headers(scope=scope).get("traceparent", "")
-        with traces.span("HTTP", "server", parent, request_id=logs.request_id()) as span:
+        with traces.span("HTTP", "server", parent, request_id=logs.current_request_id()) as span:
 
             async def told(message: Message) -> None:
                 if message["type"] == "http.response.start":

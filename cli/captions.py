@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.config import Settings
-    from training.captioning.asking import Asker
-    from training.captioning.authors import Author
+    from training.captioning.caption_client import CaptionClient
     from training.captioning.caption_file import CaptionFile
+    from training.captioning.text_sources import TextSource
 
 _ABOUT = """examples:
   diptych captions --count 1000 --out captions.tsv
@@ -79,8 +79,8 @@ def _captions(options: argparse.Namespace) -> int:
     from contract.errors import Invalid
     from evaluation.service import SourceError
     from training.captioning.caption_file import CaptionFile, CaptionFileError
+    from training.captioning.caption_filter import REASONS
     from training.captioning.compose import HopelessError
-    from training.captioning.screen import REASONS
 
     console = Console(stderr=True)
     _check(options)
@@ -129,7 +129,7 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
     """The captions' subjects, in turn, by row of the file; none if not given. Raises `UsageError`."""
     from evaluation import captions
     from pipeline import prompts
-    from training.captioning.screen import squeeze
+    from training.captioning.caption_filter import squeeze
 
     path: Path | None = options.subjects
     if path is None:
@@ -152,7 +152,7 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
 def _template(options: argparse.Namespace) -> str | None:
     from contract.card import MAX_PROMPT_CHARACTERS
     from contract.characters import text_error
-    from training.captioning.asking import SUBJECT
+    from training.captioning.caption_client import SUBJECT
 
     path: Path | None = options.template
     if path is None:
@@ -214,16 +214,16 @@ def _write(
 ) -> None:
     """Generate the missing rows, and finish the file."""
     from evaluation import generate
-    from training.captioning import screen
-    from training.captioning.asking import Asker
-    from training.captioning.compose import Composer
+    from training.captioning import caption_filter
+    from training.captioning.caption_client import CaptionClient
+    from training.captioning.compose import CaptionGenerator
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(model_errors())
         try:
-            sieve = screen.Screen(screen.tokenizers(settings.model_name))
+            sieve = caption_filter.CaptionFilter(caption_filter.tokenizers(settings.model_name))
             author = _author(options, settings, stack, console)
-            asker = Asker(
+            asker = CaptionClient(
                 author.expansion_instruction, chat=author.chat, seed=options.seed, subjects=tuple(subjects.values()),
                 template=template, temperature=options.temperature, top_p=options.top_p, max_tokens=options.max_tokens,
             )  # fmt: skip
@@ -233,22 +233,26 @@ def _write(
                 console.print(f"{len(file.rows)} of {file.count} captions are there", highlight=False)
             about = {"temperature": asker.temperature, "top_p": asker.top_p}
             file.begin(author.about | about)
-            Composer(file, asker, author, sieve, options.attempts).run(stack.enter_context(generate.bars(console)))
+            CaptionGenerator(file, asker, author, sieve, options.attempts).run(
+                stack.enter_context(generate.bars(console))
+            )
         except KeyboardInterrupt:
             done = f"{len(file.rows)} of {file.count} captions are there; the same command goes on"
             raise KeyboardInterrupt(done) from None
     file.finish()
 
 
-def _author(options: argparse.Namespace, settings: Settings, stack: contextlib.ExitStack, console: Console) -> Author:
+def _author(
+    options: argparse.Namespace, settings: Settings, stack: contextlib.ExitStack, console: Console
+) -> TextSource:
     """The engine or the service that writes, open as long as the stack is."""
     if options.server:
-        from training.captioning.authors import Remote
+        from training.captioning.text_sources import RemoteService
 
-        return stack.enter_context(contextlib.closing(Remote(options.server, options.key, options.text_model)))
+        return stack.enter_context(contextlib.closing(RemoteService(options.server, options.key, options.text_model)))
     from core.batching.engine import Engine
     from core.batching.runner import Lane
-    from training.captioning.authors import Local
+    from training.captioning.text_sources import LocalEngine
     from workers.build import text_lane, text_runner
 
     with console.status("starting") as status:
@@ -259,15 +263,15 @@ def _author(options: argparse.Namespace, settings: Settings, stack: contextlib.E
             raise UsageError("--text-model: the embedded one does not load; the log says why")
         stack.callback(runner.close)
         runner.prepare(measure_s=0.5)
-    return Local(stack.enter_context(Engine([runner])), runner, 2 * settings.text_requests)
+    return LocalEngine(stack.enter_context(Engine([runner])), runner, 2 * settings.text_requests)
 
 
-def _try(author: Author, asker: Asker, options: argparse.Namespace, rows: Sequence[int]) -> None:
+def _try(author: TextSource, asker: CaptionClient, options: argparse.Namespace, rows: Sequence[int]) -> None:
     """Reject what the model does not accept before anything is written: of all rows of --subjects, or of the first."""
     from contract.errors import Invalid
-    from training.captioning.authors import Local
+    from training.captioning.text_sources import LocalEngine
 
-    assert isinstance(author, Local)
+    assert isinstance(author, LocalEngine)
     for index in range(max(1, len(rows))):
         try:
             author.check(asker.first(index, 0))
@@ -279,7 +283,7 @@ def _try(author: Author, asker: Asker, options: argparse.Namespace, rows: Sequen
 
 def _tell(file: CaptionFile, console: Console) -> int:
     """Print the outcome; returns 1 if captions are missing."""
-    from training.captioning.screen import REASONS
+    from training.captioning.caption_filter import REASONS
 
     made = [row for row in file.rows if row.caption is not None]
     missing = [row for row in file.rows if row.caption is None]

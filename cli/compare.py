@@ -18,12 +18,12 @@ def add(commands: Commands) -> None:
     )
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs; the first is the base")
     compare.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="for the report")
-    add_gates(compare)
+    add_gate_arguments(compare)
     add_scoring(compare)
     compare.set_defaults(run=run)
 
 
-def add_gates(parser: argparse.ArgumentParser) -> None:
+def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--real", type=Path, metavar="REF", help="what FID is taken from: pictures, .npz or a run")
     parser.add_argument(
         "--fid-rise", type=float, metavar="PERCENT", help="of the gate; default: 2, and 4 for runs with DeepCache"
@@ -39,11 +39,11 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from evaluation import compare, generate, references, report
-    from evaluation.run import Run, write_json
+    from evaluation.run import EvaluationRun, write_json
 
     console = Console(stderr=True)
     with scoring_errors():
-        runs = [Run.read(path) for path in options.runs]
+        runs = [EvaluationRun.read(path) for path in options.runs]
         lens = open_lens(options, None, runs[0])
         try_references([options.real] if options.real else [], lens)
         options.out.mkdir(parents=True, exist_ok=True)

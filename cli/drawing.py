@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
-    from evaluation.sources import Source
+    from evaluation.sources import ImageSource
     from workers.build import Runtime
 
 _FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "seed": "--seed-offset"}  # else --field
@@ -75,15 +75,15 @@ def open_source(
     caption: Caption,
     stack: contextlib.ExitStack,
     console: Console,
-) -> tuple[Source, ImageParameters]:
+) -> tuple[ImageSource, ImageParameters]:
     """The engine or the service that generates, open as long as the stack is, and the request with its size."""
     if options.server:
-        from evaluation.sources import Remote
+        from evaluation.sources import RemoteService
 
-        remote = stack.enter_context(contextlib.closing(Remote(options.server, options.model)))
+        remote = stack.enter_context(contextlib.closing(RemoteService(options.server, options.model)))
         width, height = (int(side) for side in remote.card["native_size"].split("x"))
         return remote, draft if draft.width else replace(draft, width=width, height=height)
-    from evaluation.sources import Local
+    from evaluation.sources import LocalEngine
 
     make_cache(settings)
     stack.enter_context(model_errors())
@@ -93,7 +93,7 @@ def open_source(
     if latent is not None:
         _fix_noise(works, latent, draft, options)
     _check(draft, caption, works.images.sizes)
-    return Local(works), draft
+    return LocalEngine(works), draft
 
 
 def follow_mlperf(options: argparse.Namespace) -> None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from contract.image import ImageParameters
     from core.config import Settings
-    from evaluation.lens import Lens
-    from evaluation.run import Run, RunWriter
+    from evaluation.run import EvaluationRun, RunWriter
+    from evaluation.scoring_networks import ScoringNetworks
 
 _EXAMPLES = """examples:
   diptych evaluate --prompts captions.tsv --out runs/fp32 --against real
@@ -76,7 +76,7 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_drawing(sweep)
-    compare.add_gates(sweep)
+    compare.add_gate_arguments(sweep)
     sweep.add_argument(
         "--variants", nargs="+", default=["fp32", "int8", "int8+2"], metavar="HOW", help="default: fp32 int8 int8+2"
     )
@@ -151,7 +151,7 @@ def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Run | None, Lens]]:
+def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[EvaluationRun | None, ScoringNetworks]]:
     """The run for the options, generated to its end; None if images failed."""
     from evaluation import captions
     from evaluation.run import RunWriter

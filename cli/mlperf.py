@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
-    from evaluation.lens import Lens
-    from evaluation.loadgen import Result, Test
+    from evaluation.loadgen import LoadGenSettings, Result
+    from evaluation.scoring_networks import ScoringNetworks
 
 _ABOUT = """examples:
   diptych mlperf --scenario Offline --prompts captions_source.tsv --target-qps 2.4 --out offline
@@ -82,7 +82,7 @@ def _mlperf(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from evaluation import captions
-    from evaluation.loadgen import ACCURACY, Test
+    from evaluation.loadgen import ACCURACY, LoadGenSettings
 
     console = Console(stderr=True)
     for name in ("target_qps", "duration", "queries", "limit", "max_tokens"):
@@ -94,7 +94,7 @@ def _mlperf(options: argparse.Namespace) -> int:
     except captions.PromptsError as error:
         raise UsageError(f"--prompts: {error}") from error
     settings = read_settings(options, compile=False)
-    test = Test(
+    test = LoadGenSettings(
         options.scenario, options.mode, options.target_qps, options.duration, options.queries, options.user_conf
     )
     if options.panel == "text":
@@ -117,7 +117,7 @@ def _mlperf(options: argparse.Namespace) -> int:
 
 
 def _driven(
-    test: Test,
+    test: LoadGenSettings,
     options: argparse.Namespace,
     settings: Settings,
     draft: ImageParameters,
@@ -127,7 +127,7 @@ def _driven(
 ) -> tuple[Result, ImageParameters, dict[str, Any]]:
     """LoadGen's test of the engine or the service, after one warm-up image."""
     from evaluation import generate, loadgen
-    from evaluation.panels import Pictures
+    from evaluation.loadgen_tasks import ImageTask
 
     latent, _ = drawing.open_latent(options)
     source, draft = drawing.open_source(options, settings, draft, latent, wanted[0], stack, console)
@@ -137,18 +137,18 @@ def _driven(
     warm = [source.submit(one, lambda: None) for one in drafts[: min(len(drafts), source.width // 2)]]
     drawn = [source.take(future.result()) for future in warm]
     with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
-        result = loadgen.run(test, Pictures(source, drafts), options.out, partial(_warn, console))
+        result = loadgen.run(test, ImageTask(source, drafts), options.out, partial(_warn, console))
     return result, draft, dict(generate.printed(drawn[0].png))
 
 
 def _written(
-    test: Test, options: argparse.Namespace, settings: Settings, wanted: Sequence[Caption], console: Console
+    test: LoadGenSettings, options: argparse.Namespace, settings: Settings, wanted: Sequence[Caption], console: Console
 ) -> Result:
     """LoadGen's test of the text model: greedy answers to each caption as a chat's first message."""
     from core.batching.engine import Engine
     from core.batching.runner import Lane
     from evaluation import loadgen
-    from evaluation.panels import RemoteTexts, Texts
+    from evaluation.loadgen_tasks import RemoteTexts, TextTask
     from workers.build import text_runner
     from workers.text_handler import TextJobHandler
 
@@ -171,7 +171,7 @@ def _written(
                 stack.callback(runner.close)
                 runner.prepare(measure_s=1.0)
             engine = stack.enter_context(Engine([runner]))
-            panel = Texts(engine, TextJobHandler(runner), prompts, max_tokens=options.max_tokens)
+            panel = TextTask(engine, TextJobHandler(runner), prompts, max_tokens=options.max_tokens)
         for future in [panel.submit(index, lambda: None) for index in range(min(8, len(panel)))]:
             future.result()  # warm-up, and checks that it works
         with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
@@ -188,7 +188,7 @@ def _make(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _said(result: Result, test: Test, out: Path) -> int:
+def _said(result: Result, test: LoadGenSettings, out: Path) -> int:
     from evaluation.run import write_json
 
     found = {
@@ -212,7 +212,7 @@ def _scored(
     draft: ImageParameters,
     wanted: list[Caption],
     drawn_by: dict[str, Any],
-    lens: Lens,
+    lens: ScoringNetworks,
     console: Console,
 ) -> int:
     """The images of the official accuracy log, as a run of their own, scored as any other."""

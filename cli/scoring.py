@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.config import Settings
-    from evaluation.lens import Lens
-    from evaluation.run import Run
+    from evaluation.run import EvaluationRun
+    from evaluation.scoring_networks import ScoringNetworks
 
 
 def add_scoring(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,10 @@ def add_scoring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resamples", type=int, default=200, metavar="N", help="of the bootstrap; default: 200")
 
 
-def open_lens(options: argparse.Namespace, settings: Settings | None, run: Run | None = None) -> Lens:
-    from evaluation import lens as lenses
+def open_lens(
+    options: argparse.Namespace, settings: Settings | None, run: EvaluationRun | None = None
+) -> ScoringNetworks:
+    from evaluation import scoring_networks as lenses
 
     if options.resamples < 2:
         raise UsageError(f"--resamples: must be at least 2, not {options.resamples}")
@@ -47,7 +49,7 @@ def open_lens(options: argparse.Namespace, settings: Settings | None, run: Run |
     return lenses.embedded(Path(name))
 
 
-def _embedded(options: argparse.Namespace, settings: Settings | None, run: Run | None) -> bool:
+def _embedded(options: argparse.Namespace, settings: Settings | None, run: EvaluationRun | None) -> bool:
     from core.config import EMBEDDED_MODEL, STAND_IN_MODEL
 
     if run is not None:
@@ -58,10 +60,10 @@ def _embedded(options: argparse.Namespace, settings: Settings | None, run: Run |
     return settings.model_name == STAND_IN_MODEL or Path(settings.model_name).resolve() == EMBEDDED_MODEL.resolve()
 
 
-def try_references(paths: list[Path], lens: Lens) -> None:
+def try_references(paths: list[Path], lens: ScoringNetworks) -> None:
     """Reject references before hours are spent, as far as possible without reading images."""
     from evaluation import fid, pixels, references
-    from evaluation.run import Run
+    from evaluation.run import EvaluationRun
 
     names = [path.resolve().name for path in paths]
     for path, name in zip(paths, names, strict=True):
@@ -69,7 +71,7 @@ def try_references(paths: list[Path], lens: Lens) -> None:
             raise UsageError(f"--against: two references are called {name!r}")
         match references.kind(path):
             case "run":
-                Run.read(path)
+                EvaluationRun.read(path)
             case "statistics":
                 fid.read(path, lens.distance.width)
             case _:
@@ -95,7 +97,7 @@ def scoring_errors() -> Iterator[None]:
         raise UsageError(f"{error.filename or '--out'}: cannot be written or read ({error.strerror})") from error
 
 
-def score(run: Run, options: argparse.Namespace, lens: Lens, console: Console) -> int:
+def score(run: EvaluationRun, options: argparse.Namespace, lens: ScoringNetworks, console: Console) -> int:
     from evaluation import compare, generate, mlperf, pixels, references, report, scores
     from evaluation.run import write_json
 

@@ -29,7 +29,7 @@ class MarkupError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
+class WeightedPrompt:
     """A prompt in parts, each a text and its weight. Concatenated they are the prompt without marks."""
 
     parts: tuple[tuple[str, float], ...]
@@ -39,7 +39,7 @@ class Weighted:
         return "".join(text for text, _ in self.parts)
 
 
-def read(text: str) -> str | Weighted:
+def read(text: str) -> str | WeightedPrompt:
     """Parse a prompt's weights; if none differs from 1 the result is plain text without marks.
 
     Follows compel's documented syntax (damian0815/compel, doc/syntax.md). Raises `MarkupError` for its operators, such
@@ -150,10 +150,10 @@ class _Parts:
             self._weights.append(weight)
         self._texts[-1].append(text)
 
-    def read(self) -> str | Weighted:
+    def read(self) -> str | WeightedPrompt:
         parts = tuple(zip(map("".join, self._texts), self._weights, strict=True))
         if all(weight == 1 for weight in self._weights):
             return "".join(text for text, _ in parts)
         if sum(weight < 1 for weight in self._weights) > MAX_LOWERED:
             raise MarkupError(f"more than {MAX_LOWERED} parts are weighted below 1")
-        return Weighted(parts)
+        return WeightedPrompt(parts)

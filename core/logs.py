@@ -35,7 +35,7 @@ def request_context(id: str) -> Iterator[None]:
         _REQUEST.reset(before)
 
 
-def request_id() -> str:
+def current_request_id() -> str:
     """The current request's id, also while its job runs; empty outside of one."""
     return _REQUEST.get()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from core.config import Settings
 from deployment.children import Backoff, ChildProcess, reason
-from deployment.screen import Screen
+from deployment.screen import StatusDisplay
 from deployment.signals import StopSignals
 
 _LOOK_S = 0.1
@@ -63,7 +63,7 @@ def serve_each(
     devices = visible(os.environ) if devices is None else devices
     command = command or [sys.executable, "-P", "-m", "cli", "worker"]
     logs = Path(tempfile.mkdtemp(prefix="diptych-workers-"))  # private, under an unpredictable name
-    with StopSignals() as stop, Screen() as screen:
+    with StopSignals() as stop, StatusDisplay() as screen:
         parts = [
             (ChildProcess(f"worker {k}", command, _environment(settings, k, device), logs / f"{k}.log"), Backoff())
             for k, device in enumerate(devices)
@@ -90,7 +90,7 @@ def _environment(settings: Settings, k: int, device: str) -> dict[str, str]:
     return environment
 
 
-def _look(child: ChildProcess, backoff: Backoff, screen: Screen) -> int:
+def _look(child: ChildProcess, backoff: Backoff, screen: StatusDisplay) -> int:
     """Print its output, and restart it when due; `_UNUSABLE` if it can never work."""
     _hear(child, screen)
     now = time.monotonic()
@@ -106,12 +106,12 @@ def _look(child: ChildProcess, backoff: Backoff, screen: Screen) -> int:
     return 0
 
 
-def _hear(child: ChildProcess, screen: Screen) -> None:
+def _hear(child: ChildProcess, screen: StatusDisplay) -> None:
     for line in child.lines() if child.process is not None else ():
         screen.line(f"{child.name}: {line}")
 
 
-def _end(children: Sequence[ChildProcess], stop: StopSignals, screen: Screen, patience_s: float) -> None:
+def _end(children: Sequence[ChildProcess], stop: StopSignals, screen: StatusDisplay, patience_s: float) -> None:
     """Send SIGTERM to all at once; pass on each further stop signal; kill what is left after `patience_s`."""
     until, passed_on = time.monotonic() + patience_s, stop.urged
     for child in children:

@@ -14,7 +14,7 @@ from rich.status import Status
 from rich.text import Text
 
 
-class Screen:
+class StatusDisplay:
     """Lines and the spinner go to stderr; results, for other programs, to stdout. Used from one thread."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from core.config import Settings
 from deployment.address import is_private, listen, url
 from deployment.children import Backoff, ChildProcess, reason
 from deployment.redis import RedisError, RedisServer
-from deployment.screen import Screen
+from deployment.screen import StatusDisplay
 from deployment.signals import StopSignals
 from deployment.watch import Readiness, ReadinessWatcher
 from deployment.welcome import welcome
@@ -47,7 +47,7 @@ def serve(settings: Settings, *, verbose: bool = False) -> int:
     _open_standard_descriptors()
     with StopSignals() as stop, listen(settings.host, settings.port) as listener, _lock(settings.data_dir) as folder:
         settings = settings.model_copy(update={"data_dir": folder})
-        with Screen() as screen:
+        with StatusDisplay() as screen:
             return _Stack(settings, listener, screen, stop, verbose=verbose).run()
 
 
@@ -110,7 +110,7 @@ class _Part:
 
 class _Stack:
     def __init__(
-        self, settings: Settings, listener: socket.socket, screen: Screen, stop: StopSignals, *, verbose: bool
+        self, settings: Settings, listener: socket.socket, screen: StatusDisplay, stop: StopSignals, *, verbose: bool
     ) -> None:
         self._screen, self._stop, self._listener, self._verbose = screen, stop, listener, verbose
         self._redis: RedisServer | None = None

@@ -23,7 +23,7 @@ class Interval(NamedTuple):
     high: float
 
 
-class Figure(NamedTuple):
+class Estimate(NamedTuple):
     """A figure over all captions, and over each resample [R], fp64."""
 
     value: float
@@ -44,11 +44,11 @@ class Figure(NamedTuple):
         """
         return self.drawn - self.drawn.mean() + self.value
 
-    def over(self, other: Figure) -> Figure:
+    def over(self, other: Estimate) -> Estimate:
         """The ratio of two figures over the same captions."""
         if other.value == 0:
             raise ValueError("the figure to divide by is 0")
-        return Figure(self.value / other.value, self.centred / other.centred)
+        return Estimate(self.value / other.value, self.centred / other.centred)
 
 
 def resamples(rows: int, count: int = RESAMPLES, *, seed: int = 0) -> Tensor:
@@ -58,7 +58,7 @@ def resamples(rows: int, count: int = RESAMPLES, *, seed: int = 0) -> Tensor:
     return torch.zeros(count, rows, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
 
 
-def mean(values: Tensor, counts: Tensor) -> Figure:
+def mean(values: Tensor, counts: Tensor) -> Estimate:
     """The mean of a figure that each caption has, [N], over `counts` [R, N]."""
     whole = values.double()
-    return Figure(float(whole.mean()), counts.double() @ whole / counts.sum(1))
+    return Estimate(float(whole.mean()), counts.double() @ whole / counts.sum(1))

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from evaluation import bootstrap, references, scores
-from evaluation.bootstrap import Figure, Interval
-from evaluation.lens import Lens
+from evaluation.bootstrap import Estimate, Interval
 from evaluation.references import Reference
-from evaluation.run import SAME, Run, RunError
+from evaluation.run import SAME, EvaluationRun, RunError
 from evaluation.scores import Look
+from evaluation.scoring_networks import ScoringNetworks
 
 # Per cent, by what a run was drawn with: (how much FID may rise, how much the captions' score may change).
 _INT8, _DEEPCACHE = (2.0, 0.2), (4.0, 0.5)
@@ -38,13 +38,19 @@ class Gates:
 class _Seen(NamedTuple):
     """One run's figures, over the captions that all runs have."""
 
-    run: Run
+    run: EvaluationRun
     indices: list[int]
-    figures: dict[str, Figure]
+    figures: dict[str, Estimate]
 
 
 def runs(
-    given: Sequence[Run], lens: Lens, real: Reference | None, *, gates: Gates, resamples: int, look: Look
+    given: Sequence[EvaluationRun],
+    networks: ScoringNetworks,
+    real: Reference | None,
+    *,
+    gates: Gates,
+    resamples: int,
+    look: Look,
 ) -> dict[str, Any]:
     """What `report.json` holds: every run's figures, and their ratios to the first run's by paired bootstrap.
 
@@ -57,10 +63,10 @@ def runs(
             raise RunError(f"two runs are called {name!r}")
     kept = _common(given)
     counts = bootstrap.resamples(len(kept[0]), resamples)
-    seen = [_see(run, indices, lens, real, counts, look) for run, indices in zip(given, kept, strict=True)]
+    seen = [_see(run, indices, networks, real, counts, look) for run, indices in zip(given, kept, strict=True)]
     base, others = seen[0], seen[1:]
-    notes = _notes(seen, real, lens)
-    spread, siblings = _spread(base, others, lens)
+    notes = _notes(seen, real, networks)
+    spread, siblings = _spread(base, others, networks)
     found = []
     for one in seen:
         entry: dict[str, Any] = {
@@ -74,18 +80,18 @@ def runs(
             ratios = {
                 name: figure.over(base.figures[name])
                 for name, figure in one.figures.items()
-                if name in (lens.fid, lens.score)
+                if name in (networks.fid, networks.score)
             }
             entry["ratios"] = {name: scores.said(ratio) for name, ratio in ratios.items()}
             entry |= _beside(one, base, counts, notes, look)
             if one.run.name in siblings:
                 entry["gates"] = []
             else:
-                entry["gates"] = judged(ratios, lens, gates.of(one.run.settings), spread)
+                entry["gates"] = judged(ratios, networks, gates.of(one.run.settings), spread)
         found.append(entry)
     return {
         "captions": len(kept[0]),
-        "lens": _told(lens),
+        "lens": _told(networks),
         "real": None if real is None else {"name": real.name, "kind": real.kind, "pictures": real.count},
         "base": base.run.name,
         "resamples": resamples,
@@ -96,7 +102,7 @@ def runs(
     }
 
 
-def of_one(run: Run, lens: Lens, whole: Mapping[str, Any]) -> dict[str, Any]:
+def of_one(run: EvaluationRun, networks: ScoringNetworks, whole: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a page about a single run, in the form of `runs`; `whole` is its `scores.json`.
 
     Figures against the only reference keep their names; with several, each names its reference.
@@ -121,7 +127,7 @@ def of_one(run: Run, lens: Lens, whole: Mapping[str, Any]) -> dict[str, Any]:
     }
     return {
         "captions": len(run.captions),
-        "lens": _told(lens),
+        "lens": _told(networks),
         "real": {"name": " and ".join(against)} if against else None,
         "base": run.name,
         "resamples": whole["resamples"],
@@ -132,8 +138,8 @@ def of_one(run: Run, lens: Lens, whole: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _told(lens: Lens) -> dict[str, Any]:
-    return {"name": lens.name, "fid": lens.fid, "score": lens.score, "features": lens.distance.width}
+def _told(networks: ScoringNetworks) -> dict[str, Any]:
+    return {"name": networks.name, "fid": networks.fid, "score": networks.score, "features": networks.distance.width}
 
 
 def _environment() -> dict[str, str]:
@@ -146,7 +152,7 @@ def _environment() -> dict[str, str]:
 
 
 def judged(
-    ratios: Mapping[str, Figure], lens: Lens, limits: tuple[float, float], spread: float | None
+    ratios: Mapping[str, Estimate], networks: ScoringNetworks, limits: tuple[float, float], spread: float | None
 ) -> list[dict[str, Any]]:
     """The gates: FID at most so much above the base run's, or the spread between seeds where that is more; the
     captions' score within so much of it.
@@ -155,11 +161,15 @@ def judged(
     """
     rise, change = limits[0] / 100, limits[1] / 100
     found = []
-    if lens.fid in ratios:
+    if networks.fid in ratios:
         high = 1 + max(rise, spread or 0.0)
-        found.append({"figure": lens.fid, "low": None, "high": high} | _verdict(ratios[lens.fid].interval, None, high))
+        found.append(
+            {"figure": networks.fid, "low": None, "high": high} | _verdict(ratios[networks.fid].interval, None, high)
+        )
     low, high = 1 - change, 1 + change
-    found.append({"figure": lens.score, "low": low, "high": high} | _verdict(ratios[lens.score].interval, low, high))
+    found.append(
+        {"figure": networks.score, "low": low, "high": high} | _verdict(ratios[networks.score].interval, low, high)
+    )
     return found
 
 
@@ -195,7 +205,7 @@ def table(found: Mapping[str, Any]) -> str:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _common(given: Sequence[Run]) -> list[list[int]]:
+def _common(given: Sequence[EvaluationRun]) -> list[list[int]]:
     """For each run, the positions of the shared captions, in the first run's order."""
     places = [{(caption.id, caption.text): caption.index for caption in run.captions} for run in given]
     wanted = [key for key in places[0] if all(key in place for place in places)]
@@ -204,13 +214,20 @@ def _common(given: Sequence[Run]) -> list[list[int]]:
     return [[place[key] for key in wanted] for place in places]
 
 
-def _see(run: Run, indices: list[int], lens: Lens, real: Reference | None, counts: Tensor, look: Look) -> _Seen:
-    distance, clip = references.of_run(run, lens, lambda done, total: look(f"looking at {run.name}", done, total))
+def _see(
+    run: EvaluationRun,
+    indices: list[int],
+    networks: ScoringNetworks,
+    real: Reference | None,
+    counts: Tensor,
+    look: Look,
+) -> _Seen:
+    distance, clip = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
     told: Look = lambda what, done, total: look(f"{run.name}: {what}", done, total)  # noqa: E731
-    cosines = scores.cosines(run, lens, clip)
-    figures = {lens.score: bootstrap.mean(100 * cosines[indices], counts)}
+    cosines = scores.cosines(run, networks, clip)
+    figures = {networks.score: bootstrap.mean(100 * cosines[indices], counts)}
     if real is not None:
-        figures |= scores.distances(distance[indices], clip[indices], lens, real, counts, look=told)
+        figures |= scores.distances(distance[indices], clip[indices], networks, real, counts, look=told)
     return _Seen(run, indices, figures)
 
 
@@ -229,37 +246,39 @@ def _beside(one: _Seen, base: _Seen, counts: Tensor, notes: list[str], look: Loo
     }
 
 
-def _spread(base: _Seen, others: Sequence[_Seen], lens: Lens) -> tuple[float | None, list[str]]:
+def _spread(base: _Seen, others: Sequence[_Seen], networks: ScoringNetworks) -> tuple[float | None, list[str]]:
     """The FID spread of runs that differ from the base only in their seeds, as a share of the base's."""
     siblings = [one for one in others if _differs_in_seeds_alone(base.run, one.run)]
-    if not siblings or lens.fid not in base.figures:
+    if not siblings or networks.fid not in base.figures:
         return None, [one.run.name for one in siblings]
-    ratios = [1.0, *(one.figures[lens.fid].value / base.figures[lens.fid].value for one in siblings)]
+    ratios = [1.0, *(one.figures[networks.fid].value / base.figures[networks.fid].value for one in siblings)]
     return max(ratios) - min(ratios), [one.run.name for one in siblings]
 
 
-def _differs_in_seeds_alone(a: Run, b: Run) -> bool:
+def _differs_in_seeds_alone(a: EvaluationRun, b: EvaluationRun) -> bool:
     """Decided by the recorded generator, not by the options: `auto` may resolve to what another run names."""
     ignored = {"seed_offset", "captions", "captions_sha256", "prompts", "server", "model", "precision", "unet"}
 
-    def rest(run: Run) -> dict[str, Any]:
+    def rest(run: EvaluationRun) -> dict[str, Any]:
         asked = {name: value for name, value in run.settings.items() if name not in ignored}
         return asked | {name: run.drawn_by.get(name) for name in SAME}
 
     return a.settings["seed_offset"] != b.settings["seed_offset"] and rest(a) == rest(b)
 
 
-def _notes(seen: Sequence[_Seen], real: Reference | None, lens: Lens) -> list[str]:
+def _notes(seen: Sequence[_Seen], real: Reference | None, networks: ScoringNetworks) -> list[str]:
     notes = [
         f"{one.run.name}: {len(one.indices)} of {len(one.run.captions)} captions, those that all runs have"
         for one in seen
         if len(one.indices) < len(one.run.captions)
     ]
-    if lens.fid in seen[0].figures and seen[0].figures[lens.fid].interval.low <= 0:
-        notes.append(f"{seen[0].run.name}: {lens.fid} is not told from 0 by so few captions: ratios to it mean little")
+    if networks.fid in seen[0].figures and seen[0].figures[networks.fid].interval.low <= 0:
+        notes.append(
+            f"{seen[0].run.name}: {networks.fid} is not told from 0 by so few captions: ratios to it mean little"
+        )
     if real is not None:
-        notes += scores.few("each run", len(seen[0].indices), lens)
-        notes += scores.few(real.name, real.count, lens)
+        notes += scores.few("each run", len(seen[0].indices), networks)
+        notes += scores.few(real.name, real.count, networks)
         if real.count not in (None, len(seen[0].indices)):
             notes.append(f"{real.name}: holds {real.count} pictures, the runs {len(seen[0].indices)}")
     return notes

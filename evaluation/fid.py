@@ -68,10 +68,10 @@ def resampled(features: Tensor, counts: Tensor) -> Iterator[Gaussian]:
 
 def fid(a: Gaussian, b: Gaussian) -> float:
     """|μ₁ − μ₂|² + tr(Σ₁ + Σ₂ − 2 (Σ₁ Σ₂)^½) (Heusel et al., 2017, equation 6)."""
-    return Distance(a)(b)
+    return FrechetDistance(a)(b)
 
 
-class Distance:
+class FrechetDistance:
     """FID from one Gaussian, whose root is taken once, to any other.
 
     The trace of (Σ₁ Σ₂)^½ is taken from the eigenvalues of Σ₁^½ Σ₂ Σ₁^½, which are those of Σ₁ Σ₂ and real. Eigenvalues

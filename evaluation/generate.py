@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evaluation.captions import Caption
 from evaluation.run import RunWriter
-from evaluation.sources import Drawn, Source
+from evaluation.sources import GeneratedImage, ImageSource
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ _SHOWN = 300  # characters of a note
 _EVERY_S = 60.0
 
 
-class Outcome(NamedTuple):
+class GenerationOutcome(NamedTuple):
     """The outcome: how many images failed, and notes for readers of the scores."""
 
     failed: int
@@ -39,7 +39,9 @@ def seed_of(caption: Caption, offset: int) -> int:
     return next_seed(offset, caption.index)
 
 
-def draw(writer: RunWriter, source: Source, draft: ImageParameters, seed_offset: int, progress: Progress) -> Outcome:
+def draw(
+    writer: RunWriter, source: ImageSource, draft: ImageParameters, seed_offset: int, progress: Progress
+) -> GenerationOutcome:
     """Generate all missing images, `draft` with each caption and its seed; a failed image is reported and skipped.
 
     Raises `run.RunError` if another model than before generates, and OSError if images cannot be written.
@@ -53,13 +55,13 @@ def draw(writer: RunWriter, source: Source, draft: ImageParameters, seed_offset:
     session, started = run.sessions, time.monotonic()
     pending: dict[Future[Any], tuple[Caption, ImageParameters]] = {}
     failed, notes = 0, dict[str, None]()
-    pulse = Pulse(progress.console, "pictures", len(run.records))
+    progress_log = ProgressLog(progress.console, "pictures", len(run.records))
     while True:
         while len(pending) < source.width and (caption := next(missing, None)) is not None:
             wanted = replace(draft, prompt=caption.text, seed=seed_of(caption, seed_offset))
             pending[source.submit(wanted, lambda: progress.advance(steps))] = (caption, wanted)
         if not pending:
-            return Outcome(failed, list(notes))
+            return GenerationOutcome(failed, list(notes))
         done, _ = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
             caption, wanted = pending.pop(future)
@@ -68,7 +70,7 @@ def draw(writer: RunWriter, source: Source, draft: ImageParameters, seed_offset:
                 failed += 1
                 _say(progress.console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
                 continue
-            drawn: Drawn = source.take(future.result())
+            drawn: GeneratedImage = source.take(future.result())
             for warning in drawn.warnings:
                 _say(progress.console, f"{caption.id}: {warning}", "yellow")
             notes |= dict.fromkeys(writer.confirm(printed(drawn.png)))
@@ -77,10 +79,10 @@ def draw(writer: RunWriter, source: Source, draft: ImageParameters, seed_offset:
                 session=session, seconds=time.monotonic() - started,
             )  # fmt: skip
             progress.advance(bar)
-        pulse.beat(len(run.records), len(run.captions))
+        progress_log.update(len(run.records), len(run.captions))
 
 
-class Pulse:
+class ProgressLog:
     """Prints progress now and then where bars cannot be drawn: in a log, or through a pipe."""
 
     def __init__(self, console: Console, what: str, done: int) -> None:
@@ -89,7 +91,7 @@ class Pulse:
         self._first = done
         self._started = self._said = time.monotonic()
 
-    def beat(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         now = time.monotonic()
         if self._console.is_terminal or now - self._said < _EVERY_S:
             return

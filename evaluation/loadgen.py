@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evaluation.panels import Answer, Panel
+from evaluation.loadgen_tasks import LoadGenTask, LoggedAnswer
 from evaluation.pixels import Pixels
 
 SCENARIOS = ("Offline", "Server", "SingleStream")
@@ -35,7 +35,7 @@ class LoadGenError(RuntimeError):
     """LoadGen is not installed, refuses its configuration, or ended without a summary."""
 
 
-class Test(NamedTuple):
+class LoadGenSettings(NamedTuple):
     """LoadGen's settings for a test. None: as in its own configuration."""
 
     scenario: str
@@ -57,13 +57,13 @@ class Result(NamedTuple):
     short: list[str]
 
 
-class Answering:
+class SystemUnderTest:
     """The system under test: submits requested samples, and returns each answer's bytes when it is done."""
 
-    def __init__(self, panel: Panel, *, token_latencies: bool) -> None:
+    def __init__(self, task: LoadGenTask, *, token_latencies: bool) -> None:
         self.failed = 0
         self.problem: BaseException | None = None
-        self._panel = panel
+        self._task = task
         self._token_latencies = token_latencies
         self._lock = threading.Lock()
         self._loadgen = _library()
@@ -72,7 +72,7 @@ class Answering:
         for sample in samples:
             id = sample.id  # read now: LoadGen frees the sample when this call ends
             try:
-                future = self._panel.submit(sample.index, partial(self._begun, id))
+                future = self._task.submit(sample.index, partial(self._begun, id))
             except Exception as error:  # LoadGen waits for an answer to each sample, so it must get one
                 future = Future()
                 future.set_exception(error)
@@ -89,12 +89,12 @@ class Answering:
 
     def _answer(self, id: int, done: Future[Any]) -> None:
         try:
-            found = self._panel.answer(done.result())
+            found = self._task.answer(done.result())
         except BaseException as error:
             with self._lock:
                 self.failed += 1
                 self.problem = self.problem or error
-            found = Answer(np.zeros(0, np.uint8), 1)
+            found = LoggedAnswer(np.zeros(0, np.uint8), 1)
         data = np.ascontiguousarray(found.data)
         # Copied before the call returns, if it is logged at all.
         address = data.ctypes.data if data.size else 0
@@ -102,23 +102,23 @@ class Answering:
         self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(id, address, data.nbytes, *counted)])
 
 
-def run(test: Test, panel: Panel, out: Path, warn: Callable[[str], None] = lambda text: None) -> Result:
+def run(test: LoadGenSettings, task: LoadGenTask, out: Path, warn: Callable[[str], None] = lambda text: None) -> Result:
     """Run one test; LoadGen's logs and the user.conf go into `out`. Raises `LoadGenError`.
 
     `warn` is called before the test if its length alone makes it INVALID.
     """
     library = _library()
-    settings, short = _settings(test, panel, out)
+    settings, short = _settings(test, task, out)
     if (problem := too_few(test, settings)) is not None:
         warn(problem)
     log = library.LogSettings()
     log.log_output.outdir = str(out)
     log.log_output.copy_summary_to_stdout = False
     log.enable_trace = False
-    answering = Answering(panel, token_latencies=settings.use_token_latencies)
+    answering = SystemUnderTest(task, token_latencies=settings.use_token_latencies)
     sut = library.ConstructSUT(answering.issue, answering.flush)
-    count = min(len(panel), settings.performance_sample_count_override or len(panel))
-    qsl = library.ConstructQSL(len(panel), count, lambda indices: None, lambda indices: None)
+    count = min(len(task), settings.performance_sample_count_override or len(task))
+    qsl = library.ConstructQSL(len(task), count, lambda indices: None, lambda indices: None)
     try:
         library.StartTestWithLogSettings(sut, qsl, settings, log)
     finally:
@@ -132,7 +132,7 @@ def run(test: Test, panel: Panel, out: Path, warn: Callable[[str], None] = lambd
     return Result(summary.get("Result is") == "VALID", summary, told, short)
 
 
-def too_few(test: Test, settings: Any) -> str | None:
+def too_few(test: LoadGenSettings, settings: Any) -> str | None:
     """Why a timed test with these settings of LoadGen's issues too few queries to be VALID; None if it may be VALID.
 
     LoadGen's early stopping requires 99% confidence that the target percentile of latencies is met (MLPerf Inference
@@ -202,17 +202,17 @@ def read_accuracy(path: Path, side: tuple[int, int]) -> Iterator[tuple[int, Pixe
             yield index, data
 
 
-def _settings(test: Test, panel: Panel, out: Path) -> tuple[Any, list[str]]:
+def _settings(test: LoadGenSettings, task: LoadGenTask, out: Path) -> tuple[Any, list[str]]:
     """LoadGen's settings from its own configuration and a user.conf, and in what respect they are less than official
     ones.
     """
     library = _library()
     official, chosen = library.TestSettings(), library.TestSettings()
     conf = out / "user.conf"
-    conf.write_text(_user_conf(test, panel), "utf-8")
+    conf.write_text(_user_conf(test, task), "utf-8")
     for settings, kinds in ((official, (_OWN,)), (chosen, (_OWN, _USER))):
         for kind in kinds:
-            if settings.FromConfig(str(conf), panel.model, test.scenario, kind):
+            if settings.FromConfig(str(conf), task.model, test.scenario, kind):
                 raise LoadGenError(f"LoadGen does not take {conf}")
         settings.scenario = getattr(library.TestScenario, test.scenario)
         settings.mode = library.TestMode.AccuracyOnly if test.mode == ACCURACY else library.TestMode.PerformanceOnly
@@ -224,7 +224,7 @@ def _settings(test: Test, panel: Panel, out: Path) -> tuple[Any, list[str]]:
     return chosen, short
 
 
-def _user_conf(test: Test, panel: Panel) -> str:
+def _user_conf(test: LoadGenSettings, task: LoadGenTask) -> str:
     """LoadGen's configuration for this run: the user's own file, overridden by the command line."""
     lines = []
     if test.user_conf is not None:
@@ -238,7 +238,7 @@ def _user_conf(test: Test, panel: Panel) -> str:
         ("target_qps", test.target_qps),
         ("min_duration", None if test.duration_s is None else round(1000 * test.duration_s)),
         ("min_query_count", test.queries),
-        ("performance_sample_count_override", len(panel) if len(panel) < panel.samples else None),
+        ("performance_sample_count_override", len(task) if len(task) < task.samples else None),
     ):
         if value is not None:
             lines.append(f"*.{test.scenario}.{key} = {value}\n")

@@ -11,7 +11,7 @@ _W, _H = 640, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
 
 
-class Dot(NamedTuple):
+class Point(NamedTuple):
     """A point with its vertical interval; `series` picks the colour."""
 
     label: str
@@ -35,7 +35,7 @@ class Bar(NamedTuple):
     series: int
 
 
-def scatter(dots: Sequence[Dot], across: str, up: str) -> str:
+def scatter(dots: Sequence[Point], across: str, up: str) -> str:
     """Points with whiskers, labelled beside themselves."""
     x0, x1 = _padded([dot.x for dot in dots], from_zero=True)
     y0, y1 = _padded([value for dot in dots for value in (dot.low, dot.high, dot.y)])

@@ -11,8 +11,8 @@ from torch import Tensor
 from evaluation import features, fid, pixels
 from evaluation.features import Extractor, Tick
 from evaluation.fid import Gaussian
-from evaluation.lens import Lens
-from evaluation.run import Run
+from evaluation.run import EvaluationRun
+from evaluation.scoring_networks import ScoringNetworks
 
 
 class UnusableReference(ValueError):
@@ -28,7 +28,7 @@ class Reference:
     gaussian: Gaussian
     distance: Tensor | None = None
     clip: Tensor | None = None
-    run: Run | None = None
+    run: EvaluationRun | None = None
 
     @property
     def count(self) -> int | None:
@@ -46,17 +46,17 @@ def kind(path: Path) -> str:
     raise UnusableReference(f"{path}: is neither a run, nor a folder of pictures, nor an .npz with mu and sigma")
 
 
-def look(path: Path, lens: Lens, store: Path, tick: Tick) -> Reference:
+def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Reference:
     """Compute a reference's features; those of a run are cached in the run's folder, those of a folder in `store`.
 
     Raises `UnusableReference`, `run.RunError`, `fid.StatisticsError` and `pixels.PictureError`, naming the file.
     """
     name, what = path.resolve().name, kind(path)
     if what == "statistics":
-        return Reference(name, what, fid.read(path, lens.distance.width))
+        return Reference(name, what, fid.read(path, networks.distance.width))
     if what == "run":
-        run = Run.read(path)
-        distance, clip = of_run(run, lens, tick)
+        run = EvaluationRun.read(path)
+        distance, clip = of_run(run, networks, tick)
         return Reference(name, what, fid.gaussian(distance), distance, clip, run)
     files = pixels.listing(path)
     if len(files) < 2:
@@ -67,26 +67,26 @@ def look(path: Path, lens: Lens, store: Path, tick: Tick) -> Reference:
         kept = store / f"{name}-{digest[:12]}-{extractor.name}"
         return features.of_pictures(files, digest, extractor, kept, tick)
 
-    distance, clip = _both(lens, taken(lens.distance), taken)
+    distance, clip = _both(networks, taken(networks.distance), taken)
     return Reference(name, what, fid.gaussian(distance), distance, clip)
 
 
-def of_run(run: Run, lens: Lens, tick: Tick) -> tuple[Tensor, Tensor]:
+def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> tuple[Tensor, Tensor]:
     """A run's features for distances and for captions, cached in its folder."""
     files, digest = run.files(), run.digest()
 
     def taken(extractor: Extractor) -> Tensor:
         return features.of_pictures(files, digest, extractor, run.folder / "features" / extractor.name, tick)
 
-    return _both(lens, taken(lens.distance), taken)
+    return _both(networks, taken(networks.distance), taken)
 
 
-def captions_of(run: Run, lens: Lens) -> Tensor:
+def captions_of(run: EvaluationRun, networks: ScoringNetworks) -> Tensor:
     """Features [N, D] of a run's captions, cached in its folder."""
     texts: Sequence[str] = [caption.text for caption in run.captions]
-    kept = run.folder / "features" / f"{lens.clip.name}-captions"
-    return features.of_captions(texts, lens.clip.read, lens.clip.width, lens.clip.digest, kept)
+    kept = run.folder / "features" / f"{networks.clip.name}-captions"
+    return features.of_captions(texts, networks.clip.read, networks.clip.width, networks.clip.digest, kept)
 
 
-def _both(lens: Lens, distance: Tensor, taken: Callable[[Extractor], Tensor]) -> tuple[Tensor, Tensor]:
-    return distance, distance if lens.clip is lens.distance else taken(lens.clip)
+def _both(networks: ScoringNetworks, distance: Tensor, taken: Callable[[Extractor], Tensor]) -> tuple[Tensor, Tensor]:
+    return distance, distance if networks.clip is networks.distance else taken(networks.clip)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from evaluation import pixels, plots
 from evaluation.pixels import Pixels
-from evaluation.run import Run
+from evaluation.run import EvaluationRun
 
 _FRAME = Path(__file__).with_name("report.html")
 _WORST = 6  # cases of each run
@@ -27,7 +27,7 @@ _AMPLIFIED = 16
 _SERIES = 6  # colours of the page
 
 
-def page(found: Mapping[str, Any], runs: Sequence[Run], *, shown: int = 24) -> str:
+def page(found: Mapping[str, Any], runs: Sequence[EvaluationRun], *, shown: int = 24) -> str:
     """The whole page. `runs` are those of `found`, in the same order; `shown` captions are in the grid.
 
     Raises `pixels.PictureError`.
@@ -150,7 +150,9 @@ def _speed(found: Mapping[str, Any]) -> str:
     parts = []
     for name in (fid, score):
         dots = [
-            plots.Dot(run["name"], run["pictures_per_second"], one["value"], one["low"], one["high"], number % _SERIES)
+            plots.Point(
+                run["name"], run["pictures_per_second"], one["value"], one["low"], one["high"], number % _SERIES
+            )
             for number, run in enumerate(found["runs"])
             if run["pictures_per_second"] is not None and (one := run["scores"].get(name)) is not None
         ]
@@ -163,7 +165,7 @@ def _speed(found: Mapping[str, Any]) -> str:
     return f'<section><h2>Speed against quality</h2><div class="plots">{"".join(parts)}</div></section>'
 
 
-def _differences(found: Mapping[str, Any], runs: Sequence[Run]) -> str:
+def _differences(found: Mapping[str, Any], runs: Sequence[EvaluationRun]) -> str:
     parts = []
     for number, (entry, run) in enumerate(zip(found["runs"], runs, strict=True)):
         every = entry.get("differences")
@@ -185,7 +187,7 @@ def _differences(found: Mapping[str, Any], runs: Sequence[Run]) -> str:
     )
 
 
-def _case(base: Run, run: Run, index: int, psnr: float, ssim: float) -> str:
+def _case(base: EvaluationRun, run: EvaluationRun, index: int, psnr: float, ssim: float) -> str:
     a, b = (_picture(one, index) for one in (base, run))
     gap = np.clip(np.abs(a.astype(int) - b.astype(int)) * _AMPLIFIED, 0, 255).astype(np.uint8)
     images = "".join(f'<img src="{_embed(one)}" alt="">' for one in (a, b, gap))
@@ -214,7 +216,7 @@ def _settings(found: Mapping[str, Any]) -> str:
     )
 
 
-def _grid(found: Mapping[str, Any], runs: Sequence[Run], shown: int) -> list[dict[str, Any]]:
+def _grid(found: Mapping[str, Any], runs: Sequence[EvaluationRun], shown: int) -> list[dict[str, Any]]:
     """Captions spread evenly over the list, with each run's image."""
     places = [{(c.id, c.text): c.index for c in run.captions} for run in runs]
     wanted = [key for key in places[0] if all(key in place for place in places)]
@@ -229,7 +231,7 @@ def _grid(found: Mapping[str, Any], runs: Sequence[Run], shown: int) -> list[dic
     ]
 
 
-def _picture(run: Run, index: int) -> Pixels:
+def _picture(run: EvaluationRun, index: int) -> Pixels:
     return pixels.read(run.pictures / run.records[index].file)
 
 

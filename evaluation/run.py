@@ -35,7 +35,7 @@ class RunError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ImageRecord:
     """One finished image. `seconds` are since its session started, on a monotonic clock."""
 
     index: int
@@ -47,7 +47,7 @@ class Record:
     seconds: float
 
 
-class Run:
+class EvaluationRun:
     """One run, as its folder holds it. `drawn_by` is the fingerprint of its first image."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Run:
         self.settings = settings
         self.captions = captions
         self.drawn_by = drawn_by
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, ImageRecord] = {}
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ class Run:
             return
         for number, line in enumerate(lines[:-1], 1):  # the last element is torn, or empty
             try:
-                record = Record(**json.loads(line))
+                record = ImageRecord(**json.loads(line))
                 caption = self.captions[record.index]
             except (ValueError, TypeError, IndexError):
                 raise RunError(f"{self.folder}: pictures.jsonl line {number} is no record of this run") from None
@@ -171,12 +171,12 @@ class RunWriter:
         except Timeout:
             raise RunError(f"{folder} is being drawn into by another process") from None
         try:
-            found = Run.load(folder) if head.exists() else None
+            found = EvaluationRun.load(folder) if head.exists() else None
             if found is not None and found.records:
                 _refuse_differences(f"{folder} holds a run with other settings", found.settings, asked, asked)
                 self.run = found
             else:  # nothing is drawn: a rejected command must not block a corrected one
-                self.run = Run(folder, asked, captions, {})
+                self.run = EvaluationRun(folder, asked, captions, {})
                 write_json(folder / "captions.json", [[caption.id, caption.text] for caption in captions])
                 self._write_head()
             self._clean()
@@ -212,7 +212,7 @@ class RunWriter:
     def add(self, caption: Caption, seed: int, file: str, png: bytes, *, session: int, seconds: float) -> None:
         """Write an image completely, then its record. Raises OSError, and then neither exists."""
         write(self.run.pictures / file, png)
-        record = Record(
+        record = ImageRecord(
             caption.index, caption.id, seed, file, hashlib.sha256(png).hexdigest(), session, round(seconds, 4)
         )
         line = (json.dumps(asdict(record), ensure_ascii=False) + "\n").encode()

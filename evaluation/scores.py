@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from evaluation import bootstrap, fid, mmd, pairs, pixels, references
-from evaluation.bootstrap import Figure
-from evaluation.lens import Lens
+from evaluation.bootstrap import Estimate
 from evaluation.references import Reference
-from evaluation.run import Run, RunError
+from evaluation.run import EvaluationRun, RunError
+from evaluation.scoring_networks import ScoringNetworks
 
 Look = Callable[[str, int, int], None]  # what, done, total
 
@@ -25,23 +25,29 @@ class Pair(NamedTuple):
     ssim: float
 
 
-def of_run(run: Run, lens: Lens, held_against: Sequence[Reference], *, resamples: int, look: Look) -> dict[str, Any]:
+def of_run(
+    run: EvaluationRun, networks: ScoringNetworks, held_against: Sequence[Reference], *, resamples: int, look: Look
+) -> dict[str, Any]:
     """The content of `scores.json`.
 
     Raises `pixels.PictureError`, `RunError` if a run has fewer than 2 images.
     """
     if len(run.captions) < 2:
         raise RunError(f"{run.folder}: one picture is no distribution; scores need at least 2")
-    distance, clip = references.of_run(run, lens, lambda done, total: look(f"looking at {run.name}", done, total))
+    distance, clip = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
     counts = bootstrap.resamples(len(run.captions), resamples)
-    notes = few(run.name, len(distance), lens)
-    found: dict[str, Any] = {"scores": {lens.score: said(caption_score(run, lens, clip, counts))}, "against": {}}
+    notes = few(run.name, len(distance), networks)
+    found: dict[str, Any] = {
+        "scores": {networks.score: said(caption_score(run, networks, clip, counts))},
+        "against": {},
+    }
     for reference in held_against:
         if reference.run is not None and reference.run.folder.resolve() == run.folder.resolve():
             raise RunError(f"--against: {run.folder} is this run itself")
-        notes += few(reference.name, reference.count, lens)
+        notes += few(reference.name, reference.count, networks)
         figures = {
-            name: said(figure) for name, figure in distances(distance, clip, lens, reference, counts, look=look).items()
+            name: said(figure)
+            for name, figure in distances(distance, clip, networks, reference, counts, look=look).items()
         }
         if reference.run is not None:
             reason = unpaired(run, reference.run)
@@ -53,42 +59,42 @@ def of_run(run: Run, lens: Lens, held_against: Sequence[Reference], *, resamples
         found["against"][reference.name] = {"kind": reference.kind, "pictures": reference.count, "scores": figures}
         check = by_torchmetrics(distance, reference)
         if check is not None:
-            found["against"][reference.name]["torchmetrics"] = {lens.fid: check}
+            found["against"][reference.name]["torchmetrics"] = {networks.fid: check}
     return found | {"resamples": resamples, "notes": notes}
 
 
-def caption_score(run: Run, lens: Lens, clip: Tensor, counts: Tensor) -> Figure:
+def caption_score(run: EvaluationRun, networks: ScoringNetworks, clip: Tensor, counts: Tensor) -> Estimate:
     """100 × the cosine of image and caption, the mean over captions; not clamped at 0 (as in MLPerf)."""
-    return bootstrap.mean(100 * cosines(run, lens, clip), counts)
+    return bootstrap.mean(100 * cosines(run, networks, clip), counts)
 
 
-def cosines(run: Run, lens: Lens, clip: Tensor) -> Tensor:
+def cosines(run: EvaluationRun, networks: ScoringNetworks, clip: Tensor) -> Tensor:
     """[N] fp64."""
-    return (clip.double() * references.captions_of(run, lens).double()).sum(1)
+    return (clip.double() * references.captions_of(run, networks).double()).sum(1)
 
 
 def distances(
-    distance: Tensor, clip: Tensor, lens: Lens, reference: Reference, counts: Tensor, *, look: Look
-) -> dict[str, Figure]:
+    distance: Tensor, clip: Tensor, networks: ScoringNetworks, reference: Reference, counts: Tensor, *, look: Look
+) -> dict[str, Estimate]:
     """FID, and if the reference has images KID and CMMD. The reference itself is not resampled."""
-    far = fid.Distance(reference.gaussian)
+    far = fid.FrechetDistance(reference.gaussian)
     drawn = []
     for number, once in enumerate(fid.resampled(distance, counts), 1):
         drawn.append(far(once))
-        look(f"{lens.fid} over resamples", number, len(counts))
-    found = {lens.fid: Figure(far(fid.gaussian(distance)), torch.tensor(drawn, dtype=torch.float64))}
+        look(f"{networks.fid} over resamples", number, len(counts))
+    found = {networks.fid: Estimate(far(fid.gaussian(distance)), torch.tensor(drawn, dtype=torch.float64))}
     if reference.distance is not None and reference.clip is not None:
         every = torch.cat([torch.ones_like(counts[:1]), counts])
         for name, measure, ours, theirs in (
-            (lens.kid, mmd.kid, distance, reference.distance),
-            (lens.cmmd, mmd.cmmd, clip, reference.clip),
+            (networks.kid, mmd.kid, distance, reference.distance),
+            (networks.cmmd, mmd.cmmd, clip, reference.clip),
         ):
             walked = measure(ours, theirs, every)
-            found[name] = Figure(float(walked[0]), walked[1:])
+            found[name] = Estimate(float(walked[0]), walked[1:])
     return found
 
 
-def unpaired(run: Run, other: Run) -> str | None:
+def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
     """Why images of two runs cannot be paired; None if they can."""
     if [(c.id, c.text) for c in run.captions] != [(c.id, c.text) for c in other.captions]:
         return "since its captions are others"
@@ -97,7 +103,7 @@ def unpaired(run: Run, other: Run) -> str | None:
     return None
 
 
-def pair(run: Run, other: Run, look: Look, indices: Sequence[int] | None = None) -> list[Pair]:
+def pair(run: EvaluationRun, other: EvaluationRun, look: Look, indices: Sequence[int] | None = None) -> list[Pair]:
     """PSNR and SSIM of each caption's two pictures. Raises `RunError` where they are of different sizes."""
     wanted = range(len(run.captions)) if indices is None else indices
     found = []
@@ -111,7 +117,7 @@ def pair(run: Run, other: Run, look: Look, indices: Sequence[int] | None = None)
     return found
 
 
-def paired(found: Sequence[Pair], counts: Tensor) -> dict[str, Figure]:
+def paired(found: Sequence[Pair], counts: Tensor) -> dict[str, Estimate]:
     """Means over captions; equal pictures count as 100 dB."""
     return {
         name: bootstrap.mean(torch.tensor([getattr(one, name) for one in found], dtype=torch.float64), counts)
@@ -119,14 +125,14 @@ def paired(found: Sequence[Pair], counts: Tensor) -> dict[str, Figure]:
     }
 
 
-def few(name: str, count: int | None, lens: Lens) -> list[str]:
+def few(name: str, count: int | None, networks: ScoringNetworks) -> list[str]:
     """A warning if a covariance cannot have full rank."""
-    width = lens.distance.width
+    width = networks.distance.width
     if count is None or count > width:
         return []
     return [
         f"{name}: {count} pictures are fewer than the {width} features and one: their covariance has rank "
-        f"{count - 1} at most, and {lens.fid} is too high by much and depends on how many pictures there are. Compare "
+        f"{count - 1} at most, and {networks.fid} is far too high and depends on the number of images. Compare "
         "it only with figures over the same number of pictures"
     ]
 
@@ -157,7 +163,7 @@ class _Given(torch.nn.Module):
         return features
 
 
-def said(figure: Figure) -> dict[str, float]:
+def said(figure: Estimate) -> dict[str, float]:
     """A figure as JSON."""
     value, low, high = figure.interval
     return {"value": value, "low": low, "high": high}

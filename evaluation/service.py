@@ -28,7 +28,7 @@ class SourceError(RuntimeError):
         self.field = field
 
 
-class Service:
+class ServiceClient:
     """One service. Its own threads send the requests; `width` of them wait at once."""
 
     def __init__(self, url: str, key: str | None = None, *, width: int = 64) -> None:

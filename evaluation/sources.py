@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from evaluation.pixels import Pixels
-from evaluation.service import Service
+from evaluation.service import ServiceClient
 from evaluation.service import SourceError as SourceError
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from workers.build import Runtime
 
 
-class Drawn(NamedTuple):
+class GeneratedImage(NamedTuple):
     """An image's PNG, and notes for its user."""
 
     png: bytes
     warnings: tuple[str, ...]
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Used from one thread. `width` requests keep it full."""
 
     width: int
@@ -38,7 +38,7 @@ class Source(Protocol):
         """Start an image; `tick` is called from any thread for each step, if steps are reported."""
         ...
 
-    def take(self, result: Any) -> Drawn:
+    def take(self, result: Any) -> GeneratedImage:
         """The image from a future's result."""
         ...
 
@@ -47,7 +47,7 @@ class Source(Protocol):
         ...
 
 
-class Local:
+class LocalEngine:
     """The engine of this process."""
 
     def __init__(self, works: Runtime) -> None:
@@ -63,19 +63,19 @@ class Local:
 
         return self._engine.submit(Request(secrets.token_hex(8), "image", wanted, listener=listen))
 
-    def take(self, result: Any) -> Drawn:
-        return Drawn(result.png(), result.warnings)
+    def take(self, result: Any) -> GeneratedImage:
+        return GeneratedImage(result.png(), result.warnings)
 
     def pixels(self, result: Any) -> Pixels:
         return np.asarray(result.image)
 
 
-class Remote:
+class RemoteService:
     """A service, through its `POST /v1/images/generations`. Each request waits on its own thread."""
 
     def __init__(self, url: str, model: str | None = None, *, width: int = 64) -> None:
         """Raises `SourceError` if no service answers, or none has the model."""
-        self._service = Service(url, width=width)
+        self._service = ServiceClient(url, width=width)
         self.width = width
         self.model, self.card = self._service.model("image", model)
 
@@ -89,8 +89,8 @@ class Remote:
         given = {name: value for name, value in fields.items() if value is not None}
         return self._service.submit(self._draw, given, wanted.steps, tick)
 
-    def take(self, result: Any) -> Drawn:
-        return Drawn(base64.b64decode(result["b64_json"], validate=True), tuple(result.get("warnings", ())))
+    def take(self, result: Any) -> GeneratedImage:
+        return GeneratedImage(base64.b64decode(result["b64_json"], validate=True), tuple(result.get("warnings", ())))
 
     def pixels(self, result: Any) -> Pixels:
         with Image.open(io.BytesIO(self.take(result).png)) as image:

@@ -330,14 +330,14 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
     clip = Clip(options.clip)
     real = clip.see([pixels.read(path) for path in sorted(options.real.glob("*.png"))])
     text = clip.read(captions)
-    distance_to = fid.Distance(fid.gaussian(real))
-    figures: dict[str, tuple[bootstrap.Figure, bootstrap.Figure]] = {}
+    distance_to = fid.FrechetDistance(fid.gaussian(real))
+    figures: dict[str, tuple[bootstrap.Estimate, bootstrap.Estimate]] = {}
     for name in ON_GPU | ON_CPU:
         if f"{name}/features" not in found:
             continue
         features = torch.from_numpy(found[f"{name}/features"]).float()
         drawn = torch.tensor([distance_to(fid.gaussian(features, row)) for row in counts], dtype=torch.float64)
-        distances = bootstrap.Figure(distance_to(fid.gaussian(features)), drawn)
+        distances = bootstrap.Estimate(distance_to(fid.gaussian(features)), drawn)
         figures[name] = distances, bootstrap.mean(100 * (features * text).sum(1), counts)
     rows = {}
     exact = figures["fp32"]
@@ -345,7 +345,7 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
         psnr = found.get(f"{name}/psnr")
         rows[name] = {
             "fid": distance.interval, "clip": score.interval,
-            "fid_more": bootstrap.Figure(
+            "fid_more": bootstrap.Estimate(
                 distance.value - exact[0].value, distance.drawn - exact[0].drawn
             ).interval,
             "clip_ratio": score.over(exact[1]).interval,

@@ -72,11 +72,11 @@ class FusedLinear:
     def input(self) -> torch.dtype:
         return self.weight.dtype
 
-    def few(self, x: Tensor, *, early: int = 0) -> SplitSums:
+    def forward_few(self, x: Tensor, *, early: int = 0) -> SplitSums:
         """x [T, K] of the input's type, T at most `MOST_ROWS`."""
         return SplitSums(stream_kernel.stream(x, self.weight, early=early), self.scale, self.bias)
 
-    def many(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+    def forward_many(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """x [T, K] to [T, N] as `dtype`, plus `residual`, which is then overwritten with it."""
         if self.scale is not None:
             tile = _tile(x, len(self.weight))
@@ -176,7 +176,9 @@ class FusedLlama:
             early=early,
         )  # fmt: skip
         for number, layer in enumerate(self._layers):
-            qkv = layer.qkv.few(a, early=early) if few else SplitSums(layer.qkv.many(a, self.dtype)[None])
+            qkv = (
+                layer.qkv.forward_few(a, early=early) if few else SplitSums(layer.qkv.forward_many(a, self.dtype)[None])
+            )
             q = rotate(
                 qkv, self._angles, rows.positions, rows.sequences, self.cache, number, self.heads, self.dtype,
                 early=early,
@@ -200,9 +202,9 @@ class FusedLlama:
     ) -> Tensor:
         """Add the product of b to x in place; returns its norm for the following product."""
         if few:
-            sums = product.few(b, early=self.early)
+            sums = product.forward_few(b, early=self.early)
             return add_norm(x, norm, self._eps, then.inverse, then.input, sums=sums, kept=x, early=self.early)
-        product.many(b, self.dtype, x)
+        product.forward_many(b, self.dtype, x)
         return add_norm(x, norm, self._eps, then.inverse, then.input)
 
     def _gated(self, layer: _Layer, a: Tensor, few: bool) -> Tensor:
@@ -211,7 +213,7 @@ class FusedLlama:
             return stream_kernel.gated(
                 a, wide.weight, wide.scale, wide.bias, then.inverse, then.input, early=self.early
             )
-        return gate(wide.many(a, self.dtype), then.inverse, then.input)
+        return gate(wide.forward_many(a, self.dtype), then.inverse, then.input)
 
     def _attend(self, q: Tensor, rows: FusedBatch, number: int, then: FusedLinear) -> Tensor:
         cache = self.cache

@@ -137,14 +137,14 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Bias:
+class LogitBias:
     """OpenAI's `logit_bias` of one row, on the host: `values` [k] fp32, added to the logits of `tokens` [k] int64."""
 
     tokens: Tensor
     values: Tensor
 
 
-def bias_(row: Tensor, bias: Bias) -> None:
+def bias_(row: Tensor, bias: LogitBias) -> None:
     """Add a bias to logits [V]. -100 excludes its token, 100 excludes all others, whatever their logits are."""
     tokens, values = bias.tokens.to(row.device), bias.values.to(row.device)
     row[tokens] = (row[tokens].float() + values).to(row.dtype)

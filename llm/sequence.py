@@ -139,11 +139,11 @@ class SequenceState:
         return GeneratedText(self.writer.text, tokens, finish, self.prompt, self.cached, tuple(self.logprobs))
 
 
-def _bias(wanted: TextParameters) -> sample.Bias | None:
+def _bias(wanted: TextParameters) -> sample.LogitBias | None:
     if not wanted.logit_bias:
         return None
     tokens, values = zip(*wanted.logit_bias, strict=True)
-    return sample.Bias(torch.tensor(tokens), torch.tensor(values, dtype=torch.float32))
+    return sample.LogitBias(torch.tensor(tokens), torch.tensor(values, dtype=torch.float32))
 
 
 def _settings(wanted: TextParameters) -> sample.SamplingSettings:

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.adapters import AdapterUse
+from pipeline.adapters import ScaledAdapter
 from pipeline.denoise import PackedKeys
 from pipeline.load import ImageModel
-from pipeline.lora_file import PARTS, Factor
+from pipeline.lora_file import PARTS, LoraWeights
 
-Owners = Sequence[tuple[AdapterUse, ...]]
+Owners = Sequence[tuple[ScaledAdapter, ...]]
 """Of each row of a forward the LoRAs that it gets; rows beyond these get none."""
 At = tuple[str, str]  # a part and the name of a layer in it
 
@@ -33,10 +33,10 @@ class _Share(NamedTuple):
 
     rows: slice | Tensor  # [n]
     scale: float | Tensor  # [n]
-    factors: Mapping[At, Factor]
+    factors: Mapping[At, LoraWeights]
 
 
-_Table = dict[At, list[tuple[_Share, Factor]]]
+_Table = dict[At, list[tuple[_Share, LoraWeights]]]
 
 
 class AdaptedModel:
@@ -72,7 +72,7 @@ class AdaptedModel:
             self._now = {}
 
     @contextmanager
-    def every(self, uses: tuple[AdapterUse, ...]) -> Iterator[None]:
+    def every(self, uses: tuple[ScaledAdapter, ...]) -> Iterator[None]:
         """Context: all rows of every forward get these LoRAs."""
         self._now = _by_layer([_Share(slice(None), use.scale, use.factors) for use in uses])
         try:
@@ -80,7 +80,7 @@ class AdaptedModel:
         finally:
             self._now = {}
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Drop the last rows' LoRAs. Thread-safe."""
         self._last = None
 
@@ -99,11 +99,11 @@ class AdaptedModel:
                 made.index_add_(0, share.rows, delta)
 
 
-def _multiplied(x: Tensor, factor: Factor, scale: float | Tensor) -> Tensor:
+def _multiplied(x: Tensor, factor: LoraWeights, scale: float | Tensor) -> Tensor:
     return F.linear(F.linear(x, factor.down) * scale, factor.up)
 
 
-def _convolved(layer: Any, x: Tensor, factor: Factor, scale: float | Tensor) -> Tensor:
+def _convolved(layer: Any, x: Tensor, factor: LoraWeights, scale: float | Tensor) -> Tensor:
     low = F.conv2d(x, factor.down, None, layer.stride, layer.padding, layer.dilation)
     return F.conv2d(low * scale, factor.up)
 
@@ -123,7 +123,7 @@ def _each(owners: Owners) -> list[_Share]:
 
 def _together(owners: Owners, device: torch.device, dtype: torch.dtype) -> list[_Share]:
     """One share per LoRA, with all rows that use it: the fewest products."""
-    wanted: dict[int, list[tuple[int, AdapterUse]]] = {}
+    wanted: dict[int, list[tuple[int, ScaledAdapter]]] = {}
     for row, uses in enumerate(owners):
         for use in uses:
             wanted.setdefault(id(use.factors), []).append((row, use))

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AdapterUse:
+class ScaledAdapter:
     """A LoRA on the model's device, and its scale in a request."""
 
     name: str
@@ -120,9 +120,9 @@ class AdapterCache:
                     self._pinned_bytes -= file.size_bytes
             self._evict()
 
-    def uses(self, taken: AdapterLease) -> tuple[AdapterUse, ...]:
+    def uses(self, taken: AdapterLease) -> tuple[ScaledAdapter, ...]:
         """Load them to the device. On the thread that computes. Raises `ModelError`, naming the LoRA."""
-        return tuple(AdapterUse(file.name, file.digest, self._ready(file), scale) for file, scale in taken.files)
+        return tuple(ScaledAdapter(file.name, file.digest, self._ready(file), scale) for file, scale in taken.files)
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -197,7 +197,7 @@ def _parts(model: ImageModel) -> dict[str, object]:
     return {"unet": model.unet, **dict(zip(("text_encoder", "text_encoder_2"), model.text_encoders, strict=True))}
 
 
-def same(uses: Sequence[AdapterUse]) -> tuple[tuple[str, float], ...]:
+def same(uses: Sequence[ScaledAdapter]) -> tuple[tuple[str, float], ...]:
     """A key, equal for LoRAs that give equal embeddings."""
     return tuple((use.digest, use.scale) for use in uses)
 

@@ -113,7 +113,7 @@ class InpaintMask:
 
 
 @dataclass(slots=True, eq=False)
-class Trajectory:
+class DenoisingState:
     """A request's state between noise and image. Immutable: a step returns a new one."""
 
     table: sigmas.SamplerTable
@@ -178,7 +178,7 @@ class BatchGatherer:
         self._dtype = dtype
         self._last: tuple[tuple[int, ...], list[Conditioning], _GatheredConditioning] | None = None
 
-    def inputs(self, riders: Sequence[Trajectory], rows: int) -> UNetInputs:
+    def inputs(self, riders: Sequence[DenoisingState], rows: int) -> UNetInputs:
         """Arguments of `rows` rows; padding repeats the first request's row, which keeps it finite."""
         made = self._conditioning([r.conditioning for r in riders], rows - sum(r.conditioning.rows for r in riders))
         scaled = sigmas.model_input(torch.cat([rider.x for rider in riders]), _coefficients(riders))
@@ -205,11 +205,11 @@ class BatchGatherer:
             self._last = (key, riders, _GatheredConditioning(kv, pooled, time_ids, gather("time_cond"), rider))
         return self._last[2]
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         self._last = None
 
 
-def guide(output: torch.Tensor, riders: Sequence[Trajectory]) -> torch.Tensor:
+def guide(output: torch.Tensor, riders: Sequence[DenoisingState]) -> torch.Tensor:
     """Classifier-free guidance (Ho and Salimans, 2022) for requests with two rows: to fp32 [requests, …]."""
     count = len(riders)
     if all(rider.conditioning.rows == 2 for rider in riders):
@@ -230,8 +230,8 @@ def guide(output: torch.Tensor, riders: Sequence[Trajectory]) -> torch.Tensor:
 
 
 def advance(
-    riders: Sequence[Trajectory], output: torch.Tensor, noise: Sequence[torch.Tensor | None]
-) -> list[Trajectory]:
+    riders: Sequence[DenoisingState], output: torch.Tensor, noise: Sequence[torch.Tensor | None]
+) -> list[DenoisingState]:
     """Each request's next trajectory, from the UNet's output for all rows. The inputs are unchanged."""
     m = guide(output, riders)
     x = torch.cat([rider.x for rider in riders])
@@ -249,12 +249,12 @@ def advance(
     ]
 
 
-def _coefficients(riders: Sequence[Trajectory]) -> torch.Tensor:
+def _coefficients(riders: Sequence[DenoisingState]) -> torch.Tensor:
     """Of each request's next step, fp32 [requests, 7]."""
     return torch.stack([rider.table.coefficients[rider.step] for rider in riders]).to(riders[0].x.device)
 
 
-def _put_back(rider: Trajectory, moved: torch.Tensor) -> torch.Tensor:
+def _put_back(rider: DenoisingState, moved: torch.Tensor) -> torch.Tensor:
     if rider.kept is None:
         return moved
     signal, noise = rider.table.levels[rider.step + 1].tolist()

@@ -58,7 +58,7 @@ class Denoiser:
         for prompt, generator in zip(prompts, generators, strict=True):
             x = (draw(generator) * self._table.init_noise_sigma).to(model.device)
             conditioning = self._condition(prompt)
-            riders.append(denoise.Trajectory(self._table, 0, x, torch.zeros_like(x), self._guidance, conditioning))
+            riders.append(denoise.DenoisingState(self._table, 0, x, torch.zeros_like(x), self._guidance, conditioning))
         rows = sum(rider.conditioning.rows for rider in riders)
         for step in range(self._steps if until is None else until):
             inputs = gatherer.inputs(riders, rows)

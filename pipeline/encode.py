@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from contract.markup import Weighted
+from contract.markup import WeightedPrompt
 from pipeline import weighting
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Embedding:
     dropped: str = ""
 
 
-Prompt = str | Weighted
+Prompt = str | WeightedPrompt
 Embed = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -87,7 +87,7 @@ class Encoder:
         unknown = list(dict.fromkeys(p for p in prompts if (p, bucket, of) not in self._known))
         self.misses += len(unknown)
         self.hits += len(prompts) - len(unknown)
-        fresh: dict[Prompt, Embedding] = {p: self._weighted(p) for p in unknown if isinstance(p, Weighted)}
+        fresh: dict[Prompt, Embedding] = {p: self._weighted(p) for p in unknown if isinstance(p, WeightedPrompt)}
         plain = [p for p in unknown if isinstance(p, str)]
         size = bucket or max(1, len(plain))
         for start in range(0, len(plain), size):
@@ -124,10 +124,10 @@ class Encoder:
         return [Embedding(joined[row].clone(), pooled[row].clone(), text) for row, text in enumerate(dropped)]
 
     @torch.inference_mode()
-    def _weighted(self, prompt: Weighted) -> Embedding:
+    def _weighted(self, prompt: WeightedPrompt) -> Embedding:
         model = self._model
         read = [weighting.tokens(tokenizer, prompt) for tokenizer in model.tokenizers]
-        empty = [weighting.tokens(tokenizer, Weighted(())) for tokenizer in model.tokenizers]
+        empty = [weighting.tokens(tokenizer, WeightedPrompt(())) for tokenizer in model.tokenizers]
         both, pooled = self._compute([torch.stack([one.ids, none.ids]) for one, none in zip(read, empty, strict=True)])
         both, pooled = both.clone(), pooled[0].clone()
         numbers = weighting.lowered(prompt, read)

@@ -59,9 +59,9 @@ class IterationBuilder:
         builders = {IMAGE: self.encode_image, ENCODE: self.encode_prompts, VAE: self.decode_latents}
         return builders.get(group.phase, self.denoise_step)(group, requests)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
-        self._gatherer.forget()
+        self._gatherer.clear_cache()
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class IterationBuilder:
             for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
                 scale = request.parameters.guidance_scale
                 assert work.x is not None
-                work.trajectory = denoise.Trajectory(
+                work.trajectory = denoise.DenoisingState(
                     work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning, work.kept
                 )
                 work.warnings += warnings
@@ -123,9 +123,9 @@ class IterationBuilder:
         works: list[ImageState] = [request.work for request in requests]
         riders = [work.trajectory for work in works]
         assert all(rider is not None for rider in riders)
-        present: list[denoise.Trajectory] = [rider for rider in riders if rider is not None]
+        present: list[denoise.DenoisingState] = [rider for rider in riders if rider is not None]
 
-        def compute() -> tuple[list[denoise.Trajectory], list[Any]]:
+        def compute() -> tuple[list[denoise.DenoisingState], list[Any]]:
             started = time.perf_counter()
             way = self._execution.choose(group, sum(rider.conditioning.rows for rider in present))
             with torch.inference_mode(), self._apply_adapters(group, works):
@@ -142,7 +142,7 @@ class IterationBuilder:
             self._execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
             return moved, previews
 
-        def commit(made: tuple[list[denoise.Trajectory], list[Any]]) -> dict[str, Outcome]:
+        def commit(made: tuple[list[denoise.DenoisingState], list[Any]]) -> dict[str, Outcome]:
             outcomes = {}
             for request, work, moved, preview in zip(requests, works, *made, strict=True):
                 work.trajectory = moved
@@ -206,7 +206,7 @@ class IterationBuilder:
         assert self._adapted is not None
         return self._adapted.rows([work.uses for work in works for _ in range(work.rows)], apart=bool(group.mode))
 
-    def _step_noise(self, work: ImageState, rider: denoise.Trajectory) -> torch.Tensor | None:
+    def _step_noise(self, work: ImageState, rider: denoise.DenoisingState) -> torch.Tensor | None:
         """The noise that the sampler adds after this step, if any."""
         if not rider.table.noisy[rider.step]:
             return None
@@ -214,7 +214,7 @@ class IterationBuilder:
             work.noise = (rider.step, torch.randn(rider.x.shape, generator=work.generator).to(rider.x.device))
         return work.noise[1]
 
-    def _preview(self, wanted: ImageParameters, moved: denoise.Trajectory) -> Any:
+    def _preview(self, wanted: ImageParameters, moved: denoise.DenoisingState) -> Any:
         if not wanted.preview_every or moved.step % wanted.preview_every or not moved.left:
             return None
         if self._previews is None:

@@ -31,7 +31,7 @@ _UNKNOWN = {  # keys of adapter types that are not a product of two matrices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Factor:
+class LoraWeights:
     """One layer's addition: `scale` · up(down(x)).
 
     Of a linear layer `down` is [rank, in] and `up` [out, rank]; of a convolution [rank, in, height, width] and [out,
@@ -43,11 +43,11 @@ class Factor:
     scale: float
 
 
-Factors = Mapping[tuple[str, str], Factor]
+Factors = Mapping[tuple[str, str], LoraWeights]
 """By part and by the layer's name in it."""
 
 
-def read(name: str, data: bytes, parts: Mapping[str, Any]) -> dict[tuple[str, str], Factor]:
+def read(name: str, data: bytes, parts: Mapping[str, Any]) -> dict[tuple[str, str], LoraWeights]:
     """The factors of the LoRA `name` for these parts, in the file's own precision.
 
     `parts` has at least `PARTS`. Computes nothing, so that it may run on any thread. Raises `ModelError`, naming the
@@ -64,7 +64,7 @@ def read(name: str, data: bytes, parts: Mapping[str, Any]) -> dict[tuple[str, st
     return factors
 
 
-def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], Factor]:
+def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], LoraWeights]:
     """A copy on a device, in a precision."""
     return {
         at: replace(
@@ -112,7 +112,7 @@ def _diffusers(data: bytes, unet_config: Any) -> tuple[dict[str, Tensor], dict[s
 
 def _factors(
     state: Mapping[str, Tensor], alphas: Mapping[str, float], config: Mapping[str, Any], parts: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, str], Factor]]:
+) -> Iterator[tuple[tuple[str, str], LoraWeights]]:
     left = set(state)
     for part in PARTS:
         old = [key.removeprefix(f"{part}.") for key in state if key.startswith(f"{part}.")]
@@ -133,7 +133,7 @@ def _factors(
             scale = _scale(layer, down.shape[0], _alpha(alphas, pair["A"]), own_config)
             if not math.isfinite(scale):
                 raise ValueError(f"the alpha of {_shown(layer)} is no finite number")
-            yield (part, known), Factor(down, up, scale)
+            yield (part, known), LoraWeights(down, up, scale)
     if left:
         raise ValueError(f"{_shown(min(left))} is for no part of an SDXL")
 

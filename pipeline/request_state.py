@@ -12,7 +12,7 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
-from pipeline.adapters import AdapterCache, AdapterLease, AdapterUse
+from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.execution import ImageExecution
 from pipeline.load import ImageModel
 from pipeline.phases import DEEP, SHALLOW, VAE
@@ -35,11 +35,11 @@ class ImageState:
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
     image: torch.Tensor | None = None  # [1, C, h, w] fp32: the source's latents
     kept: denoise.InpaintMask | None = None
-    trajectory: denoise.Trajectory | None = None
+    trajectory: denoise.DenoisingState | None = None
     noise: tuple[int, torch.Tensor] | None = None  # (step, its noise): a retry must not draw again
     warnings: list[str] = field(default_factory=list)
     taken: AdapterLease | None = None  # its LoRAs
-    uses: tuple[AdapterUse, ...] = ()  # the same, once its prompts are encoded
+    uses: tuple[ScaledAdapter, ...] = ()  # the same, once its prompts are encoded
 
     @property
     def step(self) -> int:

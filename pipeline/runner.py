@@ -130,9 +130,9 @@ class ImageRunner:
         work, request.work = request.work, None
         self.holdings.give(work)
         if self._adapted is not None and work.uses:
-            self._adapted.forget()
+            self._adapted.clear_cache()
         if not self.held():
-            self._builder.forget()
+            self._builder.clear_cache()
 
     def held(self) -> int:
         return self.holdings.slots.taken

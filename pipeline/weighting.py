@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from contract.markup import Weighted
+from contract.markup import WeightedPrompt
 
 _LEAST = 1e-5  # replaces a weight of 0, whose share would be infinite
 
@@ -28,7 +28,7 @@ class Tokens:
     dropped: str  # the truncated text
 
 
-def tokens(tokenizer: Any, prompt: Weighted) -> Tokens:
+def tokens(tokenizer: Any, prompt: WeightedPrompt) -> Tokens:
     """Each part's tokens concatenated, truncated to the encoder's context, and padded to that length."""
     reach = tokenizer.model_max_length - 2
     ids: list[int] = []
@@ -56,7 +56,7 @@ def tokens(tokenizer: Any, prompt: Weighted) -> Tokens:
     )
 
 
-def lowered(prompt: Weighted, read: Sequence[Tokens]) -> list[int]:
+def lowered(prompt: WeightedPrompt, read: Sequence[Tokens]) -> list[int]:
     """Indices of the parts below 1 that any encoder reads: each needs an embedding of the prompt without it."""
     seen = {int(number) for one in read for number in one.parts.unique()}
     return [number for number, (_, weight) in enumerate(prompt.parts) if weight < 1 and number in seen]

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable
 
 from training import clip, export, judge, judge_pictures, latents, lm, tokens, unet, vae
-from training.run import Run, from_options, parser
+from training.run import TrainingRun, from_options, parser
 
 SHARES = {"vae": 0.24, "clip": 0.12, "unet": 0.5, "lm": 0.09, "draft": 0.05}
-STAGES: dict[str, Callable[[Run], object]] = {
+STAGES: dict[str, Callable[[TrainingRun], object]] = {
     "tokens": tokens.train,
     "vae": vae.train,
     "latents": latents.train,
@@ -22,7 +22,7 @@ STAGES: dict[str, Callable[[Run], object]] = {
 FILES = {"tokens": "lm", "latents": "latents.pt"}  # outputs that mark an unbudgeted stage as done
 
 
-def train(run: Run, only: list[str] | None = None) -> None:
+def train(run: TrainingRun, only: list[str] | None = None) -> None:
     """Run the stages (or those named); finished ones are skipped.
 
     `minutes` is shared out among the stages by `SHARES`; `iterations` and `batch` apply to each.
@@ -51,7 +51,7 @@ def main() -> None:
         return
     export.export(run)
     if not found.no_judge:
-        judge.judge(run, judge_pictures.Extent())
+        judge.judge(run, judge_pictures.SampleSizes())
         export.rewrite_cards(run)
 
 

@@ -10,7 +10,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from training.pictures import Row
+from training.pictures import PictureRow
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (255, 255, 255),
@@ -47,7 +47,7 @@ _FILLERS = ("a", "an", "the", "of", "with", "and", "in", "some")
 
 
 @dataclass(frozen=True)
-class Caption:
+class ParsedCaption:
     """A caption taken apart: the subject's words and the background's colour (a key of `COLOURS`)."""
 
     subject: str
@@ -62,7 +62,7 @@ def with_background(subject: str, colour: str) -> str:
     return f"{subject} on {article} {colour} background"
 
 
-def read_caption(text: str) -> Caption:
+def read_caption(text: str) -> ParsedCaption:
     """Takes a caption apart; raises `ValueError` when it names a background colour that is not in the language."""
     plain = " ".join(text.lower().strip().rstrip(".").split())
     if not plain:
@@ -71,12 +71,12 @@ def read_caption(text: str) -> Caption:
     if found is None:
         if "background" in plain.split():
             raise ValueError(f"caption {text!r}: background without a colour")
-        return Caption(plain, "white")
+        return ParsedCaption(plain, "white")
     colour = found["colour"].strip()
     colour = _SPELLINGS.get(colour, colour)
     if colour not in COLOURS:
         raise ValueError(f"caption {text!r}: colour {colour!r} is not in the language")
-    return Caption(found["subject"], colour)
+    return ParsedCaption(found["subject"], colour)
 
 
 def split_tone(name: str) -> tuple[str, str | None]:
@@ -99,7 +99,7 @@ def has_tone(name: str) -> bool:
     return split_tone(name)[0] != name
 
 
-def held_out(rows: list[Row], count: int, seed: int = 20) -> set[int]:
+def held_out(rows: list[PictureRow], count: int, seed: int = 20) -> set[int]:
     """Chooses `count` rows whose base comes in all five tones, at most one a base: they are never trained on.
 
     Held-out variants show whether tone and subject compose. Returns row numbers.
@@ -115,7 +115,7 @@ def held_out(rows: list[Row], count: int, seed: int = 20) -> set[int]:
     return {by_base[base][TONES[number % len(TONES)]] for number, base in enumerate(chosen)}
 
 
-def subjects(row: Row, count: int, draw: random.Random) -> list[str]:
+def subjects(row: PictureRow, count: int, draw: random.Random) -> list[str]:
     """`count` ways to name a picture; the first is its plain name, about half repeat it.
 
     The others add keywords before or after it, say the tone another way, or are loose words around the name.

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from training.run import Run
+from training.run import TrainingRun
 
 _DATA = """\
 Pictures: Noto Emoji, Copyright Google, Apache License 2.0. Names and keywords: Unicode CLDR, Copyright
@@ -64,7 +64,7 @@ The draft for `emoji-lm` in speculative decoding: same vocabulary, trained on th
 }
 
 
-def write(folder: Path, run: Run) -> None:
+def write(folder: Path, run: TrainingRun) -> None:
     """Writes `README.md` into an exported model's folder; figures come from `judge/figures.json` where it exists."""
     about = ABOUT[folder.name]
     figures = _figures(run).get(folder.name, {})
@@ -132,7 +132,7 @@ def _parameters(folder: Path) -> list[str]:
     ]
 
 
-def _trained(stage: str, run: Run) -> str:
+def _trained(stage: str, run: TrainingRun) -> str:
     path = run.work / stage / "curve.jsonl"
     last = path.read_text(encoding="utf-8").splitlines()[-1:] if path.exists() else []
     if not last:
@@ -143,7 +143,7 @@ def _trained(stage: str, run: Run) -> str:
     )
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def _figures(run: TrainingRun) -> dict[str, Any]:
     path = run.work / "judge" / "figures.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found

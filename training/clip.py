@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from training import captions, loop, pictures, tokens
-from training.run import Run, from_options, parser
+from training.run import TrainingRun, from_options, parser
 
 
-class Towers(nn.Module):
+class CLIPLoss(nn.Module):
     """`CLIPModel`, the first text tower and its projection; the loss of one batch is its forward."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel
 
         super().__init__()
@@ -71,7 +71,7 @@ def roughen(pixels: torch.Tensor, noise: torch.Tensor, kind: torch.Tensor) -> to
     return (rough + 0.1 * kind[:, None, None, None] * noise).clamp(-1, 1)
 
 
-def train(run: Run) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.Outcome:
     """Trains the towers on every picture but the held-out variants."""
     rows = pictures.read_rows(run.data)
     images = pictures.read_pictures(run.data, rows, run.size).to(run.device)
@@ -79,7 +79,7 @@ def train(run: Run) -> loop.Outcome:
     palette = torch.tensor([(255, 255, 255), *captions.COLOURS.values()], device=run.device) / 255
     hidden = captions.held_out(rows, run.held_out)
     seen = torch.tensor([index for index in range(len(rows)) if index not in hidden], device=run.device)
-    towers = Towers(run).to(run.device)
+    towers = CLIPLoss(run).to(run.device)
     model: Any = torch.compile(towers) if run.compile else towers
     batch = min(run.batch or (1024 if run.on_gpu else 128), len(seen))
 
@@ -105,9 +105,9 @@ def train(run: Run) -> loop.Outcome:
     return loop.train(stage, run)
 
 
-def load(run: Run) -> Towers:
+def load(run: TrainingRun) -> CLIPLoss:
     """The trained towers with averaged weights; raises `FileNotFoundError` when they are not trained."""
-    towers = Towers(run).to(run.device)
+    towers = CLIPLoss(run).to(run.device)
     if not loop.restore_average("clip", {"towers": towers}, run):
         raise FileNotFoundError("clip/state.pt: train the stage clip first")
     return towers.eval().requires_grad_(False)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from training import cards, clip, latents, lm, phrases, tokens, unet
-from training.run import Run, from_options, parser
+from training.run import TrainingRun, from_options, parser
 
 SHARD = "14MB"
 MODELS = ("emoji-xl", "emoji-clip", "emoji-lm", "emoji-lm-draft")
 
 
-def export_pictures(run: Run) -> Path:
+def export_pictures(run: TrainingRun) -> Path:
     """`emoji-xl`, as `StableDiffusionXLPipeline.save_pretrained` lays it out, in float16."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
@@ -40,7 +40,7 @@ def export_pictures(run: Run) -> Path:
     return folder
 
 
-def export_clip(run: Run) -> Path:
+def export_clip(run: TrainingRun) -> Path:
     """`emoji-clip`, a `CLIPModel` with its processor, in float16."""
     from transformers import CLIPImageProcessor, CLIPProcessor
 
@@ -57,7 +57,7 @@ def export_clip(run: Run) -> Path:
     return folder
 
 
-def export_lm(run: Run, draft: bool = False) -> Path:
+def export_lm(run: TrainingRun, draft: bool = False) -> Path:
     """`emoji-lm` or its draft, in float16, with the tokenizer and chat template that both share."""
     model = lm.load(run, draft)
     folder = _fresh(run, "emoji-lm-draft" if draft else "emoji-lm")
@@ -76,7 +76,7 @@ def export_lm(run: Run, draft: bool = False) -> Path:
     return folder
 
 
-def export(run: Run, only: list[str] | None = None) -> list[Path]:
+def export(run: TrainingRun, only: list[str] | None = None) -> list[Path]:
     """Exports every stage that has been trained (or those named), and writes their cards.
 
     Returns the folders.
@@ -107,14 +107,14 @@ def export(run: Run, only: list[str] | None = None) -> list[Path]:
     return made
 
 
-def rewrite_cards(run: Run) -> None:
+def rewrite_cards(run: TrainingRun) -> None:
     """Writes the cards of the exported models again, now with what the judge has measured."""
     for name in MODELS:
         if (run.models / name / "README.md").exists():
             cards.write(run.models / name, run)
 
 
-def _fresh(run: Run, name: str) -> Path:
+def _fresh(run: TrainingRun, name: str) -> Path:
     folder = run.models / name
     if folder.exists():
         shutil.rmtree(folder)
@@ -122,7 +122,7 @@ def _fresh(run: Run, name: str) -> Path:
     return folder
 
 
-def _add_slow_files(run: Run, folder: Path, trained: str) -> None:
+def _add_slow_files(run: TrainingRun, folder: Path, trained: str) -> None:
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(run.work / "tokens" / trained / name, folder / name)
 

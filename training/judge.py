@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from training import judge_pictures, judge_text
-from training.judge_pictures import Extent
-from training.run import Run, from_options, parser
+from training.judge_pictures import SampleSizes
+from training.run import TrainingRun, from_options, parser
 
 
-def judge(run: Run, extent: Extent, only: list[str] | None = None) -> dict[str, Any]:
+def judge(run: TrainingRun, extent: SampleSizes, only: list[str] | None = None) -> dict[str, Any]:
     """Measures every exported model that is there (or those named); returns and keeps the figures by model.
 
     Figures of models not measured now are kept as they were.
@@ -43,11 +43,11 @@ def judge(run: Run, extent: Extent, only: list[str] | None = None) -> dict[str, 
 def main() -> None:
     """`python -m training.judge [--captions N] [--steps N] [--guidance G] [--only NAME ...]`."""
     options: argparse.ArgumentParser = parser(__doc__ or "")
-    for field in dataclasses.fields(Extent):
+    for field in dataclasses.fields(SampleSizes):
         options.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     options.add_argument("--only", nargs="+", choices=judge_pictures.MODELS + judge_text.MODELS)
     found = options.parse_args()
-    extent = Extent(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Extent)})
+    extent = SampleSizes(**{field.name: getattr(found, field.name) for field in dataclasses.fields(SampleSizes)})
     judge(from_options(found), extent, found.only)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from training import captions, pictures, sheet
-from training.run import Run
+from training.run import TrainingRun
 
 MODELS = ("emoji-xl", "emoji-clip")
 SIDE = 32
@@ -34,7 +34,7 @@ SHOWN = (
 
 
 @dataclass(frozen=True)
-class Extent:
+class SampleSizes:
     """How much is drawn and written; the defaults are the figures' definition, less is a quick look."""
 
     captions: int = 500
@@ -45,10 +45,10 @@ class Extent:
     sheet: int = 64
 
 
-class Painter:
+class PictureGenerator:
     """The stock pipeline over an exported folder: draws captions, each from its own seed."""
 
-    def __init__(self, run: Run, steps: int, guidance: float) -> None:
+    def __init__(self, run: TrainingRun, steps: int, guidance: float) -> None:
         from diffusers import StableDiffusionXLPipeline
 
         # float16 is how the weights are kept; a CPU computes in float32.
@@ -78,10 +78,10 @@ class Painter:
         return torch.cat(found)
 
 
-class Reader:
+class FeatureExtractor:
     """An exported `emoji-clip`: features of pictures and captions."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         from transformers import AutoTokenizer, CLIPModel
 
         folder = run.models / "emoji-clip"
@@ -135,11 +135,11 @@ def border(pixels: torch.Tensor) -> torch.Tensor:
     return pixels[:, :, ~inner].median(dim=2).values
 
 
-def judge_clip(run: Run) -> dict[str, Any]:
+def judge_clip(run: TrainingRun) -> dict[str, Any]:
     """How `emoji-clip` ranks the names of the real pictures on white; held-out variants counted apart."""
     rows = pictures.read_rows(run.data)
     true = _on_white(run, rows)
-    reader = Reader(run)
+    reader = FeatureExtractor(run)
     rank = _ranks(reader.see(true), reader.read([row.name for row in rows]), list(range(len(rows))))
     hidden = torch.zeros(len(rows), dtype=torch.bool)
     hidden[sorted(captions.held_out(rows, run.held_out))] = True
@@ -152,13 +152,13 @@ def judge_clip(run: Run) -> dict[str, Any]:
     return figures
 
 
-def judge_xl(run: Run, extent: Extent) -> dict[str, Any]:
+def judge_xl(run: TrainingRun, extent: SampleSizes) -> dict[str, Any]:
     """Draws, and compares with the true pictures; writes four contact sheets into the stage's folder."""
     rows = pictures.read_rows(run.data)
     images = pictures.read_pictures(run.data, rows, run.size)
     true = pictures.composite(images, torch.ones(len(rows), 3))
     small_true = small(true)
-    painter = Painter(run, extent.steps, extent.guidance)
+    painter = PictureGenerator(run, extent.steps, extent.guidance)
     folder = run.folder("judge")
     hidden = captions.held_out(rows, run.held_out)
     known = [index for index in range(len(rows)) if index not in hidden]
@@ -188,17 +188,19 @@ def judge_xl(run: Run, extent: Extent) -> dict[str, Any]:
     return figures
 
 
-def _clip_figures(run: Run, rows: list[pictures.Row], made: torch.Tensor, asked: list[int]) -> dict[str, Any]:
+def _clip_figures(
+    run: TrainingRun, rows: list[pictures.PictureRow], made: torch.Tensor, asked: list[int]
+) -> dict[str, Any]:
     if not (run.models / "emoji-clip" / "config.json").exists():
         return {}
-    reader = Reader(run)
+    reader = FeatureExtractor(run)
     rank = _ranks(reader.see(made), reader.read([row.name for row in rows]), asked)
     return {"clip_ranks_caption_first": _share(rank == 0), "clip_ranks_caption_top5": _share(rank < 5)}
 
 
 def _composition(
-    rows: list[pictures.Row],
-    painter: Painter,
+    rows: list[pictures.PictureRow],
+    painter: PictureGenerator,
     known: list[int],
     count: int,
     draw: random.Random,
@@ -223,7 +225,7 @@ def _composition(
 
 
 def _tones(
-    rows: list[pictures.Row], painter: Painter, true: torch.Tensor, hidden: list[int], folder: Path
+    rows: list[pictures.PictureRow], painter: PictureGenerator, true: torch.Tensor, hidden: list[int], folder: Path
 ) -> dict[str, Any]:
     """Held-out variants: the nearest of the same base's true pictures, all tones and none, must have the asked tone."""
     by_base: dict[str, list[int]] = {}
@@ -240,7 +242,7 @@ def _tones(
     return {"held_out_variants": len(hidden), "held_out_tone_right": _share(torch.tensor(right))}
 
 
-def _on_white(run: Run, rows: list[pictures.Row]) -> torch.Tensor:
+def _on_white(run: TrainingRun, rows: list[pictures.PictureRow]) -> torch.Tensor:
     images = pictures.read_pictures(run.data, rows, run.size)
     return pictures.composite(images, torch.ones(len(rows), 3))
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from training import phrases, pictures
-from training.run import Run
+from training.run import TrainingRun
 
 MODELS = ("emoji-lm", "emoji-lm-draft")
 CHUNK = 64
@@ -22,10 +22,10 @@ SEED = 4321  # the corpus is drawn from the run's own seed: these chats are othe
 WEIGHTS = (0.6, 0.3, 0.1)  # trigram, bigram, unigram of the interpolated baseline
 
 
-class Writer:
+class CaptionModel:
     """An exported causal model with its tokenizer."""
 
-    def __init__(self, run: Run, name: str) -> None:
+    def __init__(self, run: TrainingRun, name: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         folder = run.models / name
@@ -81,7 +81,7 @@ class Writer:
         return ids
 
 
-def held_out_chats(run: Run, count: int) -> list[phrases.Chat]:
+def held_out_chats(run: TrainingRun, count: int) -> list[phrases.Chat]:
     """Chats with prompts that training has not drawn."""
     expander = phrases.Expander(pictures.read_rows(run.data))
     draw, known = random.Random(SEED), random.Random(run.seed)
@@ -96,10 +96,10 @@ def held_out_chats(run: Run, count: int) -> list[phrases.Chat]:
     return list(found.values())
 
 
-def judge_lm(run: Run, expansions: int) -> dict[str, Any]:
+def judge_lm(run: TrainingRun, expansions: int) -> dict[str, Any]:
     """Perplexity on held-out COCO captions and chats beside n-gram baselines; the share of good expansions."""
     rows = pictures.read_rows(run.data)
-    writer = Writer(run, "emoji-lm")
+    writer = CaptionModel(run, "emoji-lm")
     chats = held_out_chats(run, expansions)
     coco_train, coco_held = phrases.split(phrases.read_coco(run.data))
     figures: dict[str, Any] = {}
@@ -121,9 +121,9 @@ def judge_lm(run: Run, expansions: int) -> dict[str, Any]:
     return figures
 
 
-def judge_draft(run: Run, expansions: int) -> dict[str, Any]:
+def judge_draft(run: TrainingRun, expansions: int) -> dict[str, Any]:
     """How often the draft's greedy token is the target's, along the target's own greedy answers."""
-    target, draft = Writer(run, "emoji-lm"), Writer(run, "emoji-lm-draft")
+    target, draft = CaptionModel(run, "emoji-lm"), CaptionModel(run, "emoji-lm-draft")
     chats = held_out_chats(run, expansions)
     answers = target.answer(chats)
     same = count = 0
@@ -140,7 +140,7 @@ def judge_draft(run: Run, expansions: int) -> dict[str, Any]:
 
 def _perplexities(
     name: str,
-    writer: Writer,
+    writer: CaptionModel,
     train: list[list[int]],
     held: list[list[int]],
     starts: list[int],
@@ -190,6 +190,6 @@ def ngram_perplexity(
     return math.exp(nats / count)
 
 
-def _ids(writer: Writer, text: str) -> list[int]:
+def _ids(writer: CaptionModel, text: str) -> list[int]:
     ids: list[int] = writer.tokenizer(text, add_special_tokens=False).input_ids
     return ids

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from training import captions, checkpoint, pictures, vae
-from training.run import Run, from_options, parser
+from training.run import TrainingRun, from_options, parser
 
 CHUNK = 256
 
@@ -25,7 +25,7 @@ class Latents:
 
 
 @torch.no_grad()
-def train(run: Run) -> None:
+def train(run: TrainingRun) -> None:
     """Centres and scales the codec's latents, then encodes all; writes `latents/latents.pt`."""
     rows = pictures.read_rows(run.data)
     images = pictures.read_pictures(run.data, rows, run.size)
@@ -42,7 +42,7 @@ def train(run: Run) -> None:
 
 
 @torch.no_grad()
-def encode(run: Run, codec: Any, images: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
+def encode(run: TrainingRun, codec: Any, images: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
     """Posterior means, float32 on the CPU, of premultiplied uint8 [N, 4, H, W] on RGB colours [N, 3] in 0..1."""
     found = []
     for start in range(0, len(images), CHUNK):
@@ -75,13 +75,13 @@ def centre_(codec: Any, latents: torch.Tensor) -> float:
     return 1 / overall
 
 
-def load(run: Run) -> Latents:
+def load(run: TrainingRun) -> Latents:
     """What the stage wrote; raises `FileNotFoundError` before it has run."""
     state = _state(run)
     return Latents(state["values"], float(state["scaling_factor"]))
 
 
-def load_codec(run: Run) -> Any:
+def load_codec(run: TrainingRun) -> Any:
     """The codec with its latents centred and `scaling_factor` set, in evaluation mode."""
     state = _state(run)
     codec: Any = vae.build(run)
@@ -90,7 +90,7 @@ def load_codec(run: Run) -> Any:
     return codec.eval().requires_grad_(False)
 
 
-def _state(run: Run) -> dict[str, Any]:
+def _state(run: TrainingRun) -> dict[str, Any]:
     state = checkpoint.load(run.folder("latents") / "latents.pt")
     if state is None:
         raise FileNotFoundError("latents/latents.pt: run the stage latents first")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from training import loop, phrases, pictures, tokens
-from training.run import Run, from_options, parser
+from training.run import TrainingRun, from_options, parser
 
 LENGTH = 56  # tokens in a row; longer rows are dropped, which is under one in a hundred
 # 4,500 captions are soon known by heart: at a share of 0.3 they were read 230 times in four minutes of a GPU, and
@@ -35,7 +35,7 @@ class Corpus:
     coco_said: torch.Tensor
 
 
-def build(run: Run, draft: bool = False) -> Any:
+def build(run: TrainingRun, draft: bool = False) -> Any:
     """A fresh target, or draft, on the run's device; both share one vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,7 +48,7 @@ def build(run: Run, draft: bool = False) -> Any:
     return model.to(run.device)
 
 
-def corpus(run: Run, count: int) -> Corpus:
+def corpus(run: TrainingRun, count: int) -> Corpus:
     """Draws `count` chats and reads the training part of COCO, tokenized."""
     rows = pictures.read_rows(run.data)
     tokenizer = tokens.lm_tokenizer(run)
@@ -75,7 +75,7 @@ def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[torch.Te
     return ids, said
 
 
-def train(run: Run, draft: bool = False) -> loop.Outcome:
+def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
     """Trains the target on the corpus, or the draft on the target's distributions over the same rows."""
     data = corpus(run, phrases.CHATS if run.shapes.lm_vocab > 1000 else 2000)
     chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)
@@ -128,7 +128,7 @@ def train(run: Run, draft: bool = False) -> loop.Outcome:
     return loop.train(stage, run)
 
 
-def load(run: Run, draft: bool = False) -> Any:
+def load(run: TrainingRun, draft: bool = False) -> Any:
     """The trained target or draft; raises `FileNotFoundError` when it is not trained."""
     model = build(run, draft)
     modules: dict[str, nn.Module] = {"lm": model}

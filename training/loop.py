@@ -17,7 +17,7 @@ from torch import nn
 
 from training import checkpoint
 from training.muon import Muon
-from training.run import Run
+from training.run import TrainingRun
 
 Loss = Callable[[int, torch.Generator], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -56,7 +56,7 @@ class Outcome:
     done: bool
 
 
-def train(stage: Stage, run: Run) -> Outcome:
+def train(stage: Stage, run: TrainingRun) -> Outcome:
     """Trains from the last checkpoint to the end of the budget, and leaves averaged weights in the modules.
 
     Matrices are stepped by Muon, the rest by AdamW: in a trial on the codec (64 px, 150 steps of 8 pictures) the
@@ -99,7 +99,7 @@ def train(stage: Stage, run: Run) -> Outcome:
     return Outcome(state.iteration, state.seconds / 60, state.smooth, progress >= 1)
 
 
-def restore_average(name: str, modules: dict[str, nn.Module], run: Run) -> bool:
+def restore_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> bool:
     """Loads a stage's averaged weights into `modules`; False where it has no checkpoint."""
     state = checkpoint.load(run.folder(name) / "state.pt")
     if state is None:
@@ -109,19 +109,19 @@ def restore_average(name: str, modules: dict[str, nn.Module], run: Run) -> bool:
     return True
 
 
-def _clock(run: Run) -> float:
+def _clock(run: TrainingRun) -> float:
     # On a CPU that others use too, wall time says little about how far training is; its own processor time does.
     return time.monotonic() if run.on_gpu else time.process_time() / torch.get_num_threads()
 
 
-def _slice_over(run: Run, seconds: float) -> bool:
+def _slice_over(run: TrainingRun, seconds: float) -> bool:
     return run.slice_minutes is not None and seconds >= run.slice_minutes * 60
 
 
 class _State:
     """What a checkpoint holds: weights, averages, optimizer, randomness, and how far the run is."""
 
-    def __init__(self, stage: Stage, run: Run) -> None:
+    def __init__(self, stage: Stage, run: TrainingRun) -> None:
         torch.manual_seed(run.seed)
         self.generator = torch.Generator(device=run.device).manual_seed(run.seed)
         self.iteration = 0
@@ -148,13 +148,13 @@ class _State:
         }
         self.trained = [p for group in (*matrices, *others) for p in group["params"]]
 
-    def progress(self, run: Run) -> float:
+    def progress(self, run: TrainingRun) -> float:
         if run.iterations is not None:
             return self.iteration / run.iterations
         assert run.minutes is not None
         return self.seconds / (run.minutes * 60)
 
-    def step(self, stage: Stage, run: Run, progress: float) -> dict[str, float] | None:
+    def step(self, stage: Stage, run: TrainingRun, progress: float) -> dict[str, float] | None:
         warm = min(1.0, (self.iteration + 1) / stage.warmup)
         cool = min(1.0, max(0.0, 1 - progress) / stage.cooldown)
         for optimizer in self.optimizers.values():

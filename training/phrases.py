@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training import captions
-from training.pictures import Row
+from training.pictures import PictureRow
 
 CHATS = 120_000  # drawn for training from the run's seed; a shorter corpus is a beginning of this one
 SYSTEM = "You expand a short prompt into a caption for an emoji."
@@ -71,7 +71,7 @@ def stem(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 
-def vocabulary(row: Row) -> set[str]:
+def vocabulary(row: PictureRow) -> set[str]:
     """All the words under which a picture may be asked for."""
     return words(" ".join([row.name, *row.keywords]))
 
@@ -83,9 +83,9 @@ class Expander:
     the expansion's share of invention.
     """
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[PictureRow]) -> None:
         # One entry a base name: with five tones each, people would be nine tenths of all talk.
-        by_base: dict[str, list[Row]] = {}
+        by_base: dict[str, list[PictureRow]] = {}
         for row in rows:
             by_base.setdefault(captions.split_tone(row.name)[0], []).append(row)
         self.bases = sorted(by_base)
@@ -116,7 +116,7 @@ class Expander:
         return Chat(prompt, answer, SYSTEM if draw.random() < 0.1 else "")
 
 
-def corpus(data: Path, rows: list[Row]) -> list[str]:
+def corpus(data: Path, rows: list[PictureRow]) -> list[str]:
     """Plain text for the tokenizer: captions, keywords and the training part of COCO."""
     expander, draw = Expander(rows), random.Random(0)
     chats = [expander.draw(draw) for _ in range(3 * len(rows))]
@@ -128,7 +128,7 @@ def corpus(data: Path, rows: list[Row]) -> list[str]:
     ]
 
 
-def names_the_subject(prompt: str, answer: str, rows: Iterable[Row]) -> bool:
+def names_the_subject(prompt: str, answer: str, rows: Iterable[PictureRow]) -> bool:
     """Whether `answer` parses into the caption language and its subject is a picture that `prompt` may mean.
 
     Every content word of the prompt, colours aside, must belong to the named picture's words.

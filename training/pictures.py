@@ -17,7 +17,7 @@ FIELDS = ("file", "emoji", "name", "keywords", "group", "subgroup")
 
 
 @dataclass(frozen=True)
-class Row:
+class PictureRow:
     """One line of `captions.tsv`; `keywords` never repeats the name."""
 
     file: str
@@ -28,13 +28,13 @@ class Row:
     subgroup: str
 
 
-def read_rows(data: Path) -> list[Row]:
+def read_rows(data: Path) -> list[PictureRow]:
     """Reads `emoji/captions.tsv` under `data`.
 
     Raises `ValueError` naming the line when a field is missing or a name is used twice.
     """
     path = data / "emoji" / "captions.tsv"
-    rows: list[Row] = []
+    rows: list[PictureRow] = []
     seen: dict[str, int] = {}
     with path.open(encoding="utf-8", newline="") as lines:
         for number, line in enumerate(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), start=2):
@@ -46,13 +46,13 @@ def read_rows(data: Path) -> list[Row]:
                 raise ValueError(f"{path.name} line {number}: name {name!r} was used on line {seen[name]}")
             seen[name] = number
             words = tuple(word for word in line["keywords"].split("|") if word and word != name)
-            rows.append(Row(line["file"], line["emoji"], name, words, line["group"], line["subgroup"]))
+            rows.append(PictureRow(line["file"], line["emoji"], name, words, line["group"], line["subgroup"]))
     if not rows:
         raise ValueError(f"{path.name}: no rows")
     return rows
 
 
-def read_pictures(data: Path, rows: list[Row], size: int) -> torch.Tensor:
+def read_pictures(data: Path, rows: list[PictureRow], size: int) -> torch.Tensor:
     """Reads the rows' pictures from `emoji/images.zip`, as uint8 [N, 4, size, size], colour premultiplied by alpha.
 
     Premultiplied, because resizing straight colours bleeds the hidden colour of transparent pixels into

@@ -16,7 +16,7 @@ from training.shapes import BY_NAME, Shapes
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One training run: where it reads and writes, how large, how long, on what.
 
     `minutes` is the whole stage's budget, over all its commands; `slice_minutes` ends this command earlier.
@@ -86,7 +86,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def from_options(found: argparse.Namespace) -> Run:
+def from_options(found: argparse.Namespace) -> TrainingRun:
     """Builds the run and sets what is global in torch: threads, and TF32 on a GPU."""
     if found.threads:
         torch.set_num_threads(found.threads)
@@ -96,7 +96,7 @@ def from_options(found: argparse.Namespace) -> Run:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
     dtype = _dtype(found.dtype, device)
-    return Run(
+    return TrainingRun(
         data=found.data,
         work=found.work,
         models=found.models,

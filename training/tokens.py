@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.tiny import TOKENS
 from training import captions, phrases, pictures
-from training.run import Run, from_options, parser
+from training.run import TrainingRun, from_options, parser
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 LM_SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train(run: Run) -> None:
+def train(run: TrainingRun) -> None:
     """Writes `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
     rows = pictures.read_rows(run.data)
     folder = run.folder("tokens")
@@ -38,7 +38,7 @@ def train(run: Run) -> None:
     caption_table(run, rows)
 
 
-def clip_tokenizer(run: Run, second: bool = False) -> Any:
+def clip_tokenizer(run: TrainingRun, second: bool = False) -> Any:
     """The trained `CLIPTokenizer`; `second` is SDXL's tokenizer_2. Raises `FileNotFoundError` before the
     stage has run.
     """
@@ -47,19 +47,19 @@ def clip_tokenizer(run: Run, second: bool = False) -> Any:
     return CLIPTokenizer.from_pretrained(_trained(run, "clip_2" if second else "clip"))
 
 
-def lm_tokenizer(run: Run) -> Any:
+def lm_tokenizer(run: TrainingRun) -> Any:
     """The trained language-model tokenizer, with its chat template."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(_trained(run, "lm"))
 
 
-def pad_ids(run: Run) -> tuple[int, int]:
+def pad_ids(run: TrainingRun) -> tuple[int, int]:
     """Padding ids of the two picture tokenizers."""
     return clip_tokenizer(run).pad_token_id, clip_tokenizer(run, second=True).pad_token_id
 
 
-def caption_table(run: Run, rows: list[pictures.Row]) -> torch.Tensor:
+def caption_table(run: TrainingRun, rows: list[pictures.PictureRow]) -> torch.Tensor:
     """Token ids of every caption that training may draw: int16 [N, variants, 1 + colours, TOKENS], END-padded.
 
     Colour 0 is a caption without a background, the others follow `captions.COLOUR_NAMES`. Drawn once, so that
@@ -94,14 +94,14 @@ def repad(ids: torch.Tensor, end: int, pad: int) -> torch.Tensor:
     return torch.where(after, torch.full_like(ids, pad), ids)
 
 
-def _trained(run: Run, name: str) -> Path:
+def _trained(run: TrainingRun, name: str) -> Path:
     folder = run.work / "tokens" / name
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: run the stage tokens first")
     return folder
 
 
-def _picture_text(rows: list[pictures.Row]) -> list[str]:
+def _picture_text(rows: list[pictures.PictureRow]) -> list[str]:
     draw = random.Random(0)
     names = list(captions.COLOURS)
     text = [captions.with_background(row.name, draw.choice(names)) for row in rows]

@@ -13,14 +13,14 @@ from torch import nn
 
 from pipeline.tiny import BETAS, TIMESTEPS
 from training import captions, clip, latents, loop, pictures, tokens
-from training.run import Run, from_options, parser
+from training.run import TrainingRun, from_options, parser
 
 DROP_ALL, DROP_TEXT = 0.08, 0.02  # zeroed embeddings (the pipeline's unconditional), and an empty prompt
 TONED_WEIGHT = 0.5  # a toned picture has four near-copies, an untoned one has none
 
 
 @dataclass
-class Parts:
+class TrainedModules:
     """The picture model's trained parts."""
 
     unet: Any
@@ -32,7 +32,7 @@ class Parts:
         return {"unet": self.unet, "text": self.text, "text_2": self.text_2}
 
 
-def build(run: Run) -> Parts:
+def build(run: TrainingRun) -> TrainedModules:
     """Fresh parts on the run's device; the text towers' last layers stay untrained here, as SDXL reads the
     one before.
     """
@@ -46,10 +46,10 @@ def build(run: Run) -> Parts:
     text: Any = CLIPTextModel(CLIPTextConfig(**shape.text(0, vocabulary, pad)))
     config = CLIPTextConfig(**shape.text(1, vocabulary, pad_2))
     text_2: Any = CLIPTextModelWithProjection(config)
-    return Parts(unet.to(run.device), text.to(run.device), text_2.to(run.device))
+    return TrainedModules(unet.to(run.device), text.to(run.device), text_2.to(run.device))
 
 
-def adopt_(parts: Parts, towers: clip.Towers) -> None:
+def adopt_(parts: TrainedModules, towers: clip.CLIPLoss) -> None:
     """Starts the text towers from the ones that `clip` trained."""
     parts.text.load_state_dict(towers.text.state_dict())
     own = parts.text_2.state_dict()
@@ -74,7 +74,7 @@ def weights(alpha_bar: torch.Tensor) -> torch.Tensor:
     return (5 * variance).clamp(max=1) * (1 + variance) ** 0.25
 
 
-def read_text(parts: Parts, ids: torch.Tensor, ids_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_text(parts: TrainedModules, ids: torch.Tensor, ids_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both tokenizers' ids [B, L] to states [B, L, C1 + C2], of the layers before the last, and pooled [B, P]."""
     first = parts.text(input_ids=ids, output_hidden_states=True)
     second = parts.text_2(input_ids=ids_2, output_hidden_states=True)
@@ -90,7 +90,7 @@ class Batches:
     so it is read once and used often.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         rows = pictures.read_rows(run.data)
         self.repeats = 1 if run.on_gpu else 4
         self.captions = max(1, (run.batch or (512 if run.on_gpu else 128)) // self.repeats)
@@ -120,7 +120,7 @@ class Batches:
         return ids, clean.repeat_interleave(self.repeats, 0)
 
 
-def train(run: Run) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.Outcome:
     """Trains the denoiser and both text towers."""
     batches = Batches(run)
     end, pad_2 = int(tokens.clip_tokenizer(run).eos_token_id), tokens.pad_ids(run)[1]
@@ -169,7 +169,7 @@ def train(run: Run) -> loop.Outcome:
     return loop.train(stage, run)
 
 
-def load(run: Run) -> Parts:
+def load(run: TrainingRun) -> TrainedModules:
     """The trained parts with averaged weights; raises `FileNotFoundError` when they are not trained."""
     parts = build(run)
     if not loop.restore_average("unet", parts.modules(), run):

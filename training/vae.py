@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from training import captions, loop, pictures
-from training.run import Run, from_options, parser
+from training.run import TrainingRun, from_options, parser
 
 KL_WEIGHT = 1e-4  # per element; keeps the posterior a little noisy, so that the decoder forgives small errors
 
 
-def build(run: Run) -> Any:
+def build(run: TrainingRun) -> Any:
     """A fresh autoencoder in channels-last layout, on the run's device."""
     from diffusers import AutoencoderKL
 
@@ -43,7 +43,7 @@ def reconstruction_loss(made: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class Codec(nn.Module):
+class VAELoss(nn.Module):
     """Loss of one batch as a single module, so that one compiled graph holds encoder, decoder and loss."""
 
     def __init__(self, vae: Any) -> None:
@@ -61,13 +61,13 @@ class Codec(nn.Module):
         return reconstruction_loss(made, true) + KL_WEIGHT * kl, kl, F.mse_loss(made, true)
 
 
-def train(run: Run) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.Outcome:
     """Trains the codec on every picture, held-out variants included (it never sees a name)."""
     rows = pictures.read_rows(run.data)
     images = pictures.read_pictures(run.data, rows, run.size).to(run.device)
     palette = torch.tensor(list(captions.COLOURS.values()), device=run.device) / 255
     vae = build(run)
-    codec: Any = Codec(vae)
+    codec: Any = VAELoss(vae)
     if run.compile:
         codec = torch.compile(codec)
     batch = run.batch or (96 if run.on_gpu else 8)
@@ -90,7 +90,7 @@ def train(run: Run) -> loop.Outcome:
     return loop.train(stage, run)
 
 
-def load(run: Run) -> Any:
+def load(run: TrainingRun) -> Any:
     """The trained codec with averaged weights, in evaluation mode; raises `FileNotFoundError` when it is not
     trained.
     """

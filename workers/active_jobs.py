@@ -60,7 +60,7 @@ class ActiveJob:
             for request in self._requests:
                 self._engine.abort(request.id)
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Stop it, and write no outcome."""
         self.dropped = True
         self.stop()
@@ -79,7 +79,7 @@ class ActiveJobs:
             before = self._works.get(work.claim.id)
             self._works[work.claim.id] = work
         if before is not None:
-            before.drop()
+            before.abandon()
 
     def remove(self, work: ActiveJob) -> None:
         with self._lock:
@@ -98,11 +98,11 @@ class ActiveJobs:
         with self._lock:
             return {id: work.claim.fence for id, work in self._works.items()}
 
-    def drop(self, id: str, fence: str | None = None) -> bool:
+    def abandon(self, id: str, fence: str | None = None) -> bool:
         """Drop a job, if it is active and (where given) is this attempt."""
         with self._lock:
             work = self._works.get(id)
         if work is None or fence not in (None, work.claim.fence):
             return False
-        work.drop()
+        work.abandon()
         return True

@@ -57,7 +57,7 @@ class WorkerProgram(CeleryWorker):  # type: ignore[misc]
         try:
             worker.equip(self.app.build(self.app.settings, worker.say))
         except BaseException:
-            worker.forget()
+            worker.deregister()
             raise
         finally:
             gc.freeze()
@@ -142,7 +142,7 @@ class GracefulShutdown:
     def _drain(self) -> None:
         worker = self._worker
         if worker.tasks is None:  # still loading: no job is in flight
-            worker.forget()
+            worker.deregister()
             self._exit()
             return
         log.info("stopping: nothing new is begun, what has begun gets %g s", self._drain_s)
@@ -155,7 +155,7 @@ class GracefulShutdown:
         worker.tasks.stop()
         if not worker.idle(_PATIENCE_S):  # an iteration that hangs, or a Redis that does not reply
             worker.tasks.hand_back_all()
-            worker.forget()
+            worker.deregister()
             self._exit()
 
     def _exit(self) -> None:

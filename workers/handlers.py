@@ -70,7 +70,7 @@ class JobHandler(Protocol):
 
     def tally(self, requests: Sequence[Any]) -> JobProgress: ...
 
-    def result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+    def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         """The job's result, from its requests' outputs; artifacts are stored before it returns.
 
         Raises `ArtifactError`, and `UnsafeImage` for a rejected image.
@@ -120,7 +120,7 @@ class ImageJobHandler:
     def tally(self, requests: Sequence[ImageParameters]) -> ImageJobProgress:
         return ImageJobProgress([request.made for request in requests])
 
-    def result(self, job: ImageJob, made: Sequence[Picture], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+    def build_result(self, job: ImageJob, made: Sequence[Picture], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         check(self._checker, made)
         form = ImageFormat(job.output_format, job.output_compression)
         return {"images": [_kept(picture, form, artifact_writer) for picture in made]}

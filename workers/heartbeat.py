@@ -152,7 +152,7 @@ class Heartbeat:
         held = self._active_jobs.leases()
         lost = self._store_retry.once(lambda: self._store.renew(self._worker, held), None)
         for id in lost or ():
-            if self._active_jobs.drop(id, held[id]):
+            if self._active_jobs.abandon(id, held[id]):
                 log.info("%s is no longer this worker's", id)
         return self._store_retry.once(self._show, False) and lost is not None
 

@@ -55,7 +55,7 @@ class JobExecutor:
             engine_s = time.monotonic() - started
             if work.dropped:
                 raise Aborted("the job was cancelled")
-            result = handler.result(job, made, artifact_writer)
+            result = handler.build_result(job, made, artifact_writer)
             if job.expand_prompt:
                 result = expand.add_prompts(result, wanted)
             work.artifacts = artifact_writer.keys

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Tasks:
+class WorkerTasks:
     """What all of a worker's Celery threads run. Thread-safe."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Tasks:
     def hand_back_all(self) -> None:
         """Hand back all active jobs without waiting. One try each."""
         for work in self._active_jobs.works():
-            work.drop()  # from here on not written by its own thread
+            work.abandon()  # from here on not written by its own thread
             self._active_jobs.remove(work)
             try:
                 self._return(work.claim, unless=lambda: True)

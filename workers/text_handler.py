@@ -91,7 +91,9 @@ class TextJobHandler:
     def tally(self, requests: Sequence[TextParameters]) -> TextJobProgress:
         return TextJobProgress(self, [request.max_tokens for request in requests])
 
-    def result(self, job: TextJob, made: Sequence[GeneratedText], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+    def build_result(
+        self, job: TextJob, made: Sequence[GeneratedText], artifact_writer: ArtifactWriter
+    ) -> dict[str, Any]:
         prompts = {text.prompt_tokens: text for text in made}  # answers to the same prompt share its prefill
         choices = [
             {

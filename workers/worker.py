@@ -34,7 +34,7 @@ from workers.prefetch import PrefetchLimiter
 from workers.publisher import ProgressPublisher
 from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
-from workers.tasks import Tasks
+from workers.tasks import WorkerTasks
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler
@@ -59,7 +59,7 @@ class Worker:
         self.active_jobs = ActiveJobs()
         self.shared_lock = SharedLock(on_change=lambda: self.prefetch.wake())
         self.prefetch = PrefetchLimiter(QUEUES, held_up=lambda: self.shared_lock.narrow)
-        self.tasks: Tasks | None = None
+        self.tasks: WorkerTasks | None = None
         self._send = send
         try:
             client = RedisClient(settings.redis_url)
@@ -121,11 +121,12 @@ class Worker:
         """Serve messages from now on, of the queues that have a handler."""
         engine, settings = equipment.engine, self.settings
         self._equipment = equipment
-        self._publisher = ProgressPublisher(self._store, self.store_retry, lambda: engine.ticks, self.active_jobs.drop)
-        self.tasks = Tasks(
+        self._publisher = ProgressPublisher(
+            self._store, self.store_retry, lambda: engine.ticks, self.active_jobs.abandon
+        )
+        self.tasks = WorkerTasks(
             self.id, self._store, self.store_retry, self.shared_lock, self.active_jobs, self._publisher,
-            self._artifacts, engine,
-            equipment.handlers, self._send,
+            self._artifacts, engine, equipment.handlers, self._send,
         )  # fmt: skip
         self._publisher.start()
         self._control.start()
@@ -163,16 +164,16 @@ class Worker:
             self._control.stop()
             self._publisher.stop()
         self._heartbeat.stop()
-        self.forget()
+        self.deregister()
         if self._equipment is not None and not self.active_jobs.works():
             self._equipment.close()
         self._registry.close()
         self._store.close()
 
-    def forget(self) -> None:
+    def deregister(self) -> None:
         """Remove the card, if Redis replies."""
         with contextlib.suppress(StoreError):  # else it expires
-            self._registry.forget(self.id)
+            self._registry.deregister(self.id)
 
     # -- used by the parts --------------------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class Worker:
         return handler.card()
 
     def _cancelled(self, id: str, fence: str | None) -> None:
-        if self.active_jobs.drop(id, fence):
+        if self.active_jobs.abandon(id, fence):
             log.info("%s was cancelled", id)
 
 

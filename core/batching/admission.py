@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from core.batching.batcher import Batch
 from core.batching.elders import Elders
 from core.batching.request import Request, State
-from core.batching.runner import DeviceLost, GrowingRunner, OutOfMemory, Runner
+from core.batching.runner import DeviceLost, OutOfMemory, PreemptibleRunner, Runner
 from core.batching.shares import Shares
 from core.batching.waiting import Waiting
 
@@ -17,7 +17,7 @@ class Admission:
 
     def __init__(self, runners: Mapping[str, Runner], *, starvation_s: float) -> None:
         self._runners = runners
-        self._growing = {name: runner for name, runner in runners.items() if isinstance(runner, GrowingRunner)}
+        self._growing = {name: runner for name, runner in runners.items() if isinstance(runner, PreemptibleRunner)}
         self.shares = Shares(runners)
         self.waiting = {name: Waiting(self.shares) for name in runners}
         self.running: dict[str, dict[str, Request]] = {name: {} for name in runners}
@@ -99,7 +99,7 @@ class Admission:
             self._preempt(runner, last)
         return True
 
-    def _preempt(self, runner: GrowingRunner, request: Request) -> None:
+    def _preempt(self, runner: PreemptibleRunner, request: Request) -> None:
         """It waits again."""
         runner.preempt(request)
         self.shares.stop(request)

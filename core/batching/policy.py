@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from core.batching.limits import Limits
 from core.batching.request import Request
-from core.batching.runner import GrowingRunner, Runner
+from core.batching.runner import PreemptibleRunner, Runner
 from core.batching.shares import Shares
 from core.batching.waiting import Waiting
 
@@ -39,7 +39,7 @@ class Policy:
         shares: Shares,
     ) -> None:
         self._runners = runners
-        self._growing = {name: runner for name, runner in runners.items() if isinstance(runner, GrowingRunner)}
+        self._growing = {name: runner for name, runner in runners.items() if isinstance(runner, PreemptibleRunner)}
         self._limits = limits
         self._waiting = waiting
         self._running = running
@@ -152,7 +152,7 @@ class Policy:
         return left_s
 
 
-def _paced(runner: GrowingRunner, group: Hashable, requests: list[Request], limit: int) -> list[Request]:
+def _paced(runner: PreemptibleRunner, group: Hashable, requests: list[Request], limit: int) -> list[Request]:
     rows = taken = 0
     # A pace that not even one can keep binds nobody: they would only wait for one another.
     bound_s = runner.pace_s if runner.cost(group, runner.rows(requests[0])) <= runner.pace_s else math.inf

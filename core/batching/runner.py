@@ -106,7 +106,7 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class GrowingRunner(Runner, Protocol):
+class PreemptibleRunner(Runner, Protocol):
     """A runner whose requests tell something in every iteration, and come to hold more as they run.
 
     So that nobody waits long for the next word, its batches are as wide as `pace_s` allows, and so are others' beside

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from contract.bounds import PRIORITY
 from core.batching.request import Request
-from core.batching.runner import GrowingRunner, Runner
+from core.batching.runner import PreemptibleRunner, Runner
 
 _BESIDE = 1.1  # an iteration that others make this much slower costs them nothing, and they may always join it
 
@@ -51,7 +51,7 @@ class Shares:
     def __init__(self, runners: Mapping[str, Runner]) -> None:
         # A runner whose iterations overlap others' has the device to itself; all others take turns on one.
         names = {
-            name: name if isinstance(runner, GrowingRunner) and runner.overlaps else ""
+            name: name if isinstance(runner, PreemptibleRunner) and runner.overlaps else ""
             for name, runner in runners.items()
         }
         devices = {name: _Device() for name in names.values()}

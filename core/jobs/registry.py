@@ -54,7 +54,7 @@ class Registry(RedisStore):
         else:
             self._client.srem(keys.PAUSED, queue)
 
-    def forget(self, worker_id: str) -> None:
+    def deregister(self, worker_id: str) -> None:
         """Unregister a worker that ends, and delete its control stream."""
         with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
             pipe.delete(keys.worker(worker_id), keys.control(worker_id))

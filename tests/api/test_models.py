@@ -44,7 +44,7 @@ def test_before_any_worker_and_while_one_starts(redis_url: str, folder: Path) ->
 
         worker.announce("draining")
         eventually(lambda: api.client.get("/readyz").status_code == 503)
-        worker.registry.forget(worker.name)
+        worker.registry.deregister(worker.name)
         eventually(lambda: not api.client.get("/v1/models").json()["data"][0]["diptych"]["live"])
         api.order()  # the model is known: the job waits for a worker
         api.order(deadline_s=0.01)  # nobody is there to say that it is hopeless; it expires by itself
@@ -78,7 +78,7 @@ def test_a_model_that_nobody_serves_can_be_forgotten(redis_url: str, folder: Pat
         running = old.take(waiting[0])
         for _ in range(2):  # it is served; then a job of it runs
             check_error(api.client.delete("/v1/models/emoji-xl"), 409, "name", "model_served")
-            old.registry.forget(old.name)
+            old.registry.deregister(old.name)
         assert api.order(model="emoji-xl"), "who comes meanwhile waits for a worker"
         old.finish(running)
         told = api.client.delete("/v1/models/emoji-xl")

@@ -160,7 +160,7 @@ def test_who_leaves_before_the_first_token_cancels(api: Api) -> None:
             (id,) = eventually(lambda: books.ids() - known)
             assert books.is_(id, JobState.QUEUED)
         eventually(lambda: books.is_(id, JobState.CANCELLED), "it waits for nobody")
-        books.registry.forget("another")
+        books.registry.deregister("another")
         books.registry.forget_model("idle-lm")
         eventually(lambda: "idle-lm" not in api.client.get("/v1/models").text)
 

@@ -62,7 +62,7 @@ def test_a_model_is_forgotten_though_thousands_of_its_jobs_are_gone(world: tuple
         for k in range(2500):
             pipe.zadd("diptych:jobs", {f"|gone-{k}": 2**50 + k})
         pipe.execute()
-    worker.registry.forget(worker.name)
+    worker.registry.deregister(worker.name)
     told = api.client.delete("/v1/models/emoji-xl").json()
     assert told["cancelled"] == 1 and worker.job(waiting).state is JobState.CANCELLED
     page = api.client.get("/v1/jobs").json()

@@ -24,7 +24,7 @@ from workers.control import ControlListener
 from workers.publisher import ProgressPublisher
 from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
-from workers.tasks import Tasks
+from workers.tasks import WorkerTasks
 from workers.text_handler import TextJobHandler
 
 NAME = "worker-of-texts"
@@ -42,7 +42,7 @@ class TextWorker:
         store_retry, active_jobs = StoreRetry(), ActiveJobs()
         self._publisher = ProgressPublisher(self._store, store_retry, lambda: self.engine.ticks, active_jobs.drop)
         self._control = ControlListener(self._registry, store_retry, NAME, active_jobs.drop)
-        self._tasks = Tasks(
+        self._tasks = WorkerTasks(
             NAME, self._store, store_retry, SharedLock(on_change=lambda: None), active_jobs, self._publisher,
             Artifacts(settings.artifacts), self.engine, {"text": self.handler}, lambda envelope: None,
         )  # fmt: skip

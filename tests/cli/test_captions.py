@@ -20,7 +20,7 @@ from tests.children import python_path
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
 from training import phrases
-from training.captioning import asking, screen
+from training.captioning import caption_client, caption_filter
 from training.captions import COLOURS
 from workers import expand
 
@@ -52,7 +52,7 @@ def test_the_embedded_model_writes_what_its_picture_model_draws(shell: Shell, mo
     read = [match for one in found if (match := re.fullmatch(r"(.+) on an? ([a-z ]+) background", one.text))]
     assert len(read) > 54 and len({match[1] for match in read}) > 45
     assert len({match[2] for match in read} & {*COLOURS}) > 4
-    sieve = screen.Screen(screen.tokenizers(str(EMBEDDED_MODEL)))
+    sieve = caption_filter.CaptionFilter(caption_filter.tokenizers(str(EMBEDDED_MODEL)))
     assert all(sieve.wrong(one.text, whole=True) is None for one in found)
     write(shell, "other.tsv", 60, "--seed", "1")
     other = {one.text for one in captions.read(shell.folder / "other.tsv")}
@@ -153,24 +153,24 @@ def test_any_llama_writes(chat: bool, shell: Shell, monkeypatch: pytest.MonkeyPa
     found = captions.read(shell.folder / "a.tsv")
     assert {word for one in found for word in one.text.split()} <= set(WORDS) and len(found) == 20
     rows = [line.split("\t") for line in whole.decode().splitlines()[1:]]
-    assert [row[3] for row in rows] == [asking.theme_of(int(row[2])) for row in rows]
+    assert [row[3] for row in rows] == [caption_client.theme_of(int(row[2])) for row in rows]
     template = shell.save("t.txt", "a small {subject} near")
     asked = ["--text-model", model, "--template", template, "--subjects", shell.save("s.txt", "fox\nboat\n")]
     assert write(shell, "t.tsv", 4, *asked) != write(shell, "u.tsv", 4, "--text-model", model, *asked[4:])
 
 
 def test_each_kind_of_model_is_asked_in_its_own_way() -> None:
-    embedded = asking.Asker(phrases.SYSTEM, chat=True, seed=0, subjects=["a cat"])
+    embedded = caption_client.CaptionClient(phrases.SYSTEM, chat=True, seed=0, subjects=["a cat"])
     (question,) = {embedded.first(row, 0).messages for row in range(3)}
     assert question == (("system", phrases.SYSTEM), ("user", "a cat"))
     assert embedded.temperature == expand.TEMPERATURE
-    free = asking.Asker(phrases.SYSTEM, chat=True, seed=0)
+    free = caption_client.CaptionClient(phrases.SYSTEM, chat=True, seed=0)
     idea = free.first(0, 0)
     caption = free.then(idea, "a cat")
     assert idea.idea and caption is not None and caption.messages == question and caption.seed == idea.seed
-    chat = asking.Asker("", chat=True, seed=0, subjects=["a {subject}"]).first(0, 0)
+    chat = caption_client.CaptionClient("", chat=True, seed=0, subjects=["a {subject}"]).first(0, 0)
     assert len(chat.messages) == 1 and chat.messages[0][1].endswith("The picture shows: a {subject}")
-    plain = asking.Asker("", chat=False, seed=0, subjects=["a cat"]).first(0, 0)
+    plain = caption_client.CaptionClient("", chat=False, seed=0, subjects=["a cat"]).first(0, 0)
     assert plain.prompt is not None and plain.prompt.endswith("Subject: a cat\nCaption:")
     assert plain.fields()["stop"] == ["\n"] and "messages" not in plain.fields()
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.markup import MAX_DEPTH, MAX_LOWERED, MAX_WEIGHT, MarkupError, Weighted, read
+from contract.markup import MAX_DEPTH, MAX_LOWERED, MAX_WEIGHT, MarkupError, WeightedPrompt, read
 
 
 def parts(text: str) -> list[tuple[str, float]]:
@@ -117,7 +117,7 @@ def test_every_text_is_read_or_refused(text: str) -> None:
         found = read(text)
     except MarkupError:
         return
-    if isinstance(found, Weighted):
+    if isinstance(found, WeightedPrompt):
         assert any(weight != 1 for _, weight in found.parts)
         assert all(0 <= weight <= MAX_WEIGHT and part for part, weight in found.parts)
         neighbours = zip(found.parts, found.parts[1:], strict=False)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import bootstrap, fid
-from evaluation.bootstrap import Figure
+from evaluation.bootstrap import Estimate
 
 
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 1000))
@@ -33,9 +33,9 @@ def test_the_interval_of_a_mean_covers_it_nineteen_times_in_twenty() -> None:
 def test_an_interval_of_fid_holds_its_figure() -> None:
     """Resamples alone are all too high: 60 pictures drawn with replacement are some 40 pictures."""
     rows = torch.randn(60, 20, generator=torch.Generator().manual_seed(1))
-    far = fid.Distance(fid.gaussian(torch.randn(500, 20, generator=torch.Generator().manual_seed(2))))
+    far = fid.FrechetDistance(fid.gaussian(torch.randn(500, 20, generator=torch.Generator().manual_seed(2))))
     drawn = torch.tensor([far(fid.gaussian(rows, one)) for one in bootstrap.resamples(60, 50)], dtype=torch.float64)
-    figure = Figure(far(fid.gaussian(rows)), drawn)
+    figure = Estimate(far(fid.gaussian(rows)), drawn)
     assert float(drawn.min()) > figure.value
     assert figure.interval.low < figure.value < figure.interval.high
 

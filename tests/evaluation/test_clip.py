@@ -17,8 +17,8 @@ from torch import Tensor
 from evaluation import bootstrap, fid, pixels, references, scores
 from evaluation.clip import Clip
 from evaluation.inception import WeightsError
-from evaluation.lens import embedded
-from evaluation.run import Run
+from evaluation.run import EvaluationRun
+from evaluation.scoring_networks import embedded
 from tests.evaluation.conftest import CLIP
 
 
@@ -76,7 +76,7 @@ def read(w: dict[str, Tensor], config: dict[str, int], ids: list[int]) -> Tensor
 def test_features_are_those_of_an_independent_forward(emoji: Path) -> None:
     from tokenizers import Tokenizer
 
-    run, clip = Run.read(emoji), Clip(CLIP)
+    run, clip = EvaluationRun.read(emoji), Clip(CLIP)
     w = {name: value.float() for name, value in load_file(CLIP / "model.safetensors").items()}
     config = json.loads((CLIP / "config.json").read_text())
     pictures = [pixels.read(path) for path in run.files()[:4]]
@@ -104,7 +104,7 @@ def test_the_score_is_torchmetrics(emoji: Path) -> None:
         def get_text_features(self, *given: Any, **named: Any) -> Any:
             return super().get_text_features(*given, **named).pooler_output
 
-    run = Run.read(emoji)
+    run = EvaluationRun.read(emoji)
     processor = CLIPProcessor(CLIPImageProcessor.from_pretrained(CLIP), AutoTokenizer.from_pretrained(CLIP))
     metric = CLIPScore(lambda: (Bare.from_pretrained(CLIP), processor))
     pictures = [torch.tensor(pixels.read(path)).permute(2, 0, 1) for path in run.files()]
@@ -114,7 +114,7 @@ def test_the_score_is_torchmetrics(emoji: Path) -> None:
 
 
 def test_mixed_up_captions_score_lower(emoji: Path) -> None:
-    run, lens = Run.read(emoji), embedded(CLIP)
+    run, lens = EvaluationRun.read(emoji), embedded(CLIP)
     _, clip = references.of_run(run, lens, lambda done, total: None)
     captions = references.captions_of(run, lens)
     counts = bootstrap.resamples(len(run.captions))
@@ -125,8 +125,8 @@ def test_mixed_up_captions_score_lower(emoji: Path) -> None:
 
 def test_noise_in_pictures_raises_the_distance_the_more_there_is(emoji: Path) -> None:
     lens = embedded(CLIP)
-    clean = [pixels.read(path) for path in Run.read(emoji).files()]
-    real = fid.Distance(fid.gaussian(lens.distance.see(clean)))
+    clean = [pixels.read(path) for path in EvaluationRun.read(emoji).files()]
+    real = fid.FrechetDistance(fid.gaussian(lens.distance.see(clean)))
     draw = np.random.default_rng(0)
     noise = [draw.normal(0, 1, picture.shape) for picture in clean]
     found = []

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from evaluation import compare
-from evaluation.bootstrap import Figure
-from evaluation.lens import embedded
+from evaluation.bootstrap import Estimate
+from evaluation.scoring_networks import embedded
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
 
@@ -77,9 +77,9 @@ def test_the_page_needs_nothing_else(compared: tuple[dict[str, Any], str]) -> No
     assert [set(row) for row in json.loads(names[2])] == [{"caption", "images"}] * 4
 
 
-def figure(value: float, low: float, high: float) -> Figure:
+def figure(value: float, low: float, high: float) -> Estimate:
     """With this interval, or near it."""
-    return Figure(value, torch.linspace(low, high, 201, dtype=torch.float64) + value - (low + high) / 2)
+    return Estimate(value, torch.linspace(low, high, 201, dtype=torch.float64) + value - (low + high) / 2)
 
 
 @pytest.mark.parametrize(

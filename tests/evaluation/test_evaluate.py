@@ -17,9 +17,9 @@ import pytest
 from PIL import Image
 
 import cli
-from evaluation import compare, generate, lens, report
+from evaluation import compare, generate, report, scoring_networks
 from evaluation.captions import Caption
-from evaluation.run import Run
+from evaluation.run import EvaluationRun
 from tests.children import python_path
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
@@ -35,7 +35,7 @@ def scores(folder: Path) -> dict[str, object]:
 
 
 def test_a_run_holds_all_that_it_is(runs: dict[str, Path]) -> None:
-    run = Run.read(runs["base"])
+    run = EvaluationRun.read(runs["base"])
     assert [caption.text for caption in run.captions] == list(CAPTIONS)
     assert [run.records[k].seed for k in range(len(CAPTIONS))] == list(range(len(CAPTIONS)))
     for path, text in zip(run.files(), CAPTIONS, strict=True):
@@ -66,8 +66,8 @@ def test_a_run_has_a_page_of_its_own(runs: dict[str, Path], shell: Shell) -> Non
             assert f"{value['value']:.4g}" in text
     whole = json.loads((runs["three steps"] / "scores.json").read_text("utf-8"))
     whole["against"]["twin"] = whole["against"]["base"]
-    run = Run.read(runs["three steps"])
-    found = compare.of_one(run, lens.embedded(CLIP), whole)
+    run = EvaluationRun.read(runs["three steps"])
+    found = compare.of_one(run, scoring_networks.embedded(CLIP), whole)
     text = report.page(found, [run])
     assert "FID from <b>base and twin</b>" in text
     for reference in ("base", "twin"):
@@ -75,7 +75,7 @@ def test_a_run_has_a_page_of_its_own(runs: dict[str, Path], shell: Shell) -> Non
 
 
 def test_equal_offsets_share_their_noise_and_others_do_not(runs: dict[str, Path]) -> None:
-    base, seeds, three = (Run.read(runs[name]) for name in ("base", "other seeds", "three steps"))
+    base, seeds, three = (EvaluationRun.read(runs[name]) for name in ("base", "other seeds", "three steps"))
     for k in range(len(CAPTIONS)):
         assert base.records[k].seed == three.records[k].seed != seeds.records[k].seed
     assert generate.seed_of(Caption(3, "", ""), 2**63 - 1) == 2
@@ -115,7 +115,7 @@ def test_a_killed_run_ends_with_the_scores_of_an_unbroken_one(shell: Shell) -> N
     said = shell(*words, "--out", "broken/run")
     assert said.code == 0 and f"of {len(captions)} pictures are there" in said.err
     assert scores(shell.folder / "broken/run") == scores(shell.folder / "whole/run")
-    a, b = (Run.read(shell.folder / name) for name in ("broken/run", "whole/run"))
+    a, b = (EvaluationRun.read(shell.folder / name) for name in ("broken/run", "whole/run"))
     assert a.digest() == b.digest()
     assert not list((shell.folder / "broken/run/pictures").glob(".*"))
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_used_is_named_before_anything_is_drawn(words: list[str],
 def test_a_truncated_picture_of_a_reference_is_named(runs: dict[str, Path], shell: Shell) -> None:
     real = shell.folder / "real"
     real.mkdir()
-    for path in Run.read(runs["base"]).files():
+    for path in EvaluationRun.read(runs["base"]).files():
         (real / path.name).write_bytes(path.read_bytes())
     victim = sorted(real.iterdir())[3]
     victim.write_bytes(victim.read_bytes()[:300])

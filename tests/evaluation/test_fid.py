@@ -155,7 +155,7 @@ def test_either_half_of_statistics_is_looked_at(mu: np.ndarray, sigma: np.ndarra
 
 
 def test_statistics_of_other_features_are_not_compared() -> None:
-    reference = fid.Distance(fid.gaussian(features(30, 4, 5)))
+    reference = fid.FrechetDistance(fid.gaussian(features(30, 4, 5)))
     with pytest.raises(ValueError, match="3 features cannot be compared with 4"):
         reference(fid.gaussian(features(30, 3, 5)))
 

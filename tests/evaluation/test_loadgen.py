@@ -16,8 +16,8 @@ import torch
 
 from evaluation import loadgen, pixels
 from evaluation.loadgen import LoadGenError
-from evaluation.panels import Answer
-from evaluation.run import Run
+from evaluation.loadgen_tasks import LoggedAnswer
+from evaluation.run import EvaluationRun
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CLIP, QUICK, table
 
@@ -74,8 +74,8 @@ class Quick:
             future.set_result(None)
         return future
 
-    def answer(self, result: Any) -> Answer:
-        return Answer(np.zeros(1, np.uint8), None)
+    def answer(self, result: Any) -> LoggedAnswer:
+        return LoggedAnswer(np.zeros(1, np.uint8), None)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_fewest_queries_are_those_that_loadgen_wants(
     )  # instead of the model's 20 s, which would be waited
     conf.write_text(f"{bound}*.*.max_query_count = {count}\n")
     panel = Quick(late_here, late_s=3.0)
-    test = loadgen.Test(scenario, target_qps=5000.0, duration_s=0.0, queries=count, user_conf=conf)
+    test = loadgen.LoadGenSettings(scenario, target_qps=5000.0, duration_s=0.0, queries=count, user_conf=conf)
     warned: list[str] = []
     result = loadgen.run(test, panel, tmp_path, warned.append)  # type: ignore[arg-type]
     assert result.valid is (missing == 0), result.told
@@ -119,7 +119,7 @@ def test_accuracy_mode_gives_the_scores_of_evaluate(shell: Shell) -> None:
     assert said.code == 0, said
     alone = shell("evaluate", "--protocol", "mlperf", *prompts, *scored, "--out", "alone")
     assert alone.code == 0
-    runs = [Run.read(shell.folder / name) for name in ("log/run", "alone")]
+    runs = [EvaluationRun.read(shell.folder / name) for name in ("log/run", "alone")]
     for a, b in zip(*(run.files() for run in runs), strict=True):
         # the engine chose its batches anew: on torch that may move a level
         assert np.abs(pixels.read(a).astype(int) - pixels.read(b).astype(int)).max() <= 1
@@ -196,13 +196,13 @@ class Failing:
             future.set_result(index)
         return future
 
-    def answer(self, result: Any) -> Answer:
-        return Answer(np.zeros(3, np.uint8))
+    def answer(self, result: Any) -> LoggedAnswer:
+        return LoggedAnswer(np.zeros(3, np.uint8))
 
 
 def test_failures_end_the_test_and_are_told(tmp_path: Path) -> None:
     with pytest.raises(LoadGenError, match=r"2 samples failed; the first: (refused|NaN)"):
-        loadgen.run(loadgen.Test("Offline", loadgen.ACCURACY), Failing(), tmp_path)
+        loadgen.run(loadgen.LoadGenSettings("Offline", loadgen.ACCURACY), Failing(), tmp_path)
 
 
 @pytest.mark.parametrize("scenario", ["Offline", "SingleStream"])

@@ -15,7 +15,7 @@ from PIL import Image
 
 from evaluation import mlperf, pixels
 from evaluation.mlperf import ProtocolError
-from evaluation.run import Run
+from evaluation.run import EvaluationRun
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CLIP, QUICK, table
 
@@ -109,7 +109,7 @@ def test_the_protocol_is_followed_from_one_latent(shell: Shell) -> None:
     said = shell(*words, "--out", "run")
     assert said.code == 0, said.err
     assert "not MLPerf's test: 3 captions instead of 5000; seen through emoji-clip" in said.out
-    run = Run.read(shell.folder / "run")
+    run = EvaluationRun.read(shell.folder / "run")
     first, second, third = (pixels.read(path).astype(int) for path in run.files())
     assert abs(first - second).max() <= 1 < abs(first - third).max()  # one latent, whatever the seed
     with Image.open(run.files()[0]) as image:

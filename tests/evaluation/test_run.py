@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from evaluation.captions import Caption
-from evaluation.run import Run, RunError, RunWriter
+from evaluation.run import EvaluationRun, RunError, RunWriter
 
 CAPTIONS = [Caption(k, f"id{k}", f"a caption of {k}") for k in range(5)]
 SETTINGS = {"model": "m", "steps": 20, "seed_offset": 7}
@@ -36,7 +36,7 @@ def filled(folder: Path, count: int = 5) -> Path:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    run = Run.read(filled(tmp_path / "r"))
+    run = EvaluationRun.read(filled(tmp_path / "r"))
     assert run.name == "r" and not run.missing and run.captions == CAPTIONS
     assert [path.read_bytes() for path in run.files()] == [png(k) for k in range(5)]
     assert [run.records[k].seed for k in range(5)] == [7, 8, 9, 10, 11] and run.sessions == 1
@@ -56,8 +56,10 @@ def test_a_torn_log_costs_no_more_than_its_last_line(cut: int, tmp_path_factory:
             writer.add(
                 caption, 7 + caption.index, f"{caption.index:05d}.png", png(caption.index), session=1, seconds=1.0
             )
-    again = Run.read(folder)
-    assert [again.records[k].sha256 for k in range(5)] == [Run.read(folder).records[k].sha256 for k in range(5)]
+    again = EvaluationRun.read(folder)
+    assert [again.records[k].sha256 for k in range(5)] == [
+        EvaluationRun.read(folder).records[k].sha256 for k in range(5)
+    ]
     assert len(log.read_bytes().splitlines()) == 5
 
 
@@ -70,7 +72,7 @@ def test_a_picture_that_is_not_what_was_recorded_is_drawn_again(harm: str, tmp_p
     else:
         path.write_bytes(png(99) if harm == "changed" else path.read_bytes()[:-8])
     with pytest.raises(RunError, match="1 of 5 pictures are not drawn"):
-        Run.read(folder)
+        EvaluationRun.read(folder)
     with RunWriter(folder, SETTINGS, CAPTIONS) as writer:
         assert [caption.index for caption in writer.run.missing] == [2]
 
@@ -166,7 +168,7 @@ def test_damage_is_named_by_file_and_line(harm: str, said: str, tmp_path: Path) 
     else:
         head.write_text("{" if harm == "head" else head.read_text().replace('"version": 1', '"version": 99'))
     with pytest.raises(RunError) as refused:
-        Run.read(folder)
+        EvaluationRun.read(folder)
     assert said in str(refused.value) and str(folder) in str(refused.value)
 
 
@@ -176,7 +178,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
         RunWriter(tmp_path, SETTINGS, CAPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
     with pytest.raises(RunError, match="is no run"):
-        Run.read(tmp_path)
+        EvaluationRun.read(tmp_path)
 
 
 def test_two_processes_do_not_draw_into_one_folder(tmp_path: Path) -> None:

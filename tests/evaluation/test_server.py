@@ -14,8 +14,8 @@ import pytest
 
 from contract.image import ImageParameters
 from evaluation import service
-from evaluation.run import Run
-from evaluation.sources import Remote, SourceError
+from evaluation.run import EvaluationRun
+from evaluation.sources import RemoteService, SourceError
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
 from tests.evaluation.conftest import CLIP, QUICK, table
@@ -55,7 +55,7 @@ def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -
     )
     assert {k: v["token_count"] for k, v in told.items()} == {k: v["token_count"] for k, v in written.items()}
     assert all(bytes.fromhex(entry["data"]).decode() for entry in told.values())
-    remote, local = Run.read(shell.folder / "remote"), Run.read(shell.folder / "here")
+    remote, local = EvaluationRun.read(shell.folder / "remote"), EvaluationRun.read(shell.folder / "here")
     assert remote.drawn_by["weights"] == local.drawn_by["weights"]
     scores = json.loads((shell.folder / "here" / "scores.json").read_text("utf-8"))["against"]["remote"]["scores"]
     assert scores["psnr"]["value"] > 60 and scores["emoji-clip-fid"]["value"] == pytest.approx(0, abs=1e-3)
@@ -111,10 +111,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stumbling, Remote]]:
+def remote(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Stumbling, RemoteService]]:
     monkeypatch.setattr(service, "_WAIT_S", (0.01, 0.05))
     server = Stumbling(*request.param)
-    source = Remote(server.url, width=2)
+    source = RemoteService(server.url, width=2)
     yield server, source
     source.close()
     server.shutdown()
@@ -122,7 +124,7 @@ def remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("remote", [(503, 429, 500, "cut")], indirect=True)
-def test_who_stumbles_is_asked_again_for_the_same_picture(remote: tuple[Stumbling, Remote]) -> None:
+def test_who_stumbles_is_asked_again_for_the_same_picture(remote: tuple[Stumbling, RemoteService]) -> None:
     server, source = remote
     ticks: list[None] = []
     drawn = source.take(source.submit(WANTED, lambda: ticks.append(None)).result(timeout=60))
@@ -135,7 +137,7 @@ def test_who_stumbles_is_asked_again_for_the_same_picture(remote: tuple[Stumblin
 
 
 @pytest.mark.parametrize("remote", [(400,)], indirect=True)
-def test_a_refusal_is_not_asked_again(remote: tuple[Stumbling, Remote]) -> None:
+def test_a_refusal_is_not_asked_again(remote: tuple[Stumbling, RemoteService]) -> None:
     server, source = remote
     with pytest.raises(SourceError, match="answered 400: said so"):
         source.submit(WANTED, lambda: None).result(timeout=60)
@@ -143,7 +145,7 @@ def test_a_refusal_is_not_asked_again(remote: tuple[Stumbling, Remote]) -> None:
 
 
 @pytest.mark.parametrize("remote", [(503,) * 99], indirect=True)
-def test_who_never_answers_is_given_up(remote: tuple[Stumbling, Remote]) -> None:
+def test_who_never_answers_is_given_up(remote: tuple[Stumbling, RemoteService]) -> None:
     server, source = remote
     with pytest.raises(SourceError, match="answered 503"):
         source.submit(WANTED, lambda: None).result(timeout=60)
@@ -153,4 +155,4 @@ def test_who_never_answers_is_given_up(remote: tuple[Stumbling, Remote]) -> None
 @pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:1", "http://127.0.0.1:1"])
 def test_no_service_is_said(url: str) -> None:
     with pytest.raises(SourceError, match=r"must begin with http|no service answers"):
-        Remote(url)
+        RemoteService(url)

@@ -109,7 +109,7 @@ def test_one_that_leaves_nothing_costs_nobody_else() -> None:
 
 def test_between_it_is_a_sum() -> None:
     row = torch.randn(64, generator=torch.Generator().manual_seed(3))
-    bias = sample.Bias(torch.tensor([3, 60]), torch.tensor([99.5, -99.5]))
+    bias = sample.LogitBias(torch.tensor([3, 60]), torch.tensor([99.5, -99.5]))
     added = row.clone()
     sample.bias_(added, bias)
     expected = row.clone()

@@ -32,7 +32,7 @@ def parts(model: ImageModel) -> dict[str, Any]:
     return dict(zip(PARTS, (model.unet, *model.text_encoders), strict=True))
 
 
-def read(model: ImageModel, path: Path) -> dict[tuple[str, str], lora_file.Factor]:
+def read(model: ImageModel, path: Path) -> dict[tuple[str, str], lora_file.LoraWeights]:
     return lora_file.read(path.stem, path.read_bytes(), parts(model))
 
 

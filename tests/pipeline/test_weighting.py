@@ -17,7 +17,7 @@ from PIL import Image
 from contract import markup
 from contract.errors import Invalid
 from contract.image import ImageParameters
-from contract.markup import Weighted
+from contract.markup import WeightedPrompt
 from core.batching.request import Request
 from pipeline.encode import Embedding, Encoder, embed
 from pipeline.load import ImageModel
@@ -28,9 +28,9 @@ Parts = Sequence[tuple[str, float]]
 FOX = ImageParameters("a (red)1.4 fox-- in snow", 7, 32, 32, steps=3, prompt_weighting=True)
 
 
-def read(text: str) -> Weighted:
+def read(text: str) -> WeightedPrompt:
     found = markup.read(text)
-    assert isinstance(found, Weighted)
+    assert isinstance(found, WeightedPrompt)
     return found
 
 
@@ -107,11 +107,11 @@ def test_a_weight_near_one_is_near_the_plain_prompt_and_further_away_further() -
 
 
 def test_bits_depend_on_nothing_but_the_prompt() -> None:
-    prompts: list[str | Weighted] = [read("a (red)1.3 fox"), "a red fox", read("(x)0.5 y--"), "", read("z+")]
+    prompts: list[str | WeightedPrompt] = [read("a (red)1.3 fox"), "a red fox", read("(x)0.5 y--"), "", read("z+")]
     for bucket in (0, 2, 4):
         together = Encoder(model("plain")).encode(prompts, bucket)
         for prompt, embedding in zip(prompts, together, strict=True):
-            if isinstance(prompt, Weighted):
+            if isinstance(prompt, WeightedPrompt):
                 (alone,) = Encoder(model("plain")).encode([prompt])
                 assert torch.equal(embedding.hidden, alone.hidden) and torch.equal(embedding.pooled, alone.pooled)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.training.world import Trained, tiny, write_data
 from training import all as stages
 from training import export, judge, judge_pictures
-from training.run import Run
+from training.run import TrainingRun
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(data: Path, tmp_path: Path) -> Run:
+def run(data: Path, tmp_path: Path) -> TrainingRun:
     """A tiny run of its own."""
     return tiny(data, tmp_path)
 
@@ -35,7 +35,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         batch = batches.get(name, run.batch)
         stages.train(dataclasses.replace(run, iterations=lengths.get(name, 1), batch=batch), only=[name])
     export.export(run)
-    extent = judge_pictures.Extent(captions=12, composed=8, expansions=24, steps=4, sheet=8)
+    extent = judge_pictures.SampleSizes(captions=12, composed=8, expansions=24, steps=4, sheet=8)
     figures = judge.judge(run, extent)
     export.rewrite_cards(run)
     return Trained(run, figures)

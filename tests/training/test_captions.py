@@ -19,7 +19,7 @@ NAMES = st.sampled_from(
 @given(NAMES, st.sampled_from(captions.COLOUR_NAMES))
 def test_a_caption_reads_back(name: str, colour: str) -> None:
     said = captions.read_caption(captions.with_background(name, colour))
-    assert said == captions.Caption(name.lower(), colour)
+    assert said == captions.ParsedCaption(name.lower(), colour)
 
 
 @given(NAMES)

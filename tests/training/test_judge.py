@@ -12,13 +12,13 @@ import torch
 
 from tests.training.world import tiny
 from training import captions, judge_pictures, judge_text, phrases, pictures
-from training.judge_pictures import Extent
-from training.run import Run
+from training.judge_pictures import SampleSizes
+from training.run import TrainingRun
 
-EXTENT = Extent(captions=40, composed=24, sheet=4)
+EXTENT = SampleSizes(captions=40, composed=24, sheet=4)
 
 
-def painter(run: Run, change: Callable[[captions.Caption], captions.Caption]) -> type:
+def painter(run: TrainingRun, change: Callable[[captions.ParsedCaption], captions.ParsedCaption]) -> type:
     """A painter that knows every true picture, and draws what `change` makes of the caption."""
     rows = pictures.read_rows(run.data)
     images = pictures.read_pictures(run.data, rows, run.size)
@@ -36,7 +36,7 @@ def painter(run: Run, change: Callable[[captions.Caption], captions.Caption]) ->
     return Fake
 
 
-def test_true_pictures_get_full_marks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_true_pictures_get_full_marks(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_pictures, "Painter", painter(run, lambda said: said))
     figures = judge_pictures.judge_xl(run, EXTENT)
     assert figures["nearest_neighbour_has_the_name"] == 1
@@ -47,13 +47,13 @@ def test_true_pictures_get_full_marks(run: Run, monkeypatch: pytest.MonkeyPatch)
         assert (run.work / "judge" / f"{name}.png").stat().st_size > 1000
 
 
-def test_wrong_subjects_backgrounds_and_tones_get_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(said: captions.Caption) -> captions.Caption:
+def test_wrong_subjects_backgrounds_and_tones_get_none(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(said: captions.ParsedCaption) -> captions.ParsedCaption:
         colour = "white" if said.colour == "white" else "black" if said.colour != "black" else "pink"
         base, tone = captions.split_tone(said.subject)
         if tone:  # the right base in another tone
-            return captions.Caption(f"{base}: {'dark' if tone != 'dark' else 'light'} skin tone", colour)
-        return captions.Caption("red circle" if base != "red circle" else "nose", colour)
+            return captions.ParsedCaption(f"{base}: {'dark' if tone != 'dark' else 'light'} skin tone", colour)
+        return captions.ParsedCaption("red circle" if base != "red circle" else "nose", colour)
 
     monkeypatch.setattr(judge_pictures, "Painter", painter(run, wrong))
     figures = judge_pictures.judge_xl(run, EXTENT)

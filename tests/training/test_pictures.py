@@ -54,7 +54,7 @@ def test_bad_rows_are_named(data: Path, tmp_path: Path, line: str, message: str)
 
 
 def test_missing_picture_is_named(data: Path) -> None:
-    row = pictures.Row("none.png", "", "nothing", (), "", "")
+    row = pictures.PictureRow("none.png", "", "nothing", (), "", "")
     with pytest.raises(ValueError, match=r"images.zip: no picture 'none.png'"):
         pictures.read_pictures(data, [row], 32)
 

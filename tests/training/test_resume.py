@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from training import checkpoint, loop
-from training.run import Run
+from training.run import TrainingRun
 
 LENGTH = 60
 PATIENCE_S = 600.0  # a run that hangs ends the test; how fast one is does not
 
 
-def run_vae(run: Run, *more: str) -> subprocess.Popen[bytes]:
+def run_vae(run: TrainingRun, *more: str) -> subprocess.Popen[bytes]:
     options = [
         "--data",
         run.data,
@@ -42,13 +42,13 @@ def run_vae(run: Run, *more: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=Path(__file__).parents[2])
 
 
-def iteration(run: Run) -> int:
+def iteration(run: TrainingRun) -> int:
     curve = run.work / "vae" / "curve.jsonl"
     lines = curve.read_text(encoding="utf-8").splitlines() if curve.exists() else []
     return int(json.loads(lines[-1])["iteration"]) if lines else 0
 
 
-def test_a_killed_run_ends_as_an_undisturbed_one(run: Run, tmp_path: Path) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(run: TrainingRun, tmp_path: Path) -> None:
     calm = dataclasses.replace(run, work=tmp_path / "calm")
     straight, broken = run_vae(calm), run_vae(run, "--checkpoint-s", "0")
     deadline = time.monotonic() + PATIENCE_S
@@ -86,7 +86,7 @@ def far(layer: nn.Linear) -> float:
     return float((layer.weight.detach() - torch.eye(4)).norm())
 
 
-def test_slices_add_up_to_the_budget(run: Run) -> None:
+def test_slices_add_up_to_the_budget(run: TrainingRun) -> None:
     timed = dataclasses.replace(run, iterations=None, minutes=0.02, slice_minutes=0.008)
     ends: list[loop.Outcome] = []
     while not ends or not ends[-1].done:
@@ -99,7 +99,7 @@ def test_slices_add_up_to_the_budget(run: Run) -> None:
     assert again.iteration == ends[-1].iteration
 
 
-def test_averaged_weights_are_left_in_the_modules_and_learn(run: Run) -> None:
+def test_averaged_weights_are_left_in_the_modules_and_learn(run: TrainingRun) -> None:
     stage, layer = toy()
     before = far(layer)
     loop.train(stage, dataclasses.replace(run, iterations=300))
@@ -111,7 +111,7 @@ def test_averaged_weights_are_left_in_the_modules_and_learn(run: Run) -> None:
     assert not loop.restore_average("none", modules, run)
 
 
-def test_it_waits_while_the_pause_file_exists(run: Run) -> None:
+def test_it_waits_while_the_pause_file_exists(run: TrainingRun) -> None:
     run.folder("toy")
     (run.work / "PAUSE").touch()
     ended: list[Any] = []
@@ -124,7 +124,7 @@ def test_it_waits_while_the_pause_file_exists(run: Run) -> None:
     assert ended and ended[0].done
 
 
-def test_a_budget_is_required_and_nan_is_fatal(run: Run) -> None:
+def test_a_budget_is_required_and_nan_is_fatal(run: TrainingRun) -> None:
     with pytest.raises(ValueError, match="stage toy: give --minutes or --iterations"):
         loop.train(toy()[0], dataclasses.replace(run, iterations=None))
     with pytest.raises(FloatingPointError, match="stage toy: loss is nan"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from training.run import Run
+from training.run import TrainingRun
 from training.shapes import SMOKE
 
 HUES = {"red": (220, 40, 40), "blue": (40, 80, 220), "green": (40, 160, 60), "purple": (130, 60, 190)}
@@ -72,9 +72,9 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def tiny(data: Path, folder: Path) -> Run:
+def tiny(data: Path, folder: Path) -> TrainingRun:
     """A run of the smoke shapes at 32 pixels."""
-    return Run(
+    return TrainingRun(
         data=data,
         work=folder / "work",
         models=folder / "models",
@@ -91,5 +91,5 @@ def tiny(data: Path, folder: Path) -> Run:
 class Trained:
     """A finished run and what the judge measured."""
 
-    run: Run
+    run: TrainingRun
     figures: dict[str, Any]

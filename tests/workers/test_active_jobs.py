@@ -108,10 +108,10 @@ def test_what_is_in_hand(engine: Engine) -> None:
     active_jobs.add(other)
     assert active_jobs.leases() == {"a": "1", "b": "3"}
     assert "a" in active_jobs
-    assert not active_jobs.drop("b", "2")
-    assert not active_jobs.drop("c")
+    assert not active_jobs.abandon("b", "2")
+    assert not active_jobs.abandon("c")
     assert not other.dropped
-    assert active_jobs.drop("b", "3")
+    assert active_jobs.abandon("b", "3")
     assert other.dropped
     active_jobs.remove(other)
     assert active_jobs.works() == [first]

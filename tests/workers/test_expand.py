@@ -29,7 +29,7 @@ from workers.publisher import ProgressPublisher
 from workers.serving_runtime import handlers_of
 from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
-from workers.tasks import Tasks
+from workers.tasks import WorkerTasks
 
 __all__ = ["reaper"]
 
@@ -60,7 +60,7 @@ class Desk:
         )
         self._publisher.start()
         handlers = {queue: handler for queue, handler in handlers_of(works).items() if queue in queues}
-        self._tasks = Tasks(
+        self._tasks = WorkerTasks(
             "me", self._store, store_retry, SharedLock(), self._active_jobs, self._publisher, crew.artifacts,
             works.engine, handlers,
             lambda envelope: None,

@@ -120,7 +120,7 @@ def test_pictures_are_kept_and_told(works: Runtime) -> None:
     job = handler.read({**JOB, "prompt": "pizza " * 100})
     wanted = handler.requests(job)
     made = [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
-    images = handler.result(job, made, artifact_writer)["images"]
+    images = handler.build_result(job, made, artifact_writer)["images"]
     json.loads(to_json(images))
     for image, picture in zip(images, made, strict=True):
         assert artifacts.get(image["key"]) == picture.png()

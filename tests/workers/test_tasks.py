@@ -19,7 +19,7 @@ from workers.active_jobs import ActiveJobs
 from workers.publisher import ProgressPublisher
 from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
-from workers.tasks import Tasks
+from workers.tasks import WorkerTasks
 
 
 class Flaky(JobStore):
@@ -38,7 +38,7 @@ class Flaky(JobStore):
 
 
 class Scene:
-    """All that `Tasks` needs, and what it sends."""
+    """All that `WorkerTasks` needs, and what it sends."""
 
     def __init__(self, crew: Crew) -> None:
         self.store = Flaky(crew.url)
@@ -51,7 +51,7 @@ class Scene:
             self.store, self.store_retry, lambda: self.engine.ticks, self.active_jobs.drop
         )
         self.publisher.start()
-        self.tasks = Tasks(
+        self.tasks = WorkerTasks(
             "me", self.store, self.store_retry, self.shared_lock, self.active_jobs, self.publisher, crew.artifacts,
             self.engine,
             {"image": StagePictures(0.005)}, self.sent.append,
@@ -184,7 +184,7 @@ def test_a_job_that_nobody_wants_any_more_keeps_no_pictures(crew: Crew, scene: S
     crew.running(id)
     crew.store.cancel(id)
     eventually(lambda: id in scene.active_jobs)
-    scene.active_jobs.drop(id)
+    scene.active_jobs.abandon(id)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert crew.job(id).state is JobState.CANCELLED

@@ -130,7 +130,7 @@ def test_a_job_from_end_to_end() -> None:
             engine.submit(Request(f"{k}", "text", one, listener=lambda _, o, k=k: told.append(tally.take(k, o))))  # type: ignore[misc]
             for k, one in enumerate(wanted)
         ]
-        result = handler.result(TextJob(), [future.result() for future in futures], artifact_writer())
+        result = handler.build_result(TextJob(), [future.result() for future in futures], artifact_writer())
         card = handler.card()
     json.loads(to_json(result))
     assert [choice["text"] for choice in result["choices"]] == tally.written.texts

@@ -33,7 +33,7 @@ class CaptionFileError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CaptionRow:
     """A finished row. `caption` None: none of its attempts was valid. `again` counts the others by reason."""
 
     index: int
@@ -53,7 +53,7 @@ class CaptionFile:
         self.count = count
         self.settings = dict(settings) | {"count": count}
         self.written_by: dict[str, Any] = {}
-        self.rows: list[Row] = []
+        self.rows: list[CaptionRow] = []
         self.finished = False
         self._log: int | None = None
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ class CaptionFile:
             head = json.loads(self.manifest.read_text("utf-8"))
             settings, digest = dict(head["settings"]), head["sha256"]
             whole = hashlib.sha256(self.out.read_bytes()).hexdigest()
-            self.rows = [Row(**row) for row in head["rows"]]
+            self.rows = [CaptionRow(**row) for row in head["rows"]]
             self.written_by = head["written_by"]
         except FileNotFoundError:
             raise CaptionFileError(f"{self.out} is there, and was not written by this command; name another") from None
@@ -145,7 +145,7 @@ class CaptionFile:
             write(self.part, (json.dumps(head, ensure_ascii=False) + "\n").encode())
         self._log = os.open(self.part, os.O_WRONLY | os.O_APPEND)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: CaptionRow) -> None:
         """Append the next row. Raises OSError, and then it is not there."""
         assert self._log is not None and row.index == len(self.rows), "begun, and rows in their order"
         line = (json.dumps(asdict(row), ensure_ascii=False) + "\n").encode()
@@ -198,9 +198,9 @@ def _read_head(part: Path, line: bytes) -> dict[str, Any]:
     return dict(head)
 
 
-def _read_row(part: Path, index: int, line: bytes) -> Row:
+def _read_row(part: Path, index: int, line: bytes) -> CaptionRow:
     try:
-        row = Row(**json.loads(line))
+        row = CaptionRow(**json.loads(line))
         if row.index == index:
             return row
     except (ValueError, TypeError):

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
-from evaluation.generate import Pulse
-from training.captioning.asking import Asker, Question
-from training.captioning.authors import Answer, Author
-from training.captioning.caption_file import CaptionFile, Row
-from training.captioning.screen import BROKEN, DUPLICATE, EMPTY, UNFINISHED, Screen, squeeze
+from evaluation.generate import ProgressLog
+from training.captioning.caption_client import CaptionClient, TextRequest
+from training.captioning.caption_file import CaptionFile, CaptionRow
+from training.captioning.caption_filter import BROKEN, DUPLICATE, EMPTY, UNFINISHED, CaptionFilter, squeeze
+from training.captioning.text_sources import TextResponse, TextSource
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -42,19 +42,21 @@ class _Open:
     index: int
     begun: int = 0
     under_way: int = 0
-    made: dict[int, tuple[Question, str | None, str]] = field(default_factory=dict)  # question, reason, caption
+    made: dict[int, tuple[TextRequest, str | None, str]] = field(default_factory=dict)  # question, reason, caption
     again: Counter[str] = field(default_factory=Counter)
     looked: int = 0  # so many attempts are known to be invalid
 
 
-class Composer:
+class CaptionGenerator:
     """Generates the captions that a file lacks. `attempts` is the maximum of tries per row."""
 
-    def __init__(self, file: CaptionFile, asker: Asker, author: Author, screen: Screen, attempts: int) -> None:
+    def __init__(
+        self, file: CaptionFile, asker: CaptionClient, author: TextSource, screen: CaptionFilter, attempts: int
+    ) -> None:
         self._file, self._asker, self._author, self._screen = file, asker, author, screen
         self._attempts = attempts
         self._rows: list[_Open] = []
-        self._asked: dict[Future[Any], tuple[_Open, int, Question]] = {}
+        self._asked: dict[Future[Any], tuple[_Open, int, TextRequest]] = {}
         for row in file.rows:
             if row.caption is not None:
                 screen.keep(row.caption)
@@ -64,7 +66,7 @@ class Composer:
 
         Raises what the author raises, OSError if rows cannot be written, and `HopelessError`; finished rows stay.
         """
-        file, pulse = self._file, Pulse(progress.console, "captions", len(self._file.rows))
+        file, progress_log = self._file, ProgressLog(progress.console, "captions", len(self._file.rows))
         bar = progress.add_task("captions", total=file.count, completed=len(file.rows))
         while len(file.rows) < file.count:
             self._ask()
@@ -75,7 +77,7 @@ class Composer:
             while self._rows and self._settle(self._rows[0]):
                 self._rows.pop(0)
             progress.advance(bar, len(file.rows) - before)
-            pulse.beat(len(file.rows), file.count)
+            progress_log.update(len(file.rows), file.count)
             if len(file.rows) >= min(_HOPELESS, file.count) and not any(row.caption for row in file.rows):
                 raise HopelessError(file.again)
 
@@ -108,7 +110,7 @@ class Composer:
 
     def _take(self, future: Future[Any]) -> None:
         row, attempt, question = self._asked.pop(future)
-        said: Answer = self._author.answer(future.result())
+        said: TextResponse = self._author.answer(future.result())
         if question.idea:
             idea = squeeze(said.text.replace("\ufffd", ""))
             wrong = None if said.whole else UNFINISHED
@@ -141,12 +143,12 @@ class Composer:
             if row.looked < self._attempts:
                 return False
             last = row.made[row.looked - 1][0]
-            self._file.add(Row(row.index, None, last.seed, last.subject, 0, dict(row.again)))
+            self._file.add(CaptionRow(row.index, None, last.seed, last.subject, 0, dict(row.again)))
             return True
         question, _, caption = row.made[row.looked]
         self._screen.keep(caption)
         tokens = self._screen.tokens(caption)
-        self._file.add(Row(row.index, caption, question.seed, question.subject, tokens, dict(row.again)))
+        self._file.add(CaptionRow(row.index, caption, question.seed, question.subject, tokens, dict(row.again)))
         for other in self._rows:  # rows with the same caption restart before their turn
             self._look(other)
         return True

@@ -88,7 +88,7 @@ class Linear(FusedLayer):
         return y if out is None else out.copy_(y)
 
 
-class Gated(Linear):
+class GEGLU(Linear):
     """hidden · gelu(gate), in the type that the layer `then` reads."""
 
     def gate(self, x: Tensor, then: FusedLayer) -> Tensor:

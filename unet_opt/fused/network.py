@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from contract.plan import BLOCK
 from unet_opt.deepcache import Features
-from unet_opt.fused.layers import Conv, Gated, Linear, Norm, UpConv, attend, for_layer
+from unet_opt.fused.layers import GEGLU, Conv, Linear, Norm, UpConv, attend, for_layer
 from unet_opt.program import check
 
 
@@ -48,7 +48,7 @@ class Block:
         self.norms = [Norm(norm, base) for norm in (block.norm1, block.norm2, block.norm3)]
         self.qkv, self.own_out = Linear([own.to_q, own.to_k, own.to_v], base), Linear([own.to_out[0]], base)
         self.query, self.cross_out = Linear([cross.to_q], base), Linear([cross.to_out[0]], base)
-        self.gate, self.down = Gated([block.ff.net[0].proj], base), Linear([block.ff.net[2]], base)
+        self.gate, self.down = GEGLU([block.ff.net[0].proj], base), Linear([block.ff.net[2]], base)
         self.heads, self.kv_at = own.heads, kv_at
 
     def __call__(self, x: Tensor, images: int, kv: Tensor) -> Tensor:

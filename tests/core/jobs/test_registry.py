@@ -61,7 +61,7 @@ def registry(redis_url: str) -> Iterator[Registry]:
 def test_nobody(registry: Registry) -> None:
     assert registry.workers() == []
     assert registry.models() == []
-    registry.forget("nobody")
+    registry.deregister("nobody")
 
 
 def test_card_survives_the_way(registry: Registry, client: redis.Redis) -> None:
@@ -99,7 +99,7 @@ def test_forget(registry: Registry, client: redis.Redis, full: redis.Redis) -> N
     client.xadd("diptych:control:ada", {"cancel": "job_x"})
     full.config_set("maxmemory", 1)
     registry.announce(WORKER, 15.0)  # a heart beats on a full Redis too
-    registry.forget("ada")
+    registry.deregister("ada")
     assert registry.workers() == []
     assert registry.models() == [MODEL]
     assert client.keys() == ["diptych:models"]
@@ -167,7 +167,7 @@ def test_redis_away(registry: Registry, mortal: RedisServer) -> None:
     mortal.kill()
     for call in (
         lambda: registry.announce(WORKER, 15.0),
-        lambda: registry.forget("ada"),
+        lambda: registry.deregister("ada"),
         lambda: registry.workers(),
         lambda: registry.models(),
         lambda: registry.control("ada", "0", 0),

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import captions
-from training.captioning.caption_file import CaptionFile, CaptionFileError, Row
+from training.captioning.caption_file import CaptionFile, CaptionFileError, CaptionRow
 
 SETTINGS = {"seed": 0, "temperature": 0.7}
 BY = {"model": "m", "weights": "w"}
 ROWS = [
-    Row(0, "a fox", 11, "", 4),
-    Row(1, None, 12, "", 0, {"duplicate": 3}),
-    Row(2, "drei Füchse", 2**63 - 1, "", 7, {"too long": 1}),
+    CaptionRow(0, "a fox", 11, "", 4),
+    CaptionRow(1, None, 12, "", 0, {"duplicate": 3}),
+    CaptionRow(2, "drei Füchse", 2**63 - 1, "", 7, {"too long": 1}),
 ]
 
 
-def begun(out: Path, rows: list[Row], settings: dict[str, object] | None = None) -> CaptionFile:
+def begun(out: Path, rows: list[CaptionRow], settings: dict[str, object] | None = None) -> CaptionFile:
     file = CaptionFile(out, settings or SETTINGS, len(ROWS))
     file.begin(BY)
     for row in rows:
@@ -52,7 +52,7 @@ def test_what_was_written_is_read_by_evaluate(tmp_path: Path) -> None:
 def test_subjects_are_a_column(tmp_path: Path) -> None:
     with CaptionFile(tmp_path / "c.tsv", SETTINGS, 1) as file:
         file.begin(BY)
-        file.add(Row(0, "a red fox", 1, "fox", 5))
+        file.add(CaptionRow(0, "a red fox", 1, "fox", 5))
         file.finish()
     assert (tmp_path / "c.tsv").read_text() == "id\tcaption\tseed\tsubject\n00000\ta red fox\t1\tfox\n"
 
@@ -118,7 +118,7 @@ def test_another_models_beginning_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_brought_nothing_is_no_reason_to_refuse(tmp_path: Path) -> None:
-    begun(tmp_path / "c.tsv", [Row(0, None, 1, "", 0, {"empty": 2})]).close()
+    begun(tmp_path / "c.tsv", [CaptionRow(0, None, 1, "", 0, {"empty": 2})]).close()
     with begun(tmp_path / "c.tsv", ROWS, SETTINGS | {"temperature": 1}) as file:
         file.finish()
 

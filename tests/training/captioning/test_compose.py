@@ -23,14 +23,14 @@ from rich.progress import Progress
 
 from pipeline import tiny
 from training import phrases
-from training.captioning import screen
-from training.captioning.asking import Asker, Question, seed_of, theme_of
-from training.captioning.authors import Answer
+from training.captioning import caption_filter
+from training.captioning.caption_client import CaptionClient, TextRequest, seed_of, theme_of
 from training.captioning.caption_file import CaptionFile
-from training.captioning.compose import Composer, HopelessError
-from training.captioning.screen import Screen
+from training.captioning.caption_filter import CaptionFilter
+from training.captioning.compose import CaptionGenerator, HopelessError
+from training.captioning.text_sources import TextResponse
 
-TOKENIZERS = screen.tokenizers(tiny.TINY)
+TOKENIZERS = caption_filter.tokenizers(tiny.TINY)
 ATTEMPTS = 6
 
 
@@ -49,38 +49,38 @@ class Table:
         self.under_way, self.widest = 0, 0
         self._threads = ThreadPoolExecutor(width)
 
-    def submit(self, question: Question) -> Future[Any]:
+    def submit(self, question: TextRequest) -> Future[Any]:
         self.under_way += 1
         self.widest = max(self.widest, self.under_way)
         return self._threads.submit(self._say, question)
 
-    def answer(self, result: Any) -> Answer:
+    def answer(self, result: Any) -> TextResponse:
         self.under_way -= 1
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
                 raise Stop
-        assert isinstance(result, Answer)
+        assert isinstance(result, TextResponse)
         return result
 
-    def _say(self, question: Question) -> Answer:
+    def _say(self, question: TextRequest) -> TextResponse:
         time.sleep(random.random() * 1e-3)  # of no seed: any order must do
         draw = random.Random(question.seed + question.idea)
         word = f"word {draw.randrange(self.words)}"
         text = draw.choice([word, word.upper(), f" {word} ", word, "", "x" * 80, "\ufffd"])
-        return Answer(text, draw.random() < 0.9)
+        return TextResponse(text, draw.random() < 0.9)
 
     def close(self) -> None:
         self._threads.shutdown()
 
 
 @contextmanager
-def composing(out: Path, count: int, table: Table) -> Iterator[tuple[CaptionFile, Composer, Progress]]:
-    asker = Asker(table.expansion_instruction, chat=True, seed=3)
+def composing(out: Path, count: int, table: Table) -> Iterator[tuple[CaptionFile, CaptionGenerator, Progress]]:
+    asker = CaptionClient(table.expansion_instruction, chat=True, seed=3)
     with CaptionFile(out, {}, count) as file, Progress(console=Console(quiet=True)) as progress:
         try:
             file.begin(table.about)
-            yield file, Composer(file, asker, table, Screen(TOKENIZERS), ATTEMPTS), progress
+            yield file, CaptionGenerator(file, asker, table, CaptionFilter(TOKENIZERS), ATTEMPTS), progress
         finally:
             table.close()
 
@@ -143,8 +143,8 @@ def test_more_rows_than_words_are_counted(tmp_path: Path) -> None:
 
 def test_what_never_brings_a_caption_is_given_up(tmp_path: Path) -> None:
     class Silent(Table):
-        def _say(self, question: Question) -> Answer:
-            return Answer("", True)
+        def _say(self, question: TextRequest) -> TextResponse:
+            return TextResponse("", True)
 
     with (
         composing(tmp_path / "c.tsv", 1000, Silent(4, 1)) as (file, composer, progress),

@@ -12,7 +12,7 @@ from evaluation.inception import Inception, WeightsError
 EMOJI, MLPERF = "emoji-clip", "mlperf"
 
 
-class Lens(NamedTuple):
+class ScoringNetworks(NamedTuple):
     """The networks for scores: `distance` is used by FID and KID, `clip` by CMMD and the caption score."""
 
     name: str
@@ -24,22 +24,22 @@ class Lens(NamedTuple):
     score: str
 
 
-def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> Lens:
+def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> ScoringNetworks:
     """A CLIP folder for both, such as the embedded emoji-clip. Raises `inception.WeightsError`."""
     if folder == EMBEDDED and not (folder / "config.json").is_file():
         raise WeightsError(f"{EMOJI} is not installed: there is no {folder}; --lens takes mlperf or a CLIP folder")
     clip = Clip(folder, device=device)
     names = (f"{clip.name}-{figure}" for figure in ("fid", "kid", "cmmd", "score"))
-    return Lens(clip.name, clip, clip, *names)
+    return ScoringNetworks(clip.name, clip, clip, *names)
 
 
-def mlperf(inception: Path | None = None, clip: Path | None = None, *, device: str = "cpu") -> Lens:
+def mlperf(inception: Path | None = None, clip: Path | None = None, *, device: str = "cpu") -> ScoringNetworks:
     """FID-Inception and OpenAI's ViT-B/32, as MLPerf's text-to-image test defines `fid` and `clip-score`.
 
     Files of None are downloaded. CMMD's published figures use another CLIP (ViT-L/14, 336 pixels): ours is named after
     its model. Raises `inception.WeightsError`.
     """
-    return Lens(
+    return ScoringNetworks(
         MLPERF, Inception(inception, device=device), Clip(clip or OPENAI, device=device),
         "fid", "kid", "vit-b-32-cmmd", "clip-score",
     )  # fmt: skip

@@ -14,10 +14,10 @@ from core.config import EMBEDDED_MODEL
 from evaluation import captions
 from pipeline import tiny
 from pipeline.folder import ModelError
-from training.captioning import screen
-from training.captioning.screen import BROKEN, EMPTY, LONG, UNFINISHED, Screen
+from training.captioning import caption_filter
+from training.captioning.caption_filter import BROKEN, EMPTY, LONG, UNFINISHED, CaptionFilter
 
-TOKENIZERS = screen.tokenizers(str(EMBEDDED_MODEL))
+TOKENIZERS = caption_filter.tokenizers(str(EMBEDDED_MODEL))
 WORDS = st.lists(st.sampled_from(["fox", "Fox", "FOX", "a", "f", "ox", "ß", "SS", "é", "🦊"]), min_size=1, max_size=4)
 SPACES = st.sampled_from([" ", "  ", "\t", "\n", "\u00a0", "\u2028", ""])
 ANSWERS = st.one_of(st.text(max_size=90), st.builds(lambda words, space: space.join(words), WORDS, SPACES))
@@ -25,11 +25,11 @@ ANSWERS = st.one_of(st.text(max_size=90), st.builds(lambda words, space: space.j
 
 @given(st.lists(ANSWERS, max_size=30))
 def test_what_is_kept_is_distinct_and_can_be_drawn(answers: list[str]) -> None:
-    sieve, kept = Screen(TOKENIZERS), list[str]()
+    sieve, kept = CaptionFilter(TOKENIZERS), list[str]()
     for text in answers:
-        if sieve.wrong(text, whole=True) is None and not sieve.has(screen.squeeze(text)):
-            sieve.keep(screen.squeeze(text))
-            kept.append(screen.squeeze(text))
+        if sieve.wrong(text, whole=True) is None and not sieve.has(caption_filter.squeeze(text)):
+            sieve.keep(caption_filter.squeeze(text))
+            kept.append(caption_filter.squeeze(text))
     assert len({"".join(text.split()).casefold() for text in kept}) == len(kept)
     for text in kept:
         assert text_error(text, 10_000) is None and text == " ".join(text.split())
@@ -41,7 +41,7 @@ def test_what_is_kept_is_distinct_and_can_be_drawn(answers: list[str]) -> None:
 
 @given(ANSWERS, SPACES)
 def test_case_and_spaces_make_no_other_caption(text: str, space: str) -> None:
-    sieve = Screen(TOKENIZERS)
+    sieve = CaptionFilter(TOKENIZERS)
     sieve.keep(text)
     assert sieve.has(text) and sieve.has(f"{space}{text}{space}") and sieve.has(text.replace(" ", space))
     assert sieve.has(text.upper().lower()) or text.casefold() != text.upper().lower().casefold()
@@ -64,23 +64,23 @@ def test_case_and_spaces_make_no_other_caption(text: str, space: str) -> None:
     ],
 )
 def test_what_is_wrong_is_said(text: str, whole: bool, wrong: str | None) -> None:
-    assert Screen(TOKENIZERS).wrong(text, whole) == wrong
+    assert CaptionFilter(TOKENIZERS).wrong(text, whole) == wrong
 
 
 def test_quotes_and_line_ends_go() -> None:
-    assert screen.squeeze(" “A fox\n\tin  snow.” ") == "A fox in snow."
+    assert caption_filter.squeeze(" “A fox\n\tin  snow.” ") == "A fox in snow."
 
 
 def test_tokenizers_of_any_picture_model() -> None:
-    assert Screen(screen.tokenizers(tiny.TINY)).tokens("fox") == 5
-    assert Screen(TOKENIZERS).tokens("red heart") == 4
+    assert CaptionFilter(caption_filter.tokenizers(tiny.TINY)).tokens("fox") == 5
+    assert CaptionFilter(TOKENIZERS).tokens("red heart") == 4
     for name, said in (
         (str(EMBEDDED_MODEL.parent / "emoji-lm"), "the part tokenizer is missing"),
         ("gone", "gone: no such folder"),
         ("owner/gone", "owner/gone: cannot be downloaded"),
     ):
         with pytest.raises(ModelError, match=said):
-            screen.tokenizers(name)
+            caption_filter.tokenizers(name)
 
 
 def test_half_a_tokenizer_is_none(tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_half_a_tokenizer_is_none(tmp_path: Path) -> None:
     for path in [*(tmp_path / "tokenizer_2").glob("vocab.json"), *(tmp_path / "tokenizer_2").glob("tokenizer.json")]:
         path.unlink()
     with pytest.raises(ModelError, match=r"tokenizer_2: vocab\.json is missing"):
-        screen.tokenizers(str(tmp_path))
+        caption_filter.tokenizers(str(tmp_path))

@@ -7,22 +7,22 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contract.text import TextJob
-from evaluation.service import Service, SourceError
-from training.captioning.asking import Question
+from evaluation.service import ServiceClient, SourceError
+from training.captioning.caption_client import TextRequest
 
 if TYPE_CHECKING:
     from core.batching.engine import Engine
     from llm.runner import TextRunner
 
 
-class Answer(NamedTuple):
+class TextResponse(NamedTuple):
     """A text. `whole`: it ended by itself, not at the token limit."""
 
     text: str
     whole: bool
 
 
-class Author(Protocol):
+class TextSource(Protocol):
     """Used from one thread. `width` questions keep it full."""
 
     width: int
@@ -35,14 +35,14 @@ class Author(Protocol):
         """Settings that must be equal for all captions of a file."""
         ...
 
-    def submit(self, question: Question) -> Future[Any]: ...
+    def submit(self, question: TextRequest) -> Future[Any]: ...
 
-    def answer(self, result: Any) -> Answer:
+    def answer(self, result: Any) -> TextResponse:
         """The answer from a future's result."""
         ...
 
 
-class Local:
+class LocalEngine:
     """The engine of this process."""
 
     def __init__(self, engine: Engine, runner: TextRunner, width: int) -> None:
@@ -59,32 +59,32 @@ class Local:
         model = self._runner.model
         return {"model": model.name, "weights": model.digest, "precision": model.precision, "device": model.device.type}
 
-    def check(self, question: Question) -> None:
+    def check(self, question: TextRequest) -> None:
         """Raises `Invalid` for a question that the model does not accept."""
         from core.batching.request import Request
 
         self._runner.check(Request("check", "text", self._wanted(question)))
 
-    def submit(self, question: Question) -> Future[Any]:
+    def submit(self, question: TextRequest) -> Future[Any]:
         """Raises `Invalid`, as `check` does."""
         from core.batching.request import Request
 
         return self._engine.submit(Request(secrets.token_hex(8), "text", self._wanted(question)))
 
-    def answer(self, result: Any) -> Answer:
-        return Answer(result.text, result.finish == "stop")
+    def answer(self, result: Any) -> TextResponse:
+        return TextResponse(result.text, result.finish == "stop")
 
-    def _wanted(self, question: Question) -> Any:
+    def _wanted(self, question: TextRequest) -> Any:
         given = {} if question.chat else {"prompts": [question.prompt]}
         return self._panel.requests(TextJob.read(question.fields() | given))[0]
 
 
-class Remote:
+class RemoteService:
     """A service, through its chat or its plain completions. Each request waits on its own thread."""
 
     def __init__(self, url: str, key: str | None = None, model: str | None = None, *, width: int = 64) -> None:
         """Raises `SourceError` if no service answers, none has the model, or the key is rejected."""
-        self._service = Service(url, key, width=width)
+        self._service = ServiceClient(url, key, width=width)
         self.width = width
         self.name, self._card = self._service.model("text", model)
         self.expansion_instruction = str(self._card.get("expansion_instruction", ""))
@@ -94,16 +94,16 @@ class Remote:
     def about(self) -> dict[str, Any]:
         return {"model": self.name, "precision": self._card.get("precision")}
 
-    def submit(self, question: Question) -> Future[Any]:
+    def submit(self, question: TextRequest) -> Future[Any]:
         fields = {"model": self.name, **question.fields()}
         if question.chat:
             return self._service.submit(self._service.post, "/v1/chat/completions", fields)
         return self._service.submit(self._service.post, "/v1/completions", fields | {"prompt": question.prompt})
 
-    def answer(self, result: Any) -> Answer:
+    def answer(self, result: Any) -> TextResponse:
         choice = result["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-        return Answer(text or "", choice["finish_reason"] == "stop")
+        return TextResponse(text or "", choice["finish_reason"] == "stop")
 
     def _chats(self) -> bool:
         """Cards do not say whether a model has a chat template, so one token is requested."""

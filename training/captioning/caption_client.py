@@ -52,7 +52,7 @@ _SIGHTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class TextRequest:
     """One text request. A chat's `messages`, or a `prompt` that is continued up to the line's end.
 
     With `idea` the answer is no caption but a subject, which may be torn and is not stored.
@@ -92,7 +92,7 @@ def theme_of(seed: int) -> str:
     return f"{_KINDS[seed % len(_KINDS)]}, {_SIGHTS[seed // len(_KINDS) % len(_SIGHTS)]}"
 
 
-class Asker:
+class CaptionClient:
     """Requests captions from one text model."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Asker:
         self._subjects = tuple(subjects)
         self._template = template
 
-    def first(self, row: int, attempt: int) -> Question:
+    def first(self, row: int, attempt: int) -> TextRequest:
         """The first question of a row's k-th attempt, both counted from 0."""
         seed = seed_of(self._seed, row, attempt)
         if self._subjects:
@@ -130,13 +130,13 @@ class Asker:
             return self._about(theme_of(seed), seed)
         instructed, text = _OPEN[(row + attempt) % len(_OPEN)]
         messages = _messages(self.instruction if instructed else "", text)
-        return Question(seed, IDEA_TEMPERATURE, 1.0, IDEA_TOKENS, messages, idea=True)
+        return TextRequest(seed, IDEA_TEMPERATURE, 1.0, IDEA_TOKENS, messages, idea=True)
 
-    def then(self, asked: Question, answer: str) -> Question | None:
+    def then(self, asked: TextRequest, answer: str) -> TextRequest | None:
         """The question after an answer; None if the answer is the caption."""
         return replace(self._about(answer, asked.seed), subject="") if asked.idea else None
 
-    def _about(self, subject: str, seed: int) -> Question:
+    def _about(self, subject: str, seed: int) -> TextRequest:
         system, words = "", self._template
         if words is None:
             system, words = self.instruction, SUBJECT
@@ -145,8 +145,8 @@ class Asker:
         text = words.replace(SUBJECT, subject)
         given = (seed, self.temperature, self.top_p, self.max_tokens)
         if self.chat:
-            return Question(*given, _messages(system, text), subject=subject)
-        return Question(*given, prompt=text, subject=subject)
+            return TextRequest(*given, _messages(system, text), subject=subject)
+        return TextRequest(*given, prompt=text, subject=subject)
 
 
 def _messages(system: str, text: str) -> tuple[tuple[str, str], ...]:

@@ -76,7 +76,7 @@ def key(text: str) -> str:
     return "".join(text.casefold().split())
 
 
-class Screen:
+class CaptionFilter:
     """Rejects answers with a reason, and remembers accepted ones."""
 
     def __init__(self, tokenizers: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from contract.text import TextJob
 from evaluation import mlperf
-from evaluation.sources import Source, SourceError
+from evaluation.sources import ImageSource, SourceError
 
 if TYPE_CHECKING:
     from core.batching.engine import Engine
@@ -27,14 +27,14 @@ TEXT_MODEL, TEXT_SAMPLES = "llama3_1-8b", 13_368
 _ANSWER_S = 3600.0
 
 
-class Answer(NamedTuple):
+class LoggedAnswer(NamedTuple):
     """The entry in LoadGen's accuracy log, and its number of tokens; None for an image."""
 
     data: npt.NDArray[Any]
     tokens: int | None = None
 
 
-class Panel(Protocol):
+class LoadGenTask(Protocol):
     """Samples by their index. `model` is LoadGen's name for it, `samples` how many an official run has."""
 
     model: str
@@ -46,17 +46,17 @@ class Panel(Protocol):
         """Start a sample, from any thread; `first` is called once, at an answer's first token."""
         ...
 
-    def answer(self, result: Any) -> Answer:
+    def answer(self, result: Any) -> LoggedAnswer:
         """The answer from a future's result."""
         ...
 
 
-class Pictures:
+class ImageTask:
     """`drafts` are the requests of the captions. Answers are uint8 [H, W, 3], as the reference logs them."""
 
     model, samples = mlperf.MODEL, mlperf.CAPTIONS
 
-    def __init__(self, source: Source, drafts: Sequence[Any]) -> None:
+    def __init__(self, source: ImageSource, drafts: Sequence[Any]) -> None:
         self._source, self._drafts = source, drafts
 
     def __len__(self) -> int:
@@ -65,11 +65,11 @@ class Pictures:
     def submit(self, index: int, first: Callable[[], None]) -> Future[Any]:
         return self._source.submit(self._drafts[index], lambda: None)
 
-    def answer(self, result: Any) -> Answer:
-        return Answer(self._source.pixels(result))
+    def answer(self, result: Any) -> LoggedAnswer:
+        return LoggedAnswer(self._source.pixels(result))
 
 
-class Texts:
+class TextTask:
     """Greedy answers of the engine of this process. Answers are token ids, int32, as the reference logs them."""
 
     model, samples = TEXT_MODEL, TEXT_SAMPLES
@@ -98,8 +98,8 @@ class Texts:
 
         return self._engine.submit(Request(secrets.token_hex(8), "text", self._wanted[index], listener=listen))
 
-    def answer(self, result: Any) -> Answer:
-        return Answer(np.asarray(result.tokens, np.int32), len(result.tokens))
+    def answer(self, result: Any) -> LoggedAnswer:
+        return LoggedAnswer(np.asarray(result.tokens, np.int32), len(result.tokens))
 
 
 class RemoteTexts:
@@ -130,9 +130,9 @@ class RemoteTexts:
     def submit(self, index: int, first: Callable[[], None]) -> Future[Any]:
         return self._threads.submit(self._write, self._bodies[index], first)
 
-    def answer(self, result: Any) -> Answer:
+    def answer(self, result: Any) -> LoggedAnswer:
         text, tokens = result
-        return Answer(np.frombuffer(text.encode(), np.uint8), tokens)
+        return LoggedAnswer(np.frombuffer(text.encode(), np.uint8), tokens)
 
     def _write(self, body: bytes, first: Callable[[], None]) -> tuple[str, int]:
         request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
