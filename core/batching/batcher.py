@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from core.batching.limits import Limits
@@ -42,15 +42,16 @@ class Batcher:
         self._yielded: set[str] = set()  # lanes whose last batch was a one-shot that went before an elder
         self._held: set[str] = set()  # lanes whose last batch was one that the leader was held for
 
-    def ready(self, running: Iterable[Request]) -> dict[str, dict[Key, list[Request]]]:
-        """Of the running requests those that are not in flight, by lane and by who may share a forward."""
+    def ready(self, running: Mapping[str, Mapping[str, Request]]) -> dict[str, dict[Key, list[Request]]]:
+        """Of running requests, by modality, those that are not in flight: by lane and by who may share a forward."""
         lanes: dict[str, dict[Key, list[Request]]] = {}
-        for request in running:
-            if not request.in_flight:
-                runner = self._runners[request.modality]
-                group = runner.group(request)
-                key = (request.modality, group, request.id if request.alone else "")
-                lanes.setdefault(runner.lane(group), {}).setdefault(key, []).append(request)
+        for name, requests in running.items():
+            runner = self._runners[name]
+            for request in requests.values():
+                if not request.in_flight:
+                    group = runner.group(request)
+                    key = (name, group, request.id if request.alone else "")
+                    lanes.setdefault(runner.lane(group), {}).setdefault(key, []).append(request)
         return lanes
 
     def form(self, lane: str, groups: Groups, now: float) -> Batch | None:

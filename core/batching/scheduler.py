@@ -38,7 +38,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import chain
 
 from core.batching.admission import Admission
 from core.batching.batcher import Batch, Batcher
@@ -160,8 +159,7 @@ class Scheduler:
             while (refused := admission.admit(name, now)) is not None:
                 self._end(refused, State.FAILED, now)
         ended, batches = len(self._ended), []
-        running = chain.from_iterable(requests.values() for requests in admission.running.values())
-        for lane, groups in batcher.ready(running).items():
+        for lane, groups in batcher.ready(admission.running).items():
             batch = batcher.form(lane, groups, now)
             if batch is None:
                 continue
