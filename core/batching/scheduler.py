@@ -23,9 +23,9 @@ The policy, in the order in which it is applied:
 * Width. The batch takes the most urgent k requests, k chosen to minimise the mean completion time if all that
   is queued for this group, and the successors that will come while it is served, were served in waves of k.
   With cost(k) flat this is as wide as can be; with cost linear in rows it is 1; and as the queue grows it
-  tends to the k of the highest throughput. Where requests stream (PreemptibleRunner) all go together that the runner's pace
-  has time for: whoever is left out would fall silent. And while they do, no other batch of more than one request takes
-  longer than the pace leaves over.
+  tends to the k of the highest throughput. Where requests stream (PreemptibleRunner) all go together that the
+  runner's pace has time for: the others would fall silent. And while they do, no other batch of more than one
+  request takes longer than the pace leaves over.
 * Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join it at the
   next iteration, and never behind one of more urgent priorities: those would wait for it at every step.
 * Memory. A batch that did not fit halves what its group may hold (limits.py). Where a runner's requests grow and there
