@@ -78,6 +78,8 @@ KEPT_TO = {
 }
 
 MAX_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_COMPLEXITY = 15  # one, and one for each branch, loop, handler, comprehension and operand of `and` and `or`
 FORBIDDEN_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "base", "misc"}
 NOT_OURS = {"models", "build", "dist", "out", "data"}
 
@@ -242,6 +244,26 @@ def check_lengths(modules: dict[str, Module]) -> Iterator[str]:
             yield f"{module.path}: {lines} lines, more than {MAX_LINES}; a file has one job"
 
 
+def check_functions(modules: dict[str, Module]) -> Iterator[str]:
+    for module in modules.values():
+        if within(module.name, "tests"):
+            continue
+        for node in ast.walk(ast.parse(module.source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines, found = (node.end_lineno or 0) - node.lineno + 1, complexity(node)
+                if lines > MAX_FUNCTION_LINES:
+                    yield f"{module.path}:{node.lineno}: {node.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
+                if found > MAX_COMPLEXITY:
+                    yield f"{module.path}:{node.lineno}: {node.name} has a complexity of {found}, over {MAX_COMPLEXITY}"
+
+
+def complexity(function: ast.AST) -> int:
+    branches = ast.If | ast.IfExp | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.comprehension
+    nodes = list(ast.walk(function))
+    operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    return 1 + operands + sum(isinstance(node, branches | ast.match_case) for node in nodes)
+
+
 def check_names(modules: dict[str, Module]) -> Iterator[str]:
     for module in modules.values():
         words = set(re.split(r"[./_]", module.path.removesuffix(".py")))
@@ -249,7 +271,7 @@ def check_names(modules: dict[str, Module]) -> Iterator[str]:
             yield f"{module.path}: '{word}' names no job"
 
 
-RULES = [check_floors, check_torch_free, check_kept_to, check_circles, check_lengths, check_names]
+RULES = [check_floors, check_torch_free, check_kept_to, check_circles, check_lengths, check_functions, check_names]
 
 
 @pytest.fixture(scope="module")
@@ -481,6 +503,22 @@ def test_kept_to_can_fail(path, source, tmp_path):
 )
 def test_circles_can_fail(planted, circle, tmp_path):
     assert list(check_circles(build(tmp_path, **planted))) == [f"{circle}: import one another in a circle"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("    x = 1\n" * 59, ""),
+        ("    x = 1\n" * 60, "61 lines"),
+        ("    return " + " or ".join("abcdefghijklmno"), ""),
+        ("    return " + " or ".join("abcdefghijklmnop"), "complexity of 16"),
+        ("    if a:\n        return [b for b in c if d]\n" * 8, "complexity of 17"),
+    ],
+)
+def test_functions_can_be_too_long_and_too_intricate(body, said, tmp_path):
+    broken = list(check_functions(build(tmp_path, **{"api/app.py": f"def f():\n{body}"})))
+    assert len(broken) == bool(said)
+    assert said in "".join(broken)
 
 
 @pytest.mark.parametrize(
