@@ -1,10 +1,12 @@
 """CUDA graphs for static shapes: a callable's kernels are recorded once, and then replayed together.
 
-The recording itself is a parameter (`Recorder`), so that a test without a GPU can run the same code. Not thread-safe.
+The recording itself is a parameter (`Recorder`), so that a test without a GPU can run the same code. Not thread-safe
+but for `CAPTURE_LOCK`, which the recorders of all threads share.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -14,6 +16,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 T = TypeVar("T")
+
+# is captured, and invalidates that capture (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
+# is captured, and invalidates that capture (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
+CAPTURE_LOCK = threading.Lock()
 
 _WARM = 2  # runs before recording: they compile kernels, choose algorithms and warm up the allocator
 
@@ -58,13 +64,14 @@ class CudaRecorder:
             self._stream.synchronize()
             # Not `torch.cuda.graph`, which empties the allocator's cache each time: requests are served between
             # recordings. "thread_local": other threads may allocate meanwhile, e.g. the other panel on its own stream.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                made = function()
-                graph.capture_end()
-            except BaseException:
-                self._give_up(graph)
-                raise
+            with CAPTURE_LOCK:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    made = function()
+                    graph.capture_end()
+                except BaseException:
+                    self._give_up(graph)
+                    raise
         current.wait_stream(self._stream)
         return graph.replay, made
 
@@ -78,8 +85,9 @@ class CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
 
     def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
+        with CAPTURE_LOCK:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
 
 
 class CapturedGraph:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from core.cuda_graphs import CAPTURE_LOCK
 from llm.decode_kernel import PARTS, reach
 from llm.fused import FusedBatch, FusedLlama
 from llm.sample import likeliest
@@ -113,15 +114,16 @@ class DecodeGraphs:
         """Capture `run` as a graph, with the priority of the current stream; all graphs share one memory pool."""
         current = torch.cuda.current_stream()
         stream = current if current != torch.cuda.default_stream() else torch.cuda.Stream()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            # Other threads keep using the device meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        self._pool = self._pool or graph.pool()
-        torch.cuda.synchronize()
+        with CAPTURE_LOCK:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                # Other threads keep using the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+            self._pool = self._pool or graph.pool()
+            torch.cuda.synchronize()
         return graph.replay

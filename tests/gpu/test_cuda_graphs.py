@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -75,3 +76,28 @@ def test_a_recording_that_fails_in_the_middle_disturbs_no_other(broken: Callable
         made = graphs.run("blend", rows, draw(5, rows), draw(6))["whole"]
         assert torch.equal(made, blend(draw(5, rows), draw(6))["whole"])
     assert torch.equal(graphs.run("broken", 8, draw(7)), broken(draw(7)))
+
+
+def test_recorders_of_other_threads_may_wait_for_the_device_meanwhile() -> None:
+    """A worker has two: text records when it meets new shapes, images in the background until all are recorded."""
+    ended, failed = threading.Event(), list[BaseException]()
+
+    def settle() -> None:
+        recorder = CudaRecorder(torch.device("cuda"))
+        try:
+            while not ended.is_set():
+                recorder.settle()
+        except BaseException as error:
+            failed.append(error)
+
+    other = threading.Thread(target=settle)
+    other.start()
+    try:
+        graphs = GraphCache({"blend": blend}, CudaRecorder(torch.device("cuda")))
+        for rows in range(1, 200):
+            graphs.record("blend", rows, draw(1, rows), draw(2))
+    finally:
+        ended.set()
+        other.join()
+    assert not failed, failed
+    assert torch.equal(graphs.run("blend", 8, draw(3), draw(4))["whole"], blend(draw(3), draw(4))["whole"])
