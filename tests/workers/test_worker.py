@@ -215,11 +215,15 @@ def test_text_goes_on_while_images_are_full(crew: Crew, record_property: Any) ->
 def test_no_more_than_the_limit_is_in_hand(crew: Crew) -> None:
     """Each queue by itself; the engine would take all of them."""
     worker = crew.hire("--text", "--step", "0.003", image_jobs=3, text_jobs=2, max_requests=64)
-    ids = [crew.ask(modality, steps=20) for _ in range(15) for modality in ("image", "text")]
+    limits = {"image": 3, "text": 2}
+    holds = [crew.ask(modality, prompt="STEP=0.05", steps=LONG) for _ in range(4) for modality in limits]
+    ids = [crew.ask(modality, steps=20) for _ in range(15) for modality in limits]
+    eventually(lambda: most_at_once(worker) == limits, "as many in hand as may be")
+    for id in holds:
+        crew.store.cancel(id)
     for id in ids:
         assert crew.ended(id).state is JobState.SUCCEEDED
-    most = most_at_once(worker)
-    assert most == {"image": 3, "text": 2}
+    assert most_at_once(worker) == limits
 
 
 def most_at_once(worker: Hired) -> dict[str, int]:
