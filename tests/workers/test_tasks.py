@@ -48,7 +48,7 @@ class Scene:
         self.engine = Engine([self.runner])
         self.shared_lock, self.active_jobs, self.store_retry = SharedLock(), ActiveJobs(), StoreRetry()
         self.publisher = ProgressPublisher(
-            self.store, self.store_retry, lambda: self.engine.ticks, self.active_jobs.drop
+            self.store, self.store_retry, lambda: self.engine.ticks, self.active_jobs.abandon
         )
         self.publisher.start()
         self.tasks = WorkerTasks(
