@@ -42,7 +42,7 @@ class Caller:
     def check(self, scope: str) -> None:
         """Raises `ApiError` (403)."""
         if not self.may(scope):
-            raise ApiError(403, f"This key may not do that: it lacks the scope {scope}.", code="insufficient_scope")
+            raise ApiError(403, f"This key lacks the scope {scope}.", code="insufficient_scope")
 
 
 HERE = Caller("", frozenset(SCOPES))
@@ -57,7 +57,7 @@ async def identify(request: Request) -> Caller:
         return HERE
     keys = service.cards.now.keys
     if bearer is None:
-        raise _unknown("A key must be given, as Authorization: Bearer dpt_…." if keys else _NO_KEYS)
+        raise _unknown("An API key is required, as Authorization: Bearer dpt_…." if keys else _NO_KEYS)
     key = matching(bearer.credentials, keys)
     if key is None:
         await service.cards.renew_soon()  # the key may have just been created
@@ -118,7 +118,7 @@ def apply_rate_limit(request: Request, charge: RateLimitCost, standing: RateLimi
     if not standing.allowed:
         again = {"Retry-After": str(standing.retry_after_s), **(NO_RETRY if standing.reset_s > _SOON_S else {})}
         code = "rate_limit_exceeded" if what == "requests" else "quota_exceeded"
-        raise ApiError(429, f"This key may ask for {charge.rate} {what}, and no more now.", code=code, headers=again)
+        raise ApiError(429, f"This key's limit of {charge.rate} {what} is reached.", code=code, headers=again)
 
 
 async def _count(request: Request, service: Service, charges: list[RateLimitCost]) -> None:

@@ -66,13 +66,13 @@ class BatchCollector:
         except (StoreError, ArtifactError):
             raise
         except Exception:
-            log.exception("line %d of %s cannot be answered", line + 1, batch.id)
+            log.exception("result of line %d of batch %s cannot be recorded", line + 1, batch.id)
             result, text, well = failure("The answer was made and cannot be told.", job.id), "", False
         if len(text) > LARGE:
             try:
                 result = {"laid": self._lay(text)}
             except ArtifactError as error:
-                log.warning("%s waits with line %d: %s", batch.id, line + 1, error)
+                log.warning("batch %s is paused at line %d: %s", batch.id, line + 1, error)
                 return False
         self._store.note(batch.id, line, result, "completed" if well else "failed")
         return True

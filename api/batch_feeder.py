@@ -99,7 +99,7 @@ class BatchFeeder:
             if self._advance_all(self._store.progress(ids), until):
                 self._poller.wake()
         except StoreError as error:
-            log.warning("batches wait: %s", error)
+            log.warning("batches are paused: %s", error)
 
     def _advance_all(self, looks: Sequence[BatchProgress], until: float) -> bool:
         """Whether there is more to do at once."""
@@ -159,14 +159,19 @@ class BatchFeeder:
         times = self._retries.get(batch.id, (0, 0.0))[0]
         self._retries[batch.id] = times + 1, time.monotonic() + _PAUSES_S[min(times, len(_PAUSES_S) - 1)]
         if isinstance(error, NoArtifact):  # the artifact was deleted by hand
-            log.warning("%s has failed: its input is gone", batch.id)
+            log.warning("batch %s failed: its input file is missing", batch.id)
             self._store.turn(batch, "failed", ended=int(time.time()))
         elif isinstance(error, ArtifactError):
-            log.warning("%s waits: %s", batch.id, error)
+            log.warning("batch %s is paused: %s", batch.id, error)
         else:
-            log.error("%s cannot be worked at", batch.id, exc_info=error)
+            log.error("batch %s cannot be processed", batch.id, exc_info=error)
             if times + 1 >= len(_PAUSES_S):
-                wrong = {"code": "internal_error", "line": None, "message": "It cannot be worked at.", "param": None}
+                wrong = {
+                    "code": "internal_error",
+                    "line": None,
+                    "message": "The batch cannot be processed.",
+                    "param": None,
+                }
                 self._store.turn(batch, "failed", ended=int(time.time()), errors=to_json([wrong]))
 
     def _finish(self, batch: BatchRecord, status: str, until: float) -> bool:

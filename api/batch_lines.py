@@ -108,7 +108,7 @@ def check(raws: Iterator[RawLine], endpoint: str, rest: Callable[[float], None] 
         try:
             line = read(raw, endpoint)
             if line["custom_id"] in seen:
-                raise invalid_field("custom_id", "must be another on every line", "duplicate_custom_id")
+                raise invalid_field("custom_id", "must be unique within the file", "duplicate_custom_id")
         except ApiError as error:
             errors.append(_wrong(number, error.param, str(error), error.code))
         else:

@@ -63,7 +63,7 @@ class BatchOutput:
         ended = self._service.batches.turn(self.batch, self.status, **made)
         if ended:
             log.info(
-                "%s is %s: %d lines well, %d failed, %d not made",
+                "batch %s is %s: %d lines completed, %d failed, %d not run",
                 self.batch.id, self.status, self._told["output"], failed, self._unmade,
             )  # fmt: skip
         return ended
@@ -111,7 +111,7 @@ class BatchOutput:
         except ArtifactError as error:
             if not isinstance(error, NoArtifact) and time.time() < self.batch.created + LAID_S:
                 raise
-            log.error("%s has lost a result: %s", self.batch.id, error)
+            log.error("a result of batch %s is lost: %s", self.batch.id, error)
             return refusal(ApiError(500, "The answer was made and cannot be read.", code="artifact_unreadable"), None)
         return fetched
 

@@ -65,8 +65,8 @@ class BatchSubmitter:
             return None
         except ArtifactError as error:
             if self._waited_enough(batch, number):
-                return ApiError(500, "A picture that this line names cannot be read.", code="artifact_unreadable")
-            log.warning("%s waits with line %d: %s", batch.id, number + 1, error)
+                return ApiError(500, "An image that this line names cannot be read.", code="artifact_unreadable")
+            log.warning("batch %s is paused at line %d: %s", batch.id, number + 1, error)
             return None
 
     def _create(self, batch: BatchRecord, number: int, raw: RawLine | None) -> Job | ApiError | None:
@@ -81,7 +81,7 @@ class BatchSubmitter:
         except (StoreError, ArtifactError, QueueFull):
             raise
         except Exception:
-            log.exception("line %d of %s cannot be begun", number + 1, batch.id)
+            log.exception("line %d of batch %s cannot be submitted", number + 1, batch.id)
             return ApiError(500, "Something unexpected went wrong with this line.", code="internal_error")
         if (job.owner, job.digest) != (batch.owner, batch.id):
             return ApiError(409, "The id of this line's job is taken.", code="id_taken")

@@ -55,7 +55,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     await enforce_rate_limit(request, service, caller)
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
     if file.purpose != "batch":
-        raise invalid_field("input_file_id", "must be of a file with the purpose batch")
+        raise invalid_field("input_file_id", "must be a file with the purpose batch")
     found = await service.parsing.run(caller.id, _checked, service, file.key, fields.endpoint)
     if not found.errors and queue_of(fields.endpoint) == "image":
         await count_pictures(request, service, caller, found.pictures)
@@ -108,7 +108,7 @@ async def _find(service: Service, id: str, caller: Caller) -> BatchRecord:
     known = id.isascii() and len(id) < 64 and id.startswith("batch_") and id.removeprefix("batch_").isalnum()
     batch = await service.call(service.batches.batch, id) if known else None
     if batch is None or not (batch.owner == caller.id or "admin" in caller.scopes):
-        raise ApiError(404, "There is no such batch, or no longer.", param="id", code="batch_not_found")
+        raise ApiError(404, "There is no such batch, or it has expired.", param="id", code="batch_not_found")
     return batch
 
 

@@ -151,14 +151,14 @@ class CardCache:
             self.trouble = await anyio.to_thread.run_sync(self._look_at_disk, limiter=self._limiter)
             if not self._down:
                 said = self.trouble or error
-                log.warning("the registry cannot be read, the last known cards are kept: %s", said)
+                log.warning("the worker registry is unavailable, using the last known model cards: %s", said)
             self._down = True
         except Exception:
-            log.exception("the registry holds something that cannot be read")
+            log.exception("the worker registry contains an unreadable entry")
             self._down = True
         else:
             if self._down:
-                log.info("the registry can be read again")
+                log.info("the worker registry is available again")
             self._down = False
             self.trouble = ""
             self._looked = time.monotonic()

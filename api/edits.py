@@ -59,7 +59,7 @@ async def _read(request: Request, service: Service, caller: Caller) -> tuple[Edi
         texts, files = await _parts(parts)
     fields = schemas.read(EditFields, _typed(texts))
     if "image" not in files:
-        raise invalid_field("image", "must be given, as a file", "missing_required_parameter")
+        raise invalid_field("image", "is required, as a file", "missing_required_parameter")
     return fields, await service.decoding.run(caller.id, Upload.of, files["image"], files.get("mask"))
 
 
@@ -71,7 +71,7 @@ async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
         name = given.removesuffix("[]") if given == "image[]" else given  # as clients send a list of one
         if name in texts or name in files:
             if name == "image":
-                raise invalid_field(name, "only one picture can be edited at a time")
+                raise invalid_field(name, "only one image can be edited at a time")
             raise invalid_field(
                 body.plain(name), "appears twice" if body.plain(name) else "A field appears twice.", "repeated_field"
             )

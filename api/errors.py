@@ -99,7 +99,7 @@ def job_error(job: Job) -> ApiError:
             return invalid_field(None, str(error.get("message") or "The request cannot be served."))
         return invalid_field(error["field"], error["detail"], error["reason"])
     if error.get("code") == "content_filter":  # a retry would be filtered again
-        return ApiError(400, "A picture was refused by this service's checker.", code="content_filter")
+        return ApiError(400, "An image was rejected by this service's checker.", code="content_filter")
     message = str(error.get("message") or "The job failed.")
     return ApiError(500, message, code=str(error.get("code") or "failed"), headers=NO_RETRY)
 
@@ -134,7 +134,7 @@ class InternalErrorMiddleware:
         except Exception:
             if started or scope["type"] != "http":
                 raise  # part of the response is sent; the server closes the connection, which signals the failure
-            log.exception("an unexpected error")
+            log.exception("unexpected error")
             answer = ApiError(
                 500, "Something unexpected went wrong; the server's log says what.", code="internal_error"
             )
@@ -158,7 +158,7 @@ async def _from_framework(request: Request, error: Exception) -> JSONResponse:
     status = error.status_code
     if status == 404 and (instead := _NOT_OFFERED.get(request.url.path.rstrip("/"))):
         return ApiError(404, instead, code="not_offered", headers=NO_RETRY).response
-    messages = {404: "There is nothing at this address.", 405: "This address does not answer to this method."}
+    messages = {404: "This endpoint does not exist.", 405: "This endpoint does not support this method."}
     codes = {404: "not_found", 405: "method_not_allowed"}
     kept = {"Allow": allowed(request)} if status == 405 else {}
     message = messages.get(status) or f"{HTTPStatus(status).phrase}."
@@ -201,7 +201,7 @@ def store_error(error: Exception, trouble: str = "", *, safe: bool = False) -> A
         headers = {"Retry-After": str(_UNSTORED_S), **({} if safe else NO_RETRY)}
         return ApiError(503, message, code="storage_down", headers=headers)
     if isinstance(error, ArtifactError):
-        log.error("a finished picture cannot be read: %s", error)
+        log.error("a finished image cannot be read: %s", error)
         message = "The picture was drawn and cannot be read now; the server's log says why."
         return ApiError(500, message, code="artifact_unreadable", headers=NO_RETRY)
     if isinstance(error, StoreFull):
@@ -214,7 +214,7 @@ def store_error(error: Exception, trouble: str = "", *, safe: bool = False) -> A
         message = f"The store of jobs does not serve ({trouble or error}); try again soon."
         code, after_s = "store_down", _DOWN_S
     else:
-        log.error("the store refused: %s", error)
+        log.error("Redis rejected a command: %s", error)
         return ApiError(500, "The store of jobs went wrong; the server's log says how.", code="store_error")
     log.warning("answered 503: %s", trouble or error)
     return ApiError(503, message, code=code, headers={"Retry-After": str(after_s)})

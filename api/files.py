@@ -154,7 +154,7 @@ def content_of(service: Service, file: File, param: str = "id") -> bytes:
 
 def gone(param: str) -> ApiError:
     """A 404."""
-    return ApiError(404, "There is no such file, or no longer.", param=param, code="file_not_found")
+    return ApiError(404, "There is no such file, or it has expired.", param=param, code="file_not_found")
 
 
 def keep_spool(
@@ -216,7 +216,7 @@ async def _upload(request: Request) -> AsyncIterator[tuple[str, str, IO[bytes]]]
         if not isinstance(purpose, str) or purpose not in _PURPOSES:
             raise invalid_field("purpose", f"must be one of {', '.join(_PURPOSES)}")
         if not isinstance(upload, UploadFile):
-            raise invalid_field("file", "must be given, as a file", "missing_required_parameter")
+            raise invalid_field("file", "is required, as a file", "missing_required_parameter")
         if not upload.size:
             raise invalid_field("file", "must not be empty")
         name = upload.filename or ""

@@ -34,7 +34,7 @@ async def form(request: Request, *, max_bytes: int, max_files: int, max_fields: 
     try:
         parsed = await request.form(max_files=max_files, max_fields=max_fields)
     except (HTTPException, ValueError, KeyError, ClientDisconnect):
-        raise ApiError(400, "The body is no form, or has too many parts.", code="invalid_body") from None
+        raise ApiError(400, "The body is not a form, or has too many parts.", code="invalid_body") from None
     try:
         yield parsed
     finally:

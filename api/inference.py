@@ -157,7 +157,7 @@ def _uploaded(text: str) -> Upload:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise invalid_field("inputs", "must be a picture in base64, since there is a parameters.prompt") from None
+        raise invalid_field("inputs", "must be an image in base64, since there is a parameters.prompt") from None
     return Upload.of(data, None, named="inputs")
 
 

@@ -110,7 +110,7 @@ class JobFollower:
             try:
                 found = await self._call(self._store.get, job.id)
             except StoreError as error:
-                log.warning("the record of %s cannot be read yet: %s", job.id, error)
+                log.warning("the record of job %s cannot be read yet: %s", job.id, error)
                 await self._pause()
             else:
                 return found if job.same(found) else None
@@ -126,7 +126,7 @@ class JobFollower:
         try:
             await self._call(self._store.cancel, job.id, job.incarnation)
         except StoreError as error:
-            log.warning("%s should be cancelled and may continue: %s", job.id, error)
+            log.warning("job %s could not be cancelled and may continue: %s", job.id, error)
             return False
         return True
 

@@ -178,7 +178,7 @@ def check_id(id: str) -> None:
 
 
 def no_job() -> ApiError:
-    return ApiError(404, "There is no such job, or no longer.", param="id", code="job_not_found")
+    return ApiError(404, "There is no such job, or it has expired.", param="id", code="job_not_found")
 
 
 def _wait_s(given: str) -> float:

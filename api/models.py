@@ -49,7 +49,7 @@ async def forget(name: str, service: Given, caller: By) -> Response:
         raise admission.unknown_model()
     served = any(model.name == name for worker in service.cards.now.workers for model in worker.models)
     if served or await _first(service, name, JobState.RUNNING):
-        raise ApiError(409, "A worker serves this model, or a job of it runs.", param="name", code="model_served")
+        raise ApiError(409, "A worker serves this model, or a running job uses it.", param="name", code="model_served")
     await service.call(service.registry.forget_model, name)
     await asyncio.sleep(_HEARD_S)  # until every API process has polled the change and rejects jobs for it
     cancelled = 0

@@ -100,7 +100,7 @@ async def preview(id: str, request: Request, service: Given, caller: By) -> Resp
     job = await find(service, id, caller)
     k = request.query_params.get("image", "0")
     if _NUMBER.fullmatch(k) is None:
-        raise invalid_field("image", "must be the number of a picture")
+        raise invalid_field("image", "must be the number of an image")
     look = await service.call(service.store.preview, job.id, int(k), job.incarnation)
     if look is None:
         return Response(status_code=204, headers={"Cache-Control": "no-store"})
@@ -108,7 +108,7 @@ async def preview(id: str, request: Request, service: Given, caller: By) -> Resp
 
 
 def _no_image() -> ApiError:
-    return ApiError(404, "The job has no such picture, or no longer.", param="k", code="image_not_found")
+    return ApiError(404, "The job has no such image, or it has expired.", param="k", code="image_not_found")
 
 
 def _has(request: Request, tag: str) -> bool:

@@ -52,7 +52,7 @@ async def part(name: str, request: Request) -> Response:
 def _file(name: str, request: Request) -> Response:
     data = _FILES.get(name)
     if data is None:
-        raise ApiError(404, "There is nothing at this address.", code="not_found")
+        raise ApiError(404, "This endpoint does not exist.", code="not_found")
     headers = {
         "Cache-Control": "no-cache",  # revalidated: a page and its scripts must be of one version
         "ETag": _TAGS[name],

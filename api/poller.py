@@ -58,7 +58,7 @@ class Poller:
                 self._well = True
             except StoreError as error:
                 if self._well:
-                    log.warning("%s wait: %s", self._what, error)
+                    log.warning("%s are paused: %s", self._what, error)
                 self._well = False
             except Exception:
-                log.exception("%s cannot be worked at", self._what)
+                log.exception("%s cannot be processed", self._what)

@@ -42,7 +42,7 @@ def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False
     `ArtifactError`.
     """
     if len(fields.images) != 1:
-        raise invalid_field("images", "must hold one picture: one can be edited at a time")
+        raise invalid_field("images", "must contain one image: one can be edited at a time")
 
     def bytes_of(field: str, reference: ImageReference) -> bytes:
         if (reference.file_id is None) == (reference.image_url is None):
@@ -52,7 +52,7 @@ def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False
         param = f"{field}.file_id"
         file = files.get(service, reference.file_id or "", owner, admin=admin, param=param)
         if file.purpose != "vision":
-            raise invalid_field(param, "must be of a file with the purpose vision")
+            raise invalid_field(param, "must be a file with the purpose vision")
         return files.content_of(service, file, param)
 
     mask = None if fields.mask is None else bytes_of("mask", fields.mask)

@@ -59,7 +59,7 @@ class Service:
         try:
             self.redis = RedisClient(settings.redis_url)
         except ValueError as error:
-            raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
+            raise SettingsError("DIPTYCH_REDIS_URL: is not a Redis URL") from error
         self.store = JobStore.of(settings, self.redis)
         self.registry = Registry(self.redis)
         self.keyring = Keyring(self.redis)
@@ -127,7 +127,7 @@ class Service:
         try:
             return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
         except TimeoutError:
-            raise StorageDown("the store of artifacts does not answer in time") from None
+            raise StorageDown("the artifact store does not respond in time") from None
 
     async def lacking(self) -> str:
         """A sentence naming the rights that the Redis user lacks; empty if unknown."""

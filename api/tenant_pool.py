@@ -36,7 +36,7 @@ class Deadline:
         """Remaining seconds. Raises `DeadlineExceeded` if there are none."""
         left = self.until - time.monotonic()
         if self.aborted or left <= 0:
-            raise DeadlineExceeded("the time of this item is over")
+            raise DeadlineExceeded("the item's deadline has passed")
         return left
 
     @contextmanager
@@ -208,9 +208,11 @@ class TenantPool:
                 item.work(item.bound)
             except DeadlineExceeded as error:
                 if not self._stopping:
-                    log.warning("%s: %s of %s ended: %s", self._name, item.id, item.tenant or "nobody", error)
+                    log.warning(
+                        "%s: item %s of key %s failed: %s", self._name, item.id, item.tenant or "(no key)", error
+                    )
             except Exception:
-                log.exception("%s: %s ended by an unexpected error", self._name, item.id)
+                log.exception("%s: unexpected error in item %s", self._name, item.id)
             finally:
                 with self._changed:
                     self._end(item)

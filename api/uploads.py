@@ -40,7 +40,7 @@ class Upload:
         """Read the headers only. Raises `ApiError` (400, 413), naming the field."""
         size = _size(named, image)
         if mask is not None and _size("mask", mask) != size:
-            raise invalid_field("mask", "must have the width and height of the picture")
+            raise invalid_field("mask", "must have the width and height of the image")
         return cls(image, mask, size, named)
 
     @property
@@ -93,7 +93,7 @@ def _size(field: str, data: bytes) -> tuple[int, int]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise invalid_field(field, f"has more than {MAX_PIXELS} pixels") from None
     except Exception:  # of many parsers, all with the same meaning
-        raise invalid_field(field, "must be a picture in PNG, JPEG or WebP") from None
+        raise invalid_field(field, "must be a PNG, JPEG or WebP image") from None
 
 
 def _decoded(field: str, data: bytes) -> Image.Image:

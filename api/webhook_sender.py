@@ -71,7 +71,7 @@ class WebhookSender:
             else:
                 self._try(due, job, bound)
         except StoreError as error:
-            log.warning("the end of %s is told later: %s", due.id, error)  # it is retried automatically
+            log.warning("webhook of job %s is retried later: %s", due.id, error)  # it is retried automatically
         finally:
             self._poller.wake()
 
@@ -84,14 +84,12 @@ class WebhookSender:
                     self._webhooks.again(due, 0, failed=False)
                 return
             if not isinstance(error, Unreachable):
-                log.exception("telling the end of %s failed unexpectedly", due.id)
+                log.exception("unexpected error in the webhook of job %s", due.id)
             if due.tries >= len(self._pauses_s):
-                log.warning(
-                    "nobody is told of the end of %s: %s, and it was tried %d times", due.id, error, due.tries + 1
-                )
+                log.warning("webhook of job %s is given up after %d attempts: %s", due.id, due.tries + 1, error)
                 self._webhooks.settle(due)
             else:
-                log.info("the end of %s is told later: %s", due.id, error)
+                log.info("webhook of job %s is retried later: %s", due.id, error)
                 self._webhooks.again(due, self._pauses_s[due.tries])
         else:
             self._webhooks.settle(due)

@@ -128,18 +128,18 @@ def _status(connection: socket.socket, bound: Deadline) -> int:
             return int(found[1])
         if b"\n" in got and not _INTERIM.match(got):
             break
-    raise Unreachable("it does not answer in HTTP")
+    raise Unreachable("its response is not HTTP")
 
 
 def _resolved(host: str, port: int, *, private: bool) -> str:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise Unreachable("its name leads nowhere") from error
+        raise Unreachable("its host name does not resolve") from error
     addresses = [str(entry[4][0]) for entry in found]
     # All of them: a name with one private address is rejected.
     if not private and not all(_public(ipaddress.ip_address(address.partition("%")[0])) for address in addresses):
-        raise Unreachable("its name leads to a private address")
+        raise Unreachable("its host name resolves to a private address")
     return addresses[0]
 
 

@@ -42,9 +42,9 @@ _TURNS = 3
 _ROUNDS = 4  # parts of the trace, played to all servers by turns
 _NAMES = {
     "engine": "step-level (engine)",
-    "window_free": "request-level, what waits",
+    "window_free": "request-level, no window",
     "window_3s": "request-level, 3 s window",
-    "diffusers": "diffusers, what waits",
+    "diffusers": "diffusers, no window",
 }
 
 

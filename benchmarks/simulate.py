@@ -53,7 +53,7 @@ class Plan:
 
 def policies(window_s: float) -> dict[str, str]:
     """The ways of batching, and how a person calls them."""
-    return {"step_level": "step-level", "window_free": "what waits", "window": f"{window_s:g} s window"}
+    return {"step_level": "step-level", "window_free": "no window", "window": f"{window_s:g} s window"}
 
 
 def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "simulate") -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _check_picture(costs: Costs, device: Device, wanted: ImageParameters) -> Non
         if group.phase in STEPS and device.max_rows < rows:
             raise refuse(f"--max-rows: must be at least {rows}")
     if device.memory_bytes is not None and held_bytes(costs, wanted) > device.memory_bytes:
-        raise refuse(f"--memory-mib: a picture of {wanted.width}x{wanted.height} holds more than that")
+        raise refuse(f"--memory-mib: an image of {wanted.width}x{wanted.height} holds more than that")
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def _tabulate(result: dict[str, Any], plan: Plan) -> None:
     other = f"load {plan.loads[0]:g}" if swept == "gpus" else f"GPUs: {plan.gpus[0]}"
     traffic_ = "bursts" if plan.bursts else "Poisson"
     record.table(
-        f"{result['costs']['device']}: at most {result['capacity_per_s']:.2f} pictures/s a GPU, one alone takes "
+        f"{result['costs']['device']}: at most {result['capacity_per_s']:.2f} images/s per GPU, one alone takes "
         f"{result['solo_s']:.2f} s. {other}; {plan.pictures} arrivals, {traffic_}, seed {plan.seed}; times in s",
         ("batching", _AXES[swept][0], "per s", "mean", "p50", "p99", "missed", "busy", "rows"),
         rows,

@@ -87,7 +87,7 @@ def _captions(options: argparse.Namespace) -> int:
     subjects, template = _subjects(options), _template(options)
     settings = read_settings(options)
     if not options.server and settings.text_model_name is None:
-        raise UsageError("--text-model: none is named, and models/emoji-lm is not there, or DIPTYCH_TEXT_MODEL is off")
+        raise UsageError("--text-model: not set, and models/emoji-lm is not installed, or DIPTYCH_TEXT_MODEL is off")
     try:
         with CaptionFile(options.out, _asked(options, settings, subjects, template), options.count) as file:
             if not file.finished:
@@ -99,7 +99,7 @@ def _captions(options: argparse.Namespace) -> int:
         raise CommandFailed(f"--server: {error}") from error
     except HopelessError as error:
         said = ", ".join(f"{count} {REASONS[reason]}" for reason, count in error.again.most_common())
-        raise CommandFailed(f"no caption comes of it: of {error.again.total()} answers {said}") from error
+        raise CommandFailed(f"no valid caption was generated: of {error.again.total()} answers {said}") from error
     except Invalid as error:
         raise UsageError(str(error)) from error
     except OSError as error:

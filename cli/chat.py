@@ -113,7 +113,7 @@ class _Here:
         except ModelError as error:
             raise UsageError(f"--text-model: {error}") from error
         if runner is None:
-            raise UsageError("--text-model: none is named, and models/emoji-lm is not there")
+            raise UsageError("--text-model: not set, and models/emoji-lm is not installed")
         self._engine = Engine([runner])
         self._panel = TextJobHandler(runner)
         self._count = 0

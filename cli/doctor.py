@@ -86,7 +86,7 @@ def _machine(settings: Settings) -> Iterator[Finding]:
         for k in range(torch.cuda.device_count()):
             memory = torch.cuda.get_device_properties(k).total_memory
             yield from gpu(f"cuda:{k}", describe(torch.device("cuda", k), settings.compiled_kernels), memory)
-        versions = [f"{name} {number or 'is not there'}" for name, number in cuda_versions().items()]
+        versions = [f"{name} {number or 'is not installed'}" for name, number in cuda_versions().items()]
         yield Finding("well", "cuda", ", ".join(versions))
     elif settings.device.startswith("cuda"):
         yield Finding(
@@ -127,7 +127,7 @@ def _model(settings: Settings) -> Iterator[Finding]:
 
     name = settings.model_name
     if name == STAND_IN_MODEL:
-        yield Finding("note", "model", f"none is named and models/emoji-xl is not there: {name} draws noise")
+        yield Finding("note", "model", f"not set and models/emoji-xl is not installed: {name} draws noise")
     elif Path(name).is_dir() or not Path(name).is_absolute():
         here = (Path(name) / "model_index.json").is_file()
         yield Finding("well", "model", name if here else f"{name}, from the hub when it is first needed")

@@ -124,7 +124,7 @@ def open_latent(options: argparse.Namespace) -> tuple[Tensor | None, str | None]
     try:
         return mlperf.read_latent(Path(options.latent))
     except mlperf.ProtocolError as error:
-        raise UsageError(f"--latent: {error}; --latent off begins each picture from its seed") from error
+        raise UsageError(f"--latent: {error}; --latent off begins each image from its seed") from error
 
 
 def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: argparse.Namespace) -> None:
@@ -132,7 +132,7 @@ def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: 
     wanted = [1, model.unet.config.in_channels, draft.height // model.vae_scale, draft.width // model.vae_scale]
     if list(latent.shape) != wanted:
         raise UsageError(
-            f"--latent: {options.latent} is {list(latent.shape)}, pictures of {model.name} begin from {wanted}; "
+            f"--latent: {options.latent} is {list(latent.shape)}, images of {model.name} begin from {wanted}; "
             "--latent off begins each from its seed"
         )
     works.images.fix_noise(latent)

@@ -133,10 +133,8 @@ def _follow_up(options: argparse.Namespace) -> None:
 
 def _open(options: argparse.Namespace) -> int:
     if not _with_keyring(options, lambda keyring: keyring.unlock()):
-        raise CommandFailed("there are keys, and as long as there is one it is asked for; see `diptych keys list`")
-    print(
-        "No key is asked for: this machine alone is served, or whoever reaches it where DIPTYCH_TRUST_NETWORK is set."
-    )
+        raise CommandFailed("keys exist, so one is required; see `diptych keys list`")
+    print("No key is required: only this machine is served, or any client with DIPTYCH_TRUST_NETWORK set.")
     return 0
 
 
@@ -159,7 +157,7 @@ def _with_keyring(options: argparse.Namespace, use: Callable[[Keyring], T]) -> T
     try:
         keyring = Keyring(url)
     except ValueError as error:
-        raise UsageError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
+        raise UsageError("DIPTYCH_REDIS_URL: is not a Redis URL") from error
     try:
         return use(keyring)
     except StoreError as error:

@@ -166,7 +166,7 @@ def _check_redis(settings: Settings) -> None:
     try:
         RedisClient(settings.redis_url).close()
     except ValueError as error:
-        raise UsageError(f"DIPTYCH_REDIS_URL: is no address of a Redis, {_SUCH_AS}") from error
+        raise UsageError(f"DIPTYCH_REDIS_URL: is not a Redis URL, {_SUCH_AS}") from error
 
 
 def _wait_for_redis(settings: Settings) -> None:

@@ -55,4 +55,4 @@ def _ask(url: str) -> list[dict[str, Any]]:
             return data
     except (http.client.HTTPException, ValueError, KeyError, TypeError):
         pass
-    raise UsageError("--url: something else than Diptych answers there")
+    raise UsageError("--url: the server there is not Diptych")

@@ -64,10 +64,10 @@ class ImageOffer(ImageLimits):
             return
         if not self.loras:
             why = f"its weights in {self.precision} take none" if is_quantized(self.precision) else "it has none"
-            raise Invalid("lora", f"is not offered with this model: {why}")
+            raise Invalid("lora", f"is not supported by this model: {why}")
         for lora in named:
             if lora.name not in self.loras:
-                raise Invalid("lora", f"{lora.name} is not known; GET /v1/models lists those that are")
+                raise Invalid("lora", f"there is no LoRA {lora.name}; GET /v1/models lists those there are")
 
     def check_size(self, width: int, height: int) -> None:
         """Raise `Invalid` for a size that the model does not offer."""

@@ -194,7 +194,7 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
         check_strength(parameters.edit.strength, parameters.steps)
     if parameters.deepcache is not None:
         if not isinstance(parameters.deepcache, DeepCache):
-            raise Invalid(plan.FIELD, "must be a schedule or nothing")
+            raise Invalid(plan.FIELD, "must be a DeepCache plan or null")
         wrong = parameters.deepcache.error_for(parameters.made)
         if wrong is not None:
             raise wrong
@@ -214,7 +214,7 @@ def check_strength(strength: object, steps: int) -> None:
 
 def _check_pixels(field: str, pixels: bytes, count: int) -> None:
     if not isinstance(pixels, bytes) or len(pixels) != count:
-        raise Invalid(field, "must be of the picture's size")
+        raise Invalid(field, "must have the image's size")
 
 
 def _words(field: str, text: object, offer: ImageOffer, *, weights: bool) -> str:

@@ -104,8 +104,8 @@ def parse(text: str) -> DeepCache | None:
         if schedule.error_for(1) is None:
             return schedule
     raise ValueError(
-        f"must be off, auto, or an interval from 1 to {MAX_INTERVAL} such as 3, and then perhaps a depth "
-        f"({' or '.join(DEPTHS)}) such as 3:resnet"
+        f"must be off, auto, or an interval from 1 to {MAX_INTERVAL} such as 3, optionally with a depth "
+        f"({' or '.join(DEPTHS)}), such as 3:resnet"
     )
 
 

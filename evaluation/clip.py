@@ -39,7 +39,7 @@ class Clip:
             self._model: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise WeightsError(f"{folder}: is no CLIP model ({str(error).splitlines()[0]})") from None
+            raise WeightsError(f"{folder}: is not a CLIP model ({str(error).splitlines()[0]})") from None
         finally:
             if bars:
                 logging.enable_progress_bar()

@@ -60,7 +60,7 @@ def runs(
     names = [run.name for run in given]
     for name in names:
         if names.count(name) > 1:
-            raise RunError(f"two runs are called {name!r}")
+            raise RunError(f"two runs have the name {name!r}")
     kept = _common(given)
     counts = bootstrap.resamples(len(kept[0]), resamples)
     seen = [_see(run, indices, networks, real, counts, look) for run, indices in zip(given, kept, strict=True)]

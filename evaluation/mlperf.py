@@ -58,7 +58,7 @@ def read_latent(path: Path, shape: Sequence[int] | None = None) -> tuple[torch.T
     if not np.isfinite(found).all():
         raise ProtocolError(f"{path}: holds NaN or infinite numbers")
     if shape is not None and list(found.shape) != list(shape):
-        raise ProtocolError(f"{path}: is {list(found.shape)}, this model's pictures begin from {list(shape)}")
+        raise ProtocolError(f"{path}: is {list(found.shape)}, this model's images begin from {list(shape)}")
     return torch.from_numpy(found.copy()), hashlib.sha256(data).hexdigest()
 
 

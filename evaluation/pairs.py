@@ -52,4 +52,4 @@ def _blur(planes: _Planes) -> _Planes:
 def _same_size(a: Pixels, b: Pixels) -> None:
     if a.shape != b.shape:
         sizes = " and ".join(f"{p.shape[1]}x{p.shape[0]}" for p in (a, b))
-        raise ValueError(f"pictures of {sizes} cannot be compared")
+        raise ValueError(f"images of {sizes} cannot be compared")

@@ -163,7 +163,7 @@ class RunWriter:
         asked = dict(settings) | {"captions": len(captions), "captions_sha256": texts.digest(captions)}
         head = folder / "run.json"
         if not head.exists() and folder.exists() and any(p.name != "run.lock" for p in folder.iterdir()):
-            raise RunError(f"{folder} holds something else than a run; name an empty folder or a new one")
+            raise RunError(f"{folder} contains something other than a run; name an empty folder or a new one")
         (folder / "pictures").mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(folder / "run.lock")
         try:

@@ -96,7 +96,7 @@ class ServiceClient:
             raise SourceError(f"{self.url}: no service answers ({getattr(error, 'reason', error)})") from None
         except (http.client.HTTPException, ValueError, KeyError, TypeError):
             pass
-        raise SourceError(f"{self.url}: something else than Diptych answers there")
+        raise SourceError(f"{self.url}: the server there is not Diptych")
 
     def _post(self, path: str, body: bytes) -> Any:
         request = urllib.request.Request(self.url + path, body, self._headers)

@@ -149,7 +149,7 @@ def _constrained(row: Tensor, work: SequenceState) -> Tensor:
     if work.matcher is not None:
         row.masked_fill_(~work.matcher.allowed().to(row.device), -torch.inf)
     if work.bias is not None and bool((row == -torch.inf).all()):
-        raise Invalid("logit_bias", "leaves no token with which the answer could go on")
+        raise Invalid("logit_bias", "excludes every possible next token")
     return row
 
 

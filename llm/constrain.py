@@ -36,7 +36,9 @@ class GrammarCompiler:
             raise Invalid("json_schema", "must be an object")
         matcher = self.matcher(schema)
         if not has_finite_instance(parsed):
-            raise Invalid("json_schema", "nothing finite fits it: a $ref leads back to itself through what is required")
+            raise Invalid(
+                "json_schema", "no finite text satisfies it: a $ref leads back to itself through what is required"
+            )
         matcher.allowed()
 
     def matcher(self, schema: str) -> GrammarMatcher:
@@ -90,7 +92,7 @@ class GrammarMatcher:
         """llguidance reports an error, and then offers the end token, where the grammar has no continuation."""
         if self._inner.is_error():
             reason = self._inner.stop_reason()
-            raise Invalid("json_schema", f"no token goes on with the answer so that it could fit ({reason})")
+            raise Invalid("json_schema", f"no token satisfies the schema ({reason})")
 
 
 def _first_line(text: str) -> str:

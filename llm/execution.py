@@ -122,7 +122,7 @@ class TextExecution:
         elif model.device.type == "cpu" and model.precision == "int8":
             raise TextModelError("int8 does not run here: without our CPU kernels it would be slower than fp32")
         elif model.device.type == "cpu":
-            self.kernels_reason = "our CPU kernels are switched off, or do not run here or in this precision"
+            self.kernels_reason = "the CPU kernels are turned off, or do not run here or in this precision"
         return None
 
     def _on_gpu(self, sequences: int, context: int) -> FusedTextExecution | None:
@@ -141,7 +141,7 @@ class TextExecution:
 
     def _on_torch(self, why: str) -> None:
         self.kernels_reason = why
-        log.warning("%s is run by torch's own kernels: %s", self.model.name, why)
+        log.warning("%s runs on torch: %s", self.model.name, why)
 
 
 class FusedTextExecution:

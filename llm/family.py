@@ -15,17 +15,17 @@ def check(network: Any) -> None:
     """Reject, by name, what our kernels would compute differently from transformers. Raises ValueError."""
     config = network.config
     if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"our kernels know {', '.join(MODEL_TYPES)}, not {config.model_type}")
+        raise ValueError(f"the native kernels support {', '.join(MODEL_TYPES)}, not {config.model_type}")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_TYPES:
-        raise ValueError(f"our kernels know no rotary positions of type {rope}")
+        raise ValueError(f"the native kernels do not support rotary positions of type {rope}")
     if config.hidden_act != "silu":
-        raise ValueError(f"our kernels know SwiGLU only, not {config.hidden_act}")
+        raise ValueError(f"the native kernels support SwiGLU, not {config.hidden_act}")
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     if set(kinds) != {"full_attention"} or (
         config.model_type == "mistral" and getattr(config, "sliding_window", None) is not None
     ):
-        raise ValueError("our kernels know no sliding windows")
+        raise ValueError("the native kernels do not support sliding windows")
 
 
 def angles(network: Any, positions: int, device: torch.device) -> Tensor:

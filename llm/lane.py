@@ -1,4 +1,4 @@
-"""The text panel's lane on a GPU: its thread submits to a stream of high priority.
+"""The text model's lane on a GPU: its thread submits to a stream of high priority.
 
 Decode reads weights and computes little; beside images, whose forwards do the opposite, its short kernels go first and
 both overlap.

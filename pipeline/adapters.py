@@ -139,7 +139,7 @@ class AdapterCache:
             except OSError:
                 found = None
             if found is None or not stat.S_ISREG(found.st_mode):  # reading a special file might never end
-                raise ModelError(f"lora {name}: is not known: there is no {path.name} among the LoRAs")
+                raise ModelError(f"lora {name}: there is no {path.name} in the LoRA folder")
             stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
             with self._lock:
                 known = self._files.get(name)
@@ -205,7 +205,7 @@ def same(uses: Sequence[ScaledAdapter]) -> tuple[tuple[str, float], ...]:
 def check_loras(adapters: AdapterCache | None, model: ImageModel, text: str) -> None:
     """Raise `Invalid` for LoRAs that this model does not offer; None: no LoRA folder is configured."""
     if adapters is None:
-        raise Invalid("lora", refused(model) or "no folder with LoRAs is named (DIPTYCH_LORA_DIR)")
+        raise Invalid("lora", refused(model) or "no LoRA folder is configured (DIPTYCH_LORA_DIR)")
     named(lambda: adapters.check(text))
 
 

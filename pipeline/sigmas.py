@@ -142,7 +142,7 @@ def step(
     anything at its first) and noise (anything where the row draws none): fp32 [B, C, H, W].
     coefficients_rows: fp32 [B, 7], each row from its own table at its own step. Returns (x', x0), both
     fp32 [B, C, H, W]; x0 is the predicted clean latent for every sampler, at one scale, fit for previews.
-    A row's bits do not depend on its companions: eager mode rounds each product and sum of its elements.
+    A row's bits do not depend on the other rows: eager mode rounds each product and sum of its elements.
     """
     _, a_x, a_m, b_x, b_0, b_p, b_n = coefficients_rows.reshape(-1, 7, 1, 1, 1).unbind(1)
     x0 = a_x * x + a_m * m

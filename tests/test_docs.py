@@ -198,13 +198,13 @@ def test_limits_are_listed_one_by_one() -> None:
 
 # Words that a newcomer would have to learn, and the field's own. `True`: docstrings are free of it, too.
 WORDS = {
-    r"panels?": ("modality, text model, image model", False),
+    r"panels?": ("modality, text model, image model", True),
     r"rooms?": ("package", False),
-    r"stations?": ("worker", False),
-    r"companions?": ("other rows, other requests", False),
+    r"stations?": ("worker", True),
+    r"companions?": ("other rows, other requests", True),
     r"guess(?:es|ed)": ("draft tokens, estimates", False),
-    r"whoever": ("clients that, any process that", False),
-    r"(?:is|are|be) told": ("is notified, receives, returns", False),
+    r"whoever": ("clients that, any process that", True),
+    r"(?:is|are|be) told": ("is notified, receives, returns", True),
     r"knows? (?:nothing|no|neither|only|what|how|where|which)": ("does, imports, depends on", True),
     r"doorways?": ("middleware, endpoint", True),
     r"hinged": ("shared", True),
@@ -245,7 +245,11 @@ def test_docstrings_use_the_fields_words() -> None:
     ("text", "docstring", "found"),
     [
         ("Each panel\nhas a room; see [rooms.md](rooms.md) and `--panel`.", False, ["panel", "room"]),
-        ("Knows rows, knows nothing of pages; the panel is told.", True, ["knows nothing"]),
+        (
+            "Knows rows, knows nothing of pages; the panel is told of a guess.",
+            True,
+            ["panel", "is told", "knows nothing"],
+        ),
         ("The doorway, for who calls it; there is room.", True, ["doorway", "for who"]),
         ("The caller whose key it is; it forecasts.", False, []),
     ],

@@ -163,7 +163,7 @@ def test_without_a_model_it_says_that_it_draws_noise(bare: Path, tmp_path: Path)
     """The stand-in must not be mistaken for the embedded model."""
     done = run(bare, "generate", "a hat", "--steps", "1", where=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "random weights: the pictures are noise" in done.stderr
+    assert "random weights: images are noise" in done.stderr
     assert "--model" in done.stderr
 
 

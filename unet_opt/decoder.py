@@ -92,13 +92,13 @@ _WANTED: dict[str, tuple[Any, ...]] = {"act_fn": ("silu", "swish"), "norm_type":
 def check(vae: Any) -> None:
     """Reject, by name, what these programs would compute differently from diffusers. Raises ValueError."""
     if getattr(vae.config, "up_block_types", None) is None or not hasattr(vae.decoder, "conv_norm_out"):
-        raise ValueError(f"vae: our kernels know AutoencoderKL, and this is {type(vae).__name__}")
+        raise ValueError(f"vae: the native kernels support AutoencoderKL, not {type(vae).__name__}")
     kinds = {*vae.config.up_block_types} - {"UpDecoderBlock2D"}
     if kinds:
-        raise ValueError(f"vae: our kernels do not know {', '.join(sorted(kinds))}")
+        raise ValueError(f"vae: the native kernels do not support {', '.join(sorted(kinds))}")
     for name, allowed in _WANTED.items():
         if getattr(vae.config, name, allowed[0]) not in allowed:
-            raise ValueError(f"vae: {name} is {getattr(vae.config, name)!r}; our kernels know {allowed[0]!r}")
+            raise ValueError(f"vae: {name} is {getattr(vae.config, name)!r}; the native kernels support {allowed[0]!r}")
     for name, module in vae.decoder.named_modules():
         if type(module).__name__ == "Attention" and (module.inner_dim // module.heads) % 16:
             width = module.inner_dim // module.heads

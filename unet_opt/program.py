@@ -291,11 +291,11 @@ def check(unet: Any) -> None:
     config = unet.config
     for name, allowed in _WANTED.items():
         if getattr(config, name, allowed[0]) not in allowed:
-            raise ValueError(f"unet: {name} is {getattr(config, name)!r}; our kernels know {allowed[0]!r}")
+            raise ValueError(f"unet: {name} is {getattr(config, name)!r}; the native kernels support {allowed[0]!r}")
     kinds = {*config.down_block_types, *config.up_block_types}
     known = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"}
     if kinds - known:
-        raise ValueError(f"unet: our kernels do not know {', '.join(sorted(kinds - known))}")
+        raise ValueError(f"unet: the native kernels do not support {', '.join(sorted(kinds - known))}")
     for name, module in unet.named_modules():
         if type(module).__name__ != "Attention":
             continue
@@ -303,6 +303,6 @@ def check(unet: Any) -> None:
             raise ValueError(f"unet {name}: heads of width {module.inner_dim // module.heads} are no multiple of 16")
         for what in ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "residual_connection"):
             if getattr(module, what, None):
-                raise ValueError(f"unet {name}: {what} is set, which our kernels do not know")
+                raise ValueError(f"unet {name}: {what} is set, which the native kernels do not support")
         if module.rescale_output_factor != 1:
             raise ValueError(f"unet {name}: rescale_output_factor is {module.rescale_output_factor}, not 1")

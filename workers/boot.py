@@ -145,7 +145,7 @@ class GracefulShutdown:
             worker.deregister()
             self._exit()
             return
-        log.info("stopping: nothing new is begun, what has begun gets %g s", self._drain_s)
+        log.info("stopping: no new jobs; running jobs have %g s to finish", self._drain_s)
         worker.drain()
         until = time.monotonic() + self._drain_s
         while not worker.idle(0.1) and time.monotonic() < until and self._asked.empty():

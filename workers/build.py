@@ -88,7 +88,7 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
     if settings.model_name == STAND_IN_MODEL:
         log.warning(
             "no model is named (--model, DIPTYCH_MODEL) and models/emoji-xl is not installed: %s has random weights: "
-            "the pictures are noise",
+            "images are noise",
             STAND_IN_MODEL,
         )
     chosen, plain = precision(settings, device), unquantized(device)
@@ -146,7 +146,7 @@ def precision(settings: Settings, device: str) -> str:
         log.info("%s: the model has no int8 variant; `--precision int8` or `diptych quantize` makes one", plain)
         return plain
     if not settings.kernels:
-        log.info("%s instead of int8: our own kernels are switched off", plain)
+        log.info("%s instead of int8: the native kernels are turned off", plain)
         return plain
     try:
         if on_cpu:
@@ -214,13 +214,13 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
         check_gpu(settings, device, settings.text_precision)
         why = lacks(describe(settings, device), "int8")
     elif not settings.kernels:
-        why = "our own kernels are switched off"
+        why = "the native kernels are turned off"
     else:
         try:
             found = library(settings.compiled_kernels)
         except KernelsUnavailable as error:
             why = str(error)
-            log.warning("text is written by torch's own kernels: %s", error)
+            log.warning("text generation runs on torch: %s", error)
 
     def make() -> TextRunner:
         import torch
@@ -242,7 +242,8 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
     except TextModelError as error:
         if settings.text_model:
             raise ModelError(f"text: {error}") from error
-        log.warning("no text is served, the embedded model does not load: %s", error)  # images are served all the same
+        # Images are served all the same.
+        log.warning("text generation is off: the embedded model does not load: %s", error)
         return None
     runner.release_weights()
     cache = runner.execution.cache

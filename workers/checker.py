@@ -32,7 +32,7 @@ def load(name: str) -> Checker | None:
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:  # anything that module raises on import
-        raise ModelError(f"checker {name}: is not there ({type(error).__name__}: {first_line(error)})") from error
+        raise ModelError(f"checker {name}: cannot be imported ({type(error).__name__}: {first_line(error)})") from error
     if not callable(found):
         raise ModelError(f"checker {name}: cannot be called")
     return found  # type: ignore[no-any-return]

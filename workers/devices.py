@@ -43,9 +43,9 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
     if model.device.type != "cpu":
         return None, ""
     if not (settings.kernels or model.precision == "int8"):
-        return None, "our own kernels are switched off"
+        return None, "the native kernels are turned off"
     if model.precision not in ("fp32", "int8"):
-        return None, f"the CPU kernels know fp32 and int8, not {model.precision}"
+        return None, f"the CPU kernels support fp32 and int8, not {model.precision}"
     try:
         check(model.unet)
         return library(settings.compiled_kernels), ""
@@ -68,9 +68,9 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
     in_8_bits = is_quantized(model.precision)
     try:
         if not (settings.kernels or in_8_bits):
-            raise ValueError("our own kernels are switched off")
+            raise ValueError("the native kernels are turned off")
         if model.dtype is not torch.bfloat16:
-            raise ValueError(f"the GPU kernels know bf16 and 8 bits, not {model.precision}")
+            raise ValueError(f"the GPU kernels support bf16 and 8 bits, not {model.precision}")
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
         check_layout(model.unet)
@@ -113,7 +113,7 @@ def choose_kernels(settings: Settings, model: ImageModel, why_torch: str) -> tup
     else:
         device = describe(settings, str(model.device))
         where, found = str(device), decisions(device, model.precision)
-    log.info("%s draws in %s on %s", model.name, model.precision, where)
+    log.info("%s runs in %s on %s", model.name, model.precision, where)
     for decision in found:
         say(decision, asked=not settings.kernels)
     return found

@@ -29,7 +29,7 @@ _SHOWN_S = 3.0  # minimum validity of a card: a busy machine may send the next o
 
 def end_process(reason: str) -> None:
     """Default action for a hung engine: log it, and exit without another call to the device."""
-    log.critical("the process ends, its jobs are left to others: %s", reason)
+    log.critical("exiting; other workers take over the jobs: %s", reason)
     logging.shutdown()
     os._exit(STUCK)
 
@@ -153,7 +153,7 @@ class Heartbeat:
         lost = self._store_retry.once(lambda: self._store.renew(self._worker, held), None)
         for id in lost or ():
             if self._active_jobs.abandon(id, held[id]):
-                log.info("%s is no longer this worker's", id)
+                log.info("this worker lost the lease of job %s", id)
         return self._store_retry.once(self._show, False) and lost is not None
 
     def _show(self) -> bool:

@@ -186,7 +186,7 @@ def _screen(channel: Any) -> None:
         except Exception as error:
             queue, entry = answer
             log.error(  # without its content, which may be private
-                "an entry of the queue %s is no message (%s); it lies in the list %s",
+                "a malformed message in queue %s (%s) was moved to %s",
                 queue.decode("utf-8", "replace"), type(error).__name__, keys.DEAD_LETTERS,
             )  # fmt: skip
             with contextlib.suppress(Exception), channel.conn_or_acquire() as client:

@@ -103,7 +103,7 @@ class ProgressPublisher:
         try:
             told = self._store_retry.once(lambda: self._store.notify(reports), None)
         except Exception:  # a failed write must not end the thread
-            log.exception("progress could not be told")
+            log.exception("progress could not be published")
             return
         if told is None:
             return

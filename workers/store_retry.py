@@ -70,16 +70,16 @@ class StoreRetry:
             if isinstance(error, StoreFull):  # Redis replies, and writes that end a job still succeed
                 if now - self._said_full >= _SAY_AGAIN_S:
                     self._said_full = now
-                    log.warning("%s: progress is not told, and nothing new is begun", error)
+                    log.warning("%s: progress events and new jobs are paused", error)
             elif self._since is None:
                 self._since = now
-                log.warning("%s: what is under way goes on, and is written when it is back", error)
+                log.warning("%s: running jobs continue and are written when Redis is available", error)
 
     def _answered(self) -> None:
         if self._since is None:
             return
         with self._changed:
             if self._since is not None:
-                log.info("Redis is back after %.1f s", time.monotonic() - self._since)
+                log.info("Redis is available again after %.1f s", time.monotonic() - self._since)
                 self._since = None
                 self._changed.notify_all()

@@ -88,7 +88,7 @@ class WorkerTasks:
             try:
                 self._return(work.claim, unless=lambda: True)
             except Exception as error:
-                log.warning("%s is left to its lease (%s)", work.claim.id, type(error).__name__)
+                log.warning("job %s: its lease expires by itself (%s)", work.claim.id, type(error).__name__)
 
     # -- on a Celery thread ------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class WorkerTasks:
         except RetryAbandoned:
             pass  # the worker ends while Redis is down: the lease will expire
         except Exception:
-            log.exception("%s: an error of this worker's own", id)
+            log.exception("job %s: internal error of this worker", id)
 
     def _serve(self, envelope: Envelope) -> None:
         id = envelope.id
@@ -195,12 +195,12 @@ class WorkerTasks:
                 # The engine cannot be trusted any more: the process exits, and the lease expires.
                 return "lost"
             case Invalid():
-                log.warning("%s is refused: %s", id, made)
+                log.warning("job %s was rejected: %s", id, made)
                 self._patiently(lambda: store.refuse(id, attempt, made))
                 return "failed"
             case _:
                 code, message = _told(made)
-                log.warning("%s failed: %s (%s: %s)", id, code, type(made).__name__, made)
+                log.warning("job %s failed: %s (%s: %s)", id, code, type(made).__name__, made)
                 self._patiently(lambda: store.fail(id, attempt, code, message))
                 return "failed"
 
@@ -208,14 +208,14 @@ class WorkerTasks:
         """Hand back a claimed job and send its message again."""
         envelope = self._store_retry.patiently(lambda: self._store.hand_back(claim.id, claim.fence), unless=unless)
         if envelope is not None:
-            log.info("%s is handed back", claim.id)
+            log.info("job %s is handed back", claim.id)
             self._post(envelope)
 
     def _post(self, envelope: Envelope) -> None:
         try:
             self._send(envelope)
         except Exception as error:  # of kombu or redis: the sweep resends it
-            log.info("%s could not be sent, a sweep will (%s)", envelope.id, type(error).__name__)
+            log.info("message of job %s could not be sent; a sweep resends it (%s)", envelope.id, type(error).__name__)
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
         return self._store_retry.patiently(call)

@@ -70,7 +70,7 @@ class TextJobHandler:
         """The engine requests of a job, in the order of its prompts. Raises `Invalid`."""
         prompts = self._prompts(job)
         if type(job.n) is not int or not 1 <= job.n * len(prompts) <= MAX_CHOICES:
-            raise Invalid("n", f"must be a whole number, and with all prompts at most {MAX_CHOICES} answers")
+            raise Invalid("n", f"must be a whole number; n times the number of prompts must be at most {MAX_CHOICES}")
         if job.seed is not None:
             check_whole("seed", job.seed, 0, MAX_SEED)
         given = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}

@@ -95,7 +95,7 @@ def quantize_into(
         else:
             count(doing, done, total)
 
-    place.make(opened, tell=tell, wait=lambda: say(f"{doing}: waiting for another process that does"))
+    place.make(opened, tell=tell, wait=lambda: say(f"{doing}: waiting for another process that is already doing it"))
     gc.collect()  # free the unquantized model before the quantized one is loaded
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

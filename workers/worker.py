@@ -64,7 +64,7 @@ class Worker:
         try:
             client = RedisClient(settings.redis_url)
         except ValueError as error:
-            raise SettingsError("DIPTYCH_REDIS_URL: is no address of a Redis") from error
+            raise SettingsError("DIPTYCH_REDIS_URL: is not a Redis URL") from error
         self._store, self._registry = JobStore.of(settings, client), Registry(client)
         self._rights = RedisPermissions(client)
         try:
@@ -103,7 +103,7 @@ class Worker:
         nothing: list[str] = []
         missing = self.store_retry.once(self._rights.missing, nothing)
         if missing and missing != self._lacks:
-            log.error("%s; nothing is taken from the queues before that", describe_missing(missing))
+            log.error("%s; the worker takes no jobs until then", describe_missing(missing))
         self._lacks = missing
         return not missing
 

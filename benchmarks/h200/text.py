@@ -1,4 +1,4 @@
-"""The text panel at the size of Llama-3.1-8B on one GPU: right first, then tokens a second, beside transformers.
+"""The text model at the size of Llama-3.1-8B on one GPU: right first, then tokens a second, beside transformers.
 
     python -m benchmarks.h200.text [--out folder] [--minutes N] [--parts a,b]
 

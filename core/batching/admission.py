@@ -49,7 +49,7 @@ class Admission:
         self.elders.remove(request)
 
     def admit(self, name: str, now: float) -> Request | None:
-        """Admit by urgency until the runner says not yet: nobody overtakes whoever needs more room.
+        """Admit by urgency until the runner says not yet: no request overtakes one that needs more room.
 
         Stops early at a request that can never be served and returns it, its error set: to be ended, before this is
         called again.

@@ -12,7 +12,7 @@ from core.batching.request import Request
 
 
 class Elders:
-    """`promote` is told of each request that becomes an elder; it stays one to its end."""
+    """`promote` receives each request that becomes an elder; it stays one to its end."""
 
     def __init__(self, starvation_s: float, promote: Callable[[Request], None]) -> None:
         self._starvation_s = starvation_s

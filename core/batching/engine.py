@@ -32,7 +32,7 @@ _POLL_S = 0.001  # how often a caller looks whether the thread has answered
 
 def end_process(error: BaseException) -> None:
     """The default answer to a device error that sticks: log, and end without running any more code on it."""
-    log.critical("the device is lost, the process ends: %s", error)
+    log.critical("device lost, exiting: %s", error)
     logging.shutdown()
     os._exit(70)
 
@@ -153,7 +153,7 @@ class Engine:
             self._abort_live()
             self._end_all(Closed("the engine was closed"))
         except BaseException as error:
-            log.exception("the engine's thread ends")
+            log.exception("the engine thread failed")
             try:
                 if isinstance(error, DeviceLost):
                     self._on_device_lost(error)

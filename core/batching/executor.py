@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What an observer is told about each batch that ended."""
+    """What an observer receives for each batch that ended."""
 
     modality: str
     group: Any

@@ -26,7 +26,7 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class Outcome:
-    """What one iteration brought one request. Also what listeners are told.
+    """What one iteration brought one request. Listeners receive it, too.
 
     `progress` is (steps done, steps in all) as a person counts them. `result` is set on the iteration
     that finishes the request; `error` on one that fails it alone.

@@ -251,7 +251,7 @@ class EventReader:
                 await work()
             except (redis.RedisError, OSError) as error:
                 if not away:
-                    log.warning("events: Redis is away, trying until it is back (%s)", type(error).__name__)
+                    log.warning("events: Redis is unavailable, retrying (%s)", type(error).__name__)
                 away = True
                 self._look_at(*self._followers)
                 await pauses.wait()
@@ -260,7 +260,7 @@ class EventReader:
                 await pauses.wait()
             else:
                 if away:
-                    log.info("events: Redis is back")
+                    log.info("events: Redis is available again")
                 pauses, away = _Backoff(), False
 
     async def _wait(self) -> None:

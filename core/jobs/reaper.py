@@ -70,7 +70,7 @@ class Reaper:
         try:
             sweep = self._store.sweep(_LIMIT)
         except StoreError as error:
-            self._say("sweep", f"no sweep until it is better: {error}")
+            self._say("sweep", f"sweeps are paused: {error}")
             return False
         except Exception:
             log.exception("the sweep failed")
@@ -84,7 +84,7 @@ class Reaper:
             try:
                 self._send(envelope)
             except Exception as error:  # of Celery, kombu or redis: this package does not import them all
-                self._say("send", f"cannot send jobs again, the next sweeps try: {type(error).__name__}")
+                self._say("send", f"cannot resend messages, retrying in the next sweep: {type(error).__name__}")
                 return False
             self._well("send")
         return max(len(sweep.send), len(sweep.expired), len(sweep.failed), sweep.over) >= _LIMIT
@@ -103,7 +103,7 @@ class Reaper:
                 gone.append(artifact)
             self._store.gone(gone)
         except Exception as error:  # of the store or the artifact storage: undeleted ones are listed again
-            self._say("clear", f"unreferenced artifacts cannot be deleted yet: {error}")
+            self._say("clear", f"unreferenced artifacts are not deleted for now: {error}")
             return False
         self._well("clear")
         return len(due) >= _LIMIT
@@ -115,5 +115,5 @@ class Reaper:
 
     def _well(self, what: str) -> None:
         if what in self._failing:
-            log.info("reaper: well again (%s)", what)
+            log.info("reaper: recovered (%s)", what)
         self._failing.discard(what)

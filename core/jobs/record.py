@@ -93,7 +93,7 @@ class JobDraft:
         if not _ID.fullmatch(self.id):
             raise ValueError("id: must be 1 to 64 letters, digits, - or _")
         if self.owner and not _ID.fullmatch(self.owner):
-            raise ValueError("owner: must be nobody, or 1 to 64 letters, digits, - or _")
+            raise ValueError("owner: must be empty, or 1 to 64 letters, digits, - or _")
         if self.modality not in QUEUES:
             raise ValueError(f"modality: must be one of {', '.join(QUEUES)}")
         if not PRIORITY_STEPS[0] <= self.priority <= 9:
@@ -169,7 +169,7 @@ class Job:
         except KeyError as error:
             raise UnreadableRecord("record", id, f"its field {error} is missing", owner) from None
         except (ValueError, RecursionError):
-            raise UnreadableRecord("record", id, "a field is of another form", owner) from None
+            raise UnreadableRecord("record", id, "a field has the wrong type", owner) from None
 
     @classmethod
     def _of(cls, id: str, fields: Mapping[str, str]) -> Self:

@@ -115,7 +115,7 @@ class Submissions:
                 continue
             erased = sum(answer == 1 for answer in answers[len(ids) :])
             if erased:
-                log.info("%d jobs were made though their callers were told otherwise; they are taken back", erased)
+                log.info("%d jobs were created after their requests had failed; they are withdrawn", erased)
             for id in ids:
                 del self._doubtful[id]
 
@@ -177,7 +177,7 @@ def _refused(answer: Any) -> bool:
     except (StoreDown, StoreFull):
         return True
     except StoreError:
-        log.exception("a job cannot be taken back")
+        log.exception("a job cannot be withdrawn")
     return False
 
 

@@ -59,6 +59,6 @@ def check_version(kind: str, id: str, version: object) -> None:
     if version is None:
         return
     if not str(version).isdecimal():
-        raise UnreadableRecord(kind, id, "its version is no number")
+        raise UnreadableRecord(kind, id, "its version is not a number")
     if int(str(version)) > VERSION:
         raise UnreadableRecord(kind, id, f"it is of version {int(str(version))}, newer than {VERSION}")

@@ -63,7 +63,7 @@ class JobUpkeep(RedisStore):
             self._silence_ms, alone_from(self._max_attempts), *(value for entry in lists for value in entry),
         )  # fmt: skip
         for id in unreadable:
-            TALLY.note(UnreadableRecord("record", id, "it is of a newer version, or a field is of another form"))
+            TALLY.note(UnreadableRecord("record", id, "it is of a newer version, or a field has the wrong type"))
         envelopes = [
             Envelope(id, queue, int(level)) for id, queue, level in zip(send[::3], send[1::3], send[2::3], strict=True)
         ]

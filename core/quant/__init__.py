@@ -1,1 +1,1 @@
-"""Quantization for both panels: ranges, smoothing, INT8 and FP8 layers."""
+"""Quantization for both modalities: ranges, smoothing, INT8 and FP8 layers."""

@@ -128,7 +128,7 @@ def _family(
     for name, layer in layers.items():
         other = recipe.rule(name)
         if (other.alpha, other.method, recipe.halves(name)) != (rule.alpha, rule.method, recipe.halves(first)):
-            raise RecipeError(f"{recipe.name}: {name} reads what {first} reads, and is to be quantized otherwise")
+            raise RecipeError(f"{recipe.name}: {first} and {name} share an input but have different rules")
         largest, ranges = _largest(layer), statistics.ranges(name, rule.method)
         if len(largest) != len(ranges):
             raise StatisticsError(f"{name}: has {len(largest)} input channels, the statistics {len(ranges)}")

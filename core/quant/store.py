@@ -157,7 +157,9 @@ def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensor
         raise QuantizedStoreError(f"{folder}: the model has no layer {name}") from error
     if not isinstance(layer, nn.Conv2d if issubclass(kind, ScaledConv2d) else nn.Linear):
         found = type(layer).__name__
-        raise QuantizedStoreError(f"{folder}: layer {name} is a {found} in the model, not what became {kind.__name__}")
+        raise QuantizedStoreError(
+            f"{folder}: layer {name} is a {found} in the model, but the manifest has {kind.__name__}"
+        )
     if not manifest.weights and layer.weight.dtype != torch.float32:
         raise QuantizedStoreError(
             f"{folder}: holds scales alone, for weights in fp32, and layer {name} is {layer.weight.dtype}"

@@ -124,10 +124,10 @@ def test_what_is_refused_is_told_in_the_clients_words(shared: Api) -> None:
         (lambda: draw("a", extra_body={"target_size": 5}), "parameters.target_size: must be an object"),
         (lambda: edit(picture()), "parameters.prompt: must say what"),
         (lambda: edit(picture(), guidance_scale=2.0), "parameters.prompt: must say what"),
-        (lambda: edit(b"no picture", prompt="a"), "inputs: must be a picture in PNG, JPEG or WebP"),
+        (lambda: edit(b"no picture", prompt="a"), "inputs: must be a PNG, JPEG or WebP image"),
         (lambda: edit(picture(), prompt=" "), "parameters.prompt: must not be empty"),
         (lambda: edit(picture(), prompt="a", strength=2.0), "parameters.strength: must be between 0 and 1, not 2"),
-        (lambda: draw("a", extra_body={"prompt": "b"}), "inputs: must be a picture in base64"),
+        (lambda: draw("a", extra_body={"prompt": "b"}), "inputs: must be an image in base64"),
     ]
     for call, words in told:
         status, message = refusal(call)

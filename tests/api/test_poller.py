@@ -35,7 +35,7 @@ def test_it_outlives_redis_and_mistakes(redis_url: str, caplog: pytest.LogCaptur
     for webhooks in (away, here):
         webhooks.close()
     said = [record.message.split(":")[0] for record in caplog.records]
-    assert said == ["webhooks wait", "webhooks cannot be worked at", "webhooks wait"]
+    assert said == ["webhooks are paused", "webhooks cannot be processed", "webhooks are paused"]
 
 
 def test_stopping_waits_for_the_last_look() -> None:

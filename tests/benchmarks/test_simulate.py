@@ -57,7 +57,7 @@ def test_a_sweep_is_reported(tmp_path: Path, table: Path, capsys: pytest.Capture
             assert percentiles == sorted(percentiles)
             assert 0 < measured["p50_s"] <= measured["p99_s"] and measured["p50_s"] == measured["percentiles_s"]["50"]
             assert 0 < measured["utilisation"] <= 1 and 1 <= measured["rows"] <= 32 and 0 <= measured["missed"] <= 1
-    for word in ("step-level", "what waits", "3 s window", "p99", "missed", "bursts"):
+    for word in ("step-level", "no window", "3 s window", "p99", "missed", "bursts"):
         assert word in out
     drawn = ElementTree.fromstring((tmp_path / "r" / "mine.svg").read_text())
     lines = list(drawn.iter("{http://www.w3.org/2000/svg}polyline"))
@@ -167,7 +167,7 @@ def test_schedules_and_memory_are_checked_against_the_pictures() -> None:
     too_late = Mix(size=always(SIZE), steps=always(4), deepcache=always(DeepCache(deep_steps=(7,))))
     with pytest.raises(record.BenchError, match="--deepcache: must be different numbers between 0 and 3"):
         simulate.check(affine(), simulate.Plan(too_late))
-    with pytest.raises(record.BenchError, match="--memory-mib: a picture of 64x64"):
+    with pytest.raises(record.BenchError, match="--memory-mib: an image of 64x64"):
         simulate.check(affine(), simulate.Plan(Mix(size=always(SIZE)), device=Device(memory_bytes=5)))
     narrow = costs.Costs("narrow.json", {("deep", SIZE): {1: 1.0}, ("vae", SIZE): {1: 0.5}})
     with pytest.raises(record.BenchError, match=r"narrow\.json: deep.64x64: was measured to 1 row"):

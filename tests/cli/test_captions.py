@@ -189,7 +189,7 @@ def test_what_cannot_be_made_is_counted_and_told(shell: Shell) -> None:
 
 def test_a_model_that_writes_no_captions_is_given_up(shell: Shell) -> None:
     said = shell("captions", "--count", "2", "--out", "c.tsv", "--attempts", "2", "--max-tokens", "2")
-    assert said.code == 1 and "no caption comes of it: of 4 answers" in said.err and "--max-tokens" in said.err
+    assert said.code == 1 and "no valid caption was generated: of 4 answers" in said.err and "--max-tokens" in said.err
     assert not (shell.folder / "c.tsv").exists()
     write(shell, "c.tsv", 2)  # what brought nothing is no reason to refuse what does
 
@@ -222,7 +222,7 @@ def test_a_model_that_writes_no_captions_is_given_up(shell: Shell) -> None:
         (["--template", "empty.txt"], "--template: empty.txt: is empty"),
         (["--template", "fine.txt"], "--template: fine.txt: has no {subject}"),
         (["--text-model", "gone"], "text: gone: no such folder"),
-        (["--text-model", "off"], "--text-model: none is named"),
+        (["--text-model", "off"], "--text-model: not set"),
         (["--model", "gone"], "model: gone: no such folder"),
         (["--key", "k"], "--key: is for --server"),
     ],

@@ -48,7 +48,7 @@ def test_it_remembers_the_conversation(shell: Shell, monkeypatch: pytest.MonkeyP
         (("--temperature", "3", "x"), "--temperature: must be between 0 and 2, not 3"),
         (("--max-tokens", "0", "x"), "--max-tokens: must be at least 1, not 0"),
         (("--text-model", "no/such", "x"), "--text-model: text: "),
-        (("--text-model", "off", "x"), "--text-model: none is named"),
+        (("--text-model", "off", "x"), "--text-model: not set"),
         (("--text-model", TINY, "x" * 600), "messages: 60"),
         (("--seed", "-1", "--text-model", TINY, "x"), "seed: must be between 0 and 9223372036854775807, not -1"),
         (("--url", "nowhere", "x"), "--url: nothing answers at nowhere/v1"),
@@ -69,7 +69,7 @@ def service() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def respond(self) -> None:
             asked.append(json.loads(self.body()))
             if self.headers["Authorization"] != "Bearer good":
-                self.answer(401, b'{"error": {"message": "A key must be given."}}')
+                self.answer(401, b'{"error": {"message": "An API key is required."}}')
                 return
             chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("Hel", "lo")]
             pieces = [*map(json.dumps, chunks), "[DONE]"]
@@ -85,4 +85,4 @@ def test_it_talks_through_a_service(shell: Shell, service: tuple[str, list[dict[
     assert (said.code, said.out) == (0, "Hello\n")
     assert asked == [{"messages": [{"role": "user", "content": "hi"}], "temperature": 0.0, "stream": True, "seed": 3}]
     said = shell("chat", "--url", url, "hi")
-    assert said.code == 1 and said.err == "diptych: A key must be given.\n"
+    assert said.code == 1 and said.err == "diptych: An API key is required.\n"

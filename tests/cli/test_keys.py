@@ -45,7 +45,7 @@ def test_a_key_is_told_once_and_works_until_it_is_revoked(capsys: pytest.Capture
     assert code == 0 and out.startswith("revoked\nThat was the last key. Nobody is served now")
     assert keyring.all() == [] and keyring.guard().closed
     code, out, _ = run(capsys, "open")
-    assert code == 0 and out.startswith("No key is asked for") and keyring.guard().open
+    assert code == 0 and out.startswith("No key is required") and keyring.guard().open
     code, _, err = run(capsys, "revoke", key.id)
     assert code == 1 and err == "diptych: ID: there is no such key; see `diptych keys list`\n"
     assert run(capsys, "webhook", key.id)[0] == 1
@@ -57,7 +57,7 @@ def test_it_is_not_opened_while_there_is_a_key(capsys: pytest.CaptureFixture[str
     for name in ("one", "two"):
         assert run(capsys, "add", name)[0] == 0
     code, out, err = run(capsys, "open")
-    assert code == 1 and out == "" and err.startswith("diptych: there are keys")
+    assert code == 1 and out == "" and err.startswith("diptych: keys exist, so one is required")
     ids = [line.split()[0] for line in run(capsys, "list")[1].splitlines()]
     assert run(capsys, "revoke", ids[0])[:2] == (0, "revoked\n"), "nothing follows while there is another"
 

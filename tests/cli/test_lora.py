@@ -36,7 +36,7 @@ def test_pictures_are_drawn_with_it_and_say_so(shell: Shell, folder: Path) -> No
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        ("gone", "gone: is not known"),
+        ("gone", "gone: there is no gone.safetensors in the LoRA folder"),
         ("damaged", "damaged: does not fit"),
         ("../ink", "a name is letters"),
         ("ink:loud", "ink: its scale must be a number"),

@@ -40,7 +40,7 @@ def test_a_service_that_is_named_must_answer(shell: Shell) -> None:
 
 def test_what_is_no_diptych_is_seen(shell: Shell, stranger: str) -> None:
     said = shell("models", "--url", stranger)
-    assert said.code == 2 and said.err == "diptych: --url: something else than Diptych answers there\n"
+    assert said.code == 2 and said.err == "diptych: --url: the server there is not Diptych\n"
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1", "127.0.0.1:8000", "file:///etc/passwd", ""])

@@ -101,7 +101,7 @@ def test_a_shell_that_names_a_precision_is_obeyed(monkeypatch: pytest.MonkeyPatc
         assert settings(service, monkeypatch, DIPTYCH_PRECISION="fp16").precision == "fp16"
     read_there = settings("worker-gpu", monkeypatch, DIPTYCH_PRECISION="fp16")
     model = replace(load("random:tiny", precision="fp16", device="meta"), device=torch.device("cuda"))
-    assert fused(read_there, model) == (False, "the GPU kernels know bf16 and 8 bits, not fp16")
+    assert fused(read_there, model) == (False, "the GPU kernels support bf16 and 8 bits, not fp16")
 
 
 def test_the_cpu_worker_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

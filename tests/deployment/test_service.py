@@ -58,8 +58,8 @@ def test_the_readmes_request_gets_the_readmes_answer(service: Served) -> None:
 
 
 def test_what_it_says_is_where_it_is_and_what_it_loads(service: Served) -> None:
-    assert f"Diptych serves at {service.url} (random:tiny, fp32 on cpu, torch: our own kernels are" in service.out
-    assert "; emoji-lm, fp32 on cpu, torch: our CPU kernels are switched off" in service.out
+    assert f"Diptych serves at {service.url} (random:tiny, fp32 on cpu, torch: the native kernels are" in service.out
+    assert "; emoji-lm, fp32 on cpu, torch: the CPU kernels are turned off" in service.out
     said = service.err.splitlines()
     assert said[0] == "diptych: starting"
     assert "diptych: worker: loading random:tiny" in said

@@ -153,7 +153,7 @@ def test_pictures_of_any_size_are_fitted_as_the_models_processor_does_it(size: t
 
 
 def test_what_is_no_clip_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="is no CLIP model"):
+    with pytest.raises(WeightsError, match="is not a CLIP model"):
         Clip(tmp_path)
 
 

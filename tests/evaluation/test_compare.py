@@ -124,7 +124,7 @@ def test_what_cannot_be_compared_is_named(runs: dict[str, Path], shell: Shell) -
     base = str(runs["base"])
     for words, said in (
         ([base, "nothing"], "nothing is no run"),
-        ([base, base], "two runs are called 'base'"),
+        ([base, base], "two runs have the name 'base'"),
         ([base, "--real", "nothing"], "nothing: is neither a run"),
     ):
         answer = shell("evaluate", "compare", *words, "--out", "r", "--lens", str(CLIP))

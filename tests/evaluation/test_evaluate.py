@@ -157,7 +157,7 @@ def test_folders_and_statistics_are_references_too(runs: dict[str, Path], shell:
         (["--limit", "0"], "--limit: must be at least 1"),
         (["--resamples", "1"], "--resamples: must be at least 2"),
         (["--lens", "nothing"], "--lens: must be emoji-clip, mlperf"),
-        (["--lens", "."], "is no CLIP model"),
+        (["--lens", "."], "is not a CLIP model"),
         (["--lens", "mlperf", "--inception", "gone.pth"], "gone.pth: cannot be read"),
         (["--against", "nothing"], "nothing: is neither a run, nor a folder"),
         (["--against", "empty"], "empty: holds no pictures"),

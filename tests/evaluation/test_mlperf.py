@@ -121,7 +121,7 @@ def test_the_protocol_is_followed_from_one_latent(shell: Shell) -> None:
     assert "--latent: a service begins" in shell(*words, "--out", "x", "--server", "http://127.0.0.1:1").err
     latent(shell.folder / "latents.npy", (1, 4, 128, 128))
     said = shell(*words, "--out", "y")
-    assert said.code == 2 and "is [1, 4, 128, 128], pictures of random:tiny begin from [1, 4, 4, 4]" in said.err
+    assert said.code == 2 and "is [1, 4, 128, 128], images of random:tiny begin from [1, 4, 4, 4]" in said.err
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_damage_is_named_by_file_and_line(harm: str, said: str, tmp_path: Path) 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"mine")
-    with pytest.raises(RunError, match="something else than a run"):
+    with pytest.raises(RunError, match="contains something other than a run"):
         RunWriter(tmp_path, SETTINGS, CAPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
     with pytest.raises(RunError, match="is no run"):

@@ -66,7 +66,7 @@ def test_a_variant_of_a_model_that_the_kernels_do_not_know_is_left_alone(
 ) -> None:
     monkeypatch.setattr("llm.family.MODEL_TYPES", ("mistral",))
     found, reason = load(str(model), "auto", device="cpu", lacks=None)
-    assert found.precision == "fp32" and "our kernels know mistral, not llama" in reason
+    assert found.precision == "fp32" and "the native kernels support mistral, not llama" in reason
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:

@@ -214,8 +214,8 @@ def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("gone", "lora: gone: is not known"),
-        ("a,gone:0.5", "lora: gone: is not known"),
+        ("gone", "lora: gone: there is no gone.safetensors in the LoRA folder"),
+        ("a,gone:0.5", "lora: gone: there is no gone.safetensors in the LoRA folder"),
         ("../a", "lora: a name is letters"),
         ("a/../a", "lora: a name is letters"),
         ("a:", "lora: a: its scale must be a number"),
@@ -235,7 +235,7 @@ def test_what_cannot_be_is_refused_by_name(runner: Watching, text: str, wrong: s
 def test_without_a_folder_and_over_eight_bits_there_are_none(
     folder: Path, kernels: ctypes.CDLL, tmp_path: Path
 ) -> None:
-    with pytest.raises(Invalid, match=r"^lora: no folder"):
+    with pytest.raises(Invalid, match=r"^lora: no LoRA folder is configured"):
         Crank(runner_of(None)).submit("x", with_lora("a"))
     saved = tiny.save(tmp_path / "tiny", tiny.SHAPES[tiny.TINY])
     quantized.make(load(str(saved)), ["a hat"], saved)

@@ -129,7 +129,7 @@ def test_other_decoders_are_refused() -> None:
     other: Any = SimpleNamespace(config=SimpleNamespace(**one.config), decoder=one.decoder)
     check(other)
     other.config.up_block_types = ["UpDecoderBlock2D", "AttnUpDecoderBlock2D"]
-    with pytest.raises(ValueError, match="vae: our kernels do not know AttnUpDecoderBlock2D"):
+    with pytest.raises(ValueError, match="vae: the native kernels do not support AttnUpDecoderBlock2D"):
         check(other)
     other.config.up_block_types = ["UpDecoderBlock2D"]
     for name in ("act_fn", "norm_type"):
@@ -137,7 +137,7 @@ def test_other_decoders_are_refused() -> None:
         with pytest.raises(ValueError, match=f"vae: {name} is 'other'"):
             check(other)
         delattr(other.config, name)
-    with pytest.raises(ValueError, match="vae: our kernels know AutoencoderKL, and this is SimpleNamespace"):
+    with pytest.raises(ValueError, match="vae: the native kernels support AutoencoderKL, not SimpleNamespace"):
         check(SimpleNamespace(config=SimpleNamespace(), decoder=nn.Identity()))
 
 

@@ -162,13 +162,13 @@ def test_what_the_programs_would_compute_otherwise_is_refused(name: str) -> None
     one = unet("plain")
     check(one)
     check(Other(one))
-    with pytest.raises(ValueError, match=f"unet: {name} is 'something else'; our kernels know "):
+    with pytest.raises(ValueError, match=f"unet: {name} is 'something else'; the native kernels support "):
         check(Other(one, **{name: "something else"}))
 
 
 def test_blocks_that_are_unknown_are_refused() -> None:
     one = unet("plain")
-    with pytest.raises(ValueError, match="unet: our kernels do not know AttnDownBlock2D, SkipUpBlock2D"):
+    with pytest.raises(ValueError, match="unet: the native kernels do not support AttnDownBlock2D, SkipUpBlock2D"):
         check(Other(one, down_block_types=["AttnDownBlock2D"], up_block_types=["SkipUpBlock2D"]))
 
 

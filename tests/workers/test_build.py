@@ -158,7 +158,7 @@ def test_text_takes_its_variant_where_the_kernels_run_and_the_log_says_why(
     quantize_text(load_text(str(folder)), [(1, 7, 8, 9)], folder)
     for given, wanted, said in (
         ({"text_model": str(folder)}, "int8", "the model has such a variant"),
-        ({"text_model": str(folder), "kernels": False}, "fp32", "our own kernels are switched off"),
+        ({"text_model": str(folder), "kernels": False}, "fp32", "the native kernels are turned off"),
         ({"text_model": str(folder), "text_precision": "fp32"}, "fp32", "as the settings say"),
         ({"text_model": texts.TINY}, "fp32", "no variant in 8 bits"),
         ({}, "fp32", "no variant in 8 bits"),
@@ -275,8 +275,8 @@ def test_a_gpu_draws_on_fused_layers_in_what_auto_finds(model: Path, cache: Path
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"precision": "fp16"}, "the GPU kernels know bf16 and 8 bits, not fp16"),
-        ({"kernels": False}, "are switched off"),
+        ({"precision": "fp16"}, "the GPU kernels support bf16 and 8 bits, not fp16"),
+        ({"kernels": False}, "are turned off"),
     ],
 )
 def test_a_gpu_without_fused_layers_says_why(

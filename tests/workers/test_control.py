@@ -41,7 +41,7 @@ def test_a_job_is_not_stopped_for_the_one_that_had_its_id(crew: Crew, engine: En
     active_jobs.add(other)
     crew.store.cancel("other")
     crew.redis.xadd("diptych:control:me", {"cancel": "nobody's"})  # as an API of a version before says it
-    control = ControlListener(crew.registry, StoreRetry(), "me", active_jobs.drop)
+    control = ControlListener(crew.registry, StoreRetry(), "me", active_jobs.abandon)
     control.start()
     eventually(lambda: other.dropped, "what comes after it is heard")
     assert not new.dropped

@@ -106,7 +106,7 @@ def test_a_worker_that_slept_too_long_finds_its_jobs_gone_and_serves_on(crew: Cr
     assert crew.ended(crew.ask()).state is JobState.SUCCEEDED  # … and it serves on
     assert crew.events(id) == events
     assert crew.job(id) == job
-    assert "is no longer this worker's" in sleeper.log
+    assert "this worker lost the lease of job " in sleeper.log
     assert sleeper.process.poll() is None
 
 
@@ -143,12 +143,12 @@ def test_a_result_waits_for_redis_and_a_late_message_does_no_harm(crew: Crew, re
     redis_server.kill()
     try:
         eventually(lambda: worker.noted("done", id))
-        eventually(lambda: "is written when it is back" in worker.log)
+        eventually(lambda: "are written when Redis is available" in worker.log)
     finally:
         redis_server.start()
     job = crew.ended(id)
     assert (job.state, job.attempt, job.lost) == (JobState.SUCCEEDED, 1, 0)
-    eventually(lambda: "Redis is back" in worker.log)
+    eventually(lambda: "Redis is available again" in worker.log)
     lines = [line for line in worker.log.splitlines() if "Redis" in line]
     assert len(lines) == 2  # said once, and once
 

@@ -102,15 +102,15 @@ def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCa
     found = lines(caplog)
     (said,) = [line for line in found if line.startswith("all layers")]
     assert said.startswith(f"all layers: {title}") and said.endswith(card.kernels_reason)
-    (drawn,) = [line for line in found if " draws in " in line]
-    assert drawn.startswith("tiny draws in fp32 on ")
+    (drawn,) = [line for line in found if " runs in " in line]
+    assert drawn.startswith("tiny runs in fp32 on ")
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"kernels": False}, "our own kernels are switched off"),
-        ({"precision": "bf16"}, "the CPU kernels know fp32 and int8, not bf16"),
+        ({"kernels": False}, "the native kernels are turned off"),
+        ({"precision": "bf16"}, "the CPU kernels support fp32 and int8, not bf16"),
         ({"model": "narrow"}, "heads of width 8"),
     ],
 )
@@ -130,7 +130,7 @@ def test_torch_is_said_and_announced_with_the_reason(
 
 def test_a_text_model_announces_its_kernels(tmp_path: Path) -> None:
     instructions = identity(stage.kernels()).instructions
-    for kernels, wanted, said in ((True, instructions, ""), (False, "torch", "our CPU kernels are switched off")):
+    for kernels, wanted, said in ((True, instructions, ""), (False, "torch", "the CPU kernels are turned off")):
         given = settings(stage.CACHE.parent, device="cpu", text_model=tiny_text.TINY, kernels=kernels)
         with build(given, text=True) as works:
             card = handlers_of(works)["text"].card()

@@ -128,7 +128,7 @@ def test_an_entry_that_is_no_message_ends_no_worker(crew: Crew) -> None:
     eventually(lambda: crew.redis.llen("diptych:dead_letters") == len(ODD))
     assert set(crew.redis.lrange("diptych:dead_letters", 0, -1)) == set(ODD)
     assert worker.process.poll() is None
-    assert worker.log.count("is no message") == len(ODD)
+    assert worker.log.count("a malformed message in queue") == len(ODD)
     assert "no JSON at all" not in worker.log
 
 

@@ -42,7 +42,7 @@ def test_many_wait_together_and_it_is_said_once(caplog: pytest.LogCaptureFixture
     assert not store_retry.lasts
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "cannot be reached" in caplog.text
-    assert "is back" in caplog.text
+    assert "is available again" in caplog.text
 
 
 def test_what_is_not_worth_waiting_for_is_given_up() -> None:

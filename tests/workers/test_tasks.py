@@ -48,7 +48,7 @@ class Scene:
         self.engine = Engine([self.runner])
         self.shared_lock, self.active_jobs, self.store_retry = SharedLock(), ActiveJobs(), StoreRetry()
         self.publisher = ProgressPublisher(
-            self.store, self.store_retry, lambda: self.engine.ticks, self.active_jobs.drop
+            self.store, self.store_retry, lambda: self.engine.ticks, self.active_jobs.abandon
         )
         self.publisher.start()
         self.tasks = WorkerTasks(
@@ -174,7 +174,7 @@ def test_what_an_engine_that_broke_says_is_not_written(crew: Crew, scene: Scene)
 def test_an_error_of_its_own_is_logged_and_raises_nothing(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.store.before_claim = lambda id: 1 / 0
     scene.run("job_x")
-    assert "an error of this worker's own" in caplog.text
+    assert "internal error of this worker" in caplog.text
     assert scene.shared_lock.enter(alone=True)  # it has left the gate
 
 

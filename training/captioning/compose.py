@@ -31,7 +31,7 @@ class HopelessError(RuntimeError):
     """The request yields no captions. `again` counts attempts by reason."""
 
     def __init__(self, again: Counter[str]) -> None:
-        super().__init__("no caption comes of it")
+        super().__init__("no valid caption was generated")
         self.again = again
 
 

@@ -68,10 +68,10 @@ def lacks(device: DeviceInfo, precision: str) -> str | None:
     """Why our kernels cannot run a model of this precision on the device, or None if they can."""
     if device.kind == "cpu":
         if precision not in ("fp32", "int8"):
-            return f"the CPU kernels know fp32 and int8, not {precision}"
+            return f"the CPU kernels support fp32 and int8, not {precision}"
         return None if device.instructions is not None else device.cpu_lacks or "there are no CPU kernels"
     if precision not in _LEAST:
-        return f"the GPU kernels know {', '.join(_LEAST)}, not {precision}"
+        return f"the GPU kernels support {', '.join(_LEAST)}, not {precision}"
     if device.triton is None:
         return "Triton is not installed"
     if device.capability is None:

@@ -74,7 +74,7 @@ def test_send_that_fails(store: JobStore, client: redis.Redis, caplog: pytest.Lo
     assert tried.get(timeout=PATIENCE_S).id == id
     reaper.stop()
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["reaper: cannot send jobs again, the next sweeps try: OSError", "reaper: well again (send)"]
+    assert said == ["reaper: cannot resend messages, retrying in the next sweep: OSError", "reaper: recovered (send)"]
 
 
 def test_deadline_passes_with_no_worker(store: JobStore, client: redis.Redis) -> None:
@@ -113,7 +113,7 @@ def test_redis_away(
     assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 3)
     reaper.stop()
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["reaper: no sweep until it is better: Redis cannot be reached", "reaper: well again (sweep)"]
+    assert said == ["reaper: sweeps are paused: Redis cannot be reached", "reaper: recovered (sweep)"]
 
 
 def test_stops_while_it_waits(store: JobStore) -> None:

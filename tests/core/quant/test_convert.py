@@ -180,7 +180,7 @@ RULES = recipe().rules
         (nothing, {"rules": (*RULES, Rule("ghost"))}, RecipeError, "the model has no layer for the rule 'ghost'"),
         (nothing, {"rules": RULES[:2]}, RecipeError, "block: no rule for layer to_q"),
         (nothing, {"rules": (Rule("to_q", alpha=0.7), *RULES)}, RecipeError,
-         "block: to_k reads what to_q reads, and is to be quantized otherwise"),
+         "block: to_q and to_k share an input but have different rules"),
         (nothing, {"rules": (Rule(".*", alpha=3.0),)}, RecipeError, "^conv: alpha must be between 0 and 1"),
         (nothing, {"halves": lambda name: 32 if name == "conv" else None}, RecipeError,
          "^conv: the second half of 32 channels cannot begin at 32"),

@@ -196,8 +196,8 @@ def nothing(folder: Path) -> None:
         (rewrite(sha256=None), {}, r"is damaged \(no sha256\)"),
         (rewrite(weights="yes"), {}, r"is damaged \(no weights\)"),
         (relabel("conv", "Int4Conv2d"), {}, "layer conv is of the unknown kind 'Int4Conv2d'"),
-        (relabel("conv", "Int8Linear"), {}, "layer conv is a Conv2d in the model, not what became Int8Linear"),
-        (relabel("norm", "Int8Linear"), {}, "layer norm is a GroupNorm in the model, not what became Int8Linear"),
+        (relabel("conv", "Int8Linear"), {}, "layer conv is a Conv2d in the model, but the manifest has Int8Linear"),
+        (relabel("norm", "Int8Linear"), {}, "layer norm is a GroupNorm in the model, but the manifest has Int8Linear"),
         (relabel("ghost", "Int8Linear"), {}, "the model has no layer ghost"),
         (refile(lambda t: t.pop("to_q.inverse")), {}, "inverse of layer to_q is missing"),  # type: ignore[arg-type, return-value]
         (refile(lambda t: t.update({"to_q.inverse": torch.ones(31)})), {},

@@ -50,7 +50,9 @@ class PackedLayers:
         """As when called, for layers that only exist in floats."""
         layer = self(*modules)
         if layer.inverse is not None:
-            raise ValueError(f"layer {self._names.get(id(modules[0]), '?')}: is known to the kernels in floats only")
+            raise ValueError(
+                f"layer {self._names.get(id(modules[0]), '?')}: the kernels support this layer in floats only"
+            )
         return layer
 
     def columns(self, module: nn.Module, first: int, count: int, *, bias: bool) -> PackedLayer:
@@ -116,9 +118,7 @@ def _biases(modules: Sequence[nn.Module]) -> Tensor:
 def _float_weight(module: nn.Module) -> Tensor:
     """[n, taps, channels]. Raises ValueError for anything but a plain layer in floats."""
     if not isinstance(module, (nn.Linear, nn.Conv2d)):
-        raise ValueError(
-            f"a {type(module).__name__} is unknown to the kernels here, which want a plain layer in floats"
-        )
+        raise ValueError(f"the kernels do not support {type(module).__name__} here, only plain float layers")
     weight = module.weight.detach().float()
     if isinstance(module, nn.Conv2d):
         steps(module)

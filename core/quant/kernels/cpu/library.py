@@ -73,7 +73,7 @@ def library(cache_dir: Path) -> ctypes.CDLL:
             _check_ours(path)
             return _load(path)
         except KernelsUnavailable as error:
-            log.warning("%s; they are compiled anew", error)
+            log.warning("%s; recompiling", error)
     _compile(compiler, path)
     _check_ours(path)
     return _load(path)

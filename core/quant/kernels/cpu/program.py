@@ -79,7 +79,7 @@ def _pack(
 ) -> Weights:
     n, taps, channels = weight.shape
     if weight.device.type != "cpu":
-        raise ValueError(f"weights on {weight.device} are not in reach of the CPU's kernels")
+        raise ValueError(f"weights are on {weight.device}, not on the CPU")
     if taps not in (1, 9) or not weight.numel():
         raise ValueError(f"weights of shape {[*weight.shape]} do not fit the kernels: they have one tap or nine")
     if geglu and (n % (2 * _LANES) or taps != 1):
@@ -370,7 +370,7 @@ def _check(
         found = f"{tensor.dtype} {[*tensor.shape]} on {tensor.device}"
         raise ValueError(f"{name}: must be {dtype} {[*shape]} on the CPU, not {found}")
     if not (tensor.stride(-1) == 1 or tensor.shape[-1] == 1 if rows_apart else tensor.is_contiguous()):
-        raise ValueError(f"{name}: does not lie as the kernels read it (strides {[*tensor.stride()]})")
+        raise ValueError(f"{name}: its memory layout is not the kernels' (strides {[*tensor.stride()]})")
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -379,5 +379,5 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _float(what: str, tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        raise ValueError(f"{what} without weight and bias is unknown to the kernels")
+        raise ValueError(f"the kernels do not support {what} without weight and bias")
     return tensor.detach().float().contiguous()

@@ -75,7 +75,7 @@ def test_a_layer_is_packed_once_and_no_other_is_mistaken_for_it() -> None:
     [
         (lambda m: m.wide, "^layer wide: convolutions of 5×5 are unknown to the kernels"),
         (lambda m: m.dilated, "^layer dilated: only plain convolutions"),
-        (lambda m: m.norm, "^layer norm: a LayerNorm is unknown to the kernels"),
+        (lambda m: m.norm, "^layer norm: the kernels do not support LayerNorm here"),
     ],
 )
 def test_what_the_kernels_cannot_read_is_refused_by_name(make: Any, said: str) -> None:
@@ -92,15 +92,15 @@ def test_quantized_layers_that_the_kernels_cannot_read_are_refused_by_name() -> 
     model.point = Int8Conv2d.of(model.point, torch.ones(8))
     made = layers(model)
     for module, said in (
-        (model.a, r"^layer a: a Fp8Linear is unknown to the kernels"),
+        (model.a, r"^layer a: the kernels do not support Fp8Linear here"),
         (model.odd, r"^layer odd: INT8 weights of 6 input channels do not fit the kernels: no multiple of 4"),
         (model.wide, "^layer wide: convolutions of 5×5 are unknown to the kernels"),
     ):
         with pytest.raises(ValueError, match=said):
             made(module)
-    with pytest.raises(ValueError, match=r"^layer point: is known to the kernels in floats only"):
+    with pytest.raises(ValueError, match=r"^layer point: the kernels support this layer in floats only"):
         made.floats(model.point)
-    with pytest.raises(ValueError, match=r"^layer point: a Int8Conv2d is unknown to the kernels here"):
+    with pytest.raises(ValueError, match=r"^layer point: the kernels do not support Int8Conv2d here"):
         made.columns(model.point, 0, 4, bias=True)
 
 

@@ -171,7 +171,7 @@ NORM, PLAIN = nn.LayerNorm(8), nn.GroupNorm(2, 8)
     ("name", "arguments", "said"),
     [
         ("quantize", (torch.zeros(3, 8), torch.ones(7)), r"inverse: must be torch.float32 \[8\]"),
-        ("quantize", (torch.zeros(8, 3).t(), torch.ones(8)), "x: does not lie"),
+        ("quantize", (torch.zeros(8, 3).t(), torch.ones(8)), "x: its memory layout is not the kernels'"),
         ("layer_norm", (torch.zeros(3, 9), NORM, None), r"weight: must be torch.float32 \[9\]"),
         ("layer_norm", (torch.zeros(3, 8), nn.LayerNorm(8, bias=False), None), "LayerNorm without weight and bias"),
         ("layer_norm", (torch.zeros(3, 8), NORM, torch.ones(4)), "inverse: must be"),

@@ -233,10 +233,10 @@ def test_extremes_of_bytes_do_not_overflow() -> None:
     [
         ({"a": torch.zeros(8, 8)}, "a: must be torch.uint8"),
         ({"a": torch.zeros(7, 8, dtype=torch.uint8)}, r"a: must be torch.uint8 \[8, 8\]"),
-        ({"a": torch.zeros(8, 16, dtype=torch.uint8)[:, ::2]}, "a: does not lie as the kernels read it"),
+        ({"a": torch.zeros(8, 16, dtype=torch.uint8)[:, ::2]}, "a: its memory layout is not the kernels'"),
         ({"grid": (1, 3, 3)}, r"a: must be torch.uint8 \[9, 8\]"),
         ({"residual": torch.zeros(8, 19)}, r"residual: must be torch.float32 \[8, 20\]"),
-        ({"residual": torch.zeros(20, 8).t()}, "residual: does not lie"),
+        ({"residual": torch.zeros(20, 8).t()}, "residual: its memory layout is not the kernels'"),
         ({"row_bias": torch.zeros(1, 20)}, r"row_bias: must be torch.float32 \[2, 20\]"),
         ({"row_bias": torch.zeros(2, 20).double()}, "row_bias: must be torch.float32"),
         ({"inverse": torch.zeros(16)}, r"inverse: must be torch.float32 \[20\]"),
@@ -297,5 +297,5 @@ def test_scales_and_biases_of_another_length_are_refused() -> None:
         pack_int8(kernels(), weight, torch.ones(7), None)
     with pytest.raises(ValueError, match=r"bias of shape \[9\] does not fit 8 columns"):
         pack_float(kernels(), weight.float(), torch.ones(9))
-    with pytest.raises(ValueError, match="weights on meta are not in reach"):
+    with pytest.raises(ValueError, match="weights are on meta, not on the CPU"):
         pack_float(kernels(), weight.float().to("meta"), None)
