@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 T = TypeVar("T")
 
-# Held during a capture and by waits for the whole device: such a wait fails while any of the device's streams is captured,
-# and invalidates the capture (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
+# Held during a capture and by waits for the whole device: such a wait fails while any of the device's streams is
+# captured, and invalidates the capture (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
 CAPTURE_LOCK = threading.Lock()
 
 _WARM = 2  # runs before recording: they compile kernels, choose algorithms and warm up the allocator
