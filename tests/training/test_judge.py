@@ -37,7 +37,7 @@ def painter(run: TrainingRun, change: Callable[[captions.ParsedCaption], caption
 
 
 def test_true_pictures_get_full_marks(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_pictures, "Painter", painter(run, lambda said: said))
+    monkeypatch.setattr(judge_pictures, "PictureGenerator", painter(run, lambda said: said))
     figures = judge_pictures.judge_xl(run, EXTENT)
     assert figures["nearest_neighbour_has_the_name"] == 1
     assert figures["background_is_nearest_of_16_colours"] == 1
@@ -55,7 +55,7 @@ def test_wrong_subjects_backgrounds_and_tones_get_none(run: TrainingRun, monkeyp
             return captions.ParsedCaption(f"{base}: {'dark' if tone != 'dark' else 'light'} skin tone", colour)
         return captions.ParsedCaption("red circle" if base != "red circle" else "nose", colour)
 
-    monkeypatch.setattr(judge_pictures, "Painter", painter(run, wrong))
+    monkeypatch.setattr(judge_pictures, "PictureGenerator", painter(run, wrong))
     figures = judge_pictures.judge_xl(run, EXTENT)
     rows = pictures.read_rows(run.data)
     toned = sum(captions.has_tone(row.name) for row in rows) / len(rows)

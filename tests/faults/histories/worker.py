@@ -27,19 +27,19 @@ def edited(prompt: str, pixels: bytes) -> str:
 def main() -> int:
     artifacts = Artifacts(config.read().artifacts)
 
-    def requests(panel: stage.StagePictures, job: ImageJob) -> list[Any]:
+    def requests(handler: stage.StagePictures, job: ImageJob) -> list[Any]:
         found = pictures(job, fetch=artifacts.get)
         return [
             one if one.edit is None else replace(one, prompt=edited(one.prompt, one.edit.image), edit=None)
             for one in found
         ]
 
-    def answers(panel: stage.StageText, job: Any, made: Sequence[Any], shelf: ArtifactWriter) -> dict[str, Any]:
+    def answers(handler: stage.StageText, job: Any, made: Sequence[Any], shelf: ArtifactWriter) -> dict[str, Any]:
         choices = [{"text": one.text, "finish_reason": "stop", "tokens": 1, "logprobs": []} for one in made]
         return {"choices": choices, "prompt_tokens": [1] * len(made)}
 
     stage.StagePictures.requests = requests  # type: ignore[method-assign]
-    stage.StageText.result = answers  # type: ignore[method-assign]
+    stage.StageText.build_result = answers  # type: ignore[method-assign]
     return stage.main()
 
 
