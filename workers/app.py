@@ -64,18 +64,13 @@ def _build(settings: Settings, say: Say) -> ServingRuntime:
     from pipeline.load import check_name
 
     check_name(settings.model_name)  # importing torch and its dependencies takes seconds
-    from core.batching.runner import Lane
-    from workers.build import build, device_of
+    from workers.build import build
     from workers.metrics import METER
     from workers.serving_runtime import build_serving_runtime
 
-    lane = Lane("device", niceness=_NICENESS if device_of(settings) == "cpu" else 0)
-    return build_serving_runtime(
-        build(settings, lane=lane, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick)
-    )
+    return build_serving_runtime(build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick))
 
 
-_NICENESS = 5  # of forwards on a CPU, which share its cores with Redis, the API and the worker's own threads
 _MEASURE_S = 5.0  # limit for measuring cost curves; the rest is learnt from the first jobs
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -142,13 +140,9 @@ class Lane:
     else computes in the process (loading, measuring) should run here too: OpenMP keeps a team of threads for each
     thread that ever computed in parallel, and with more threads than cores all of them wait asleep, which made small
     forwards twice as slow (GNU libgomp, OMP_WAIT_POLICY).
-
-    `niceness` lowers its thread's priority, and that of the threads it starts, on Linux: where the processor that
-    computes also answers requests, a forward lasts thousands of times longer than what an answer needs.
     """
 
-    def __init__(self, name: str = "lane", *, niceness: int = 0) -> None:
-        self._niceness = niceness
+    def __init__(self, name: str = "lane") -> None:
         self._queue: queue.SimpleQueue[LaneTicket | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -175,9 +169,6 @@ class Lane:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._niceness and sys.platform == "linux":  # elsewhere it would be the whole process's
-            me = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + self._niceness)
         while (ticket := self._queue.get()) is not None:
             ticket.run()
 

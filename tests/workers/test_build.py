@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -198,8 +196,6 @@ def test_a_worker_measures_what_forwards_cost_before_its_first_job(cache: Path) 
     given = settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False)
     with closing(app._build(given, said.append)) as equipment:
         assert isinstance(equipment, ModelRuntime)
-        thread = equipment.works.lane.call(threading.get_native_id)
-        assert os.getpriority(os.PRIO_PROCESS, thread) > os.getpriority(os.PRIO_PROCESS, 0), "forwards yield to answers"
         curves = equipment.works.images.execution.costs()
         assert {key[0] for key in curves} >= {"deep", "vae"}
         assert all(seconds > 0 for curve in curves.values() for seconds in curve.values())

@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import random
-import sys
 import threading
 import time
 from collections import deque
@@ -759,21 +757,3 @@ def test_a_closed_lane_says_so() -> None:
     assert ticket.ready()
     with pytest.raises(RuntimeError, match="closed"):
         lane.start(lambda: 1, lambda value: {})
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of single threads are Linux's")
-def test_a_lane_of_lower_priority_lowers_its_threads_alone() -> None:
-    def priorities() -> list[int]:
-        found = list[int]()
-        started = threading.Thread(target=lambda: found.append(priority()))
-        started.start()
-        started.join()
-        return [priority(), *found]
-
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    usual, lane = priority(), Lane(niceness=2)
-    assert lane.call(priorities) == [usual + 2, usual + 2]
-    assert priorities() == [usual, usual]
-    lane.close()
