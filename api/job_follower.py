@@ -86,9 +86,10 @@ class JobFollower:
                         return
 
     async def ended(self, job: Job) -> Job | None:
-        """The job's record, if it has ended. None: it has not, it is gone, or the service closes."""
-        found = await self.record(job)
-        return found if found is not None and found.state.final else None
+        """The record of a job whose events have ended. None: it is gone, or the service closes."""
+        while (found := await self.record(job)) is not None and not found.state.final:
+            await self._pause()  # the terminal event came before the record could be read
+        return found
 
     async def end(self, job: Job) -> Job | None:
         """Wait for the job's end. None: the service closes first. Raises `ApiError` if the job no longer exists."""

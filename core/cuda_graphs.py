@@ -63,7 +63,7 @@ class CudaRecorder:
                 function()
             self._stream.synchronize()
             # Not `torch.cuda.graph`, which empties the allocator's cache each time: requests are served between
-            # recordings. "thread_local": other threads may allocate meanwhile, e.g. the other panel on its own stream.
+            # recordings. "thread_local": other threads may allocate meanwhile, e.g. the text model on its own stream.
             with CAPTURE_LOCK:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:

@@ -99,7 +99,7 @@ class ActiveJobs:
             return {id: work.claim.fence for id, work in self._works.items()}
 
     def abandon(self, id: str, fence: str | None = None) -> bool:
-        """Drop a job, if it is active and (where given) is this attempt."""
+        """Abandon a job, if it is active and (where given) is this attempt."""
         with self._lock:
             work = self._works.get(id)
         if work is None or fence not in (None, work.claim.fence):

@@ -61,6 +61,7 @@ class WorkerProgram(CeleryWorker):  # type: ignore[misc]
             raise
         finally:
             gc.freeze()
+            gc.set_threshold(700, 10, 10)  # Python's own; the command starts with a higher one (`cli.entry`)
             gc.enable()
         self.pool_cls = "threads"
         self.concurrency = sum(worker.prefetch.limits.values())  # one thread for each message in flight

@@ -54,7 +54,7 @@ class JobExecutor:
                 made = work.make(self._requests(claim, wanted, handler.tally(wanted), deadline))
             engine_s = time.monotonic() - started
             if work.dropped:
-                raise Aborted("the job was cancelled")
+                raise Aborted("the job was cancelled, handed back or claimed again")
             result = handler.build_result(job, made, artifact_writer)
             if job.expand_prompt:
                 result = expand.add_prompts(result, wanted)
