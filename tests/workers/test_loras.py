@@ -99,5 +99,5 @@ def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folde
     with build(bare) as other:
         assert other.images.model.unet.conv_in.weight.numel() == 0
         assert handlers_of(other)["image"].card().loras == ()
-        with pytest.raises(Invalid, match=r"^lora: no folder"):
+        with pytest.raises(Invalid, match=r"^lora: no LoRA folder"):
             drawn(other, lora="ink")
