@@ -449,5 +449,5 @@ def test_a_call_takes_no_longer_than_it_may() -> None:
     for kind in (rivals.silent, rivals.trickling_status, rivals.continuing):
         with rivals.receiver(kind) as (url, _):
             bound = Deadline(0.3)
-            with pytest.raises(Unreachable, match="it does not answer|its response is not HTTP"):
+            with pytest.raises(Unreachable, match=r"it does not answer|its response is not HTTP"):
                 call(url, {}, b"{}", private=True, bound=bound)
