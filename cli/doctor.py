@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import Commands, read_settings
 from contract.precision import is_quantized
+from core.extras import pip_install
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -69,7 +70,7 @@ def _python(settings: Settings) -> Iterator[Finding]:
     missing = [name for name in needed if find_spec(name) is None]
     said = f"{platform.python_version()}, {sys.prefix}"
     if missing:
-        yield Finding("ill", "python", f"{said}; {', '.join(missing)} not installed: pip install '.[serve]'")
+        yield Finding("ill", "python", f"{said}; {', '.join(missing)} not installed: {pip_install('serve')}")
     else:
         yield Finding("well", "python", said)
 

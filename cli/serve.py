@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import CommandFailed, Commands, UsageError, add_model, make_cache, model_errors, read_settings
+from core.extras import pip_install
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -154,7 +155,7 @@ def _begin_traces(settings: Settings, part: str) -> None:
 def _check_extra() -> None:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{', '.join(missing)}: not installed; pip install '.[serve]' brings all that serving needs")
+        raise UsageError(f"{', '.join(missing)}: not installed; {pip_install('serve')} brings all that serving needs")
 
 
 def _check_redis(settings: Settings) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from core.extras import pip_install
+
 _PATH = "/v1/traces"  # of an OTLP collector (OTLP/HTTP, "OTLP/HTTP Request")
 
 _provider: Any = None
@@ -33,7 +35,7 @@ def begin(url: str, part: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise TracesError("needs OpenTelemetry: pip install '.[otel]'") from error
+        raise TracesError(f"needs OpenTelemetry: {pip_install('otel')}") from error
     endpoint = url if url.endswith(_PATH) else url.rstrip("/") + _PATH
     _provider = TracerProvider(resource=Resource.create({"service.name": part}), shutdown_on_exit=False)
     _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=5)))

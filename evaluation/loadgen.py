@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core.extras import pip_install
 from evaluation.loadgen_tasks import LoadGenTask, LoggedAnswer
 from evaluation.pixels import Pixels
 
@@ -249,5 +250,5 @@ def _library() -> Any:
     try:
         import mlperf_loadgen
     except ImportError:
-        raise LoadGenError('LoadGen is not installed: pip install "diptych[eval]", or mlcommons-loadgen') from None
+        raise LoadGenError(f"LoadGen is not installed: {pip_install('eval')}, or mlcommons-loadgen") from None
     return mlperf_loadgen

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import Invalid
+from core.extras import pip_install
 from llm.instances import has_finite_instance
 
 _SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
@@ -47,7 +48,7 @@ class GrammarCompiler:
             import llguidance
             import llguidance.hf
         except ImportError:
-            raise Invalid("json_schema", "llguidance is not installed here (pip install diptych[text])") from None
+            raise Invalid("json_schema", f"llguidance is not installed here ({pip_install('text')})") from None
         if self._known is None:
             self._known = llguidance.hf.from_tokenizer(
                 self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None

@@ -41,6 +41,7 @@ FLOORS = {
     "core.artifacts": 1,
     "core.config": 0,
     "core.logs": 0,
+    "core.extras": 0,
     "core.threads": 0,
     "core.traces": 0,
     "contract": 0,
@@ -54,6 +55,7 @@ SIDEWAYS = {
     "cli": {"evaluation", "benchmarks", "training", "training.captioning"},
     "training.captioning": {"evaluation"},
     "core.config": {"contract"},
+    "core.traces": {"core.extras"},
 }
 
 TORCH_FREE = ("contract", "core.batching", "core.jobs", "core.artifacts", "api", "deployment")

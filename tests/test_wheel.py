@@ -202,7 +202,7 @@ def test_it_quantizes(bare: Path, tmp_path: Path) -> None:
 def test_what_needs_an_extra_names_it(bare: Path, tmp_path: Path) -> None:
     done = run(bare, "serve", where=tmp_path)
     assert done.returncode == 2
-    assert "redis" in done.stderr and "[serve]" in done.stderr
+    assert "redis" in done.stderr and "pip install 'diptych[serve]'" in done.stderr
 
 
 @pytest.mark.usefixtures("serving")

@@ -38,6 +38,7 @@ def page(browser: Browser, shared: Api, easel: Easel) -> Iterator[Page]:
     page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
     page.goto(shared.url)
     expect(page.locator("#state")).to_have_attribute("data-is", "ready")
+    expect(page.locator("#scheduler")).to_have_value("euler")  # from the model's card, which comes after that
     yield page
     assert not wrong
     context.close()

@@ -104,6 +104,19 @@ def test_a_shell_that_names_a_precision_is_obeyed(monkeypatch: pytest.MonkeyPatc
     assert fused(read_there, model) == (False, "the GPU kernels support bf16 and 8 bits, not fp16")
 
 
+def test_every_image_of_others_names_its_version() -> None:
+    """`latest` and a name without a tag are another image tomorrow."""
+    composed = {
+        service["image"] for service in COMPOSE["services"].values() if not service["image"].startswith("diptych-")
+    }
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)", DOCKERFILE, re.MULTILINE))
+    built_on = set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)) - stages
+    assert len(composed) >= 2 and built_on
+    for image in composed | built_on:
+        tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+        assert re.match(r"v?\d", tag), image
+
+
 def test_the_cpu_worker_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings("worker", monkeypatch).device == "cpu"
 

@@ -175,6 +175,26 @@ def test_input_that_can_never_work_ends_all(tmp_path: Path) -> None:
     assert process.returncode == 2
 
 
+def test_logs_lie_in_a_folder_that_nobody_can_foresee(tmp_path: Path) -> None:
+    """Another user of the machine can neither read them nor have put a link where they will be written."""
+    folder, temporary = tmp_path / "workers", tmp_path / "tmp"
+    folder.mkdir()
+    temporary.mkdir(mode=0o1777)
+    shown = []
+    for number in range(2):
+        code = "import sys; print('said'); sys.exit(2)"
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORKERS, str(folder), code], cwd=ROOT, text=True, stderr=subprocess.PIPE,
+            env={**environment(), "TMPDIR": str(temporary)},
+        )  # fmt: skip
+        process.communicate(timeout=60)
+        logs = sorted(temporary.glob("diptych-workers-*"))
+        assert len(logs) == number + 1
+        shown.append(next(path for path in logs if path not in shown))
+        assert shown[-1].stat().st_mode & 0o777 == 0o700 and "said" in (shown[-1] / "0.log").read_text()
+    assert shown[0].name != shown[1].name
+
+
 def test_a_probe_tells_what_is_well() -> None:
     """Of the API: nobody, and somebody else. A worker is looked at in tests/compose."""
     probe = [sys.executable, "-m", "deployment.probe"]
