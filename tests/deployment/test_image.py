@@ -146,10 +146,10 @@ time.sleep(60)
 """
 
 
-def begin(folder: Path, code: str) -> subprocess.Popen[str]:
+def begin(folder: Path, code: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", WORKERS, str(folder), code], cwd=ROOT, env=environment(), stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", WORKERS, str(folder), code], cwd=ROOT, env={**environment(), **variables},
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
@@ -182,12 +182,7 @@ def test_logs_lie_in_a_folder_that_nobody_can_foresee(tmp_path: Path) -> None:
     temporary.mkdir(mode=0o1777)
     shown = []
     for number in range(2):
-        code = "import sys; print('said'); sys.exit(2)"
-        process = subprocess.Popen(
-            [sys.executable, "-c", WORKERS, str(folder), code], cwd=ROOT, text=True, stderr=subprocess.PIPE,
-            env={**environment(), "TMPDIR": str(temporary)},
-        )  # fmt: skip
-        process.communicate(timeout=60)
+        begin(folder, "import sys; print('said'); sys.exit(2)", TMPDIR=str(temporary)).communicate(timeout=60)
         logs = sorted(temporary.glob("diptych-workers-*"))
         assert len(logs) == number + 1
         shown.append(next(path for path in logs if path not in shown))
