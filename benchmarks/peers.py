@@ -25,8 +25,8 @@ from benchmarks import compiling, openvino_unet, provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
 from core.graphs import CompiledCache, ExecutableKey, compiler
+from core.kernels.cpu.library import KernelsUnavailable, library
 from core.quant.convert import quantize_
-from core.quant.kernels.cpu.library import KernelsUnavailable, library
 from core.quant.statistics import Statistics
 from pipeline.denoise import PackedKeys, UNetInputs
 from pipeline.drawing import Denoiser

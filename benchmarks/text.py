@@ -167,7 +167,7 @@ class _Bench:
 
     @staticmethod
     def _library(settings: Settings) -> Any:
-        from core.quant.kernels.cpu.library import KernelsUnavailable, library
+        from core.kernels.cpu.library import KernelsUnavailable, library
 
         try:
             return library(settings.compiled_kernels) if settings.kernels else None

@@ -24,7 +24,7 @@ from core.extras import pip_install
 
 if TYPE_CHECKING:
     from core.config import Settings
-    from core.quant.kernels.device import DeviceInfo
+    from core.kernels.device import DeviceInfo
 
 _LITTLE_DISK = 2 * 2**30
 _OLDEST_REDIS = (6, 2)
@@ -81,7 +81,7 @@ def _machine(settings: Settings) -> Iterator[Finding]:
         return
     import torch
 
-    from core.quant.kernels.describe import cuda_versions, describe
+    from core.kernels.describe import cuda_versions, describe
 
     if torch.cuda.is_available():
         for k in range(torch.cuda.device_count()):
@@ -106,7 +106,7 @@ def gpu(what: str, device: DeviceInfo, memory_bytes: int) -> Iterator[Finding]:
 
 def kernels(what: str, device: DeviceInfo, precisions: Iterable[str]) -> Iterator[Finding]:
     """For each precision the available kernels, with the operations of each, and why no faster ones."""
-    from core.quant.kernels.device import EVERY_LAYER, TITLES, decisions, instead, lacks
+    from core.kernels.device import EVERY_LAYER, TITLES, decisions, instead, lacks
 
     for precision in precisions:
         why = lacks(device, precision)

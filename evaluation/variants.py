@@ -98,8 +98,8 @@ def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Dr
     """Our own CPU kernels, on one thread."""
     import torch
 
+    from core.kernels.cpu.library import library
     from core.quant.convert import quantize_
-    from core.quant.kernels.cpu.library import library
     from core.quant.statistics import Statistics
     from pipeline import quantized_parts
     from pipeline.denoise import PackedKeys

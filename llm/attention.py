@@ -1,6 +1,6 @@
 """Paged attention as a transformers attention implementation, so that transformers' model code runs on our KV cache.
 
-Decode rows use the kernel of `llm.decode_kernel` on a GPU; other rows, and CPUs without our kernels, use SDPA over
+Decode rows use the kernel of `decode_kernel` on a GPU; other rows, and CPUs without our kernels, use SDPA over
 gathered pages.
 """
 
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llm import decode_kernel
-from llm.kv_cache import KVCache, TokenBatch
+from core.kernels.cuda import decode_kernel
+from core.kernels.kv_cache import KVCache, TokenBatch
 
 NAME = "diptych"
 

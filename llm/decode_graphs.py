@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from core.cuda_graphs import CAPTURE_LOCK
-from llm.decode_kernel import PARTS, reach
+from core.kernels.cuda.decode_kernel import PARTS, reach
 from llm.fused import FusedBatch, FusedLlama
 from llm.sample import likeliest
 

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from contract.precision import is_quantized, runs
-from core.quant.kernels.cpu.library import identity
-from core.quant.kernels.cuda import driver
-from core.quant.kernels.device import HOPPER, TRITON
-from llm import decode_kernel
+from core.kernels.cpu.library import identity
+from core.kernels.cuda import decode_kernel, driver
+from core.kernels.cuda.chunk_kernel import tiles
+from core.kernels.device import HOPPER, TRITON
+from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 from llm.attention import PagedContext
-from llm.chunk_kernel import tiles
 from llm.decode_graphs import DecodeGraphs, rung
 from llm.fused import FusedBatch, FusedLlama, lacks
-from llm.kv_cache import Kind, KVCache, TokenBatch
 from llm.load import TextModel, TextModelError
 from llm.program import LlamaPrograms
 
@@ -64,7 +63,7 @@ class TextExecution:
 
     @property
     def kernels(self) -> str:
-        """The kernels that run the model, by their name in `core.quant.kernels.device`."""
+        """The kernels that run the model, by their name in `core.kernels.device`."""
         if self._programs is not None and self._library is not None:
             return identity(self._library).instructions
         if self._fused is None:

@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.kernels.cuda import decode_kernel, driver, stream_kernel, tiles
+from core.kernels.cuda.chunk_kernel import chunks
+from core.kernels.cuda.fused_kernels import SplitSums, add_norm, gate, rotate
+from core.kernels.cuda.launching import LATE
+from core.kernels.cuda.linear import linear_int8
+from core.kernels.cuda.tiles import Tile
+from core.kernels.kv_cache import KVCache
 from core.quant.fp8 import Fp8Linear
-from core.quant.kernels.cuda import driver, tiles
-from core.quant.kernels.cuda.linear import linear_int8
-from core.quant.kernels.cuda.tiles import Tile
 from core.quant.linear import Int8Linear
-from llm import decode_kernel, family, stream_kernel
-from llm.chunk_kernel import chunks
-from llm.fused_kernels import SplitSums, add_norm, gate, rotate
-from llm.kv_cache import KVCache
-from llm.launching import LATE
+from llm import family
 from llm.pages import PAGE
 
 
@@ -38,7 +38,7 @@ class FusedBatch:
     sequences: Tensor  # int32 [T]
     picked: Tensor | None  # int32 [L]; None: all, in order
     singles: Tensor | None  # int32: rows alone of their sequence; None: all
-    tiles: Tensor | None  # int32 [n, 3], see `llm.chunk_kernel.tiles`; None: there are none
+    tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
     parts: int  # at least `decode_kernel.reach` of the longest sequence among the singles
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.batching.slots import Slots
-from llm.kv_cache import KVCache
+from core.kernels.kv_cache import KVCache
 from llm.pages import PAGE, PageAllocator
 from llm.sequence import SequenceState
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from core.kernels.kv_cache import TokenBatch
 from llm.choose import SampledTokens, choose, greedy_tokens
 from llm.execution import TextExecution
-from llm.kv_cache import TokenBatch
 from llm.parts import ScheduledTokens, gather_step
 from llm.speculate import DraftTokens
 from llm.speculator import Speculator

@@ -1,6 +1,6 @@
 """Allocates KV cache pages to sequences, shares pages of equal prefixes, and evicts unused ones.
 
-Pure bookkeeping of tokens and page numbers; `llm.kv_cache` owns the memory.
+Pure bookkeeping of tokens and page numbers; `core.kernels.kv_cache` owns the memory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.batching.slots import IntegrityError, Slots
-
-PAGE = 16  # tokens
+from core.kernels.kv_cache import PAGE as PAGE
 
 
 @dataclass(slots=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from core.kernels.kv_cache import TokenBatch
 from llm.choose import SampleRequest
-from llm.kv_cache import TokenBatch
 from llm.sequence import SequenceState
 from llm.speculate import DraftTokens
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import PackedLayers
-from core.quant.kernels.cpu.program import ScratchArena
-from core.quant.kernels.cpu.token_program import PagedLayer, TokenPositions, TokenProgram
+from core.kernels.cpu.program import ScratchArena
+from core.kernels.cpu.token_program import PagedLayer, TokenPositions, TokenProgram
+from core.kernels.kv_cache import KVCache, TokenBatch
+from core.ops.packed import PackedLayers
 from llm import family
-from llm.kv_cache import KVCache, TokenBatch
 from llm.pages import PAGE
 
 

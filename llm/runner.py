@@ -16,12 +16,12 @@ from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket
 from core.failures import translate_device_errors
+from core.kernels.kv_cache import Kind, KVCache
 from llm import parameters
 from llm.choose import SampledTokens
 from llm.constrain import GrammarCompiler
 from llm.execution import TextExecution
 from llm.kv_allocator import KVAllocator
-from llm.kv_cache import Kind, KVCache
 from llm.lane import StreamLane
 from llm.load import TextModel, TextModelError
 from llm.model_runner import ModelRunner, StepResult

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.kernels.kv_cache import TokenBatch
 from llm import sample
 from llm.execution import TextExecution
-from llm.kv_cache import TokenBatch
 
 MOST = 8  # guesses at a time
 _NGRAMS = (3, 2)  # the longest match wins (prompt lookup decoding; Saxena, 2023)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from core.kernels.kv_cache import TokenBatch
 from llm.choose import NO_GUESS
-from llm.kv_cache import TokenBatch
 from llm.parts import ScheduledTokens
 from llm.sequence import SequenceState
 from llm.speculate import NOMINAL, DraftLengths, DraftModel, DraftRequest, DraftTokens, LinearCost

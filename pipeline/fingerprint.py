@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from core.quant.kernels.cpu import library
-from core.quant.kernels.describe import cuda_versions, describe, digest
-from core.quant.kernels.device import TORCH, decisions, summary
+from core.kernels.cpu import library
+from core.kernels.describe import cuda_versions, describe, digest
+from core.kernels.device import TORCH, decisions, summary
 
 if TYPE_CHECKING:
     from pipeline.load import ImageModel
@@ -31,7 +31,7 @@ CODE = (
     "contract/markup.py", "contract/plan.py", "contract/precision.py", "core/cuda_graphs.py", "core/graphs.py",
     "core/quant", "pipeline", "unet_opt", "workers/formats.py",
 )  # fmt: skip
-_CUDA = ("core/quant/kernels/cuda", "unet_opt/fused")
+_CUDA = ("core/kernels/cuda", "unet_opt/fused")
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "numpy")
 # These variables change how torch's libraries compute.
 _VARIABLES = (
@@ -41,7 +41,7 @@ _VARIABLES = (
 
 
 class KernelIdentity(NamedTuple):
-    """The kernels of a model's UNet and VAE: a name of `core.quant.kernels.device`, and their origin.
+    """The kernels of a model's UNet and VAE: a name of `core.kernels.device`, and their origin.
 
     `digest` is of their sources and, on a CPU, of what compiled them by `compiler`; all but the name are empty for
     torch's.

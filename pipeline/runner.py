@@ -62,7 +62,7 @@ class ImageRunner:
         """`max_rows` limits one UNet forward; `max_requests` limits admitted requests. `cache` stores compiled code.
 
         `memory_bytes` limits what requests hold together, mainly features (default: no limit). `kernels` are the CPU
-        kernels (core.quant.kernels.cpu) to use instead of torch's; `fused`, `frugal` and `recorder` as for
+        kernels (core.kernels.cpu) to use instead of torch's; `fused`, `frugal` and `recorder` as for
         `ImageExecution`. `adapters` are the LoRAs that requests may use; they need an unquantized model.
         """
         if deterministic_rows < 2 or max_rows < 2:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.quant.kernels.cpu import library
+from core.kernels.cpu import library
 from tests import cpus
 from tests.cpus import CONFIGURATIONS, ROOMS, ROOT, Configuration
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import PackedLayer
+from core.ops.packed import PackedLayer
 from core.quant.statistics import Statistics, StatisticsError
 from unet_opt.decoder import DecoderPrograms
 from unet_opt.program import UNetPrograms

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import PackedLayers
+from core.ops.packed import PackedLayers
 from unet_opt.program_builder import FeatureMap, ProgramBuilder, Watch
 
 

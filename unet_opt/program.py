@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import PackedLayer, PackedLayers
+from core.ops.packed import PackedLayer, PackedLayers
 from unet_opt.deepcache import Features, shapes
 from unet_opt.program_builder import FeatureMap, ProgramBuilder, Watch
 

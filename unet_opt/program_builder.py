@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from core.quant.kernels.cpu.layers import PackedLayer, PackedLayers
-from core.quant.kernels.cpu.program import Program
+from core.kernels.cpu.program import Program
+from core.ops.packed import PackedLayer, PackedLayers
 
 
 class FeatureMap(NamedTuple):

@@ -17,7 +17,7 @@ from contract.precision import runs, unquantized
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
-from core.quant.kernels.device import KernelChoice, lacks
+from core.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
 from pipeline import lora
 from pipeline.adapters import AdapterCache
@@ -131,7 +131,7 @@ def precision(settings: Settings, device: str) -> str:
     requested. Raises `ModelError` for a precision that the device cannot compute in: emulation would be slower than
     fp32.
     """
-    from core.quant.kernels.cpu.library import KernelsUnavailable, library
+    from core.kernels.cpu.library import KernelsUnavailable, library
 
     on_cpu, asked = device == "cpu", settings.precision
     if asked != "auto" and not runs(asked, device):
@@ -198,7 +198,7 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
 
     Raises `ModelError`. The KV cache's memory is reserved here, before images get the rest, and logged.
     """
-    from core.quant.kernels.cpu.library import KernelsUnavailable, library
+    from core.kernels.cpu.library import KernelsUnavailable, library
     from llm.load import TextModelError
     from llm.precision import load as load_text
     from llm.runner import TextRunner

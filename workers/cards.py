@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from contract.card import ImageCard, ImageCosts, ImageLimits
 from contract.plan import OFF, DeepCache
-from core.quant.kernels.device import KernelChoice, summary
+from core.kernels.device import KernelChoice, summary
 from pipeline.execution import BatchGroup
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner

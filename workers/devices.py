@@ -9,9 +9,9 @@ import torch
 
 from contract.precision import is_quantized
 from core.config import Settings
-from core.quant.kernels import describe as description
-from core.quant.kernels.cuda import driver, language
-from core.quant.kernels.device import EVERY_LAYER, TORCH, DeviceInfo, KernelChoice, decisions, instead, lacks, say
+from core.kernels import describe as description
+from core.kernels.cuda import driver, language
+from core.kernels.device import EVERY_LAYER, TORCH, DeviceInfo, KernelChoice, decisions, instead, lacks, say
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel
 
@@ -37,7 +37,7 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
 
     Raises `ModelError` for INT8 without them: emulation would be slower than fp32.
     """
-    from core.quant.kernels.cpu.library import KernelsUnavailable, library
+    from core.kernels.cpu.library import KernelsUnavailable, library
     from unet_opt.program import check
 
     if model.device.type != "cpu":

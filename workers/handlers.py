@@ -21,7 +21,7 @@ from workers.checker import Checker, check
 from workers.formats import ImageFormat, encode
 
 if TYPE_CHECKING:
-    from core.quant.kernels.device import KernelChoice
+    from core.kernels.device import KernelChoice
     from pipeline.picture import Picture
     from pipeline.runner import ImageRunner
     from workers.stream_buffer import StreamBuffer

@@ -25,7 +25,7 @@ from benchmarks.h200.numerics import KINDS
 from benchmarks.h200.timing import Clocks, milliseconds, sustained, table
 from contract.plan import DEPTHS
 from core.cuda_graphs import CapturedGraph, CudaRecorder
-from core.quant.kernels.cuda import conv, group_norm, layer_norm, linear
+from core.kernels.cuda import conv, group_norm, layer_norm, linear
 from unet_opt.deepcache import kept
 from unet_opt.fused import layers
 from unet_opt.fused.decoder import FusedDecoder

@@ -1,7 +1,7 @@
 """Measures the kernels alone at SDXL's shapes: correctness, speed, and the best tiles.
 
 `python -m benchmarks.h200.kernels compile|check|linear|conv|attention|memory [--out folder]` measures one kind of
-kernel, prints a table and writes JSON; `linear` and `conv` also find the tiles that `core/quant/kernels/cuda/tiles.py`
+kernel, prints a table and writes JSON; `linear` and `conv` also find the tiles that `core/kernels/cuda/tiles.py`
 reads.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import provenance, record
 from benchmarks.h200.timing import Clocks, milliseconds, table
-from core.quant.kernels.cuda import (
+from core.kernels.cuda import (
     attention,
     attention_source,
     conv,

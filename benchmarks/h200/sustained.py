@@ -18,7 +18,7 @@ import torch
 from benchmarks import provenance, record
 from benchmarks.h200.kernels import BF16, CONVS, INT8, LINEARS, draw
 from benchmarks.h200.timing import Clocks
-from core.quant.kernels.cuda import conv, linear, tiles
+from core.kernels.cuda import conv, linear, tiles
 
 Run = Callable[[int], Any]
 ROWS = 16

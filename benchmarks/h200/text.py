@@ -26,7 +26,7 @@ import torch
 from benchmarks import provenance, record
 from benchmarks.h200 import text_kernels, text_peers
 from benchmarks.h200.timing import Clocks, sustained, table
-from llm.kv_cache import TokenBatch
+from core.kernels.kv_cache import TokenBatch
 from llm.pages import PAGE
 from llm.tiny import LLAMA_8B
 

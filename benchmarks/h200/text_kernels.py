@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.h200.timing import milliseconds, sustained, table
-from core.quant.kernels.cuda.linear import linear_int8
-from llm import decode_kernel
-from llm.decode_kernel import decode, decode_reference, reach
-from llm.kv_cache import Kind, KVCache, TokenBatch
-from llm.launching import EAGER, LATE
-from llm.stream_kernel import StreamTile, choose, gated, gated_reference, stream, stream_reference
+from core.kernels.cuda import decode_kernel
+from core.kernels.cuda.decode_kernel import decode, decode_reference, reach
+from core.kernels.cuda.launching import EAGER, LATE
+from core.kernels.cuda.linear import linear_int8
+from core.kernels.cuda.stream_kernel import StreamTile, choose, gated, gated_reference, stream, stream_reference
+from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -146,7 +146,7 @@ def graph_size(batch: int, context: int) -> tuple[int, int]:
 
 
 def early(bench: Any) -> dict[str, Any]:
-    """ms of a step with kernels launched normally, early, and eagerly (`llm.launching`); checks that bits are equal."""
+    """ms of a step with kernels launched normally, early, and eagerly (`launching`); checks that bits are equal."""
     found: dict[str, Any] = {}
     for batch in (1, 64, 256):
         made: list[Tensor] = []
@@ -163,7 +163,7 @@ def early(bench: Any) -> dict[str, Any]:
 
 def attention(bench: Any) -> dict[str, Any]:
     """µs of one layer's attention of decoding rows, and GB/s, for each shape of the kernel; the best is kept for the
-    parts that follow, and belongs into `llm.decode_kernel.shapes`."""
+    parts that follow, and belongs into `decode_kernel.shapes`."""
     found: dict[str, Any] = {}
     for kind in ("int8", "bf16"):
         size = TYPES[kind].itemsize

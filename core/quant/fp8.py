@@ -1,6 +1,6 @@
 """FP8 (E4M3) linear layers and convolutions: weights and activations scaled into 8-bit floats.
 
-Linear layers use `torch._scaled_mm` where a GPU supports it; convolutions use kernels of `core.quant.kernels` or, as
+Linear layers use `torch._scaled_mm` where a GPU supports it; convolutions use kernels of `core.kernels` or, as
 here, floats.
 
 Only GPUs of compute capability 8.9 and up multiply FP8; elsewhere the same numbers are computed in fp32, for checks and

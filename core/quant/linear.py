@@ -1,6 +1,6 @@
 """INT8 linear layers and convolutions as modules: weights by output channel, activations by a vector of static scales.
 
-They store integers and scales, and multiply with a kernel of `core.quant.kernels` or, without one, with the same
+They store integers and scales, and multiply with a kernel of `core.kernels` or, without one, with the same
 arithmetic in floats.
 """
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks import compiling, openvino_unet, peers, record
 from core import graphs
 from core.config import Settings
-from core.quant.kernels.cpu.library import KernelsUnavailable, library
+from core.kernels.cpu.library import KernelsUnavailable, library
 from pipeline import tiny
 from pipeline.denoise import UNetInputs
 from tests.core.quant.stage import CACHE

@@ -10,9 +10,9 @@ import redis
 import cli
 from cli.doctor import gpu
 from core.jobs.keyring import Keyring
-from core.quant.kernels.device import DeviceInfo
+from core.kernels.device import DeviceInfo
 from deployment.redis import free_port
-from tests.core.quant.kernels.test_device import A100, B200, H200, L4, NO_NVRTC, V100
+from tests.core.kernels.test_device import A100, B200, H200, L4, NO_NVRTC, V100
 from tests.servers import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]

@@ -19,10 +19,10 @@ import torch
 import yaml
 
 from core.config import Settings
-from core.quant.kernels import describe as description
+from core.kernels import describe as description
 from deployment.redis import executable, free_port
 from pipeline.load import load
-from tests.core.quant.kernels.test_device import H200
+from tests.core.kernels.test_device import H200
 from tests.deployment.served import ROOT, wait_until
 from tests.test_floors import Module, read
 from workers.build import device_of, precision

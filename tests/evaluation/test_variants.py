@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from core.quant.kernels.cpu.library import KernelsUnavailable, library
+from core.kernels.cpu.library import KernelsUnavailable, library
 from evaluation import variants
 from pipeline import quantized, tiny
 from pipeline.load import load

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from core.kernels.kv_cache import TokenBatch
 from llm.execution import FUSED, KERNELS, TORCH, TextExecution
-from llm.kv_cache import TokenBatch
 from llm.load import TextModel, TextModelError
 from tests.llm import stage
 

@@ -11,13 +11,9 @@ from torch import Tensor
 from tests.interpreted import CUDA
 
 # isort: split
-from core.quant.kernels.cuda.quantize import to_levels
-from llm import tiny
-from llm.chunk_kernel import chunks, tiles
-from llm.decode_kernel import decode, decode_reference, reach
-from llm.execution import FusedTextExecution
-from llm.fused import FusedLlama
-from llm.fused_kernels import (
+from core.kernels.cuda.chunk_kernel import chunks, tiles
+from core.kernels.cuda.decode_kernel import decode, decode_reference, reach
+from core.kernels.cuda.fused_kernels import (
     SplitSums,
     add_norm,
     add_norm_reference,
@@ -26,10 +22,14 @@ from llm.fused_kernels import (
     rotate,
     rotate_reference,
 )
-from llm.kv_cache import Kind, KVCache, TokenBatch
+from core.kernels.cuda.quantize import to_levels
+from core.kernels.cuda.stream_kernel import choose, gated, gated_reference, stream, stream_reference
+from core.kernels.kv_cache import Kind, KVCache, TokenBatch
+from llm import tiny
+from llm.execution import FusedTextExecution
+from llm.fused import FusedLlama
 from llm.load import TextModel, load
 from llm.quantized import quantize
-from llm.stream_kernel import choose, gated, gated_reference, stream, stream_reference
 
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding

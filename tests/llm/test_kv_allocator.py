@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from core.kernels.kv_cache import KVCache
 from llm.kv_allocator import KVAllocator
-from llm.kv_cache import KVCache
 from llm.pages import PAGE, PageAllocator
 from llm.parameters import TextParameters
 from llm.sequence import SequenceState

@@ -20,9 +20,9 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.t5.configuration_t5 import T5Config
 
+from core.kernels.kv_cache import TokenBatch
 from llm import tiny
 from llm.execution import KERNELS, TORCH, TextExecution
-from llm.kv_cache import TokenBatch
 from llm.load import TextModelError, load
 from tests.llm import stage
 

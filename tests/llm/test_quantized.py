@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from core.kernels.kv_cache import TokenBatch
 from core.quant.linear import Int8Linear
 from core.quant.statistics import StatisticsError
 from llm import tiny
 from llm.execution import TextExecution
-from llm.kv_cache import TokenBatch
 from llm.load import TextModel, TextModelError, load, variant
 from llm.quantized import calibrate, make, quantize
 from llm.recipe import llama

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from contract.image import ImageParameters
-from core.quant.kernels.cpu import library as module
-from core.quant.kernels.cpu.library import KernelsUnavailable, identity
-from core.quant.kernels.describe import digest
+from core.kernels.cpu import library as module
+from core.kernels.cpu.library import KernelsUnavailable, identity
+from core.kernels.describe import digest
 from pipeline import fingerprint as prints
 from pipeline import tiny
 from pipeline.fingerprint import CODE, ROOT, KernelIdentity, fingerprint
@@ -79,7 +79,7 @@ def test_the_compiler_is_named_where_it_made_code(monkeypatch: pytest.MonkeyPatc
 _PRINT = """
 import json, sys
 from pathlib import Path
-from core.quant.kernels.cpu.library import library
+from core.kernels.cpu.library import library
 from pipeline.fingerprint import KernelIdentity, fingerprint
 from pipeline.load import load
 model = load("random:tiny")
@@ -129,7 +129,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """The sources' copy; fingerprints and the compiler read that one."""
     root = copied(tmp_path / "tree")
     monkeypatch.setattr(prints, "ROOT", root)
-    monkeypatch.setattr(module, "_HERE", root / "core/quant/kernels/cpu")
+    monkeypatch.setattr(module, "_HERE", root / "core/kernels/cpu")
     digest.cache_clear()
     yield root
     digest.cache_clear()
@@ -150,7 +150,7 @@ def told(picture: Picture) -> dict[str, Any]:
 
 def test_one_constant_of_the_cpu_kernels_changes_bytes_and_fingerprint(elsewhere: Path, tmp_path: Path) -> None:
     before = drawn(tmp_path / "cache")
-    header = elsewhere / "core/quant/kernels/cpu/vector.h"
+    header = elsewhere / "core/kernels/cpu/vector.h"
     changed(header, "Vec p = all(1.061405429f);", "Vec p = all(1.031405429f);")  # of gelu
     digest.cache_clear()  # as in a new process
     after = drawn(tmp_path / "cache")
@@ -179,9 +179,9 @@ def test_another_compiler_or_flag_changes_the_kernels_digest(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("path", "old", "new"),
     [
-        ("core/quant/kernels/cuda/attention_source.py", "0.05500892f", "0.05500893f"),
-        ("core/quant/kernels/cuda/epilogue_source.py", "0.03470122f", "0.03470123f"),
-        ("core/quant/kernels/cuda/quantize.py", "12582912.0) - 12582912.0", "12582912.0) - 12582911.0"),
+        ("core/kernels/cuda/attention_source.py", "0.05500892f", "0.05500893f"),
+        ("core/kernels/cuda/epilogue_source.py", "0.03470122f", "0.03470123f"),
+        ("core/kernels/cuda/quantize.py", "12582912.0) - 12582912.0", "12582912.0) - 12582911.0"),
         ("unet_opt/fused/layers.py", "self.base, self.eps, self.silu = base, norm.eps, silu", "pass"),
     ],
 )

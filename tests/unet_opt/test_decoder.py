@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from core.kernels.cpu.library import _compiler as compiler
+from core.kernels.cpu.library import _processor_flags as flags
+from core.kernels.cpu.library import library
 from core.quant.convert import quantize_
-from core.quant.kernels.cpu.library import _compiler as compiler
-from core.quant.kernels.cpu.library import _processor_flags as flags
-from core.quant.kernels.cpu.library import library
 from core.quant.statistics import Statistics
 from tests.core.quant.stage import CACHE, check_close, kernels, normal, threads
 from tests.unet_opt.shapes import KNOWN, vae

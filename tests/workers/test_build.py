@@ -14,18 +14,18 @@ import torch
 from contract.plan import AUTO, DeepCache
 from core.batching.runner import Lane
 from core.config import Settings
-from core.quant.kernels import describe as description
-from core.quant.kernels.cpu import library as kernels
-from core.quant.kernels.cpu.library import KernelsUnavailable
-from core.quant.kernels.cuda import driver, language
-from core.quant.kernels.device import say
+from core.kernels import describe as description
+from core.kernels.cpu import library as kernels
+from core.kernels.cpu.library import KernelsUnavailable
+from core.kernels.cuda import driver, language
+from core.kernels.device import say
 from llm import tiny as texts
 from llm.load import load as load_text
 from llm.quantized import make as quantize_text
 from pipeline import quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
-from tests.core.quant.kernels.test_device import H200
+from tests.core.kernels.test_device import H200
 from tests.core.quant.stage import CACHE
 from workers import app, variants
 from workers import build as build_module

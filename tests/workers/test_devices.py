@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from core.config import Settings
-from core.quant.kernels import describe as description
-from core.quant.kernels.cpu.library import identity
-from core.quant.kernels.cuda import driver
-from core.quant.kernels.device import DeviceInfo, say
+from core.kernels import describe as description
+from core.kernels.cpu.library import identity
+from core.kernels.cuda import driver
+from core.kernels.device import DeviceInfo, say
 from llm import tiny as tiny_text
 from pipeline import tiny
 from pipeline.folder import ModelError
+from tests.core.kernels.test_device import A100, B200, H200, L4, NO_TRITON, V100
 from tests.core.quant import stage
-from tests.core.quant.kernels.test_device import A100, B200, H200, L4, NO_TRITON, V100
 from workers.build import build, precision, text_runner
 from workers.devices import keep_compiled
 from workers.serving_runtime import handlers_of

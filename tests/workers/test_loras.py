@@ -13,8 +13,8 @@ from contract.errors import Invalid
 from contract.image import ImageJob
 from core.batching.request import Request
 from core.config import Settings
-from core.quant.kernels.cpu import library as kernels
-from core.quant.kernels.cpu.library import KernelsUnavailable
+from core.kernels.cpu import library as kernels
+from core.kernels.cpu.library import KernelsUnavailable
 from pipeline.load import load
 from pipeline.tiny import TINY
 from tests.core.quant.stage import CACHE

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.quant.kernels.cuda import conv as convs
-from core.quant.kernels.cuda import group_norm as group_norms
-from core.quant.kernels.cuda import layer_norm as layer_norms
-from core.quant.kernels.cuda import linear as linears
-from core.quant.kernels.cuda.attention import attention_int8
-from core.quant.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
+from core.kernels.cuda import conv as convs
+from core.kernels.cuda import group_norm as group_norms
+from core.kernels.cuda import layer_norm as layer_norms
+from core.kernels.cuda import linear as linears
+from core.kernels.cuda.attention import attention_int8
+from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
 from core.quant.linear import ScaledConv2d, ScaledWeights
 
 

@@ -1,11 +1,11 @@
-"""How many rows of a UNet's forward a device's measured tiles were found for (`core/quant/kernels/cuda/tiles.py`)."""
+"""How many rows of a UNet's forward a device's measured tiles were found for (`core/kernels/cuda/tiles.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from core.quant.kernels.cuda import tiles
+from core.kernels.cuda import tiles
 
 
 def tuned_rows(unet: Any, height: int, width: int, device: str) -> int | None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.quant.kernels.cpu.library import KernelsUnavailable, library
-from core.quant.kernels.cpu.program import Program
+from core.kernels.cpu.library import KernelsUnavailable, library
+from core.kernels.cpu.program import Program
 
 ROOT = Path(__file__).resolve().parents[3]
 CACHE = ROOT / ".pytest_cache" / "d" / "kernels"

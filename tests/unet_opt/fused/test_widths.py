@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from core.kernels.cuda import tiles
 from core.quant.convert import quantize_
-from core.quant.kernels.cuda import tiles
 from core.quant.statistics import Statistics
 from pipeline import sdxl, tiny
 from unet_opt import recipe

@@ -1,0 +1,383 @@
+"""Compiles a network into a list of C++ kernel calls over fixed buffers, once per batch size, and runs it in one call.
+
+The CPU's counterpart of a CUDA graph. All activations are channels-last: [images · pixels, channels] floats, or bytes
+around 128 as input of an INT8 layer. The kernels do not check their arguments, so shapes are checked here, when a call
+is added.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.kernels.cpu import calls
+
+_LANES = 16
+_MOST = 2**31  # rows of a product, which the kernels count in 32 bits; also the limit of a sum of bytes
+INT8, FP32, BF16 = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A layer's weights as the kernels read them. `scale` and `bias` are padded to a multiple of 16 columns."""
+
+    packed: Tensor
+    offset: Tensor | None
+    scale: Tensor | None
+    bias: Tensor
+    kind: int
+    n: int
+    taps: int
+    channels: int
+    geglu: bool
+
+
+def pack_int8(
+    library: ctypes.CDLL, weight: Tensor, scale: Tensor, bias: Tensor | None, *, geglu: bool = False
+) -> Weights:
+    """Pack an INT8 layer: int8 [n, taps, channels], fp32 scale [n] (input scale included) and bias [n].
+
+    For `geglu` the first half of n is the hidden half and n / 2 must be a multiple of 16. Raises ValueError for shapes
+    that the kernels do not support: channels must be a multiple of 4.
+    """
+    _, taps, channels = weight.shape
+    if weight.dtype != torch.int8:
+        raise ValueError(f"INT8 weights must be int8, not {weight.dtype}")
+    if channels % 4:
+        raise ValueError(f"INT8 weights of {channels} input channels do not fit the kernels: no multiple of 4")
+    if taps * channels * 127 * 127 >= _MOST:
+        raise ValueError(f"INT8 weights of {taps} × {channels} inputs do not fit the kernels: sums could overflow")
+    # Activations come as x + 128: subtract the weights' share of that.
+    offset = -128 * weight.sum(dim=(1, 2), dtype=torch.int32)
+    return _pack(library, weight.contiguous(), INT8, offset, scale, bias, geglu)
+
+
+def pack_float(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
+    """Pack a layer in floats: fp32 or bf16 [n, taps, channels]; the computation is in fp32.
+
+    `geglu` as for INT8. Raises ValueError for shapes that the kernels do not support.
+    """
+    kind = BF16 if weight.dtype == torch.bfloat16 else FP32
+    weight = weight.contiguous() if kind == BF16 else weight.float().contiguous()
+    return _pack(library, weight, kind, None, None, bias, geglu)
+
+
+def _pack(
+    library: ctypes.CDLL,
+    weight: Tensor,
+    kind: int,
+    offset: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    geglu: bool,
+) -> Weights:
+    n, taps, channels = weight.shape
+    if weight.device.type != "cpu":
+        raise ValueError(f"weights are on {weight.device}, not on the CPU")
+    if taps not in (1, 9) or not weight.numel():
+        raise ValueError(f"weights of shape {[*weight.shape]} do not fit the kernels: they have one tap or nine")
+    if geglu and (n % (2 * _LANES) or taps != 1):
+        raise ValueError(f"GEGLU of {n} columns does not fit the kernels: no multiple of {2 * _LANES}")
+    wide = -(-n // _LANES) * _LANES
+    packed = torch.empty(wide * taps * channels, dtype=weight.dtype)
+    library.diptych_pack(weight.data_ptr(), packed.data_ptr(), n, taps, channels, kind, int(geglu))
+
+    def reach(what: str, values: Tensor) -> Tensor:
+        if values.shape != (n,):
+            raise ValueError(f"{what} of shape {[*values.shape]} does not fit {n} columns")
+        if geglu:  # column order: vectors of hidden and gate alternate
+            return values.reshape(2, -1, _LANES).transpose(0, 1).reshape(-1).contiguous()
+        return torch.cat([values, values.new_zeros(wide - n)])
+
+    return Weights(
+        packed,
+        None if offset is None else reach("offset", offset),
+        None if scale is None else reach("scale", scale.detach().float()),
+        reach("bias", torch.zeros(n) if bias is None else bias.detach().float()),
+        kind, n, taps, channels, geglu,
+    )  # fmt: skip
+
+
+class ScratchArena:
+    """Memory shared by programs that never run at the same time: together they use what the largest needs."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def take(self, size_bytes: int, taken: set[int]) -> Tensor:
+        """A block of at least this size that the same program does not use yet; marked as used."""
+        fitting = [(b.numel(), i) for i, b in enumerate(self._blocks) if i not in taken and b.numel() >= size_bytes]
+        if fitting:
+            index = min(fitting)[1]
+        else:
+            index = len(self._blocks)
+            self._blocks.append(torch.empty(size_bytes, dtype=torch.uint8))
+        taken.add(index)
+        return self._blocks[index]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+
+class Program:
+    """Kernel calls in the order in which they were added. Not thread-safe.
+
+    Nor may it run at the same time as another program with the same `blocks`. Methods that add a call raise ValueError
+    for tensors that do not fit it.
+    """
+
+    def __init__(self, library: ctypes.CDLL, blocks: ScratchArena | None = None) -> None:
+        for structure in calls.STRUCTURES:
+            if library.diptych_size(structure.KIND) != ctypes.sizeof(structure):
+                raise RuntimeError(f"the kernels and Python disagree on {structure.__name__}")
+        self._library = library
+        self._list: list[Any] = []
+        self._kept: list[Any] = []  # all memory that the calls point into
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._lent: dict[int, int] = {}  # buffers in use: number of elements by address
+        self._ready: Any = None
+        self._blocks = blocks or ScratchArena()
+        self._taken: set[int] = set()
+        self.size_bytes = 0
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A buffer of this shape: a released one, or one that this program has not used yet."""
+        count = math.prod(shape)
+        if min(shape) < 1:
+            raise ValueError(f"a buffer of shape {[*shape]} holds nothing")
+        free = self._free[count, dtype]
+        if free:
+            found = free.pop()
+        else:
+            size_bytes = count * dtype.itemsize
+            found = self._blocks.take(size_bytes, self._taken)[:size_bytes].view(dtype)
+            self.size_bytes += size_bytes
+        self._lent[found.data_ptr()] = count
+        return found.view(shape)
+
+    def give_back(self, *tensors: Tensor | None) -> None:
+        """Release these buffers: calls added from now on may overwrite them.
+
+        Raises ValueError for a tensor that is no buffer in use: two calls would otherwise write to one.
+        """
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            if self._lent.get(tensor.data_ptr()) != tensor.numel():
+                raise ValueError(f"what is given back is no buffer in use (shape {[*tensor.shape]})")
+            del self._lent[tensor.data_ptr()]
+            self._free[tensor.numel(), tensor.dtype].append(tensor.view(-1))
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def product(
+        self,
+        a: Tensor,
+        weights: Weights,
+        *,
+        grid: tuple[int, int, int],
+        row_bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        inverse: Tensor | None = None,
+        stride: int = 1,
+        before: int = 1,
+        upsample: bool = False,
+        silu: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """A linear layer or 3×3 convolution of `a`, whose (images, height, width) is `grid`, to [rows, columns].
+
+        `a` is [images · height · width, channels]. With `inverse` [columns] the result is bytes for the next layer,
+        else floats. `row_bias` is [images, n], `residual` [rows, n]; `out` may be `residual`. The rest as in product.h.
+        """
+        images, height, width = grid
+        h, w = _output_size(height, width, weights.taps, stride, before, upsample)
+        rows = images * h * w
+        if min(images, h, w) < 1 or max(rows, a.shape[0]) >= _MOST:
+            raise ValueError(f"product: {images} pictures of {height}×{width} do not fit the kernels")
+        if weights.geglu and (row_bias is not None or residual is not None):
+            raise ValueError("product: nothing else is added to GEGLU")
+        columns = weights.n // 2 if weights.geglu else weights.n
+        _check("a", a, images * height * width, weights.channels, dtype=_kind(weights.kind == INT8), rows_apart=True)
+        _check("row_bias", row_bias, images, weights.n, rows_apart=True)
+        _check("residual", residual, rows, weights.n)
+        _check("inverse", inverse, columns)
+        if out is None:
+            out = self.buffer(rows, columns, dtype=_kind(inverse is not None))
+        _check("out", out, rows, columns, dtype=_kind(inverse is not None))
+        self._add(
+            calls.Product(
+                a=a.data_ptr(), w=weights.packed.data_ptr(), offset=_pointer(weights.offset),
+                scale=_pointer(weights.scale), bias=weights.bias.data_ptr(),
+                row_bias=_pointer(row_bias), residual=_pointer(residual), **_ends(out, inverse),
+                images=images, height=height, width=width, channels=weights.channels, n=weights.n,
+                a_stride=a.stride(0), row_stride=0 if row_bias is None else row_bias.stride(0), kind=weights.kind,
+                taps=weights.taps, stride=stride, before=before, upsample=int(upsample), geglu=int(weights.geglu),
+                silu=int(silu),
+            ),
+            a, weights, row_bias, residual, inverse, out,
+        )  # fmt: skip
+        return out
+
+    def quantize(self, x: Tensor, inverse: Tensor) -> Tensor:
+        """Floats [rows, channels] to bytes, with `inverse` [channels]."""
+        rows, channels = x.shape
+        _check("x", x, rows, channels)
+        _check("inverse", inverse, channels)
+        out = self.buffer(rows, channels, dtype=torch.uint8)
+        self._add(
+            calls.Quantize(
+                x=x.data_ptr(), inverse=inverse.data_ptr(), bytes=out.data_ptr(), rows=rows, channels=channels
+            ),
+            x, inverse, out,
+        )  # fmt: skip
+        return out
+
+    def layer_norm(self, x: Tensor, norm: torch.nn.LayerNorm, inverse: Tensor | None) -> Tensor:
+        """LayerNorm of [rows, channels]; bytes with `inverse` [channels], else floats."""
+        rows, channels = x.shape
+        weight, bias = _float("LayerNorm", norm.weight), _float("LayerNorm", norm.bias)
+        _check("x", x, rows, channels)
+        for name, tensor in (("weight", weight), ("bias", bias), ("inverse", inverse)):
+            _check(name, tensor, channels)
+        out = self.buffer(rows, channels, dtype=_kind(inverse is not None))
+        self._add(
+            calls.LayerNorm(
+                x=x.data_ptr(), weight=weight.data_ptr(), bias=bias.data_ptr(), **_ends(out, inverse),
+                rows=rows, channels=channels, eps=norm.eps,
+            ),
+            x, weight, bias, inverse, out,
+        )  # fmt: skip
+        return out
+
+    def group_norm(
+        self, x: Tensor, y: Tensor | None, norm: torch.nn.GroupNorm, *, images: int, silu: bool, inverse: Tensor | None
+    ) -> Tensor:
+        """GroupNorm of [images · pixels, channels], `y`'s channels after x's; bytes with `inverse`, else floats."""
+        (rows, c1), c2 = x.shape, 0 if y is None else y.shape[-1]
+        weight, bias = _float("GroupNorm", norm.weight), _float("GroupNorm", norm.bias)
+        _check("x", x, rows, c1)
+        _check("y", y, rows, c2)
+        for name, tensor in (("weight", weight), ("bias", bias), ("inverse", inverse)):
+            _check(name, tensor, c1 + c2)
+        if rows % images or (c1 + c2) % norm.num_groups:
+            raise ValueError(f"group_norm: {rows} pixels of {images} images, {c1 + c2} channels in {norm.num_groups}")
+        out = self.buffer(rows, c1 + c2, dtype=_kind(inverse is not None))
+        self._add(
+            calls.GroupNorm(
+                x=x.data_ptr(), y=_pointer(y), weight=weight.data_ptr(), bias=bias.data_ptr(), **_ends(out, inverse),
+                images=images, pixels=rows // images, c1=c1, c2=c2, groups=norm.num_groups, eps=norm.eps,
+                silu=int(silu),
+            ),
+            x, y, weight, bias, inverse, out,
+        )  # fmt: skip
+        return out
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, images: int, heads: int, scale: float, inverse: Tensor | None
+    ) -> Tensor:
+        """Attention of q [images · tokens, heads · d] on k and v [images · keys, heads · d], which may be slices."""
+        rows, width = q.shape
+        d = width // heads
+        if d % _LANES or d * heads != width or not d:
+            raise ValueError(f"heads of width {d} do not fit the kernels: it must be a multiple of {_LANES}")
+        if rows % images or k.shape[0] % images:
+            raise ValueError(f"attention: {rows} queries and {k.shape[0]} keys are not those of {images} images")
+        for name, tensor, count in (("q", q, rows), ("k", k, k.shape[0]), ("v", v, k.shape[0])):
+            _check(name, tensor, count, width, rows_apart=True)
+        _check("inverse", inverse, width)
+        out = self.buffer(rows, width, dtype=_kind(inverse is not None))
+        self._add(
+            calls.Attention(
+                q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), **_ends(out, inverse),
+                images=images, heads=heads, tokens=rows // images, keys=k.shape[0] // images, d=d,
+                q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0), scale=scale,
+            ),
+            q, k, v, inverse, out,
+        )  # fmt: skip
+        return out
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        """Run calls `first` to `last` (default: all), in order, on as many threads as torch uses.
+
+        Releases the GIL meanwhile.
+        """
+        if self._ready is None:
+            made = (calls.Call(s.KIND, ctypes.addressof(s)) for s in self._list)
+            self._ready = (calls.Call * len(self._list))(*made)
+        torch.get_num_threads()  # OpenMP counts threads per calling thread: applies torch's setting here
+        count = (len(self._list) if last is None else last) - first
+        self._library.diptych_run(ctypes.byref(self._ready, first * ctypes.sizeof(calls.Call)), count)
+
+    @property
+    def last(self) -> Any:
+        """The arguments of the last call added: its pointers may be changed between runs."""
+        return self._list[-1]
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    def _add(self, structure: Any, *kept: Any) -> None:
+        self._list.append(structure)
+        self._kept.extend(kept)
+        self._ready = None
+
+
+def _output_size(height: int, width: int, taps: int, stride: int, before: int, upsample: bool) -> tuple[int, int]:
+    """Height and width that a product gives; `before` is its padding above and to the left."""
+    if taps == 1:
+        if stride != 1 or upsample:
+            raise ValueError("product: a linear layer has no stride and doubles nothing")
+        return height, width
+    if stride not in (1, 2) or before not in (0, 1):
+        raise ValueError(f"product: stride {stride} and padding {before} are unknown to the kernels")
+    h, w = ((side * (2 if upsample else 1) + before - 2) // stride + 1 for side in (height, width))
+    return h, w
+
+
+def _kind(as_bytes: bool) -> torch.dtype:
+    return torch.uint8 if as_bytes else torch.float32
+
+
+def _ends(out: Tensor, inverse: Tensor | None) -> dict[str, int | None]:
+    """A call's output: bytes with `inverse`, else floats."""
+    as_bytes = inverse is not None
+    return {
+        "inverse": _pointer(inverse),
+        "bytes": out.data_ptr() if as_bytes else None,
+        "floats": None if as_bytes else out.data_ptr(),
+    }
+
+
+def _check(
+    name: str, tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32, rows_apart: bool = False
+) -> None:
+    """Reject a tensor of another shape, type or layout than the kernels read. `rows_apart` allows slices."""
+    if tensor is None:
+        return
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != "cpu":
+        found = f"{tensor.dtype} {[*tensor.shape]} on {tensor.device}"
+        raise ValueError(f"{name}: must be {dtype} {[*shape]} on the CPU, not {found}")
+    if not (tensor.stride(-1) == 1 or tensor.shape[-1] == 1 if rows_apart else tensor.is_contiguous()):
+        raise ValueError(f"{name}: its memory layout is not the kernels' (strides {[*tensor.stride()]})")
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _float(what: str, tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise ValueError(f"the kernels do not support {what} without weight and bias")
+    return tensor.detach().float().contiguous()

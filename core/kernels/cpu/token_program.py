@@ -1,0 +1,126 @@
+"""Program calls for language models: RMSNorm, rotary positions, paged attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.kernels.cpu import calls
+from core.kernels.cpu.program import Program, _check, _ends, _float, _kind, _pointer
+from core.kernels.kv_cache import PAGE
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPositions:
+    """The positions of a forward's rows: int32 positions [rows] and sequences [rows], which index rows of `table`.
+
+    `table` [sequences, pages] holds the numbers of a sequence's pages, in order.
+    """
+
+    positions: Tensor
+    sequences: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLayer:
+    """One layer's keys [pages, kv_heads, d, 16] and values [pages, kv_heads, 16, d] in fp32.
+
+    Or in int8 with fp32 scales [pages, kv_heads, 16] for each token and head.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+
+class TokenProgram(Program):
+    """A program whose rows are tokens. Positions, sequences and page numbers are not checked when it runs."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None) -> Tensor:
+        """RMSNorm of [rows, channels]; bytes with `inverse` [channels], else floats."""
+        rows, channels = x.shape
+        weight = _float("RMSNorm", weight)
+        _check("x", x, rows, channels)
+        _check("weight", weight, channels)
+        _check("inverse", inverse, channels)
+        out = self.buffer(rows, channels, dtype=_kind(inverse is not None))
+        self._add(
+            calls.RmsNorm(
+                x=x.data_ptr(), weight=weight.data_ptr(), **_ends(out, inverse), rows=rows, channels=channels, eps=eps
+            ),
+            x, weight, inverse, out,
+        )  # fmt: skip
+        return out
+
+    def rotate(self, qkv: Tensor, angles: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int) -> Tensor:
+        """Rotate queries and keys of qkv [rows, (heads + 2 · kv_heads) · d]; put keys and values into their pages.
+
+        `angles` [positions, d] holds d/2 cosines and then d/2 sines. Returns the rotated queries [rows, heads · d], a
+        slice of `qkv`.
+        """
+        rows, _, kv_heads, d, _ = self._paged("rotate", qkv.shape[0], places, layer, heads)
+        _check("qkv", qkv, rows, (heads + 2 * kv_heads) * d)
+        _check("angles", angles, angles.shape[0], d)
+        self._add(
+            calls.Rotate(**_at(places, layer, heads), qkv=qkv.data_ptr(), angles=angles.data_ptr()),
+            qkv, angles, places, layer,
+        )  # fmt: skip
+        return qkv[:, : heads * d]
+
+    def paged_attention(
+        self, q: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int, scale: float, inverse: Tensor | None
+    ) -> Tensor:
+        """Attention of q [rows, heads · d], which may be a slice, each row on its sequence up to its own position."""
+        rows, _, _, d, _ = self._paged("paged_attention", q.shape[0], places, layer, heads)
+        _check("q", q, rows, heads * d, rows_apart=True)
+        _check("inverse", inverse, heads * d)
+        out = self.buffer(rows, heads * d, dtype=_kind(inverse is not None))
+        self._add(
+            calls.PagedAttention(
+                **_at(places, layer, heads), q=q.data_ptr(), **_ends(out, inverse), q_stride=q.stride(0), scale=scale
+            ),
+            q, places, layer, inverse, out,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _paged(
+        what: str, rows: int, places: TokenPositions, layer: PagedLayer, heads: int
+    ) -> tuple[int, int, int, int, torch.dtype]:
+        """Rows, pages, kv_heads, d and type. Raises ValueError for shapes that the kernels do not support."""
+        pages, kv_heads, d, page = layer.keys.shape
+        dtype = layer.keys.dtype
+        if page != PAGE or d % 16 or heads % kv_heads:
+            raise ValueError(f"{what}: {heads} heads of width {d} on {kv_heads}, {page} a page, do not fit the kernels")
+        if (dtype == torch.int8) != (layer.key_scales is not None) or dtype not in (torch.int8, torch.float32):
+            raise ValueError(f"{what}: pages are fp32, or int8 with scales, not {dtype}")
+        _check("keys", layer.keys, pages, kv_heads, d, PAGE, dtype=dtype)
+        _check("values", layer.values, pages, kv_heads, PAGE, d, dtype=dtype)
+        _check("key_scales", layer.key_scales, pages, kv_heads, PAGE)
+        _check("value_scales", layer.value_scales, pages, kv_heads, PAGE)
+        for name, tensor in (("positions", places.positions), ("sequences", places.sequences)):
+            _check(name, tensor, rows, dtype=torch.int32)
+        _check("table", places.table, *places.table.shape, dtype=torch.int32)
+        return rows, pages, kv_heads, d, dtype
+
+
+def _at(places: TokenPositions, layer: PagedLayer, heads: int) -> dict[str, int | None]:
+    _, kv_heads, d, _ = layer.keys.shape
+    return {
+        "positions": places.positions.data_ptr(),
+        "sequences": places.sequences.data_ptr(),
+        "table": places.table.data_ptr(),
+        "keys": layer.keys.data_ptr(),
+        "values": layer.values.data_ptr(),
+        "key_scales": _pointer(layer.key_scales),
+        "value_scales": _pointer(layer.value_scales),
+        "rows": places.positions.shape[0],
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "d": d,
+        "table_stride": places.table.stride(0),
+    }

@@ -1,0 +1,253 @@
+"""Fused Triton kernels between a decoder's products on a GPU: norm; rotary positions and cache write; gate.
+
+Each sums the parts that a product left (`stream_kernel`), finishes it (scales, bias, residual) and writes the next
+product's input in that one's type. References at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.kernels.cuda.language import power, tl
+from core.kernels.cuda.launching import enter, kernel, options
+from core.kernels.cuda.quantize import levels, to_levels
+from core.kernels.kv_cache import PAGE, KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class SplitSums:
+    """A product's unsummed result: [splits, T, N], to be summed, times `scale` [N], plus `bias` [N] (fp32, or
+    absent).
+    """
+
+    parts: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """[T, N] in fp32: the sum that the kernels here compute inline."""
+        y = self.parts.sum(0).float()
+        y = y if self.scale is None else y * self.scale
+        return y if self.bias is None else y + self.bias
+
+
+@kernel()
+def _summed(parts, scale, bias, row, rows, at, inside, N: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.load(parts + row * N + at, inside, other=0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts + (row + split * rows) * N + at, inside, other=0)
+    y = total.to(tl.float32)
+    if scale is not None:
+        y *= tl.load(scale + at, inside, other=0.0)
+    if bias is not None:
+        y += tl.load(bias + at, inside, other=0.0)
+    return y
+
+
+@kernel("rows")
+def _add_norm(  # type: ignore[no-untyped-def]
+    x, index, parts, scale, bias, kept, weight, inverse, out, rows, eps, N: tl.constexpr, SPLITS: tl.constexpr,
+    INT8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    inside = c < N
+    # All reads come before any write: no load may be moved over a store.
+    factor = tl.load(weight + c, inside, other=0.0).to(tl.float32)
+    if inverse is not None:
+        factor *= tl.load(inverse + c, inside, other=0.0)
+    enter(EARLY)
+    source = row
+    if index is not None:
+        source = tl.load(index + row).to(tl.int64)
+    y = tl.load(x + source * N + c, inside, other=0.0).to(tl.float32)
+    if parts is not None:
+        y += _summed(parts, scale, bias, row, rows, c, inside, N, SPLITS)
+    if kept is not None:
+        rounded = y.to(kept.dtype.element_ty)
+        tl.store(kept + row * N + c, rounded, inside)
+        y = rounded.to(tl.float32)  # the norm is of the rounded values that others will read
+    y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps) * factor
+    if inverse is not None:
+        tl.store(out + row * N + c, levels(y, INT8), inside)
+    else:
+        tl.store(out + row * N + c, y.to(out.dtype.element_ty), inside)
+
+
+@kernel()
+def _unit(lo, hi, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale of one head's numbers, by its largest magnitude; a head of zeros gets 1."""
+    largest = tl.maximum(tl.max(tl.abs(lo), 0), tl.max(tl.abs(hi), 0))
+    return tl.where(largest > 0, tl.div_rn(largest, TOP), 1.0)
+
+
+@kernel("rows", "table_stride")
+def _rotate(  # type: ignore[no-untyped-def]
+    parts, scale, bias, angles, positions, sequences, table, q, keys, values, key_scales, value_scales, rows,
+    table_stride, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, SIZE: tl.constexpr, INT8: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program per row and key head: rotates and writes its query heads, writes key and value into their page."""
+    enter(EARLY)
+    HALF: tl.constexpr = D // 2
+    N: tl.constexpr = (H + 2 * KV) * D
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + row)
+    here = position >= 0  # padding rows belong to no sequence
+    at = tl.maximum(position, 0)
+    c = tl.arange(0, HALF)
+    # All reads come before any write: no load may be moved over a store.
+    page = tl.load(table + tl.load(sequences + row) * table_stride + at // SIZE).to(tl.int64) * KV + head
+    cosine, sine = tl.load(angles + at * D + c), tl.load(angles + at * D + HALF + c)
+    g = tl.arange(0, GROUP)
+    own = (g < G)[:, None]
+    column = (head * G + g)[:, None] * D + c[None]
+    every = c < HALF
+    q_lo = _summed(parts, scale, bias, row, rows, column, own, N, SPLITS)
+    q_hi = _summed(parts, scale, bias, row, rows, column + HALF, own, N, SPLITS)
+    first = _summed(parts, scale, bias, row, rows, (H + head) * D + c, every, N, SPLITS)
+    second = _summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
+    v_lo = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
+    v_hi = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
+
+    to = q + row * (H * D) + column
+    tl.store(to, (q_lo * cosine[None] - q_hi * sine[None]).to(q.dtype.element_ty), own)
+    tl.store(to + HALF, (q_hi * cosine[None] + q_lo * sine[None]).to(q.dtype.element_ty), own)
+    k_lo, k_hi = first * cosine - second * sine, second * cosine + first * sine
+    place = at % SIZE
+    written = every & here
+    to_key = keys + (page * SIZE + place) * D + c
+    to_value = values + page * (D * SIZE) + c * SIZE + place
+    if key_scales is not None:
+        unit = _unit(k_lo, k_hi, TOP)
+        tl.store(to_key, levels(tl.div_rn(k_lo, unit), INT8), written)
+        tl.store(to_key + HALF, levels(tl.div_rn(k_hi, unit), INT8), written)
+        tl.store(key_scales + page * SIZE + place, unit, here)
+    else:
+        tl.store(to_key, k_lo.to(keys.dtype.element_ty), written)
+        tl.store(to_key + HALF, k_hi.to(keys.dtype.element_ty), written)
+    if value_scales is not None:
+        unit = _unit(v_lo, v_hi, TOP)
+        tl.store(to_value, levels(tl.div_rn(v_lo, unit), INT8), written)
+        tl.store(to_value + HALF * SIZE, levels(tl.div_rn(v_hi, unit), INT8), written)
+        tl.store(value_scales + page * SIZE + place, unit, here)
+    else:
+        tl.store(to_value, v_lo.to(values.dtype.element_ty), written)
+        tl.store(to_value + HALF * SIZE, v_hi.to(values.dtype.element_ty), written)
+
+
+@kernel("rows")
+def _gate(  # type: ignore[no-untyped-def]
+    x, inverse, out, rows, N: tl.constexpr, INT8: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < N
+    g = tl.load(x + row * (2 * N) + c, inside, other=0.0).to(tl.float32)
+    u = tl.load(x + row * (2 * N) + N + c, inside, other=0.0).to(tl.float32)
+    y = g / (1.0 + tl.exp(-g)) * u
+    if inverse is not None:
+        tl.store(out + row * N + c, levels(y * tl.load(inverse + c, inside, other=0.0), INT8), inside)
+    else:
+        tl.store(out + row * N + c, y.to(out.dtype.element_ty), inside)
+
+
+def add_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    inverse: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    sums: SplitSums | None = None,
+    index: Tensor | None = None,
+    kept: Tensor | None = None,
+    early: int = 0,
+) -> Tensor:
+    """RMSNorm of x [T, C] (its rows `index` [T], where given) plus `sums`, times `inverse` [C] in `dtype`'s levels.
+
+    Without `inverse` as `dtype`, a float type. `kept` [T, C] receives the norm's input; it may be x itself, without
+    `index`.
+    """
+    rows, channels = (len(x) if index is None else len(index)), x.shape[1]
+    out = torch.empty(rows, channels, dtype=dtype, device=x.device)
+    block = power(channels)
+    parts, scale, bias = (None, None, None) if sums is None else (sums.parts, sums.scale, sums.bias)
+    _add_norm[(rows,)](
+        x, index, parts, scale, bias, kept, weight, inverse, out, rows, eps,
+        channels, 1 if sums is None else len(sums.parts), dtype == torch.int8, block, early,
+        num_warps=max(1, min(16, block // 256)), **options(early),
+    )  # fmt: skip
+    return out
+
+
+def rotate(
+    sums: SplitSums,
+    angles: Tensor,
+    positions: Tensor,
+    sequences: Tensor,
+    cache: KVCache,
+    layer: int,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    early: int = 0,
+) -> Tensor:
+    """Rotated queries [T, heads, d] as `dtype` from a product's `sums`; keys and values go into the cache.
+
+    `angles` [positions, d] fp32: cosines of the first half, then sines. Rows at position -1 write nothing there.
+    """
+    splits, rows, _ = sums.parts.shape
+    kv_heads, d = cache.kv_heads, cache.head_dim
+    group = heads // kv_heads
+    q = torch.empty(rows, heads, d, dtype=dtype, device=angles.device)
+    keys, values, key_scales, value_scales = cache.layer(layer)
+    int8 = keys.dtype == torch.int8
+    _rotate[(rows, kv_heads)](
+        sums.parts, sums.scale, sums.bias, angles, positions, sequences, cache.table, q, keys, values, key_scales,
+        value_scales, rows, cache.table.stride(0), heads, kv_heads, d, group, power(group), splits, PAGE,
+        int8, cache.top, early, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
+    )  # fmt: skip
+    return q
+
+
+def gate(x: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """silu(first half) · second half of x [T, 2N], times `inverse` [N] in `dtype`'s levels, or as `dtype`: [T, N]."""
+    rows, channels = len(x), x.shape[1] // 2
+    out = torch.empty(rows, channels, dtype=dtype, device=x.device)
+    block = min(1024, power(channels))
+    _gate[(rows, -(-channels // block))](x, inverse, out, rows, channels, dtype == torch.int8, block, num_warps=4)
+    return out
+
+
+def add_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None, dtype: torch.dtype, sums: SplitSums | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norm's input, as x's type, and its norm."""
+    y = x.float() if sums is None else x.float() + sums.whole()
+    kept = y.to(x.dtype)
+    y = F.rms_norm(kept.float(), (x.shape[1],), weight.float(), eps)
+    return kept, y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)
+
+
+def rotate_reference(y: Tensor, angles: Tensor, positions: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values [T, heads, d] of y [T, (heads + 2 · kv_heads) · d], the first two rotated."""
+    d = angles.shape[1]
+    q, k, v = y.float().unflatten(1, (-1, d)).split([heads, kv_heads, kv_heads], dim=1)
+    cosine, sine = angles[positions.long()][:, None].chunk(2, dim=-1)
+
+    def turned(x: Tensor) -> Tensor:
+        lo, hi = x.chunk(2, dim=-1)
+        return torch.cat([lo * cosine - hi * sine, hi * cosine + lo * sine], dim=-1)
+
+    return turned(q), turned(k), v
+
+
+def gate_reference(x: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    g, u = x.float().chunk(2, dim=1)
+    y = F.silu(g) * u
+    return y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)

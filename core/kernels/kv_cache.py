@@ -1,0 +1,162 @@
+"""The KV cache's memory: pages for all layers, in floats, int8 or E4M3, and the page tables of sequences.
+
+`llm.pages` allocates pages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.kernels.cuda.quantize import to_levels, top
+
+Kind = Literal["float", "int8", "fp8"]
+PAGE = 16  # tokens of a page: one channel of its keys fills one vector register of a CPU
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """The tokens of one forward, of any sequences at any positions: rows of one matrix.
+
+    Rows of one sequence are adjacent, at increasing positions; each attends to its sequence up to itself.
+    """
+
+    tokens: Tensor  # int32 [T]
+    positions: Tensor  # int32 [T]
+    sequences: Tensor  # int32 [T], rows of the cache's table
+    picked: Tensor  # int32 [L]: the rows whose logits are wanted
+
+    @classmethod
+    def of(cls, tokens: list[int], positions: list[int], sequences: list[int], picked: list[int]) -> TokenBatch:
+        columns = (tokens, positions, sequences, picked)
+        return cls(*(torch.from_numpy(np.asarray(column, np.int32)) for column in columns))
+
+
+def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x [..., d] to int8 or E4M3 and an fp32 scale [...]: one for each token and head, by its largest magnitude."""
+    scale = x.float().abs().amax(-1) / top(dtype)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return to_levels(x.float() / scale[..., None], dtype), scale
+
+
+class KVCache:
+    """Keys [layers, pages, kv_heads, d, 16] and values [layers, pages, kv_heads, 16, d]; on a GPU [..., 16, d] and
+    [..., d, 16].
+
+    On a CPU a vector register then holds one channel of a page's tokens. A GPU's tensor cores need the summed dimension
+    contiguous (channels of keys, tokens of values), since bytes are not transposed while loading. `table` [sequences,
+    pages of one] is what readers use; its rows are written by `place`.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        pages: int,
+        sequences: int,
+        context: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        kind: Kind = "float",
+        beside: KVCache | None = None,
+        turned: bool | None = None,
+    ) -> None:
+        """At most `sequences` of at most `context` tokens are in the cache at once. `beside`: the cache whose table it
+        shares.
+
+        `turned`: the GPU layout; default: by device.
+        """
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.turned = torch.device(device).type != "cpu" if turned is None else turned
+        held = {"float": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind]
+        # Zeros, not uninitialized memory: a page is read by whole vectors, also where no token was written yet.
+        page = (PAGE, head_dim) if self.turned else (head_dim, PAGE)
+        self.keys = torch.zeros(layers, pages, kv_heads, *page, dtype=held, device=device)
+        self.values = torch.zeros(layers, pages, kv_heads, *reversed(page), dtype=held, device=device)
+        self.key_scales = self.value_scales = None
+        if kind != "float":
+            self.key_scales = torch.ones(layers, pages, kv_heads, PAGE, device=device)
+            self.value_scales = torch.ones_like(self.key_scales)
+        self.table = torch.zeros(sequences, -(-context // PAGE), dtype=torch.int32, device=device)
+        self._placed: deque[tuple[int, int, list[int]]] = deque()
+        if beside is not None:
+            self.table, self._placed = beside.table, beside._placed
+        self.dtype = dtype
+
+    @property
+    def size_bytes(self) -> int:
+        scales = (self.key_scales, self.value_scales)
+        return self.keys.nbytes + self.values.nbytes + sum(s.nbytes for s in scales if s is not None)
+
+    @property
+    def top(self) -> float:
+        """The largest level of keys and values that have scales; 0 without scales."""
+        return 0.0 if self.key_scales is None else top(self.keys.dtype)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """One layer's keys, values and their scales."""
+        if self.key_scales is None or self.value_scales is None:
+            return self.keys[layer], self.values[layer], None, None
+        return self.keys[layer], self.values[layer], self.key_scales[layer], self.value_scales[layer]
+
+    def place(self, sequence: int, pages: list[int], start: int = 0) -> None:
+        """Set the pages of a sequence from page number `start` on.
+
+        On a GPU readers see it after the next `settle`: the caller runs beside the forwards, on no stream.
+        """
+        if self.table.device.type != "cpu":
+            self._placed.append((sequence, start, list(pages)))
+            return
+        self.table[sequence, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def settle(self) -> None:
+        """Write the placed pages into the table, in order, on the current stream."""
+        width = self.table.shape[1]
+        found: dict[int, int] = {}
+        while self._placed:
+            sequence, start, pages = self._placed.popleft()
+            found.update(zip(range(sequence * width + start, (sequence + 1) * width), pages, strict=False))
+        if found:
+            both = torch.from_numpy(np.array([[*found], [*found.values()]], np.int32)).to(self.table.device)
+            self.table.view(-1)[both[0].long()] = both[1]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, step: TokenBatch) -> None:
+        """Write keys and values [T, kv_heads, d] of a step's tokens into their pages."""
+        at, within = self._at(step)
+        if self.key_scales is not None and self.value_scales is not None:
+            keys, scale = quantize_kv(keys, self.keys.dtype)
+            self.key_scales[layer][at, :, within] = scale
+            values, scale = quantize_kv(values, self.keys.dtype)
+            self.value_scales[layer][at, :, within] = scale
+        # 8-bit ones as bytes: indexing does not support E4M3.
+        held_keys, held_values = self._pages(layer)
+        held_keys[at, :, :, within] = keys.to(self.keys.dtype).view(held_keys.dtype)
+        held_values[at, :, within] = values.to(self.keys.dtype).view(held_keys.dtype)
+
+    def read(self, layer: int, sequences: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, kv_heads, L, d] of the first L tokens of these sequences; L is `tokens` or a few more."""
+        at = self.table[sequences, : -(-tokens // PAGE)].long()  # [S, P]
+        # [S, P, kv_heads, d, 16], [S, P, kv_heads, 16, d]
+        keys, values = (pages[at].view(self.keys.dtype) for pages in self._pages(layer))
+        if self.key_scales is not None and self.value_scales is not None:
+            keys = keys.float() * self.key_scales[layer][at][:, :, :, None]
+            values = values.float() * self.value_scales[layer][at][..., None]
+        keys, values = keys.permute(0, 2, 1, 4, 3).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
+        return keys.to(self.dtype), values.to(self.dtype)
+
+    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys by channel and values by token, in either layout; E4M3 as bytes."""
+        plain = torch.uint8 if self.keys.dtype == torch.float8_e4m3fn else self.keys.dtype
+        keys, values = self.keys[layer].view(plain), self.values[layer].view(plain)
+        return (keys.mT, values.mT) if self.turned else (keys, values)
+
+    def _at(self, step: TokenBatch) -> tuple[Tensor, Tensor]:
+        positions = step.positions.long()
+        return self.table[step.sequences.long(), positions // PAGE].long(), positions % PAGE

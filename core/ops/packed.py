@@ -1,0 +1,133 @@
+"""Packs a model's layers for the CPU kernels, once, shared by the programs of every batch size.
+
+A layer is in INT8 if it was quantized, else in floats. Supports diffusers' and transformers' plain layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from core.kernels.cpu.program import ScratchArena, Weights, pack_float, pack_int8
+from core.quant.linear import Int8Conv2d, Int8Linear, steps
+
+
+class PackedLayer(NamedTuple):
+    """A packed layer. `inverse` [channels] quantizes its input; None for a layer in floats.
+
+    `names` are those of the modules that it was packed from.
+    """
+
+    weights: Weights
+    inverse: Tensor | None
+    names: tuple[str, ...] = ()
+
+
+class PackedLayers:
+    """Packs layers on first use, and caches them.
+
+    Raises ValueError, naming the layer, for an unsupported one.
+    """
+
+    def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
+        """`half` keeps the weights of layers in floats in bf16, the type in which an INT8 model holds them."""
+        self.library = library
+        self.blocks = ScratchArena()  # shared by all its programs: they run one at a time
+        self._half = half
+        self._names = {id(module): name for name, module in model.named_modules()}
+        # The modules are kept with the result, so that no other object can take over their identity.
+        self._made: dict[tuple[object, ...], tuple[Sequence[nn.Module], PackedLayer]] = {}
+
+    def __call__(self, *modules: nn.Module, geglu: bool = False) -> PackedLayer:
+        """One layer, or several side by side that read the same input (queries, keys and values)."""
+        return self._once(modules, (geglu,), lambda: self._pack(modules, geglu))
+
+    def floats(self, *modules: nn.Module) -> PackedLayer:
+        """As when called, for layers that only exist in floats."""
+        layer = self(*modules)
+        if layer.inverse is not None:
+            raise ValueError(
+                f"layer {self._names.get(id(modules[0]), '?')}: the kernels support this layer in floats only"
+            )
+        return layer
+
+    def columns(self, module: nn.Module, first: int, count: int, *, bias: bool) -> PackedLayer:
+        """The part of a layer in floats that reads input channels `first` to `first + count`."""
+
+        def make() -> PackedLayer:
+            weight = _float_weight(module)[:, :, first : first + count]
+            return PackedLayer(self._packed(weight, _biases([module]) if bias else None), None)
+
+        return self._once([module], (first, count, bias), make)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all packed weights."""
+        return sum(layer.weights.packed.nbytes for _, layer in self._made.values())
+
+    def release(self) -> None:
+        """Drop the original weights of all packed layers: the model's own forward cannot be used afterwards."""
+        for modules, _ in self._made.values():
+            for module in modules:
+                weight = module.weight
+                assert isinstance(weight, Tensor)
+                weight.data = weight.new_empty(0)
+
+    def _once(
+        self, modules: Sequence[nn.Module], how: tuple[object, ...], make: Callable[[], PackedLayer]
+    ) -> PackedLayer:
+        key = (*(id(module) for module in modules), *how)
+        if key not in self._made:
+            names = tuple(self._names.get(id(module), "?") for module in modules)
+            try:
+                self._made[key] = (modules, make()._replace(names=names))
+            except ValueError as error:
+                raise ValueError(f"layer {names[0]}: {error}") from error
+        return self._made[key][1]
+
+    def _pack(self, modules: Sequence[nn.Module], geglu: bool) -> PackedLayer:
+        quantized = [m for m in modules if isinstance(m, (Int8Linear, Int8Conv2d))]
+        if not quantized:
+            weight = torch.cat([_float_weight(module) for module in modules])
+            return PackedLayer(self._packed(weight, _biases(modules), geglu=geglu), None)
+        inverse = quantized[0].inverse
+        if len(quantized) < len(modules) or any(not torch.equal(m.inverse, inverse) for m in quantized):
+            raise ValueError("it and what reads the same input must all be quantized, and by the same scales, or none")
+        weight = torch.cat([_taps(m.weight) for m in quantized])
+        scale = torch.cat([m.scale for m in quantized])
+        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), inverse.contiguous())
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
+        return pack_float(self.library, weight.bfloat16() if self._half else weight, bias, geglu=geglu)
+
+
+def _biases(modules: Sequence[nn.Module]) -> Tensor:
+    """Concatenated, [n]; zeros for a layer without one."""
+    found = []
+    for module in modules:
+        assert isinstance(module, (nn.Linear, nn.Conv2d, Int8Linear, Int8Conv2d))
+        bias = torch.zeros(module.weight.shape[0]) if module.bias is None else module.bias.detach().float()
+        found.append(bias)
+    return torch.cat(found)
+
+
+def _float_weight(module: nn.Module) -> Tensor:
+    """[n, taps, channels]. Raises ValueError for anything but a plain layer in floats."""
+    if not isinstance(module, (nn.Linear, nn.Conv2d)):
+        raise ValueError(f"the kernels do not support {type(module).__name__} here, only plain float layers")
+    weight = module.weight.detach().float()
+    if isinstance(module, nn.Conv2d):
+        steps(module)
+        weight = weight.permute(0, 2, 3, 1)
+    return _taps(weight)
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """[n, channels] or [n, height, width, channels] to [n, taps, channels]."""
+    if weight.dim() == 4 and weight.shape[1:3] not in ((1, 1), (3, 3)):
+        raise ValueError(f"convolutions of {weight.shape[1]}×{weight.shape[2]} are unknown to the kernels")
+    return weight.reshape(weight.shape[0], -1, weight.shape[-1])

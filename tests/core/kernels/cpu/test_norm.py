@@ -1,0 +1,196 @@
+"""Quantization and normalizations: within rounding of 64-bit PyTorch, over all widths, to floats and to bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from core.kernels.cpu.program import Program
+from core.quant.linear import quantize
+from tests.core.quant.stage import as_bytes, called, check_bytes, check_close, kernels, normal, threads
+
+few = settings(max_examples=60)
+widths = st.integers(1, 70)
+
+
+def layer_norm(channels: int, eps: float = 1e-5) -> nn.LayerNorm:
+    norm = nn.LayerNorm(channels, eps=eps).requires_grad_(False)
+    norm.weight.copy_(normal(8, channels))
+    norm.bias.copy_(normal(9, channels))
+    return norm
+
+
+def group_norm(groups: int, channels: int, eps: float = 1e-5) -> nn.GroupNorm:
+    norm = nn.GroupNorm(groups, channels, eps=eps).requires_grad_(False)
+    norm.weight.copy_(normal(8, channels))
+    norm.bias.copy_(normal(9, channels))
+    return norm
+
+
+def exact_group_norm(x: Tensor, norm: nn.GroupNorm, images: int) -> Tensor:
+    """[images · pixels, channels] in 64 bits."""
+    maps = x.double().view(images, -1, x.shape[-1]).transpose(1, 2)
+    made = F.group_norm(maps, norm.num_groups, norm.weight.double(), norm.bias.double(), norm.eps)
+    return made.transpose(1, 2).reshape(x.shape)
+
+
+@few
+@given(rows=st.integers(1, 20), channels=widths, scale=st.sampled_from((1e-3, 1.0, 300.0)), seed=st.integers(0, 99))
+def test_quantize_is_pytorchs(rows: int, channels: int, scale: float, seed: int) -> None:
+    x, inverse = normal(seed, rows, channels), normal(seed + 1, channels, scale=scale)
+    assert torch.equal(called(lambda p: p.quantize(x, inverse)), as_bytes(quantize(x, inverse)))
+
+
+def test_quantize_rounds_half_to_even_and_clamps_what_no_integer_holds() -> None:
+    x = torch.tensor([[0.5, 1.5, -0.5, -2.5, 127.5, 1e10, -1e10, torch.inf, -torch.inf, 3e38]])
+    found = called(lambda p: p.quantize(x, torch.ones(10)))
+    assert (found.int() - 128).tolist() == [[0, 2, 0, -2, 127, 127, -127, 127, -127, 127]]
+    assert called(lambda p: p.quantize(torch.full((1, 3), torch.nan), torch.ones(3))).tolist() == [[1, 1, 1]]
+
+
+@few
+@given(
+    rows=st.integers(1, 20), channels=widths, floats=st.booleans(), mean=st.sampled_from((0.0, 50.0)),
+    eps=st.sampled_from((1e-5, 1e-2)), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_layer_norm(rows: int, channels: int, floats: bool, mean: float, eps: float, seed: int) -> None:
+    x, norm, inverse = (
+        normal(seed, rows, channels) + mean,
+        layer_norm(channels, eps),
+        normal(seed + 1, channels, scale=20),
+    )
+    found = called(lambda p: p.layer_norm(x, norm, None if floats else inverse))
+    wanted = F.layer_norm(x.double(), (channels,), norm.weight.double(), norm.bias.double(), eps)
+    if floats:
+        # One channel is its own mean: what is left of it after rounding is divided by the root of eps.
+        check_close(found, wanted, relative=2e-6 if mean == 0 else 2e-5, least=1e-6 if mean == 0 else 4e-3)
+    else:
+        assert ((found.int() - 128) - (wanted * inverse.double()).clamp(-127, 127)).abs().max() <= 0.6
+
+
+@few
+@given(
+    images=st.integers(1, 3), pixels=st.integers(2, 40), size=st.integers(1, 9), groups=st.integers(1, 8),
+    second=st.integers(0, 40), silu=st.booleans(), floats=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_group_norm(
+    images: int, pixels: int, size: int, groups: int, second: int, silu: bool, floats: bool, seed: int
+) -> None:
+    """Of one input and of two side by side, whose border may lie within a group."""
+    channels = size * groups
+    c2 = min(second, channels - 1)
+    whole = normal(seed, images * pixels, channels) * 3 + normal(seed + 1, channels)
+    x, y = whole[:, : channels - c2].contiguous(), whole[:, channels - c2 :].contiguous()
+    norm, inverse = group_norm(groups, channels), normal(seed + 2, channels, scale=20)
+
+    def write(p: Program) -> Tensor:
+        return p.group_norm(x, y if c2 else None, norm, images=images, silu=silu, inverse=None if floats else inverse)
+
+    found, wanted = called(write), exact_group_norm(whole, norm, images)
+    if silu:
+        wanted = F.silu(wanted)
+    if floats:
+        check_close(found, wanted, relative=1e-5)
+    else:
+        check_bytes(found, wanted * inverse.double())
+
+
+@pytest.mark.parametrize("mean", [1e2, 1e4])
+def test_group_norm_of_a_large_mean_is_as_good_as_torchs(mean: float) -> None:
+    """E[x²] − E[x]² would lose all digits at a mean of 10⁴."""
+    x, norm = normal(0, 2 * 256, 64) + mean, nn.GroupNorm(8, 64).requires_grad_(False)
+    found = called(lambda p: p.group_norm(x, None, norm, images=2, silu=False, inverse=None))
+    wanted = exact_group_norm(x, norm, 2)
+    torchs = F.group_norm(x.view(2, 256, 64).transpose(1, 2), 8).transpose(1, 2).reshape(x.shape)
+    error = (found - wanted).abs().max()
+    assert error <= 1e-6 * mean**0.5
+    assert error <= (torchs - wanted).abs().max()
+
+
+def test_group_norm_whose_first_pixel_is_an_outlier() -> None:
+    """Sums are taken around the first pixel."""
+    x = normal(0, 1024, 32)
+    x[0] = 1000
+    norm = group_norm(8, 32)
+    found = called(lambda p: p.group_norm(x, None, norm, images=1, silu=False, inverse=None))
+    check_close(found, exact_group_norm(x, norm, 1), relative=1e-5)
+
+
+def test_group_norm_of_what_is_all_equal_is_its_bias() -> None:
+    norm = group_norm(4, 20)
+    found = called(lambda p: p.group_norm(torch.full((9, 20), 3.5), None, norm, images=1, silu=False, inverse=None))
+    check_close(found, norm.bias.expand(9, 20))
+
+
+def test_what_is_nan_or_infinite_stays_so_in_floats() -> None:
+    x = normal(0, 6, 20)
+    x[2, 3] = torch.nan
+    norm = layer_norm(20)
+    program = Program(kernels())
+    found = program.layer_norm(x, norm, None)
+    other = program.group_norm(x, None, group_norm(4, 20), images=3, silu=True, inverse=None)
+    program.run()
+    assert found[2].isnan().all() and found[[0, 1, 3, 4, 5]].isfinite().all()
+    assert other.view(3, 2, 4, 5)[1, :, 0].isnan().all()
+    assert other.view(3, 2, 20)[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("floats", [True, False])
+def test_an_images_bits_depend_neither_on_its_companions_nor_its_place_nor_threads(floats: bool) -> None:
+    x, y = normal(0, 5 * 30, 40), normal(1, 5 * 30, 24)
+    groups, layer, inverse = group_norm(8, 64), layer_norm(40), None if floats else normal(2, 64, scale=20)
+
+    def run(x: Tensor, y: Tensor) -> list[Tensor]:
+        program = Program(kernels())
+        made = [
+            program.group_norm(x, y, groups, images=len(x) // 30, silu=True, inverse=inverse),
+            program.layer_norm(x, layer, None if inverse is None else inverse[:40].contiguous()),
+        ]
+        program.run()
+        return [out.clone() for out in made]
+
+    together = run(x, y)
+    for image in range(5):
+        rows = slice(image * 30, image * 30 + 30)
+        for alone, all_rows in zip(run(x[rows].contiguous(), y[rows].contiguous()), together, strict=True):
+            assert torch.equal(alone, all_rows[rows])
+    with threads(2):
+        assert all(torch.equal(a, b) for a, b in zip(run(x, y), together, strict=True))
+
+
+NORM, PLAIN = nn.LayerNorm(8), nn.GroupNorm(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("quantize", (torch.zeros(3, 8), torch.ones(7)), r"inverse: must be torch.float32 \[8\]"),
+        ("quantize", (torch.zeros(8, 3).t(), torch.ones(8)), "x: its memory layout is not the kernels'"),
+        ("layer_norm", (torch.zeros(3, 9), NORM, None), r"weight: must be torch.float32 \[9\]"),
+        ("layer_norm", (torch.zeros(3, 8), nn.LayerNorm(8, bias=False), None), "LayerNorm without weight and bias"),
+        ("layer_norm", (torch.zeros(3, 8), NORM, torch.ones(4)), "inverse: must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, arguments: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        getattr(Program(kernels()), name)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "norm", "images", "said"),
+    [
+        (torch.zeros(6, 8), torch.zeros(5, 8), nn.GroupNorm(2, 16), 2, r"y: must be torch.float32 \[6, 8\]"),
+        (torch.zeros(6, 8), None, nn.GroupNorm(2, 16), 2, r"weight: must be torch.float32 \[8\]"),
+        (torch.zeros(6, 8), None, PLAIN, 4, "6 pixels of 4 images"),
+        (torch.zeros(6, 8), None, nn.GroupNorm(2, 8, affine=False), 2, "GroupNorm without weight and bias"),
+    ],
+)
+def test_group_norm_refuses_what_does_not_fit(x: Any, y: Any, norm: nn.GroupNorm, images: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Program(kernels()).group_norm(x, y, norm, images=images, silu=False, inverse=None)

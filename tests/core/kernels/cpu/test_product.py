@@ -1,0 +1,301 @@
+"""The product: exact in integers, within rounding of 64-bit PyTorch in floats, for linear layers and convolutions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from core.kernels.cpu.program import Program, Weights, pack_float, pack_int8
+from tests.core.quant.stage import (
+    as_bytes,
+    called,
+    check_bytes,
+    check_close,
+    kernels,
+    normal,
+    threads,
+    whole,
+)
+
+few = settings(max_examples=60)
+KINDS = ("int8", "fp32", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A product of random numbers. Channels are times four, which INT8 needs; floats take one more."""
+
+    kind: str
+    images: int
+    height: int
+    width: int
+    fours: int
+    n: int
+    taps: int
+    stride: int = 1
+    before: int = 1
+    upsample: bool = False
+    row_bias: bool = False
+    residual: bool = False
+    silu: bool = False
+    bytes: bool = False
+    seed: int = 0
+
+    @property
+    def channels(self) -> int:
+        return 4 * self.fours + (self.kind != "int8")
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.images, self.height, self.width
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"stride": self.stride, "before": self.before, "upsample": self.upsample} if self.taps == 9 else {}
+
+    def input(self) -> tuple[Tensor, Tensor]:
+        """As the kernels read it, and in 64 bits, [images, channels, height, width]."""
+        shape = (self.images * self.height * self.width, self.channels)
+        if self.kind == "int8":
+            levels = whole(self.seed, *shape)
+            a, exact = as_bytes(levels), levels.double()
+        else:
+            a = normal(self.seed, *shape)
+            exact = a.double()
+        return a, exact.view(*self.grid, self.channels).permute(0, 3, 1, 2)
+
+    def weight(self) -> Tensor:
+        shape = (self.n, self.taps, self.channels)
+        return whole(self.seed + 1, *shape) if self.kind == "int8" else normal(self.seed + 1, *shape)
+
+    def packed(self, scale: Tensor | None = None, bias: Tensor | None = None) -> Weights:
+        weight = self.weight()
+        if self.kind == "int8":
+            return pack_int8(kernels(), weight, torch.ones(self.n) if scale is None else scale, bias)
+        return pack_float(kernels(), weight.bfloat16() if self.kind == "bf16" else weight, bias)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Σ a · w as plain PyTorch has it, [rows, n] in 64 bits."""
+        weight = self.weight()
+        exact = (weight.bfloat16() if self.kind == "bf16" else weight).double()
+        if self.taps == 1:
+            return x.permute(0, 2, 3, 1).reshape(-1, self.channels) @ exact[:, 0].t()
+        if self.upsample:
+            x = F.interpolate(x, scale_factor=2, mode="nearest")
+        x = F.pad(x, (self.before, 1, self.before, 1))
+        y = F.conv2d(x, exact.view(self.n, 3, 3, self.channels).permute(0, 3, 1, 2), stride=self.stride)
+        return y.permute(0, 2, 3, 1).reshape(-1, self.n)
+
+
+def sizes(most: int) -> st.SearchStrategy[int]:
+    return st.integers(1, most)
+
+
+linear = st.builds(
+    Case, st.sampled_from(KINDS), images=sizes(3), height=sizes(3), width=sizes(9), fours=sizes(12), n=sizes(140),
+    taps=st.just(1), row_bias=st.booleans(), residual=st.booleans(), silu=st.booleans(), bytes=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+convolution = st.builds(
+    Case, st.sampled_from(KINDS), images=sizes(3), height=st.integers(2, 7), width=st.integers(2, 9), fours=sizes(9),
+    n=sizes(100), taps=st.just(9), stride=st.sampled_from((1, 2)), before=st.sampled_from((0, 1)),
+    upsample=st.booleans(), row_bias=st.booleans(), residual=st.booleans(), silu=st.booleans(), bytes=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+
+
+@few
+@given(st.one_of(linear, convolution))
+def test_sums_of_bytes_are_exact(case: Case) -> None:
+    case = dataclasses.replace(case, kind="int8")
+    a, x = case.input()
+    found = called(lambda p: p.product(a, case.packed(), grid=case.grid, **case.options))
+    assert torch.equal(found.double(), case.sums(x))
+
+
+@few
+@given(st.one_of(linear, convolution))
+def test_scale_bias_what_is_added_and_the_way_out(case: Case) -> None:
+    a, x = case.input()
+    sums = case.sums(x)
+    scale = normal(2, case.n).abs() / 1e3 if case.kind == "int8" else None
+    bias, row_bias = normal(3, case.n), normal(4, case.images, case.n + 3)[:, 1:-2]  # a slice of something wider
+    residual, inverse = normal(5, *sums.shape), normal(6, case.n, scale=20)
+    wanted = (sums if scale is None else sums * scale.double()) + bias.double()
+    if case.row_bias:
+        wanted = wanted + row_bias.double().repeat_interleave(len(sums) // case.images, 0)
+    if case.residual:
+        wanted = wanted + residual.double()
+    if case.silu:
+        wanted = F.silu(wanted)
+
+    def write(p: Program) -> Tensor:
+        return p.product(
+            a, case.packed(scale, bias), grid=case.grid, silu=case.silu,
+            row_bias=row_bias if case.row_bias else None, residual=residual if case.residual else None,
+            inverse=inverse if case.bytes else None, **case.options,
+        )  # fmt: skip
+
+    found = called(write)
+    if case.bytes:
+        assert found.dtype == torch.uint8
+        check_bytes(found, wanted * inverse.double())
+    else:
+        check_close(found, wanted)
+
+
+@few
+@given(
+    kind=st.sampled_from(KINDS), rows=sizes(30), fours=sizes(12), pairs=sizes(9), floats=st.booleans(),
+    silu=st.booleans(),
+)  # fmt: skip
+def test_geglu(kind: str, rows: int, fours: int, pairs: int, floats: bool, silu: bool) -> None:
+    """Hidden · GELU(gate), or SiLU(gate), in diffusers' order: the first half of the columns is hidden."""
+    case = Case(kind, 1, 1, rows, fours, 32 * pairs, 1)
+    a, x = case.input()
+    bias, inverse = normal(3, case.n), normal(6, case.n // 2, scale=20)
+    scale = normal(2, case.n).abs() / 1e4 if kind == "int8" else torch.ones(case.n)
+    hidden, gate = (case.sums(x) * scale.double() + bias.double()).chunk(2, dim=-1)
+    if kind == "int8":
+        weights = pack_int8(kernels(), case.weight(), scale, bias, geglu=True)
+    else:
+        weight = case.weight()
+        weights = pack_float(kernels(), weight.bfloat16() if kind == "bf16" else weight, bias, geglu=True)
+    found = called(lambda p: p.product(a, weights, grid=case.grid, inverse=None if floats else inverse, silu=silu))
+    wanted = hidden * (F.silu(gate) if silu else F.gelu(gate))
+    if floats:
+        check_close(found, wanted)
+    else:
+        check_bytes(found, wanted * inverse.double())
+
+
+@pytest.mark.parametrize("n", [4, 16, 32, 48, 64, 80])  # every way in which vectors stand side by side
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("taps", [1, 9])
+def test_a_rows_bits_depend_neither_on_its_companions_nor_its_place_nor_threads(kind: str, n: int, taps: int) -> None:
+    case = Case(kind, 5, 3, 5, 6, n, taps)
+    a, _ = case.input()
+    weights = case.packed(normal(2, n).abs() / 1e3 if kind == "int8" else None, normal(3, n))
+    pixels = case.height * case.width
+
+    def run(a: Tensor, images: int) -> Tensor:
+        return called(lambda p: p.product(a, weights, grid=(images, case.height, case.width), silu=True))
+
+    together = run(a, 5)
+    for image in range(5):
+        rows = slice(image * pixels, (image + 1) * pixels)
+        assert torch.equal(run(a[rows].contiguous(), 1), together[rows])
+    with threads(2):
+        assert torch.equal(run(a, 5), together)
+
+
+def test_a_product_may_be_added_to_what_it_is_written_over() -> None:
+    case = Case("fp32", 1, 1, 20, 3, 40, 1)
+    a, x = case.input()
+    held = normal(5, 20, 40)
+    found = called(lambda p: p.product(a, case.packed(), grid=case.grid, residual=held, out=held))
+    check_close(found, case.sums(x) + normal(5, 20, 40).double())
+
+
+def test_silu_over_its_whole_range() -> None:
+    x = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([-1e30, -1e4, 0.0, -0.0, 1e4, 1e30])])[:, None]
+    weights = pack_float(kernels(), torch.ones(1, 1, 1), None)
+    found = called(lambda p: p.product(x, weights, grid=(1, 1, len(x)), silu=True)).double()
+    wanted = F.silu(x.double())
+    assert ((found - wanted).abs() <= 1e-6 * wanted.abs() + 1e-30 + 1e-38 * x.abs().double()).all()
+
+
+def test_gelu_over_its_whole_range() -> None:
+    gate = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e30, -1e4, 0.0, 1e4, 1e30])])[:, None]
+    weights = pack_float(kernels(), torch.cat([torch.zeros(16, 1, 1), torch.ones(16, 1, 1)]),
+                         torch.cat([torch.ones(16), torch.zeros(16)]), geglu=True)  # fmt: skip
+    found = called(lambda p: p.product(gate, weights, grid=(1, 1, len(gate))))[:, :1].double()
+    assert ((found - F.gelu(gate.double())).abs() <= 2e-7 * gate.abs().clamp_min(1)).all()
+
+
+def test_extremes_of_bytes_do_not_overflow() -> None:
+    """All inputs and weights at ±127 over as many inputs as SDXL's widest convolution has."""
+    levels, weight = torch.full((6, 2560 * 4), 127.0), torch.full((16, 1, 2560 * 4), -127, dtype=torch.int8)
+    weights = pack_int8(kernels(), weight, torch.ones(16), None)
+    found = called(lambda p: p.product(as_bytes(levels), weights, grid=(1, 1, 6)))
+    assert (found == -127.0 * 127 * 2560 * 4).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"a": torch.zeros(8, 8)}, "a: must be torch.uint8"),
+        ({"a": torch.zeros(7, 8, dtype=torch.uint8)}, r"a: must be torch.uint8 \[8, 8\]"),
+        ({"a": torch.zeros(8, 16, dtype=torch.uint8)[:, ::2]}, "a: its memory layout is not the kernels'"),
+        ({"grid": (1, 3, 3)}, r"a: must be torch.uint8 \[9, 8\]"),
+        ({"residual": torch.zeros(8, 19)}, r"residual: must be torch.float32 \[8, 20\]"),
+        ({"residual": torch.zeros(20, 8).t()}, "residual: its memory layout is not the kernels'"),
+        ({"row_bias": torch.zeros(1, 20)}, r"row_bias: must be torch.float32 \[2, 20\]"),
+        ({"row_bias": torch.zeros(2, 20).double()}, "row_bias: must be torch.float32"),
+        ({"inverse": torch.zeros(16)}, r"inverse: must be torch.float32 \[20\]"),
+        ({"out": torch.zeros(8, 20, dtype=torch.uint8)}, "out: must be torch.float32"),
+        ({"out": torch.zeros(8, 20), "inverse": torch.ones(20)}, "out: must be torch.uint8"),
+        ({"stride": 2}, "a linear layer has no stride"),
+        ({"upsample": True}, "a linear layer has no stride and doubles nothing"),
+    ],
+)
+def test_a_product_refuses_what_does_not_fit(changes: dict[str, Any], said: str) -> None:
+    weights = Case("int8", 1, 1, 1, 2, 20, 1).packed()
+    given_options: dict[str, Any] = {"a": torch.zeros(8, 8, dtype=torch.uint8), "grid": (2, 2, 2), **changes}
+    with pytest.raises(ValueError, match=said):
+        Program(kernels()).product(given_options.pop("a"), weights, **given_options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [
+        ((1, 1, 4), {"before": 0, "stride": 2}, "1 pictures of 1×4 do not fit"),
+        ((1, 1, 1), {"before": 0}, "1 pictures of 1×1 do not fit"),
+        ((1, 4, 4), {"stride": 3}, "stride 3 and padding 1 are unknown"),
+        ((1, 4, 4), {"before": 2}, "stride 1 and padding 2 are unknown"),
+    ],
+)
+def test_a_convolution_refuses_what_it_does_not_know(shape: Any, options: dict[str, Any], said: str) -> None:
+    case = Case("fp32", *shape, 1, 8, 9)
+    with pytest.raises(ValueError, match=said):
+        Program(kernels()).product(case.input()[0], case.packed(), grid=case.grid, **options)
+
+
+def test_geglu_refuses_more_to_add() -> None:
+    weights = pack_float(kernels(), normal(0, 32, 1, 4), None, geglu=True)
+    for options in ({"residual": torch.zeros(2, 32)}, {"row_bias": torch.zeros(1, 32)}):
+        with pytest.raises(ValueError, match="nothing else is added to GEGLU"):
+            Program(kernels()).product(torch.zeros(2, 4), weights, grid=(1, 1, 2), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "said"),
+    [
+        (torch.zeros(8, 1, 6, dtype=torch.int8), {}, "6 input channels do not fit the kernels: no multiple of 4"),
+        (torch.zeros(8, 1, 8), {}, "must be int8, not torch.float32"),
+        (torch.zeros(8, 25, 8, dtype=torch.int8), {}, "one tap or nine"),
+        (torch.zeros(0, 1, 8, dtype=torch.int8), {}, "one tap or nine"),
+        (torch.zeros(48, 1, 8, dtype=torch.int8), {"geglu": True}, "GEGLU of 48 columns"),
+        (torch.zeros(1, 1, 2**18, dtype=torch.int8), {}, "sums could overflow"),
+    ],
+)
+def test_weights_that_the_kernels_cannot_read_are_refused(weight: Tensor, options: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        pack_int8(kernels(), weight, torch.ones(len(weight)), None, **options)
+
+
+def test_scales_and_biases_of_another_length_are_refused() -> None:
+    weight = torch.zeros(8, 1, 8, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"scale of shape \[7\] does not fit 8 columns"):
+        pack_int8(kernels(), weight, torch.ones(7), None)
+    with pytest.raises(ValueError, match=r"bias of shape \[9\] does not fit 8 columns"):
+        pack_float(kernels(), weight.float(), torch.ones(9))
+    with pytest.raises(ValueError, match="weights are on meta, not on the CPU"):
+        pack_float(kernels(), weight.float().to("meta"), None)

@@ -1,0 +1,141 @@
+"""Programs: buffers are lent and given back, calls run in order, and Python and C++ mean the same structures."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.kernels.cpu import calls
+from core.kernels.cpu.program import Program, pack_float
+from tests.core.quant.stage import kernels, normal, threads
+
+
+def test_python_and_the_kernels_agree_on_structures() -> None:
+    for structure in calls.STRUCTURES:
+        assert kernels().diptych_size(structure.KIND) == ctypes.sizeof(structure)
+    assert sorted(structure.KIND for structure in calls.STRUCTURES) == list(range(len(calls.STRUCTURES)))
+
+
+def test_a_library_of_other_structures_is_refused() -> None:
+    class Other:
+        @staticmethod
+        def diptych_size(kind: int) -> int:
+            return 8
+
+    with pytest.raises(RuntimeError, match="the kernels and Python disagree on Product"):
+        Program(Other())  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_was_given_back_is_lent_again_for_equal_size_and_type_only() -> None:
+    program = Program(kernels())
+    first = program.buffer(4, 6)
+    program.give_back(first, None)
+    assert program.buffer(3, 8).data_ptr() == first.data_ptr()
+    assert program.buffer(24).data_ptr() != first.data_ptr()
+    other = program.buffer(24, dtype=torch.uint8)
+    program.give_back(other)
+    assert program.buffer(25).data_ptr() != other.data_ptr()
+    assert program.size_bytes == 4 * 24 + 4 * 24 + 24 + 4 * 25
+
+
+def test_what_is_given_back_twice_or_is_no_buffer_is_refused() -> None:
+    program = Program(kernels())
+    held = program.buffer(4, 6)
+    for other in (torch.zeros(4, 6), held[:2], held[1:]):
+        with pytest.raises(ValueError, match="is no buffer in use"):
+            program.give_back(other)
+    program.give_back(held)
+    with pytest.raises(ValueError, match="is no buffer in use"):
+        program.give_back(held)
+    with pytest.raises(ValueError, match="holds nothing"):
+        program.buffer(3, 0)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from((4, 8, 12)), st.integers(0, 9)), max_size=30))
+def test_no_two_buffers_in_use_are_one(steps: list[tuple[int, int]]) -> None:
+    program = Program(kernels())
+    held: list[torch.Tensor] = []
+    for count, which in steps:
+        if which < len(held):
+            program.give_back(held.pop(which))
+        else:
+            held.append(program.buffer(count))
+        assert len({buffer.data_ptr() for buffer in held}) == len(held)
+
+
+def test_calls_run_in_order_and_again_with_new_contents() -> None:
+    """y = W₂ (W₁ x), written down once and run on several x."""
+    first, second = normal(0, 20, 1, 12), normal(1, 7, 1, 20)
+    program = Program(kernels())
+    x = program.buffer(5, 12)
+    hidden = program.product(x, pack_float(kernels(), first, None), grid=(1, 1, 5))
+    out = program.product(hidden, pack_float(kernels(), second, None), grid=(1, 1, 5))
+    assert len(program) == 2
+    for seed in range(3):
+        x.copy_(normal(seed, 5, 12))
+        program.run()
+        wanted = x.double() @ first[:, 0].double().t() @ second[:, 0].double().t()
+        assert torch.allclose(out.double(), wanted, atol=1e-4)
+
+
+def test_what_calls_point_into_stays_alive() -> None:
+    program = Program(kernels())
+    out = program.product(
+        normal(0, 64, 64), pack_float(kernels(), normal(1, 64, 1, 64), normal(2, 64)), grid=(1, 1, 64)
+    )
+    for _ in range(20):  # memory that was let go would be taken
+        torch.full((64, 64), torch.nan)
+    program.run()
+    assert torch.allclose(out, normal(0, 64, 64) @ normal(1, 64, 64).t() + normal(2, 64), atol=1e-4)
+
+
+def test_pointers_of_the_last_call_may_be_set_anew() -> None:
+    program = Program(kernels())
+    x = normal(0, 2, 4)
+    out = program.quantize(torch.zeros(2, 4), torch.full((4,), 10.0))
+    program.run()
+    assert (out == 128).all()
+    program.last.x = x.data_ptr()
+    program.run()
+    assert torch.equal(out, ((x * 10).round().clamp(-127, 127) + 128).to(torch.uint8))
+
+
+def test_a_program_has_torchs_threads_whichever_thread_runs_it() -> None:
+    """OpenMP's own setting is each thread's: one that is new would take every core."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    openmp = ctypes.CDLL(next(line.split()[-1] for line in maps if "libgomp" in line))
+    program, found = Program(kernels()), []
+    program.quantize(torch.zeros(2, 4), torch.ones(4))
+
+    def run() -> None:
+        found.append(openmp.omp_get_max_threads())
+        program.run()
+        found.append(openmp.omp_get_max_threads())
+
+    with threads(3):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert found == [1, 3]
+
+
+def test_the_interpreter_goes_on_while_a_program_runs() -> None:
+    program = Program(kernels())
+    weights = pack_float(kernels(), normal(0, 256, 1, 256), None)
+    for _ in range(40):
+        program.product(torch.zeros(2048, 256), weights, grid=(1, 1, 2048))
+    program.run()
+    ticks, done = 0, threading.Event()
+    thread = threading.Thread(target=lambda: (program.run(), done.set()))
+    thread.start()
+    while not done.wait(0.001):
+        ticks += 1
+    thread.join()
+    assert ticks > 3

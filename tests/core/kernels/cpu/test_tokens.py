@@ -1,0 +1,225 @@
+"""RMSNorm, rotary positions and attention over pages against torch in 64 bits; a row's bits are its own."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
+from tests.core.quant.stage import CANARY, check_bytes, check_close, kernels, normal, seeded, threads
+
+
+class Watched(TokenProgram):
+    """A program whose buffers lie between canaries, looked at after each run."""
+
+    def __init__(self) -> None:
+        super().__init__(kernels())
+        self._walls: list[Tensor] = []
+
+    def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        count = torch.Size(shape).numel() * dtype.itemsize
+        memory = torch.full((count + 256,), CANARY, dtype=torch.uint8)
+        self._walls += [memory[:128], memory[-128:]]
+        return memory[128:-128].view(dtype).view(shape)
+
+    def run(self) -> None:
+        super().run()
+        assert all((wall == CANARY).all() for wall in self._walls), "a kernel wrote outside of its output"
+
+
+class World(NamedTuple):
+    """Sequences of given lengths in pages that lie in no order, and each sequence's own keys and values."""
+
+    layer: PagedLayer
+    table: Tensor
+    keys: list[Tensor]  # [tokens, kv_heads, d] of each
+    values: list[Tensor]
+
+
+def world(lengths: list[int], kv_heads: int, d: int, *, int8: bool, seed: int = 0, scale: float = 1.0) -> World:
+    most = -(-max(lengths) // PAGE)
+    pages = len(lengths) * most + 2
+    order = torch.randperm(pages, generator=seeded(seed))[: len(lengths) * most]
+    table = order.view(len(lengths), most).to(torch.int32)
+    keys, values = torch.full((pages, kv_heads, d, PAGE), 3e4), torch.full((pages, kv_heads, PAGE, d), 3e4)
+    own = []
+    for index, length in enumerate(lengths):
+        pair = [normal(seed + 7 * index + j, length, kv_heads, d, scale=scale) for j in (1, 2)]
+        for t in range(length):
+            page = table[index, t // PAGE]
+            keys[page, :, :, t % PAGE], values[page, :, t % PAGE] = pair[0][t], pair[1][t]
+        own.append(pair)
+    if not int8:
+        return World(PagedLayer(keys, values), table, [k for k, _ in own], [v for _, v in own])
+    factor = 3e4 / 127 if scale > 100 else 4 * scale / 127
+    scales = [
+        torch.full((pages, kv_heads, PAGE), factor) * (1 + torch.rand(1, generator=seeded(seed))) for _ in range(2)
+    ]
+    whole = [
+        (keys / scales[0][:, :, None]).round().clamp(-127, 127).to(torch.int8),
+        (values / scales[1][..., None]).round().clamp(-127, 127).to(torch.int8),
+    ]
+    exact = [whole[0].double() * scales[0][:, :, None], whole[1].double() * scales[1][..., None]]
+    read = [
+        [torch.stack([exact[0][table[i, t // PAGE], :, :, t % PAGE] for t in range(n)]) for i, n in enumerate(lengths)],
+        [torch.stack([exact[1][table[i, t // PAGE], :, t % PAGE] for t in range(n)]) for i, n in enumerate(lengths)],
+    ]
+    return World(PagedLayer(whole[0], whole[1], scales[0], scales[1]), table, read[0], read[1])
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(1, 9), channels=st.integers(1, 80), floats=st.booleans(), seed=st.integers(0, 99))
+def test_rms_norm(rows: int, channels: int, floats: bool, seed: int) -> None:
+    x, weight, inverse = (
+        normal(seed, rows, channels, scale=3),
+        normal(seed + 1, channels),
+        normal(seed + 2, channels) * 40,
+    )
+    p = Watched()
+    out = p.rms_norm(x, weight, 1e-6, None if floats else inverse)
+    p.run()
+    wanted = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    if floats:
+        check_close(out, wanted)
+    else:
+        check_bytes(out, wanted * inverse.double())
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4), kv_heads=st.integers(1, 3), group=st.integers(1, 7),
+    d=st.sampled_from((16, 48, 128)), int8=st.booleans(), floats=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_attention_over_pages(
+    lengths: list[int], kv_heads: int, group: int, d: int, int8: bool, floats: bool, seed: int
+) -> None:
+    """Any rows of any sequences, also several of one; what lies behind a row's position must not matter."""
+    there = world(lengths, kv_heads, d, int8=int8, seed=seed)
+    sequences = [i for i, n in enumerate(lengths) for _ in range(min(n, 3))]
+    positions = [n - 1 - j for n in lengths for j in range(min(n, 3))]
+    heads = kv_heads * group
+    wide = normal(seed + 5, len(sequences), heads * d + 3)
+    q, inverse = wide[:, 3:], normal(seed + 6, heads * d, scale=40)
+    p, scale = Watched(), 1 / math.sqrt(d)
+    places = TokenPositions(ints(positions), ints(sequences), there.table)
+    out = p.paged_attention(q, places, there.layer, heads=heads, scale=scale, inverse=None if floats else inverse)
+    p.run()
+    wanted = []
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        k, v = (x[sequence][: position + 1].double().repeat_interleave(group, 1) for x in (there.keys, there.values))
+        scores = torch.einsum("hd,thd->ht", q[row].double().view(heads, d), k) * scale
+        wanted.append(torch.einsum("ht,thd->hd", scores.softmax(-1), v).flatten())
+    if floats:
+        check_close(out, torch.stack(wanted), relative=4e-6)
+    else:
+        check_bytes(out, torch.stack(wanted) * inverse.double())
+
+
+def test_scores_beyond_what_exp_holds() -> None:
+    there = world([40], 1, 32, int8=False, scale=30)
+    q, p = normal(9, 1, 32, scale=300), Watched()
+    places = TokenPositions(ints([39]), ints([0]), there.table)
+    out = p.paged_attention(q, places, there.layer, heads=1, scale=0.2, inverse=None)
+    p.run()
+    scores = (there.keys[0][:, 0].double() @ q[0].double()) * 0.2
+    check_close(out[0], scores.softmax(0) @ there.values[0][:, 0].double(), relative=1e-4)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """As transformers does: [..., d] with halves apart."""
+    half = x.shape[-1] // 2
+    cosine, sine = (part.double().repeat(2) for part in angles.split(half))
+    x = x.double()
+    return x * cosine + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sine
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 3, 48), (8, 1, 64)])
+def test_rotate_puts_keys_and_values_into_their_pages_and_nowhere_else(
+    heads: int, kv_heads: int, d: int, int8: bool
+) -> None:
+    dtype = torch.int8 if int8 else torch.float32
+    keys, values = (
+        torch.full((6, kv_heads, d, PAGE), 7, dtype=dtype),
+        torch.full((6, kv_heads, PAGE, d), 7, dtype=dtype),
+    )
+    scales = [torch.full((6, kv_heads, PAGE), 7.0) if int8 else None for _ in range(2)]
+    table = torch.tensor([[4, 1], [0, 5]], dtype=torch.int32)
+    positions, sequences = [0, 17, 15, 31], [0, 0, 1, 1]
+    angles = torch.cat([normal(1, 32, d // 2).cos(), normal(1, 32, d // 2).sin()], dim=1)
+    given_ = normal(2, 4, (heads + 2 * kv_heads) * d)
+    qkv, p = given_.clone(), Watched()
+    places = TokenPositions(ints(positions), ints(sequences), table)
+    q = p.rotate(qkv, angles, places, PagedLayer(keys, values, *scales), heads=heads)
+    p.run()
+    written = torch.zeros(6, PAGE, dtype=torch.bool)
+    for row, (position, sequence) in enumerate(zip(positions, sequences, strict=True)):
+        split = given_[row].view(-1, d)
+        page, place = int(table[sequence, position // PAGE]), position % PAGE
+        written[page, place] = True
+        check_close(q[row], rotated(split[:heads], angles[position]).flatten())
+        wanted = [rotated(split[heads : heads + kv_heads], angles[position]), split[heads + kv_heads :].double()]
+        for found, scale, want in (
+            (keys[page, :, :, place], scales[0], wanted[0]),
+            (values[page, :, place], scales[1], wanted[1]),
+        ):
+            if scale is None:
+                check_close(found, want)
+            else:
+                step = scale[page, :, place].double()
+                torch.testing.assert_close(step, want.abs().amax(-1) / 127, rtol=1e-6, atol=0)
+                assert ((found.double() * step[:, None] - want).abs() <= 0.5001 * step[:, None]).all()
+    assert (keys.permute(0, 3, 1, 2)[~written] == 7).all() and (values.transpose(1, 2)[~written] == 7).all()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_rows_bits_are_its_own(int8: bool, count: int) -> None:
+    """Alone or among others, in these pages or in those, with one thread or with two."""
+    lengths = [1, 33, 16, 50, 17]
+    there = world(lengths, 2, 32, int8=int8)
+    q = normal(3, len(lengths), 8 * 32)
+
+    def run(rows: list[int], table: Tensor, layer: PagedLayer) -> Tensor:
+        p = Watched()
+        places = TokenPositions(ints([lengths[r] - 1 for r in rows]), ints(rows), table)
+        out = p.paged_attention(q[rows].contiguous(), places, layer, heads=8, scale=0.2, inverse=None)
+        with threads(count):
+            p.run()
+        return out.clone()
+
+    together = run([0, 1, 2, 3, 4], there.table, there.layer)
+    moved = torch.randperm(there.layer.keys.shape[0], generator=seeded(5))
+    back = torch.argsort(moved).to(torch.int32)
+    names = ("keys", "values", "key_scales", "value_scales")
+    parts = [None if (x := getattr(there.layer, name)) is None else x[moved].contiguous() for name in names]
+    elsewhere = PagedLayer(*parts)  # type: ignore[arg-type]
+    for row in range(len(lengths)):
+        assert torch.equal(run([row], there.table, there.layer)[0], together[row])
+        assert torch.equal(run([row], back[there.table.long()], elsewhere)[0], together[row])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    p, there = TokenProgram(kernels()), world([20], 2, 32, int8=False)
+    places = TokenPositions(ints([19]), ints([0]), there.table)
+    with pytest.raises(ValueError, match="3 heads of width 32 on 2"):
+        p.paged_attention(normal(0, 1, 96), places, there.layer, heads=3, scale=1.0, inverse=None)
+    with pytest.raises(ValueError, match="positions"):
+        p.paged_attention(normal(0, 2, 128), places, there.layer, heads=4, scale=1.0, inverse=None)
+    with pytest.raises(ValueError, match="pages are fp32, or int8 with scales"):
+        whole = PagedLayer(there.layer.keys.to(torch.int8), there.layer.values.to(torch.int8))
+        p.rotate(normal(0, 1, 256), normal(1, 32, 32), places, whole, heads=4)
+    with pytest.raises(ValueError, match="qkv"):
+        p.rotate(normal(0, 1, 255), normal(1, 32, 32), places, there.layer, heads=4)
+    with pytest.raises(ValueError, match="weight"):
+        p.rms_norm(normal(0, 1, 8), normal(1, 9), 1e-6, None)

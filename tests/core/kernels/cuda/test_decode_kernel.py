@@ -1,0 +1,166 @@
+"""The GPU's kernel of attention over pages against its plain twin: on a GPU, else in Triton's interpreter.
+
+And that all kernels of the text panel compile for Hopper, use its tensor cores, and keep to registers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.interpreted import CUDA
+
+# isort: split
+from core.kernels.cuda.decode_kernel import decode, decode_reference, lacks
+from core.kernels.kv_cache import KVCache, TokenBatch
+from tests.core.quant.stage import ROOT
+
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def filled(lengths: list[int], kv_heads: int, d: int, dtype: torch.dtype, kind: Any, context: int) -> KVCache:
+    """A cache with sequences of these lengths, in pages that lie in no order; behind them lies what must not matter."""
+    each = -(-context // 16)
+    cache = KVCache(layers=1, kv_heads=kv_heads, head_dim=d, pages=each * len(lengths), sequences=len(lengths),
+                    context=context, dtype=dtype, device=DEVICE, kind=kind, turned=True)  # fmt: skip
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    order = torch.randperm(each * len(lengths), generator=draw, device=DEVICE).tolist()
+    for s, length in enumerate(lengths):
+        cache.place(s, order[s * each : (s + 1) * each])
+        positions = torch.arange(length, dtype=torch.int32, device=DEVICE)
+        step = TokenBatch(positions, positions, torch.full_like(positions, s), positions[:0])
+        keys, values = (torch.randn(length, kv_heads, d, generator=draw, device=DEVICE).to(dtype) for _ in range(2))
+        cache.write(0, keys, values, step)
+    return cache
+
+
+@pytest.mark.parametrize("kind", ["float", "int8"])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (8, 1, 64), (3, 3, 32), (16, 4, 128)])
+def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
+    lengths = [1, 16, 17, 100, 255, 700, 256]
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    cache = filled(lengths, kv_heads, d, dtype, kind, 768)
+    draw = torch.Generator(DEVICE).manual_seed(1)
+    q = torch.randn(len(lengths), heads, d, generator=draw, device=DEVICE).to(dtype)
+    layer = (*cache.layer(0), cache.table)
+    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=DEVICE)
+    sequences = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
+    found = decode(q, *layer, positions, sequences, d**-0.5)
+    wanted = decode_reference(q, *layer, positions, sequences, d**-0.5)
+    slack = 2e-2 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
+    # Whatever the most that any row may come to, and whoever is beside it: the same bits.
+    assert torch.equal(decode(q, *layer, positions, sequences, d**-0.5, parts=16), found)
+    short = torch.tensor([4, 0, 6], dtype=torch.int32, device=DEVICE)
+    for parts in (1, 4):
+        out = torch.zeros_like(q)
+        decode(q, *layer, positions, sequences, d**-0.5, parts=parts, index=short, out=out)
+        assert torch.equal(out[short.long()], found[short.long()]) and not out[1].any()
+
+
+def test_rows_of_nobody_get_zeros() -> None:
+    cache = filled([20], 2, 16, torch.float32, "float", 512)
+    q = torch.ones(2, 4, 16, device=DEVICE)
+    nobody = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
+    for parts in (1, 2):
+        out = torch.full_like(q, torch.nan)
+        decode(q, *cache.layer(0), cache.table, nobody, torch.zeros_like(nobody), 0.25, parts=parts, out=out)
+        assert not out.any()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from core.kernels.cuda import chunk_kernel, decode_kernel, fused_kernels, stream_kernel
+
+def made(kernel, types, constants, wanted="", **options):
+    names = kernel.arg_names
+    absent = {name: None for name in names if name not in types and name not in constants}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    values = {(names.index(name),): value for name, value in {**constants, **absent}.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "").startswith("*")}
+    source = ASTSource(kernel, signature, values, aligned)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert ".local" not in code, f"{kernel.__name__}: registers were spilled"
+    assert wanted in code, f"{kernel.__name__}: no {wanted}"
+
+for kind, size in (("i8", 1), ("fp8e4nv", 1), ("bf16", 2)):
+    for rows in (1, 64, 256):
+        for n, k in ((6144, 4096), (4096, 14336)):
+            t = stream_kernel.choose(rows, n, k, size)
+            types = {"x": f"*{kind}", "weight": f"*{kind}", "out": "*i32" if kind == "i8" else "*fp32", "rows": "i32"}
+            made(stream_kernel._stream, types, dict(N=n, K=k, STEPS=k // t.depth // t.splits, WHOLE=True,
+                 INT8=kind == "i8", BM=t.rows, BN=t.columns, BK=t.depth, EARLY=0), "wgmma.mma_async",
+                 num_warps=t.warps, num_stages=t.stages)
+        t = stream_kernel.choose(rows, 14336, 4096, size, gated=True)
+        types = {"x": f"*{kind}", "weight": f"*{kind}", "out": f"*{kind}", "rows": "i32"}
+        types |= {"scale": "*fp32", "inverse": "*fp32"} if size == 1 else {}
+        made(stream_kernel._gated, types, dict(N=14336, K=4096, STEPS=4096 // t.depth, WHOLE=True, INT8=kind == "i8",
+             OUT_INT8=kind == "i8", BM=t.rows, BN=t.columns, BK=t.depth, EARLY=2),
+             "wgmma.mma_async",
+             num_warps=t.warps, num_stages=t.stages)
+for kind in ("bf16", "i8", "fp8e4nv"):
+    types = {"q": "*bf16", "keys": f"*{kind}", "values": f"*{kind}", "table": "*i32", "positions": "*i32",
+             "sequences": "*i32", "inverse": "*fp32", "out": "*i8", "scale": "fp32", "table_stride": "i32"}
+    types |= {} if kind == "bf16" else {"key_scales": "*fp32", "value_scales": "*fp32"}
+    shape = dict(H=32, KV=8, G=4, M=16, D=128, PART=256, PARTS=16, UNIT=128, BLOCK=64, SIZE=16, OUT_INT8=True, EARLY=0)
+    made(decode_kernel._parts, types, shape | {"REACH": 1}, num_warps=4, num_stages=3)
+    more = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32"}
+    made(decode_kernel._parts, types | more, shape | {"REACH": 16}, num_warps=4, num_stages=3)
+    types = {name: kind for name, kind in types.items() if name != "sequences"} | {"tiles": "*i32"}
+    shape = dict(H=32, KV=8, G=4, GROUP=4, M=128, D=128, BLOCK=64, SIZE=16, OUT_INT8=True)
+    made(chunk_kernel._chunks, types, shape, "wgmma.mma_async", num_warps=8, num_stages=3)
+types = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32", "positions": "*i32", "out": "*bf16"}
+made(decode_kernel._together, types, dict(H=32, D=128, REACH=4, PART=256, PARTS=16, UNIT=128, OUT_INT8=False,
+     EARLY=0))
+types = {"x": "*bf16", "parts": "*i32", "scale": "*fp32", "kept": "*bf16", "weight": "*bf16", "inverse": "*fp32",
+         "out": "*i8", "rows": "i32", "eps": "fp32"}
+made(fused_kernels._add_norm, types, dict(N=4096, SPLITS=8, INT8=True, BLOCK=4096, EARLY=1), num_warps=16)
+types = {"parts": "*i32", "scale": "*fp32", "angles": "*fp32", "positions": "*i32", "sequences": "*i32",
+         "table": "*i32", "q": "*bf16", "keys": "*i8", "values": "*i8", "key_scales": "*fp32",
+         "value_scales": "*fp32", "rows": "i32", "table_stride": "i32"}
+made(fused_kernels._rotate, types, dict(H=32, KV=8, D=128, G=4, GROUP=4, SPLITS=4, SIZE=16, INT8=True, TOP=127.0,
+     EARLY=1), num_warps=1)
+made(fused_kernels._gate, {"x": "*bf16", "inverse": "*fp32", "out": "*i8", "rows": "i32"}, dict(N=14336, INT8=True,
+     BLOCK=1024))
+print("compiled")
+"""
+
+
+def test_it_compiles_for_hopper_without_one() -> None:
+    """The interpreter runs what the compiler refuses."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "compiled", done.stderr
+
+
+def test_what_it_is_not_for() -> None:
+    def cache(width: int, turned: bool = True) -> KVCache:
+        return KVCache(layers=1, kv_heads=1, head_dim=width, pages=1, sequences=1, context=16, turned=turned)
+
+    assert lacks(cache(48)) == "heads of width 48 are no power of two"
+    assert lacks(cache(64, turned=False)) == "its pages lie as a CPU reads them"
+    assert lacks(cache(64)) is None
+
+
+@pytest.mark.skipif(not CUDA, reason="the whole engine on a GPU needs one")
+def test_greedy_answers_on_a_gpu() -> None:
+    """fp32 on the GPU against transformers' generate there."""
+    from dataclasses import replace
+
+    from tests.llm import stage
+
+    model = stage.emoji()
+    moved = replace(model, network=model.network.to("cuda"), device=torch.device("cuda"))
+    given = stage.prompts(model, 30)
+    with stage.serving(moved) as (engine, _):
+        made = [text.tokens for text in stage.answers(engine, [stage.greedy(p, 24) for p in given])]
+    model.network.to("cpu")
+    wanted = stage.generated(model, given, 24)
+    assert sum(a == b for a, b in zip(made, wanted, strict=True)) >= 29

@@ -1,0 +1,226 @@
+"""The GPU kernels against their plain PyTorch twins: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.interpreted import CUDA
+
+# isort: split
+from core.kernels.cuda.attention import attention_int8, attention_int8_reference
+from core.kernels.cuda.conv import (
+    conv3x3_int8,
+    conv3x3_int8_reference,
+    upsample_conv3x3_int8,
+    upsample_conv3x3_int8_reference,
+    upsample_weight,
+)
+from core.kernels.cuda.group_norm import group_norm_int8, group_norm_int8_reference
+from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
+from core.kernels.cuda.linear import (
+    linear_geglu_int8,
+    linear_geglu_int8_reference,
+    linear_int8,
+    linear_int8_reference,
+)
+from core.kernels.cuda.quantize import (
+    quantize,
+    quantize_reference,
+    quantize_rows,
+    quantize_rows_reference,
+)
+
+DEVICE = "cuda" if CUDA else "cpu"
+INT8, E4M3, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
+# Triton's interpreter rounds E4M3 wrongly (it loses a carry into the exponent), and a GPU before Ada has no E4M3.
+EIGHT = [INT8, E4M3] if CUDA and torch.cuda.get_device_capability() >= (8, 9) else [INT8]
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=DEVICE)
+
+
+def eight_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    if dtype == INT8:
+        return torch.randint(-127, 128, shape, generator=generator, device=DEVICE, dtype=torch.int8)
+    return normal(generator, *shape).to(dtype)
+
+
+def close(
+    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, share: float = 0.0, slack: float = 0.0
+) -> None:
+    """Equal up to one level, and that in no more than `share` of the places, where the last bit of fp32 decides.
+
+    `slack`, of the largest value: Hopper's tensor cores keep some 14 bits of a sum of E4M3 products.
+    """
+    assert actual.dtype == expected.dtype == dtype and actual.shape == expected.shape
+    if dtype == INT8:
+        apart = (actual.int() - expected.int()).abs()
+        assert apart.max() <= 1 and (apart > 0).float().mean() <= share, (apart.max(), (apart > 0).float().mean())
+    else:
+        a, e = actual.double(), expected.double()
+        assert torch.isfinite(a).all()
+        limit = {E4M3: 2.0**-3, BF16: 2.0**-7, FP16: 2.0**-9, FP32: 1e-5}[dtype]
+        floor = e.abs().amax() * max(2.0**-9 if dtype != FP32 else 1e-6, slack)
+        assert ((a - e).abs() <= limit * e.abs() + floor).all(), (a - e).abs().max()
+        if CUDA and dtype != FP32:  # the interpreter truncates to bf16 instead of rounding
+            assert (a != e).float().mean() <= max(share, 0.02)
+
+
+@pytest.mark.parametrize("dtype", EIGHT)
+@pytest.mark.parametrize("given", [BF16, FP16, FP32])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_quantize(dtype: torch.dtype, given: torch.dtype, per_channel: bool) -> None:
+    g = draw(0)
+    x = (normal(g, 3, 7, 40) * 4).to(given)
+    inverse = torch.rand(40 if per_channel else 1, generator=g, device=DEVICE) * 40
+    assert torch.equal(quantize(x, inverse, dtype).float(), quantize_reference(x, inverse, dtype).float())
+    part, some = x[..., 8:32], inverse[: 24 if per_channel else 1]
+    assert torch.equal(quantize(part, some, dtype).float(), quantize_reference(part, some, dtype).float())
+
+
+def test_halves_round_to_even_and_ends_saturate() -> None:
+    x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5, 1e9, -1e9, -127.5, 0.0]], device=DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    assert quantize(x, one).tolist() == [[0, 2, 2, 0, -2, -2, 126, 127, 127, -127, -127, 0]]
+
+
+@pytest.mark.parametrize("dtype", EIGHT)
+@pytest.mark.parametrize("shape", [(5, 40), (3, 1280)])
+def test_quantize_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = normal(draw(1), *shape).to(BF16)
+    x[1] = 0
+    (q, scale), (q_expected, scale_expected) = quantize_rows(x, dtype), quantize_rows_reference(x, dtype)
+    assert torch.allclose(scale, scale_expected, rtol=1e-6)  # on a GPU torch multiplies by 1/448 where it should divide
+    close(q, q_expected, dtype, 0.01)
+
+
+@pytest.mark.parametrize("dtype", EIGHT)
+@pytest.mark.parametrize(("rows", "channels"), [(7, 40), (5, 640), (3, 1280)])
+def test_layer_norm(dtype: torch.dtype, rows: int, channels: int) -> None:
+    g = draw(2)
+    x = (normal(g, rows, channels + 8) * 3 + 1).to(BF16)[:, :channels]
+    weight, bias = normal(g, channels).to(BF16), normal(g, channels).to(BF16)
+    inverse = torch.rand(channels, generator=g, device=DEVICE) * 30 + 10
+    expected = layer_norm_int8_reference(x, weight, bias, 1e-5, inverse, dtype)
+    close(layer_norm_int8(x, weight, bias, 1e-5, inverse, dtype), expected, dtype, 0.01)
+
+
+@pytest.mark.parametrize("dtype", [*EIGHT, BF16])
+@pytest.mark.parametrize(("shape", "groups"), [((2, 5, 7, 40), 4), ((1, 16, 16, 96), 32), ((2, 8, 8, 960), 32)])
+@pytest.mark.parametrize("silu", [False, True])
+def test_group_norm(dtype: torch.dtype, shape: tuple[int, int, int, int], groups: int, silu: bool) -> None:
+    g = draw(3)
+    channels = shape[3]
+    x = (normal(g, *shape[:3], channels + 16) * 2 + 1).to(BF16)[..., 8 : 8 + channels]
+    weight, bias = normal(g, channels).to(BF16), normal(g, channels).to(BF16)
+    inverse = torch.rand(channels, generator=g, device=DEVICE) * 30 + 10
+    given = None if dtype == BF16 else inverse
+    expected = group_norm_int8_reference(x, groups, weight, bias, 1e-5, given, silu, dtype)
+    close(group_norm_int8(x, groups, weight, bias, 1e-5, given, silu, dtype), expected, dtype, 0.02)
+
+
+@pytest.mark.parametrize("kind", EIGHT)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(("m", "n", "k"), [(70, 96, 80), (5, 40, 48), (300, 160, 144)])
+def test_linear(kind: torch.dtype, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+    g = draw(4)
+    x, weight = eight_bits(g, kind, m, k), eight_bits(g, kind, n, k)
+    scale = torch.rand(n, generator=g, device=DEVICE) * 1e-3
+    bias, row_scale = normal(g, n), torch.rand(m, generator=g, device=DEVICE)
+    wide = normal(g, m, n + 32).to(dtype)
+    loose = (1.0, 1e-3) if kind == E4M3 else (0.02,)
+    for arguments in (
+        (None, None, None),
+        (bias, None, wide[:, 16 : 16 + n]),
+        (bias, row_scale, None),
+    ):
+        expected = linear_int8_reference(x, weight, scale, *arguments, dtype=dtype)
+        close(linear_int8(x, weight, scale, *arguments, dtype=dtype), expected, dtype, *loose)
+    expected = linear_int8_reference(x, weight, scale, bias, None, wide[:, 16 : 16 + n], dtype)
+    same = linear_int8(x, weight, scale, bias, None, wide[:, 16 : 16 + n], dtype, out=wide[:, 16 : 16 + n])
+    close(same, expected, dtype, *loose)
+    assert same.data_ptr() == wide[:, 16:].data_ptr()
+
+
+@pytest.mark.parametrize("kind", EIGHT)
+@pytest.mark.parametrize(("m", "n", "k"), [(70, 96, 80), (5, 32, 48)])
+def test_geglu(kind: torch.dtype, m: int, n: int, k: int) -> None:
+    g = draw(5)
+    x, weight = eight_bits(g, kind, m, k), eight_bits(g, kind, 2 * n, k)
+    scale = torch.rand(2 * n, generator=g, device=DEVICE) * (3e-4 if kind == INT8 else 0.2)
+    bias = normal(g, 2 * n)
+    for inverse in (torch.full((1,), 20.0, device=DEVICE), torch.rand(n, generator=g, device=DEVICE) * 30):
+        expected = linear_geglu_int8_reference(x, weight, scale, bias, inverse)
+        close(linear_geglu_int8(x, weight, scale, bias, inverse), expected, kind, 0.1 if kind == E4M3 else 0.02)
+
+
+@pytest.mark.parametrize("kind", EIGHT)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("shape", "n"), [((2, 6, 9, 32), 96), ((1, 17, 5, 48), 32)])
+def test_conv(kind: torch.dtype, stride: int, shape: tuple[int, int, int, int], n: int) -> None:
+    g = draw(6)
+    x, weight = eight_bits(g, kind, *shape), eight_bits(g, kind, n, 3, 3, shape[3])
+    scale, bias = torch.rand(n, generator=g, device=DEVICE) * 1e-3, normal(g, n)
+    tall, wide = (shape[1] + stride - 1) // stride, (shape[2] + stride - 1) // stride
+    row_bias = normal(g, shape[0], n + 8)[:, :n]
+    residual = normal(g, shape[0], tall, wide, n + 16).to(BF16)[..., 8 : 8 + n]
+    for arguments in ((None, None, None), (bias, row_bias, residual)):
+        expected = conv3x3_int8_reference(x, weight, scale, *arguments, stride)
+        close(conv3x3_int8(x, weight, scale, *arguments, stride), expected, BF16, 1.0 if kind == E4M3 else 0.02)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 1, 64), (2, 1, 1, 64), (1, 1, 1, 64), (2, 1, 4, 64)])
+def test_the_stride_of_a_dimension_of_one_says_nothing(shape: tuple[int, int, int, int]) -> None:
+    g = draw(16)
+    wide = normal(g, *shape[:3], 2 * shape[3]).to(BF16)[..., : shape[3]]
+    strides = [7 if size == 1 else stride for size, stride in zip(shape, wide.stride(), strict=True)]
+    x = wide.as_strided(shape, strides)
+    weight, inverse = normal(g, shape[3]).to(BF16), torch.full((1,), 20.0, device=DEVICE)
+    given = (4, weight, weight, 1e-5, inverse, False, INT8)
+    close(group_norm_int8(x, *given), group_norm_int8_reference(wide.contiguous(), *given), INT8, 0.02)
+    x_q, weight_q = eight_bits(g, INT8, *shape), eight_bits(g, INT8, 64, 3, 3, shape[3])
+    scale, bias = torch.rand(64, generator=g, device=DEVICE) * 1e-3, normal(g, 64)
+    expected = conv3x3_int8_reference(x_q, weight_q, scale, bias, None, wide.contiguous())
+    close(conv3x3_int8(x_q, weight_q, scale, bias, None, x), expected, BF16, 0.02)
+    close(conv3x3_int8(x_q, weight_q, scale, bias, None, x, out=x), expected, BF16, 0.02)
+
+
+@pytest.mark.parametrize("kind", EIGHT)
+@pytest.mark.parametrize(("shape", "n"), [((2, 6, 9, 32), 96), ((1, 8, 5, 48), 32)])
+def test_upsampling_conv(kind: torch.dtype, shape: tuple[int, int, int, int], n: int) -> None:
+    g = draw(7)
+    x, weight = eight_bits(g, kind, *shape), eight_bits(g, kind, 4, n, 2, 2, shape[3])
+    scale, bias = torch.rand(4, n, generator=g, device=DEVICE) * 1e-3, normal(g, n)
+    expected = upsample_conv3x3_int8_reference(x, weight, scale, bias)
+    close(upsample_conv3x3_int8(x, weight, scale, bias), expected, BF16, 1.0 if kind == E4M3 else 0.02)
+
+
+def test_four_small_convolutions_are_one_of_the_upsampled_picture() -> None:
+    g = draw(8)
+    x, weight = eight_bits(g, INT8, 2, 5, 6, 16), normal(g, 8, 3, 3, 16)
+    up = x.double().movedim(-1, 1).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    expected = torch.nn.functional.conv2d(up, weight.double().movedim(-1, 1), padding=1).movedim(1, -1)
+    ones = torch.ones(4, 8, device=DEVICE)
+    actual = upsample_conv3x3_int8_reference(x, upsample_weight(weight.double()), ones, dtype=FP32)
+    assert torch.allclose(actual.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [BF16, *EIGHT])
+@pytest.mark.parametrize(("queries", "keys"), [(70, 200), (300, 77), (128, 128), (193, 16)])
+def test_attention(dtype: torch.dtype, queries: int, keys: int) -> None:
+    g = draw(9)
+    q, kv = normal(g, 2, queries, 3, 64).to(BF16), normal(g, 2, keys, 2, 3, 64).to(BF16)
+    q *= 3
+    k, v = kv[:, :, 0], kv[:, :, 1]
+    for inverse in (torch.full((1,), 60.0, device=DEVICE), torch.rand(192, generator=g, device=DEVICE) * 60):
+        given = None if dtype == BF16 else inverse
+        expected, actual = attention_int8_reference(q, k, v, given, dtype), attention_int8(q, k, v, given, dtype)
+        assert actual.dtype == dtype and actual.shape == (2, queries, 192)
+        error = (actual.float() - expected.float()).norm() / expected.float().norm()
+        assert error < (0.01 if dtype != E4M3 else 0.02), error

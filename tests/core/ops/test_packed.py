@@ -1,0 +1,113 @@
+"""Layers: packed once, side by side where they read one input, refused by name where the kernels cannot read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core.kernels.cpu.program import BF16, FP32, INT8, Program
+from core.ops.packed import PackedLayers
+from core.quant.fp8 import Fp8Linear
+from core.quant.linear import Int8Conv2d, Int8Linear
+from tests.core.quant.stage import check_close, kernels, normal
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 20), nn.Linear(8, 12, bias=False)
+        self.conv, self.point = nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(8, 6, 1)
+        self.wide, self.dilated = nn.Conv2d(8, 6, 5), nn.Conv2d(8, 6, 3, dilation=2)
+        self.odd, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+        self.requires_grad_(False)
+
+
+def layers(model: nn.Module, **options: Any) -> PackedLayers:
+    return PackedLayers(kernels(), model, **options)
+
+
+def test_layers_side_by_side_are_one_product() -> None:
+    model, x = Model(), normal(0, 5, 8)
+    layer = layers(model)(model.a, model.b)
+    program = Program(kernels())
+    found = program.product(x, layer.weights, grid=(1, 1, 5))
+    program.run()
+    check_close(found, torch.cat([model.a(x), model.b(x)], dim=-1))
+
+
+def test_part_of_a_layers_columns() -> None:
+    model, x = Model(), normal(0, 5, 8)
+    made = layers(model)
+    parts = [made.columns(model.point, 0, 5, bias=True), made.columns(model.point, 5, 3, bias=False)]
+    program = Program(kernels())
+    out = program.product(x[:, :5].contiguous(), parts[0].weights, grid=(1, 1, 5))
+    program.product(x[:, 5:].contiguous(), parts[1].weights, grid=(1, 1, 5), residual=out, out=out)
+    program.run()
+    check_close(out, model.point(x[:, :, None, None])[:, :, 0, 0])
+    assert made.columns(model.point, 5, 3, bias=True) is not parts[1]
+
+
+def test_kinds_and_sizes() -> None:
+    model = Model()
+    whole, half = layers(model), layers(model, half=True)
+    model_int8 = Int8Linear.of(model.a, torch.ones(8))
+    assert whole(model.a).weights.kind == FP32 and half(model.a).weights.kind == BF16
+    assert half(model_int8).weights.kind == INT8 and torch.equal(half(model_int8).inverse, torch.ones(8))  # type: ignore[arg-type]
+    assert whole.size_bytes == 4 * 32 * 8 and half.size_bytes == (2 + 1) * 32 * 8
+
+
+def test_a_layer_is_packed_once_and_no_other_is_mistaken_for_it() -> None:
+    model = Model()
+    made = layers(model)
+    assert made(model.a) is made(model.a) and made(model.a) is not made(model.a, model.b)
+    for value in range(20):  # memory of what is gone is taken by what comes
+        layer = nn.Linear(8, 16).requires_grad_(False)
+        layer.weight.fill_(float(value))
+        assert made(layer).weights.packed.unique().tolist() == [float(value)]
+        del layer
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda m: m.wide, "^layer wide: convolutions of 5×5 are unknown to the kernels"),
+        (lambda m: m.dilated, "^layer dilated: only plain convolutions"),
+        (lambda m: m.norm, "^layer norm: the kernels do not support LayerNorm here"),
+    ],
+)
+def test_what_the_kernels_cannot_read_is_refused_by_name(make: Any, said: str) -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=said):
+        layers(model)(make(model))
+
+
+def test_quantized_layers_that_the_kernels_cannot_read_are_refused_by_name() -> None:
+    model = Model()
+    model.a = Fp8Linear.of(model.a, torch.ones(8))
+    model.odd = Int8Linear.of(model.odd, torch.ones(6))
+    model.wide = Int8Conv2d.of(model.wide, torch.ones(8))
+    model.point = Int8Conv2d.of(model.point, torch.ones(8))
+    made = layers(model)
+    for module, said in (
+        (model.a, r"^layer a: the kernels do not support Fp8Linear here"),
+        (model.odd, r"^layer odd: INT8 weights of 6 input channels do not fit the kernels: no multiple of 4"),
+        (model.wide, "^layer wide: convolutions of 5×5 are unknown to the kernels"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            made(module)
+    with pytest.raises(ValueError, match=r"^layer point: the kernels support this layer in floats only"):
+        made.floats(model.point)
+    with pytest.raises(ValueError, match=r"^layer point: the kernels do not support Int8Conv2d here"):
+        made.columns(model.point, 0, 4, bias=True)
+
+
+def test_what_reads_one_input_is_quantized_alike_or_not_at_all() -> None:
+    model = Model()
+    quantized = Int8Linear.of(model.a, torch.ones(8))
+    for other in (model.b, Int8Linear.of(model.b, torch.full((8,), 2.0))):
+        with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):
+            layers(model)(quantized, other)
+    assert layers(model)(quantized, Int8Linear.of(model.b, torch.ones(8))).weights.n == 32
