@@ -152,7 +152,7 @@ def parts(shape: ZImageShape, seed: int = 0) -> dict[str, Any]:
         text = Qwen3Model(Qwen3Config(**shape.text(len(tokenizer), tokenizer.pad_token_id)))
         transformer = ZImageTransformer2DModel(**shape.transformer())
         vae = AutoencoderKL(**shape.vae())
-        # Fresh weights predict almost nothing and decode to grey: larger heads make errors visible in the image.
+        # Padding starts at zero, and fresh weights decode to grey: larger ones make errors visible in the image.
         with torch.no_grad():
             transformer.cap_pad_token.normal_(std=0.5)
             transformer.x_pad_token.normal_(std=0.5)
