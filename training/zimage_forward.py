@@ -33,8 +33,8 @@ class RealRotaryProcessor:
             project(hidden_states).unflatten(-1, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
         )
         query, key = _rotate(attn.norm_q(query), freqs_cis), _rotate(attn.norm_k(key), freqs_cis)
-        heads = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
-        mixed = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         found: torch.Tensor = attn.to_out[0](mixed)
         return found
 

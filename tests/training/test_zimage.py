@@ -16,6 +16,9 @@ from tests.training.world import Trained
 from training import captions, pictures, zimage, zimage_forward, zimage_tokens, zimage_vae
 from training.run import TrainingRun
 
+# EulerDiscreteScheduler, which the fixture's other models use, converts tensors the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 
 def load(trained: Trained) -> Any:
     from diffusers import ZImagePipeline
