@@ -26,14 +26,16 @@ from core.batching.runner import Lane
 from core.config import Settings
 from core.graphs import CompiledCache, ExecutableKey, compiler
 from core.kernels.cpu.library import KernelsUnavailable, library
+from core.ops.cpu import CpuLowering
+from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
-from pipeline.denoise import PackedKeys, UNetInputs
+from pipeline.denoise import UNetInputs
 from pipeline.drawing import Denoiser
 from pipeline.load import ImageModel, load
 from unet_opt import recipe as recipes
 from unet_opt.calibrate import CalibrationPart, CalibrationSettings, calibrate, observe_modules
-from unet_opt.program import UNetPrograms
+from unet_opt.deepcache import SplitUNet
 
 ROWS, FEW_ROWS = 16, 2
 FORWARDS = 25
@@ -204,17 +206,17 @@ def _openvino(stage: Stage, *, quantized: bool) -> Bind:
 
 def _diptych(stage: Stage, *, quantized: bool) -> Bind:
     unet = copy.deepcopy(stage.model.unet)
-    keys = PackedKeys(unet)
     if quantized:
         quantize_(unet, recipes.unet(unet), stage.ranges, digest=stage.model.digest)
     try:
-        programs = UNetPrograms(library(stage.settings.cache_dir.expanduser()), unet, half=quantized)
+        kernels = library(stage.settings.cache_dir.expanduser())
+        split = SplitUNet(CpuLowering(kernels, unet, half=quantized), unet)
     except (KernelsUnavailable, ValueError) as error:
         raise Missing(str(error)) from error
 
     def bind(inputs: UNetInputs) -> dict[str, Forward]:
-        packed = dataclasses.replace(inputs, kv=keys(inputs.kv))
-        return {"": lambda: packed.run(programs)[0]}
+        packed = dataclasses.replace(inputs, kv=split.keys(inputs.kv))
+        return {"": lambda: packed.run(split.deep)[0]}
 
     return bind
 
@@ -315,8 +317,8 @@ def _compare(
             measured[count] = _race({name: forward[count] for name, forward in bound.items()}, forwards)
             for name, one in measured[count].items():
                 console.print(f"{name}: {one.best_ms:.1f} ms at {count} rows, the median of {forwards}")
-        keys = PackedKeys(copy.deepcopy(stage.model.unet))
-        keys_ms = [1000 * _timed(lambda: keys(inputs[rows].kv)) for _ in range(5)]
+        split = SplitUNet(TorchLowering(torch.float32), stage.model.unet)
+        keys_ms = [1000 * _timed(lambda: split.keys(inputs[rows].kv)) for _ in range(5)]
     return measured, left_out, round(statistics.median(keys_ms), 3)
 
 

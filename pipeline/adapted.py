@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.adapters import ScaledAdapter
-from pipeline.denoise import PackedKeys
 from pipeline.load import ImageModel
 from pipeline.lora_file import PARTS, LoraWeights
 
@@ -45,7 +44,6 @@ class AdaptedModel:
     def __init__(self, model: ImageModel) -> None:
         unet, *encoders = (_twin(part) for part in (model.unet, *model.text_encoders))
         self.model = replace(model, unet=unet, text_encoders=(encoders[0], encoders[1]))
-        self.keys = PackedKeys(unet)
         self._now: _Table = {}
         self._last: tuple[object, Owners, _Table] | None = None
         for part, module in zip(PARTS, (unet, *encoders), strict=True):

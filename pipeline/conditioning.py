@@ -23,7 +23,7 @@ Told = tuple[denoise.Conditioning, list[str]]
 
 class Conditioner:
     def __init__(self, model: ImageModel, encoder: Encoder, keys: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """`keys` makes keys and values of embeddings, as `denoise.PackedKeys`: [B, T, D] to [B, T, width]."""
+        """`keys` makes keys and values of embeddings, as `unet_opt.deepcache.SplitUNet`: [B, T, D] to [B, T, width]."""
         self._model = model
         self.encoder = encoder
         self._keys = keys
@@ -75,8 +75,10 @@ class Conditioner:
 class AdaptedConditioner(Conditioner):
     """The same for requests with LoRAs: one by one, each with its own encoders and projections."""
 
-    def __init__(self, adapted: AdaptedModel, adapters: AdapterCache) -> None:
-        super().__init__(adapted.model, Encoder(adapted.model), adapted.keys)
+    def __init__(
+        self, adapted: AdaptedModel, adapters: AdapterCache, keys: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__(adapted.model, Encoder(adapted.model), keys)
         self._adapted = adapted
         self._adapters = adapters
 

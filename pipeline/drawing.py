@@ -12,20 +12,19 @@ from torch import Tensor
 from pipeline import denoise, sigmas
 from pipeline.encode import Encoder
 from pipeline.load import ImageModel
+from unet_opt.deepcache import SplitUNet
 
 
 class Denoiser:
-    """A model whose UNet `forward` may be any callable with its arguments, with keys and values packed.
+    """A model whose UNet `forward` may be any callable with the arguments of `SplitUNet.deep`.
 
     The result equals that of a request for the native size with the model's own sampler.
     """
 
-    def __init__(
-        self, model: ImageModel, keys: Callable[[Tensor], Tensor], *, guidance: float = 5.0, steps: int = 20
-    ) -> None:
-        """`keys` turns hidden states [B, T, D] of text into what cross-attention reads, [B, T, width]."""
+    def __init__(self, model: ImageModel, network: SplitUNet, *, guidance: float = 5.0, steps: int = 20) -> None:
+        """`network` is the model's UNet on any lowering."""
         self.model = model
-        self._keys = keys
+        self._network = network
         self._encoder = Encoder(model, capacity=512)
         self._guidance, self._steps = guidance, steps
         name = sigmas.default_name(model.scheduler_config)
@@ -45,11 +44,11 @@ class Denoiser:
 
         `around(step)` is entered around each UNet forward.
         """
-        model, unet = self.model, self.model.unet
+        model = self.model
         side = model.native // model.vae_scale
         gatherer = denoise.BatchGatherer(model.dtype)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        shape = (1, unet.config.in_channels, side, side)
+        shape = (1, model.unet.config.in_channels, side, side)
 
         def draw(generator: torch.Generator) -> Tensor:
             return torch.randn(shape, generator=generator)
@@ -63,7 +62,7 @@ class Denoiser:
         for step in range(self._steps if until is None else until):
             inputs = gatherer.inputs(riders, rows)
             with around(step):
-                output = inputs.run(forward or unet)[0]
+                output = inputs.run(forward or self._network.deep)[0]
             noisy = self._table.noisy[step]
             noise = [draw(generator).to(model.device) if noisy else None for generator in generators]
             riders = denoise.advance(riders, output, noise)
@@ -80,7 +79,7 @@ class Denoiser:
         hidden = torch.stack([embedding.hidden for embedding in found])
         pooled = torch.stack([embedding.pooled for embedding in found])
         return denoise.Conditioning(
-            kv=self._keys(hidden),
+            kv=self._network.keys(hidden),
             pooled=pooled,
             time_ids=denoise.time_ids(self.model.native, self.model.native, len(found), pooled),
             time_cond=None if width is None else denoise.guidance_embedding(self._guidance, width, pooled),

@@ -60,7 +60,6 @@ class MemoryLedger:
         self,
         model: ImageModel,
         execution: ImageExecution,
-        kv_width: int,
         max_requests: int,
         memory_bytes: int | None,
         adapters: AdapterCache | None = None,
@@ -69,7 +68,6 @@ class MemoryLedger:
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
         self._model = model
         self._execution = execution
-        self._kv_width = kv_width
         self._adapters = adapters
 
     def check(self, wanted: ImageParameters) -> None:
@@ -115,7 +113,7 @@ class MemoryLedger:
         scale, channels = self._model.vae_scale, int(self._model.unet.config.in_channels)
         held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
-        kv = int(self._model.tokenizers[0].model_max_length) * self._kv_width
+        kv = int(self._model.tokenizers[0].model_max_length) * self._execution.kv_width
         features = sum(math.prod(shape) for shape in self._features(wanted))
         return latents + self._rows(wanted) * self._model.dtype.itemsize * (kv + features)
 

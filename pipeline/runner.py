@@ -18,7 +18,7 @@ from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket
 from core.cuda_graphs import Recorder
 from core.failures import translate_device_errors
-from pipeline import denoise, sigmas
+from pipeline import sigmas
 from pipeline.adapted import AdaptedModel
 from pipeline.adapters import AdapterCache, check_loras, refused
 from pipeline.conditioning import AdaptedConditioner, Conditioner
@@ -75,14 +75,12 @@ class ImageRunner:
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
         self._max_rows = max_rows
-        keys = denoise.PackedKeys(model.unet)
         self.adapters = None if refused(model) else adapters
         self._adapted = None if self.adapters is None else AdaptedModel(model)
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.kernels = KernelIdentity.of(model, kernels, fused=fused)
         self.execution = ImageExecution(
             model,
-            keys.width,
             buckets=[*(bucket for bucket in buckets if bucket <= max_rows), *([max_rows] if fused else [])],
             deterministic_rows=deterministic_rows,
             compiled=compiled,
@@ -95,11 +93,11 @@ class ImageRunner:
         )
         self.recording = BackgroundRecorder(self._lane, self.execution.record_next, lambda: self.held() > 0)
         encoder = Encoder(model, compute=self.execution.embed)
-        conditioners = {False: Conditioner(model, encoder, lambda hidden: self.execution.keys(hidden, keys))}
+        conditioners = {False: Conditioner(model, encoder, self.execution.keys)}
         if self._adapted is not None and self.adapters is not None:
-            conditioners[True] = AdaptedConditioner(self._adapted, self.adapters)
+            conditioners[True] = AdaptedConditioner(self._adapted, self.adapters, self.execution.adapted_keys)
         self._builder = IterationBuilder(model, self.execution, conditioners, self._adapted, self.kernels)
-        self.holdings = MemoryLedger(model, self.execution, keys.width, max_requests, memory_bytes, self.adapters)
+        self.holdings = MemoryLedger(model, self.execution, max_requests, memory_bytes, self.adapters)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 

@@ -26,10 +26,9 @@ from benchmarks.h200.timing import Clocks, milliseconds, sustained, table
 from contract.plan import DEPTHS
 from core.cuda_graphs import CapturedGraph, CudaRecorder
 from core.kernels.cuda import conv, group_norm, layer_norm, linear
+from core.ops import fused as layers
+from pipeline.phases import on_gpu
 from unet_opt.deepcache import kept
-from unet_opt.fused import layers
-from unet_opt.fused.decoder import FusedDecoder
-from unet_opt.fused.network import FusedUNet
 
 T = TypeVar("T")
 ROWS = (16, 8, 4, 2)
@@ -102,7 +101,7 @@ def fused(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"rows": {}}
     lines = []
     for name in options.kinds.split(","):
-        unet = FusedUNet(sources.variant(source, KINDS[name], found).unet, rows=max(ROWS))
+        unet = on_gpu(sources.variant(source, KINDS[name], found), max(ROWS)).unet
         for rows in ROWS:
             given = sources.inputs(source, rows)
             kv = unet.keys(given["text"])
@@ -199,7 +198,7 @@ def vae(options: argparse.Namespace) -> dict[str, Any]:
         )
         print("vae stock channels_last", batch, f"{results[f'stock {batch}']:.1f} ms", flush=True)
     for name, scheme in KINDS.items():
-        decoder = FusedDecoder(sources.variant(source, scheme, found).vae)
+        decoder = on_gpu(sources.variant(source, scheme, found), max(ROWS)).decoder
         for batch in (1, 4, 8):
             given = latents[:batch].clone()
             run, _ = captured(lambda: decoder(given))

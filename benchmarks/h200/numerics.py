@@ -29,13 +29,11 @@ from core.batching.request import Request
 from core.quant.convert import Scheme
 from core.quant.linear import ScaledWeights
 from pipeline import sdxl
-from pipeline.denoise import PackedKeys
 from pipeline.drawing import Denoiser
 from pipeline.load import ImageModel
+from pipeline.phases import on_gpu, on_torch
 from pipeline.runner import ImageRunner
 from unet_opt.deepcache import kept
-from unet_opt.fused.decoder import FusedDecoder
-from unet_opt.fused.network import FusedUNet
 
 KINDS: dict[str, Scheme | None] = {"bf16": None, "int8": "int8", "fp8": "fp8"}
 
@@ -138,10 +136,9 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
     found = sources.ranges(source)
     given = sources.inputs(source, 4)
     expected = sources.stock(source.unet, given)
-    drawing = Denoiser(source, PackedKeys(source.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
+    drawing = Denoiser(source, on_torch(source).unet, guidance=sources.GUIDANCE, steps=sources.STEPS)
     seeds = range(len(sources.PROMPTS))
     twenty = drawing.latents(sources.PROMPTS, seeds)
-    sources.plain_attention(source)
     pixels = source.vae.decode((twenty[:1] / source.vae.config.scaling_factor).to(torch.bfloat16), return_dict=False)[0]
     results: dict[str, Any] = {}
     rows: list[list[Any]] = []
@@ -150,7 +147,7 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
         result: dict[str, Any] = {}
         if KINDS[name] is not None:
             result["layers"] = layers(source, variant)
-        unet = FusedUNet(variant.unet, rows=16)
+        unet, decoder, _ = on_gpu(variant, 16)
         kv = unet.keys(given["text"])
         out, *features = sources.fused(unet, given, kv)
         result["forward"] = agreement(out, expected)
@@ -161,9 +158,8 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
                 depth, own, given["latents"].to(torch.bfloat16), given["timestep"], added_cond_kwargs=conditions
             )
             result[f"shallow {depth}"] = agreement(again, out)["psnr_db"]
-        same = Denoiser(variant, PackedKeys(variant.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
-        result["twenty_steps"] = agreement(same.latents(sources.PROMPTS, seeds, forward=unet), twenty)
-        decoder = FusedDecoder(variant.vae)
+        same = Denoiser(variant, unet, guidance=sources.GUIDANCE, steps=sources.STEPS)
+        result["twenty_steps"] = agreement(same.latents(sources.PROMPTS, seeds), twenty)
         made = decoder(twenty[:1] / source.vae.config.scaling_factor).permute(0, 3, 1, 2)
         result["vae"] = agreement(made.clamp(-1, 1), pixels.clamp(-1, 1))
         del unet, decoder

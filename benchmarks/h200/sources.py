@@ -39,13 +39,6 @@ def ranges(source: ImageModel, prompts: int = CALIBRATED) -> quantized.Ranges:
     return quantized.ranges(source, default_prompts()[:prompts])
 
 
-def plain_attention(source: ImageModel) -> None:
-    """Restore diffusers' own attention in the UNet, after `PackedKeys`."""
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    source.unet.set_attn_processor(AttnProcessor2_0())
-
-
 def variant(source: ImageModel, scheme: Scheme | None, found: quantized.Ranges) -> ImageModel:
     """The model with copies of UNet and VAE, quantized unless `scheme` is None."""
     unet: Any = source.unet
@@ -98,8 +91,8 @@ def stock(model: Any, given: dict[str, Tensor]) -> Tensor:
 
 
 def fused(unet: Any, given: dict[str, Tensor], kv: Tensor) -> tuple[Tensor, ...]:
-    """The forward of a `FusedUNet`, with its features."""
+    """The deep forward of a `SplitUNet`, with its features."""
     conditions = {"text_embeds": given["pooled"], "time_ids": given["ids"].to(torch.bfloat16)}
     latents = given["latents"].to(torch.bfloat16)
-    made: tuple[Tensor, ...] = unet(latents, given["timestep"], kv, added_cond_kwargs=conditions)
+    made: tuple[Tensor, ...] = unet.deep(latents, given["timestep"], kv, added_cond_kwargs=conditions)
     return made

@@ -19,6 +19,7 @@ from torch import Tensor
 from core.kernels.cpu import calls
 
 _LANES = 16
+HEAD_MULTIPLE = 16  # of the width of attention's heads
 _MOST = 2**31  # rows of a product, which the kernels count in 32 bits; also the limit of a sum of bytes
 INT8, FP32, BF16 = 0, 1, 2
 
@@ -288,8 +289,8 @@ class Program:
         """Attention of q [images · tokens, heads · d] on k and v [images · keys, heads · d], which may be slices."""
         rows, width = q.shape
         d = width // heads
-        if d % _LANES or d * heads != width or not d:
-            raise ValueError(f"heads of width {d} do not fit the kernels: it must be a multiple of {_LANES}")
+        if d % HEAD_MULTIPLE or d * heads != width or not d:
+            raise ValueError(f"heads of width {d} do not fit the kernels: it must be a multiple of {HEAD_MULTIPLE}")
         if rows % images or k.shape[0] % images:
             raise ValueError(f"attention: {rows} queries and {k.shape[0]} keys are not those of {images} images")
         for name, tensor, count in (("q", q, rows), ("k", k, k.shape[0]), ("v", v, k.shape[0])):

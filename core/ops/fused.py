@@ -1,4 +1,4 @@
-"""Layers of a fused network, built from a model's own modules, plain or quantized.
+"""The fused layers of the GPU lowering, built from a model's own modules, plain or quantized.
 
 Channels last throughout. Between two products there is one kernel (a norm, attention, a gate), which writes the next
 layer's input: 8-bit levels if that layer is quantized, else the base type. On a CPU the kernels' references compute the
@@ -7,8 +7,9 @@ same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,24 @@ from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, 
 from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
+class Reader(NamedTuple):
+    """What a layer reads: the 8-bit type, or None for the base type, and what multiplies the input [K] before."""
+
+    kind: torch.dtype | None
+    inverse: Tensor | None
+
+    @classmethod
+    def of(cls, modules: Sequence[Any]) -> Reader:
+        """Of layers that read one input. Raises ValueError for layers that cannot share it."""
+        first = modules[0]
+        quantized = isinstance(first, ScaledWeights)
+        for other in modules[1:]:
+            alike = type(other) is type(first)
+            if not alike or (quantized and not torch.equal(other.inverse, first.inverse)):
+                raise ValueError("layers that read one input are quantized in different ways")
+        return cls(first.weight.dtype, first.inverse) if quantized else cls(None, None)
+
+
 class FusedLayer:
     """Weights of one or several modules that read one input, concatenated by rows.
 
@@ -33,16 +52,11 @@ class FusedLayer:
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
         first = modules[0]
-        quantized = isinstance(first, ScaledWeights)
         self.base = base
-        self.kind: torch.dtype | None = first.weight.dtype if quantized else None
-        self.inverse: Tensor | None = first.inverse if quantized else None
-        for other in modules[1:]:
-            alike = type(other) is type(first)
-            if not alike or (quantized and not torch.equal(other.inverse, first.inverse)):
-                raise ValueError("layers that read one input are quantized in different ways")
+        self.reads = Reader.of(modules)
+        self.kind, self.inverse = self.reads
         self.weight = _joined(modules, "weight")
-        self.scale = _joined(modules, "scale") if quantized else None
+        self.scale = None if self.kind is None else _joined(modules, "scale")
         self.bias = None if first.bias is None else torch.cat([m.bias.detach() for m in modules]).float()
 
     @property
@@ -73,6 +87,7 @@ class Linear(FusedLayer):
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         super().__init__(modules, base)
+        self.weight = self.weight.flatten(1)  # of a 1×1 convolution
         self._plain_bias = self.plain_bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -91,7 +106,7 @@ class Linear(FusedLayer):
 class GEGLU(Linear):
     """hidden · gelu(gate), in the type that the layer `then` reads."""
 
-    def gate(self, x: Tensor, then: FusedLayer) -> Tensor:
+    def gate(self, x: Tensor, then: Reader) -> Tensor:
         if self.kind is None or then.kind is not self.kind:
             hidden, gate = self(x).chunk(2, dim=-1)
             return for_layer(hidden * F.gelu(gate), then)
@@ -103,8 +118,9 @@ class GEGLU(Linear):
 class Conv(FusedLayer):
     """A 3×3 convolution over NHWC with padding 1, in the base type."""
 
-    def __init__(self, module: Any, base: torch.dtype) -> None:
-        super().__init__([module], base)
+    def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
+        super().__init__(modules, base)
+        (module,) = modules
         stride = module.stride if isinstance(module, ScaledConv2d) else module.stride[0]
         self.stride, self.out_channels = int(stride), int(self.weight.shape[0])
         self._plain_bias = self.plain_bias
@@ -135,8 +151,8 @@ class UpConv(Conv):
     Taps that read the same pixel are summed, and the sums are quantized again.
     """
 
-    def __init__(self, module: Any, base: torch.dtype) -> None:
-        super().__init__(module, base)
+    def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
+        super().__init__(modules, base)
         if self.kind is not None:
             assert self.scale is not None
             limit = top(self.kind)
@@ -169,9 +185,9 @@ class Norm:
         assert norm.weight is not None and norm.bias is not None
         self.weight, self.bias = norm.weight.detach().to(base), norm.bias.detach().to(base)
 
-    def __call__(self, x: Tensor, then: FusedLayer | None) -> Tensor:
-        """x [M, C] or [B, H, W, C]. `then` None: the base type."""
-        kind, inverse = (None, None) if then is None else (then.kind, then.inverse)
+    def __call__(self, x: Tensor, then: Reader) -> Tensor:
+        """x [M, C] or [B, H, W, C]."""
+        kind, inverse = then
         if self.groups:
             norm = group_norms.group_norm_int8 if x.is_cuda else group_norms.group_norm_int8_reference
             return norm(x, self.groups, self.weight, self.bias, self.eps, inverse, self.silu, kind or self.base)
@@ -181,7 +197,14 @@ class Norm:
         return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, then: FusedLayer) -> Tensor:
+def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same for one head of hundreds of channels: the scores of one image at a time, since they take 2·T² bytes."""
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    images = zip(q.squeeze(2), k.squeeze(2), v.squeeze(2), strict=True)
+    return torch.stack([((a * scale) @ b.t()).softmax(-1) @ c for a, b, c in images])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, then: Reader) -> Tensor:
     """Attention of q [B, Sq, H, d] to k, v [B, Sk, H, d] for the next layer: [B·Sq, H·d]."""
     if q.dtype == torch.bfloat16 or then.kind is not None:
         return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
@@ -189,7 +212,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, then: FusedLayer) -> Tensor:
     return y.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def for_layer(x: Tensor, then: FusedLayer) -> Tensor:
+def for_layer(x: Tensor, then: Reader) -> Tensor:
     """x [..., C] in the type that the next layer reads."""
     if then.kind is None or then.inverse is None:
         return x
