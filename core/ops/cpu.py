@@ -25,7 +25,8 @@ Watch = Callable[[PackedLayer, Tensor], None]
 class Array:
     """Activations in a buffer of a program, released with the last reference: later calls may then reuse it.
 
-    `x` [product of all but the last of `shape`, channels]: floats, or bytes for an INT8 layer. A view keeps its `whole`.
+    `x` [product of all but the last of `shape`, channels]: floats, or bytes for an INT8 layer. A view keeps its whole
+    alive.
     """
 
     __slots__ = ("_program", "_whole", "shape", "x")
