@@ -30,13 +30,17 @@ class Quantize(ctypes.Structure):
     _fields_: ClassVar[Any] = _fields(pointers="x inverse bytes", longs="rows channels")
 
 
+_MODULATION = _fields(pointers="row_scale residual", longs="tokens scale_stride")
+
+
 class LayerNorm(ctypes.Structure):
     """norm.h"""
 
     KIND: ClassVar[int] = 2
-    _fields_: ClassVar[Any] = _fields(
-        pointers="x weight bias inverse bytes floats", longs="rows channels", floats="eps"
-    )
+    _fields_: ClassVar[Any] = [
+        *_fields(pointers="x weight bias inverse bytes floats"), *_MODULATION,
+        *_fields(longs="rows channels", floats="eps"),
+    ]  # fmt: skip
 
 
 class GroupNorm(ctypes.Structure):
@@ -63,7 +67,10 @@ class RmsNorm(ctypes.Structure):
     """tokens.h"""
 
     KIND: ClassVar[int] = 5
-    _fields_: ClassVar[Any] = _fields(pointers="x weight inverse bytes floats", longs="rows channels", floats="eps")
+    _fields_: ClassVar[Any] = [
+        *_fields(pointers="x weight inverse bytes floats"), *_MODULATION,
+        *_fields(longs="rows channels", floats="eps"),
+    ]  # fmt: skip
 
 
 _PAGED = _fields(

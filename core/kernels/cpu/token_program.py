@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from core.kernels.cpu import calls
-from core.kernels.cpu.program import Program, _check, _ends, _float, _kind, _pointer
+from core.kernels.cpu.arguments import as_floats, check, dtype_for, ends, modulation, pointer
+from core.kernels.cpu.program import Program
 from core.kernels.kv_cache import PAGE
 
 
@@ -40,19 +41,34 @@ class PagedLayer:
 class TokenProgram(Program):
     """A program whose rows are tokens. Positions, sequences and page numbers are not checked when it runs."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None) -> Tensor:
-        """RMSNorm of [rows, channels]; bytes with `inverse` [channels], else floats."""
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        inverse: Tensor | None,
+        *,
+        row_scale: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """RMSNorm of [rows, channels]; bytes with `inverse` [channels], else floats.
+
+        `row_scale` [images, channels], `residual` [rows, channels] and `out` as in `layer_norm`.
+        """
         rows, channels = x.shape
-        weight = _float("RMSNorm", weight)
-        _check("x", x, rows, channels)
-        _check("weight", weight, channels)
-        _check("inverse", inverse, channels)
-        out = self.buffer(rows, channels, dtype=_kind(inverse is not None))
+        weight = as_floats("RMSNorm without weight", weight)
+        check("x", x, rows, channels)
+        check("weight", weight, channels)
+        check("inverse", inverse, channels)
+        after = modulation("rms_norm", x, row_scale, residual)
+        out = self._out(out, rows, channels, inverse)
         self._add(
             calls.RmsNorm(
-                x=x.data_ptr(), weight=weight.data_ptr(), **_ends(out, inverse), rows=rows, channels=channels, eps=eps
+                x=x.data_ptr(), weight=weight.data_ptr(), **ends(out, inverse), **after,
+                rows=rows, channels=channels, eps=eps,
             ),
-            x, weight, inverse, out,
+            x, weight, row_scale, residual, inverse, out,
         )  # fmt: skip
         return out
 
@@ -63,8 +79,8 @@ class TokenProgram(Program):
         slice of `qkv`.
         """
         rows, _, kv_heads, d, _ = self._paged("rotate", qkv.shape[0], places, layer, heads)
-        _check("qkv", qkv, rows, (heads + 2 * kv_heads) * d)
-        _check("angles", angles, angles.shape[0], d)
+        check("qkv", qkv, rows, (heads + 2 * kv_heads) * d)
+        check("angles", angles, angles.shape[0], d)
         self._add(
             calls.Rotate(**_at(places, layer, heads), qkv=qkv.data_ptr(), angles=angles.data_ptr()),
             qkv, angles, places, layer,
@@ -76,12 +92,12 @@ class TokenProgram(Program):
     ) -> Tensor:
         """Attention of q [rows, heads · d], which may be a slice, each row on its sequence up to its own position."""
         rows, _, _, d, _ = self._paged("paged_attention", q.shape[0], places, layer, heads)
-        _check("q", q, rows, heads * d, rows_apart=True)
-        _check("inverse", inverse, heads * d)
-        out = self.buffer(rows, heads * d, dtype=_kind(inverse is not None))
+        check("q", q, rows, heads * d, rows_apart=True)
+        check("inverse", inverse, heads * d)
+        out = self.buffer(rows, heads * d, dtype=dtype_for(inverse is not None))
         self._add(
             calls.PagedAttention(
-                **_at(places, layer, heads), q=q.data_ptr(), **_ends(out, inverse), q_stride=q.stride(0), scale=scale
+                **_at(places, layer, heads), q=q.data_ptr(), **ends(out, inverse), q_stride=q.stride(0), scale=scale
             ),
             q, places, layer, inverse, out,
         )  # fmt: skip
@@ -98,13 +114,13 @@ class TokenProgram(Program):
             raise ValueError(f"{what}: {heads} heads of width {d} on {kv_heads}, {page} a page, do not fit the kernels")
         if (dtype == torch.int8) != (layer.key_scales is not None) or dtype not in (torch.int8, torch.float32):
             raise ValueError(f"{what}: pages are fp32, or int8 with scales, not {dtype}")
-        _check("keys", layer.keys, pages, kv_heads, d, PAGE, dtype=dtype)
-        _check("values", layer.values, pages, kv_heads, PAGE, d, dtype=dtype)
-        _check("key_scales", layer.key_scales, pages, kv_heads, PAGE)
-        _check("value_scales", layer.value_scales, pages, kv_heads, PAGE)
+        check("keys", layer.keys, pages, kv_heads, d, PAGE, dtype=dtype)
+        check("values", layer.values, pages, kv_heads, PAGE, d, dtype=dtype)
+        check("key_scales", layer.key_scales, pages, kv_heads, PAGE)
+        check("value_scales", layer.value_scales, pages, kv_heads, PAGE)
         for name, tensor in (("positions", places.positions), ("sequences", places.sequences)):
-            _check(name, tensor, rows, dtype=torch.int32)
-        _check("table", places.table, *places.table.shape, dtype=torch.int32)
+            check(name, tensor, rows, dtype=torch.int32)
+        check("table", places.table, *places.table.shape, dtype=torch.int32)
         return rows, pages, kv_heads, d, dtype
 
 
@@ -116,8 +132,8 @@ def _at(places: TokenPositions, layer: PagedLayer, heads: int) -> dict[str, int 
         "table": places.table.data_ptr(),
         "keys": layer.keys.data_ptr(),
         "values": layer.values.data_ptr(),
-        "key_scales": _pointer(layer.key_scales),
-        "value_scales": _pointer(layer.value_scales),
+        "key_scales": pointer(layer.key_scales),
+        "value_scales": pointer(layer.value_scales),
         "rows": places.positions.shape[0],
         "heads": heads,
         "kv_heads": kv_heads,

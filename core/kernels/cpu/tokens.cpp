@@ -173,11 +173,12 @@ void rms_norm(const RmsNorm& r) {
       square = fma(x, x, square);
     }
     const Vec rms = all(1.0f / std::sqrt(total(square) / r.channels + r.eps));
+    const float *scale = r.after.scale_of(m), *residual = r.after.residual_of(m, r.channels);
     for (int64_t c = 0; c < r.channels; c += LANES) {
       const Mask mask = lanes(r.channels - c);
       const Vec x = load(row + c, mask) * rms;
-      store(x * load(r.weight + c, mask), r.inverse, r.bytes, r.floats,
-            m * r.channels + c, c, mask);
+      store(modulated(x * load(r.weight + c, mask), scale, residual, c, mask),
+            r.inverse, r.bytes, r.floats, m * r.channels + c, c, mask);
     }
   }
 }

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vector.h"
+#include "norm.h"
 
 namespace diptych {
 
@@ -10,6 +10,7 @@ struct RmsNorm {  // x / sqrt(mean(x²) + eps) · weight over channels; to `floa
   const float *x, *weight, *inverse;
   uint8_t* bytes;
   float* floats;
+  Modulation after;
   int64_t rows, channels;
   float eps;
 };

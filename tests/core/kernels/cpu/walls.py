@@ -91,6 +91,9 @@ def norms(p: Walled, channels: int) -> None:
     p.quantize(x, inverse)
     for after in (None, inverse):
         p.layer_norm(x, p.norm(nn.LayerNorm(channels)), after)  # type: ignore[arg-type]
+        scale, plain = p.wall(torch.ones(2, channels)), nn.LayerNorm(channels, elementwise_affine=False)
+        p.layer_norm(x, plain, after, row_scale=scale, residual=x)
+        p.rms_norm(x, inverse, 1e-6, after, row_scale=scale, residual=x)
         p.group_norm(x, None, p.norm(nn.GroupNorm(1, channels)), images=2, silu=True, inverse=after)  # type: ignore[arg-type]
         both = p.norm(nn.GroupNorm(1, channels + 3))
         wide = None if after is None else p.wall(torch.ones(channels + 3))
