@@ -83,7 +83,7 @@ class Rotate(ctypes.Structure):
     """tokens.h"""
 
     KIND: ClassVar[int] = 6
-    _fields_: ClassVar[Any] = [*_PAGED, *_fields(pointers="qkv angles")]
+    _fields_: ClassVar[Any] = [*_PAGED, *_fields(pointers="qkv angles q_norm k_norm", floats="eps")]
 
 
 class PagedAttention(ctypes.Structure):
@@ -95,10 +95,22 @@ class PagedAttention(ctypes.Structure):
     ]  # fmt: skip
 
 
+class RotateHeads(ctypes.Structure):
+    """rotary.h"""
+
+    KIND: ClassVar[int] = 8
+    _fields_: ClassVar[Any] = _fields(
+        pointers="q k q_norm k_norm angles positions",
+        longs="rows heads kv_heads d q_stride k_stride",
+        floats="eps",
+        ints="interleaved",
+    )
+
+
 class Call(ctypes.Structure):
     """program.cpp"""
 
     _fields_: ClassVar[Any] = [("kind", ctypes.c_int64), ("arguments", ctypes.c_void_p)]
 
 
-STRUCTURES = (Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention)
+STRUCTURES = (Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention, RotateHeads)

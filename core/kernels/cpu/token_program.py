@@ -1,4 +1,4 @@
-"""Program calls for language models: RMSNorm, rotary positions, paged attention."""
+"""Program calls for transformers: RMSNorm, rotary positions, paged attention."""
 
 from __future__ import annotations
 
@@ -72,20 +72,74 @@ class TokenProgram(Program):
         )  # fmt: skip
         return out
 
-    def rotate(self, qkv: Tensor, angles: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int) -> Tensor:
+    def rotate(
+        self,
+        qkv: Tensor,
+        angles: Tensor,
+        places: TokenPositions,
+        layer: PagedLayer,
+        *,
+        heads: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
         """Rotate queries and keys of qkv [rows, (heads + 2 · kv_heads) · d]; put keys and values into their pages.
 
-        `angles` [positions, d] holds d/2 cosines and then d/2 sines. Returns the rotated queries [rows, heads · d], a
-        slice of `qkv`.
+        `angles` [positions, d] holds d/2 cosines and then d/2 sines. With `q_norm` and `k_norm` [d] each head passes an
+        RMSNorm before. Returns the rotated queries [rows, heads · d], a slice of `qkv`.
         """
         rows, _, kv_heads, d, _ = self._paged("rotate", qkv.shape[0], places, layer, heads)
         check("qkv", qkv, rows, (heads + 2 * kv_heads) * d)
         check("angles", angles, angles.shape[0], d)
+        q_norm, k_norm = _head_norm("q_norm", q_norm, d), _head_norm("k_norm", k_norm, d)
         self._add(
-            calls.Rotate(**_at(places, layer, heads), qkv=qkv.data_ptr(), angles=angles.data_ptr()),
-            qkv, angles, places, layer,
+            calls.Rotate(
+                **_at(places, layer, heads), qkv=qkv.data_ptr(), angles=angles.data_ptr(),
+                q_norm=pointer(q_norm), k_norm=pointer(k_norm), eps=eps,
+            ),
+            qkv, angles, q_norm, k_norm, places, layer,
         )  # fmt: skip
         return qkv[:, : heads * d]
+
+    def rotate_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        angles: Tensor,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        positions: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        interleaved: bool = False,
+    ) -> None:
+        """Rotate q [rows, heads · d] and k [rows, kv_heads · d] in place; both may be slices of one tensor.
+
+        `angles` holds d/2 cosines and then d/2 sines for each row, [rows, d]; or for each position, [n, d], with int32
+        `positions` [rows], which are not checked when the program runs. With `q_norm` and `k_norm` [d] each head passes
+        an RMSNorm before. `interleaved` turns neighbouring channels (2c, 2c + 1), else channels c and c + d/2.
+        """
+        kv_heads = kv_heads or heads
+        rows, width = q.shape
+        d = width // heads
+        if d % 16 or not d or d * heads != width:
+            raise ValueError(f"rotate_heads: {heads} heads in {width} channels: their width must be a multiple of 16")
+        check("q", q, rows, width, rows_apart=True)
+        check("k", k, rows, kv_heads * d, rows_apart=True)
+        check("angles", angles, rows if positions is None else angles.shape[0], d)
+        check("positions", positions, rows, dtype=torch.int32)
+        q_norm, k_norm = _head_norm("q_norm", q_norm, d), _head_norm("k_norm", k_norm, d)
+        self._add(
+            calls.RotateHeads(
+                q=q.data_ptr(), k=k.data_ptr(), q_norm=pointer(q_norm), k_norm=pointer(k_norm),
+                angles=angles.data_ptr(), positions=pointer(positions), rows=rows, heads=heads, kv_heads=kv_heads, d=d,
+                q_stride=q.stride(0), k_stride=k.stride(0), eps=eps, interleaved=int(interleaved),
+            ),
+            q, k, angles, positions, q_norm, k_norm,
+        )  # fmt: skip
 
     def paged_attention(
         self, q: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int, scale: float, inverse: Tensor | None
@@ -122,6 +176,13 @@ class TokenProgram(Program):
             check(name, tensor, rows, dtype=torch.int32)
         check("table", places.table, *places.table.shape, dtype=torch.int32)
         return rows, pages, kv_heads, d, dtype
+
+
+def _head_norm(name: str, weight: Tensor | None, d: int) -> Tensor | None:
+    """The weights [d] of an RMSNorm of heads, in fp32."""
+    made = None if weight is None else as_floats(name, weight)
+    check(name, made, d)
+    return made
 
 
 def _at(places: TokenPositions, layer: PagedLayer, heads: int) -> dict[str, int | None]:

@@ -176,10 +176,15 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return x * cosine + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sine
 
 
+def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else torch.nn.functional.rms_norm(x.double(), weight.shape, weight.double(), 1e-6)
+
+
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 3, 48), (8, 1, 64)])
 def test_rotate_puts_keys_and_values_into_their_pages_and_nowhere_else(
-    heads: int, kv_heads: int, d: int, int8: bool
+    heads: int, kv_heads: int, d: int, norm: bool, int8: bool
 ) -> None:
     dtype = torch.int8 if int8 else torch.float32
     keys, values = (
@@ -193,15 +198,18 @@ def test_rotate_puts_keys_and_values_into_their_pages_and_nowhere_else(
     given_ = normal(2, 4, (heads + 2 * kv_heads) * d)
     qkv, p = given_.clone(), Watched()
     places = TokenPositions(ints(positions), ints(sequences), table)
-    q = p.rotate(qkv, angles, places, PagedLayer(keys, values, *scales), heads=heads)
+    q_norm, k_norm = (normal(3, d), normal(4, d)) if norm else (None, None)
+    layer = PagedLayer(keys, values, *scales)
+    q = p.rotate(qkv, angles, places, layer, heads=heads, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
     p.run()
     written = torch.zeros(6, PAGE, dtype=torch.bool)
     for row, (position, sequence) in enumerate(zip(positions, sequences, strict=True)):
         split = given_[row].view(-1, d)
         page, place = int(table[sequence, position // PAGE]), position % PAGE
         written[page, place] = True
-        check_close(q[row], rotated(split[:heads], angles[position]).flatten())
-        wanted = [rotated(split[heads : heads + kv_heads], angles[position]), split[heads + kv_heads :].double()]
+        check_close(q[row], rotated(normed(split[:heads], q_norm), angles[position]).flatten())
+        k = normed(split[heads : heads + kv_heads], k_norm)
+        wanted = [rotated(k, angles[position]), split[heads + kv_heads :].double()]
         for found, scale, want in (
             (keys[page, :, :, place], scales[0], wanted[0]),
             (values[page, :, place], scales[1], wanted[1]),
@@ -254,6 +262,8 @@ def test_what_does_not_fit_is_refused() -> None:
         p.rotate(normal(0, 1, 256), normal(1, 32, 32), places, whole, heads=4)
     with pytest.raises(ValueError, match="qkv"):
         p.rotate(normal(0, 1, 255), normal(1, 32, 32), places, there.layer, heads=4)
+    with pytest.raises(ValueError, match=r"q_norm: must be torch.float32 \[32\]"):
+        p.rotate(normal(0, 1, 256), normal(1, 32, 32), places, there.layer, heads=4, q_norm=normal(2, 64))
     with pytest.raises(ValueError, match="weight"):
         p.rms_norm(normal(0, 1, 8), normal(1, 9), 1e-6, None)
     with pytest.raises(ValueError, match=r"row_scale: must be torch.float32 \[2, 8\]"):

@@ -121,7 +121,14 @@ def paged(p: Walled, channels: int, heads: int, d: int, length: int, *, int8: bo
     places = TokenPositions(positions, p.wall(torch.zeros(length, dtype=torch.int32)), table)
     layer = PagedLayer(keys, values, *scales)
     qkv, angles = p.wall(torch.ones(length, (heads + 2) * d)), p.wall(torch.ones(length, d))
-    q = p.rotate(qkv, angles, places, layer, heads=heads)
+    norm = p.wall(torch.ones(d))
+    q = p.rotate(qkv, angles, places, layer, heads=heads, q_norm=norm, k_norm=norm)
+    k = p.wall(torch.ones(length, d))
+    for interleaved in (False, True):
+        p.rotate_heads(
+            p.wall(torch.ones(length, heads * d)), k, angles, heads=heads, kv_heads=1, positions=positions,
+            q_norm=norm, k_norm=norm, interleaved=interleaved,
+        )  # fmt: skip
     for inverse in (None, p.wall(torch.ones(heads * d))):
         p.paged_attention(q, places, layer, heads=heads, scale=1.0, inverse=inverse)
 
