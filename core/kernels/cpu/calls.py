@@ -57,9 +57,10 @@ class Attention(ctypes.Structure):
 
     KIND: ClassVar[int] = 4
     _fields_: ClassVar[Any] = _fields(
-        pointers="q k v inverse bytes floats",
-        longs="images heads tokens keys d q_stride k_stride v_stride",
+        pointers="q k v inverse lengths bytes floats",
+        longs="images heads kv_heads tokens keys d q_stride k_stride v_stride",
         floats="scale",
+        ints="causal",
     )
 
 

@@ -300,26 +300,49 @@ class Program:
         return out
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, images: int, heads: int, scale: float, inverse: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        images: int,
+        heads: int,
+        scale: float,
+        inverse: Tensor | None,
+        kv_heads: int | None = None,
+        lengths: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
-        """Attention of q [images · tokens, heads · d] on k and v [images · keys, heads · d], which may be slices."""
+        """Attention of q [images · tokens, heads · d] on k and v [images · keys, kv_heads · d], which may be slices.
+
+        With int32 `lengths` [images], read when the program runs, an image attends to its first keys only, at least to
+        one; with `causal`, a token to itself and to those before it.
+        """
         rows, width = q.shape
+        kv_heads = kv_heads or heads
         d = width // heads
         if d % _LANES or d * heads != width or not d:
             raise ValueError(f"heads of width {d} do not fit the kernels: it must be a multiple of {_LANES}")
+        if heads % kv_heads:
+            raise ValueError(f"attention: {heads} heads do not share {kv_heads} heads of keys evenly")
+        if causal and k.shape[0] != rows:
+            raise ValueError(f"attention: {rows} queries on {k.shape[0]} keys cannot be causal")
         if rows % images or k.shape[0] % images:
             raise ValueError(f"attention: {rows} queries and {k.shape[0]} keys are not those of {images} images")
-        for name, tensor, count in (("q", q, rows), ("k", k, k.shape[0]), ("v", v, k.shape[0])):
-            check(name, tensor, count, width, rows_apart=True)
+        check("q", q, rows, width, rows_apart=True)
+        for name, tensor in (("k", k), ("v", v)):
+            check(name, tensor, k.shape[0], kv_heads * d, rows_apart=True)
         check("inverse", inverse, width)
+        check("lengths", lengths, images, dtype=torch.int32)
         out = self.buffer(rows, width, dtype=dtype_for(inverse is not None))
         self._add(
             calls.Attention(
                 q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), **ends(out, inverse),
-                images=images, heads=heads, tokens=rows // images, keys=k.shape[0] // images, d=d,
-                q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0), scale=scale,
+                lengths=pointer(lengths), images=images, heads=heads, kv_heads=kv_heads,
+                tokens=rows // images, keys=k.shape[0] // images, d=d,
+                q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0), scale=scale, causal=int(causal),
             ),
-            q, k, v, inverse, out,
+            q, k, v, lengths, inverse, out,
         )  # fmt: skip
         return out
 

@@ -82,18 +82,6 @@ void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_
   for (int h = 0; h < HEADS; ++h) largest[h] = greatest(top[h]);
 }
 
-// exp(score − largest) in place; returns 1 / sum.
-float soften(float* scores, float largest, int64_t count) {
-  const Vec most = all(largest);
-  Vec sum = zero();
-  for (int64_t s = 0; s < count; s += LANES) {
-    const Vec e = masked(exp(load(scores + s) - most), lanes(count - s));
-    save(scores + s, e);
-    sum = sum + e;
-  }
-  return 1.0f / total(sum);
-}
-
 template <class Kind, int HEADS>
 void attend(const PagedAttention& a, int64_t m, int64_t first_head, std::vector<float>& scores) {
   const Paged& p = a.at;

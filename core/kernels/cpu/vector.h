@@ -48,6 +48,18 @@ inline Vec gelu(Vec x) {  // x·Φ(x); erf by Abramowitz and Stegun 7.1.26, abso
   return all(0.5f) * x * (all(1.0f) + negate_where_negative(erf, x));
 }
 
+// Softmax's exp(score − largest) of `count` scores in place; returns 1 / sum. The last vector is filled with zeros.
+inline float soften(float* scores, float largest, int64_t count) {
+  const Vec most = all(largest);
+  Vec sum = zero();
+  for (int64_t s = 0; s < count; s += LANES) {
+    const Vec e = masked(exp(load(scores + s) - most), lanes(count - s));
+    save(scores + s, e);
+    sum = sum + e;
+  }
+  return 1.0f / total(sum);
+}
+
 // Stores sixteen values of a tensor: unchanged if `floats` is given, else quantized to round(x) + 128 as bytes (-127…127
 // becomes 1…255). Values are clamped as floats, because large ones overflow the conversion to integers.
 inline void store(Vec value, const float* inverse, uint8_t* out, float* floats, int64_t at, int64_t channel,

@@ -104,6 +104,10 @@ def attentions(p: Walled, tokens: int, keys: int, d: int) -> None:
     q, k, v = (p.wall(torch.ones(2 * count, 2 * d)) for count in (tokens, keys, keys))
     for inverse in (None, p.wall(torch.ones(2 * d))):
         p.attention(q, k, v, images=2, heads=2, scale=1.0, inverse=inverse)
+        lengths = p.wall(torch.tensor([keys, 1 + keys // 2], dtype=torch.int32))
+        p.attention(q, k, v, images=2, heads=2, scale=1.0, inverse=inverse, lengths=lengths)
+        shared, wide = p.wall(torch.ones(2 * tokens, d)), p.wall(torch.ones(2 * tokens, 2 * d))
+        p.attention(wide, shared, shared, images=2, heads=2, kv_heads=1, scale=1.0, inverse=inverse, causal=True)
 
 
 def paged(p: Walled, channels: int, heads: int, d: int, length: int, *, int8: bool) -> None:
