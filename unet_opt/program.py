@@ -188,10 +188,10 @@ class UNetProgram:
     def _embed(self, unet: Any, times: PackedLayer) -> Tensor:
         """What each residual block adds of time, size and pooled text, [rows, sum over blocks]."""
         w, time, added = self.writer, unet.time_embedding, unet.add_embedding
-        hidden = w.linear(self._time, w.layers.floats(time.linear_1), silu=True)
+        hidden = w.linear(self._time, w.layers.floats(time.linear_1), act="silu")
         emb = w.linear(hidden, w.layers.floats(time.linear_2))
-        hidden = w.linear(self._added, w.layers.floats(added.linear_1), silu=True)
-        return w.linear(w.linear(hidden, w.layers.floats(added.linear_2), residual=emb, silu=True), times)
+        hidden = w.linear(self._added, w.layers.floats(added.linear_1), act="silu")
+        return w.linear(w.linear(hidden, w.layers.floats(added.linear_2), residual=emb, act="silu"), times)
 
     def _resnet(self, h: FeatureMap, skip: FeatureMap | None, block: Any) -> FeatureMap:
         first, last = self._programs.time_at[id(block)]

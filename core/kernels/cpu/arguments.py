@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+Activation = Literal["silu", "gelu", "quick_gelu", "gelu_tanh", "tanh"]
+ACTIVATIONS: dict[Activation | None, int] = {
+    None: 0, "silu": 1, "gelu": 2, "quick_gelu": 3, "gelu_tanh": 4, "tanh": 5
+}  # fmt: skip
 
 
 def dtype_for(as_bytes: bool) -> torch.dtype:
@@ -61,3 +68,15 @@ def as_floats(what: str, tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError(f"the kernels do not support {what}")
     return tensor.detach().float().contiguous()
+
+
+def output_size(height: int, width: int, taps: int, stride: int, before: int, upsample: bool) -> tuple[int, int]:
+    """Height and width that a product gives; `before` is its padding above and to the left."""
+    if taps == 1:
+        if stride != 1 or upsample:
+            raise ValueError("product: a linear layer has no stride and doubles nothing")
+        return height, width
+    if stride not in (1, 2) or before not in (0, 1):
+        raise ValueError(f"product: stride {stride} and padding {before} are unknown to the kernels")
+    h, w = ((side * (2 if upsample else 1) + before - 2) // stride + 1 for side in (height, width))
+    return h, w

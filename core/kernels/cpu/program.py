@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from core.kernels.cpu import calls
-from core.kernels.cpu.arguments import as_floats, check, dtype_for, ends, modulation, pointer
+from core.kernels.cpu.arguments import (
+    ACTIVATIONS,
+    Activation,
+    as_floats,
+    check,
+    dtype_for,
+    ends,
+    modulation,
+    output_size,
+    pointer,
+)
 
 _LANES = 16
 _MOST = 2**31  # rows of a product, which the kernels count in 32 bits; also the limit of a sum of bytes
@@ -192,16 +202,17 @@ class Program:
         stride: int = 1,
         before: int = 1,
         upsample: bool = False,
-        silu: bool = False,
+        act: Activation | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """A linear layer or 3×3 convolution of `a`, whose (images, height, width) is `grid`, to [rows, columns].
 
         `a` is [images · height · width, channels]. With `inverse` [columns] the result is bytes for the next layer,
-        else floats. `row_bias` is [images, n], `residual` [rows, n]; `out` may be `residual`. The rest as in product.h.
+        else floats. `row_bias` is [images, n], `residual` [rows, n]; `out` may be `residual`. `act` is applied to the
+        sum, or to GEGLU's gate (default: GELU). The rest as in product.h.
         """
         images, height, width = grid
-        h, w = _output_size(height, width, weights.taps, stride, before, upsample)
+        h, w = output_size(height, width, weights.taps, stride, before, upsample)
         rows = images * h * w
         if min(images, h, w) < 1 or max(rows, a.shape[0]) >= _MOST:
             raise ValueError(f"product: {images} pictures of {height}×{width} do not fit the kernels")
@@ -221,7 +232,7 @@ class Program:
                 images=images, height=height, width=width, channels=weights.channels, n=weights.n,
                 a_stride=a.stride(0), row_stride=0 if row_bias is None else row_bias.stride(0), kind=weights.kind,
                 taps=weights.taps, stride=stride, before=before, upsample=int(upsample), geglu=int(weights.geglu),
-                silu=int(silu),
+                act=ACTIVATIONS[act],
             ),
             a, weights, row_bias, residual, inverse, out,
         )  # fmt: skip
@@ -380,15 +391,3 @@ class Program:
         self._list.append(structure)
         self._kept.extend(kept)
         self._ready = None
-
-
-def _output_size(height: int, width: int, taps: int, stride: int, before: int, upsample: bool) -> tuple[int, int]:
-    """Height and width that a product gives; `before` is its padding above and to the left."""
-    if taps == 1:
-        if stride != 1 or upsample:
-            raise ValueError("product: a linear layer has no stride and doubles nothing")
-        return height, width
-    if stride not in (1, 2) or before not in (0, 1):
-        raise ValueError(f"product: stride {stride} and padding {before} are unknown to the kernels")
-    h, w = ((side * (2 if upsample else 1) + before - 2) // stride + 1 for side in (height, width))
-    return h, w

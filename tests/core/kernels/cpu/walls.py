@@ -75,7 +75,7 @@ def products(kernels: ctypes.CDLL, p: Walled, kind: str, channels: int, n: int) 
     for rows in (1, 7, 15):
         a, plain = p.wall(torch.zeros(rows, channels, dtype=dtype)), pack(1, n)
         row_bias, residual = p.wall(torch.zeros(1, n)), p.wall(torch.zeros(rows, n))
-        p.product(a, plain, grid=(1, 1, rows), row_bias=row_bias, residual=residual, silu=True)
+        p.product(a, plain, grid=(1, 1, rows), row_bias=row_bias, residual=residual, act="silu")
         p.product(a, plain, grid=(1, 1, rows), inverse=inverse)
         wide = pack(1, 32 * n, geglu=True)
         p.product(a, wide, grid=(1, 1, rows), inverse=p.wall(torch.ones(16 * n)))
