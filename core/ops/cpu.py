@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.kernels.cpu.program import Program
-from core.ops.ops import Layer, Walk
+from core.ops.ops import Activation, Layer, Walk
 from core.ops.packed import PackedLayer, PackedLayers
 
 Watch = Callable[[PackedLayer, Tensor], None]
@@ -75,19 +75,24 @@ class CpuOps:
         self._reads: list[tuple[int, PackedLayer, Tensor]] = []  # number of the call, the layer and its input
 
     def linear(
-        self, x: Array | _Pair, *layers: Layer, act: str = "", residual: Array | None = None, out: Array | None = None
+        self,
+        x: Array | _Pair,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Array | None = None,
+        out: Array | None = None,
     ) -> Array:
         if isinstance(x, _Pair):
             return self._linear_of_pair(x, *layers)
         packed = self._layers(*layers)
-        return self._product(x, packed, x.shape[:-1], residual=residual, silu=_is_silu(act))
+        return self._product(x, packed, x.shape[:-1], residual=residual, act=act)
 
     def biases(self, x: Array, *layers: Layer) -> Array:
         return self.linear(x, *layers)
 
-    def gated(self, x: Array, *layers: Layer, act: str, to: Layer) -> Array:
+    def gated(self, x: Array, *layers: Layer, act: Activation, to: Layer) -> Array:
         packed = self._layers(*layers, geglu=True)
-        return self._product(x, packed, x.shape[:-1], inverse=self._layers.inverse(to), silu=act == "silu")
+        return self._product(x, packed, x.shape[:-1], inverse=self._layers.inverse(to), act=act)
 
     def conv(
         self, x: Array, layer: Layer, *, bias: Array | None = None, residual: Array | None = None,
@@ -186,12 +191,6 @@ class CpuOps:
         rows = pair.y.x.shape[0]
         self.program.product(pair.y.x, second.weights, grid=(1, 1, rows), residual=made.x, out=made.x)
         return made
-
-
-def _is_silu(act: str) -> bool:
-    if act not in ("", "silu"):
-        raise ValueError(f"the CPU kernels do not know {act} after a linear layer")
-    return act == "silu"
 
 
 class _Written:

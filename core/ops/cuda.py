@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.ops.fused import GEGLU, Conv, FusedLayer, Linear, Norm, Reader, UpConv, attend, attend_wide, for_layer
-from core.ops.ops import Layer, Walk
+from core.ops.ops import Activation, Layer, Walk
 from core.ops.trace import trace
 
 F_ = TypeVar("F_", bound=FusedLayer)
@@ -40,7 +40,12 @@ class CudaOps:
         self._joint = 0
 
     def linear(
-        self, x: Tensor, *layers: Layer, act: str = "", residual: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         layer = self._layer(Linear, *layers)
         rows = self._for(x, layer).flatten(0, -2)
@@ -51,7 +56,7 @@ class CudaOps:
     def biases(self, x: Tensor, *layers: Layer) -> Tensor:
         return self.linear(x, *layers).float()
 
-    def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
+    def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
         y = self._layer(GEGLU, *layers).gate(x.flatten(0, -2), Reader.of((to,)))
         return y.view(*x.shape[:-1], -1)
 

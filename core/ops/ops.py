@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from core.kernels.cpu.arguments import Activation as Activation
+
 A = TypeVar("A")
 Layer = Any
 """A module of torch, diffusers, transformers or `core.quant`: a linear layer, a convolution or a norm."""
@@ -32,16 +34,18 @@ def bind(walk: Callable[..., Any], weights: Any) -> Walk:
 class Ops(Protocol[A]):
     """The operations. Each method is one entry of the vocabulary; a lowering implements those that its walks use."""
 
-    def linear(self, x: A, *layers: Layer, act: str = "", residual: A | None = None, out: A | None = None) -> A:
+    def linear(
+        self, x: A, *layers: Layer, act: Activation | None = None, residual: A | None = None, out: A | None = None
+    ) -> A:
         """act(x · Wᵀ + b + residual): one layer, or several side by side that read the same input.
 
-        A 1×1 convolution is a linear layer. `act` is "" or "silu". `out` is a slot of `joint`.
+        A 1×1 convolution is a linear layer. `act` is one of `Activation`. `out` is a slot of `joint`.
         """
 
     def biases(self, x: A, *layers: Layer) -> A:
         """x · Wᵀ + b of vectors, side by side, as `conv` adds them: in fp32."""
 
-    def gated(self, x: A, *layers: Layer, act: str, to: Layer) -> A:
+    def gated(self, x: A, *layers: Layer, act: Activation, to: Layer) -> A:
         """hidden · act(gate) for the layer `to`: `layers` give the hidden half and then the gate, as one or as two."""
 
     def conv(self, x: A, layer: Layer, *, bias: A | None = None, residual: A | None = None, out: A | None = None) -> A:
@@ -56,17 +60,46 @@ class Ops(Protocol[A]):
     def group_norm(self, x: A, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> A:
         """GroupNorm, and SiLU, for the layers `to`."""
 
-    def layer_norm(self, x: A, norm: Layer, *, to: Sequence[Layer] = ()) -> A:
-        """LayerNorm for the layers `to`."""
+    def layer_norm(self, x: A, norm: Layer, *, scale: A | None = None, to: Sequence[Layer] = ()) -> A:
+        """LayerNorm times `scale` [B, C], for the layers `to`."""
 
-    def attend(self, q: A, k: A, v: A, *, heads: int, to: Sequence[Layer] = ()) -> A:
-        """softmax(q · kᵀ / √d) · v for the layers `to`. Maps count as tokens."""
+    def rms_norm(
+        self, x: A, norm: Layer, *, scale: A | None = None, residual: A | None = None, to: Sequence[Layer] = ()
+    ) -> A:
+        """residual + RMSNorm(x) · scale [B, C], for the layers `to`."""
+
+    def rotate(
+        self, x: A, angles: A, *, heads: int, norms: tuple[Layer, Layer] | None = None, interleaved: bool = False
+    ) -> A:
+        """Queries, keys and values [B, T, 3·C] with rotary positions in the first two; x may be overwritten.
+
+        `angles` [B, T, d] fp32: d/2 cosines, then d/2 sines, for pairs of neighbours (`interleaved`) or of halves.
+        `norms` are RMSNorms of each head of queries and of keys before.
+        """
+
+    def attend(
+        self, q: A, k: A, v: A, *, heads: int, lengths: A | None = None, causal: bool = False, to: Sequence[Layer] = ()
+    ) -> A:
+        """softmax(q · kᵀ / √d) · v for the layers `to`. Maps count as tokens.
+
+        `lengths` [B]: of each image only so many of the first keys count. `causal`: to each token only itself and those
+        before.
+        """
 
     def columns(self, x: A, start: int, count: int) -> A:
         """A view of so many channels from `start` on."""
 
     def cat(self, x: A, y: A) -> A:
         """Channels of x, then of y. Where both lie in one `joint`, this is free."""
+
+    def join(self, x: A, y: A) -> A:
+        """Tokens of x [B, S, C], then of y [B, T, C]."""
+
+    def tokens(self, x: A, count: int) -> A:
+        """The first so many tokens of each image."""
+
+    def add(self, x: A, y: A) -> A:
+        """x + y."""
 
     def joint(self, like: A, channels: tuple[int, int], halvings: int) -> tuple[A | None, A | None]:
         """Slots side by side for two arrays that are concatenated later; None where that brings nothing.

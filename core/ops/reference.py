@@ -5,32 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.ops.ops import Layer, Walk
+from core.ops.ops import Activation, Layer, Walk
 
-_ACTS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"), "tanh": torch.tanh,
+}  # fmt: skip
 
 
 class TorchOps:
     """`core.ops.ops.Ops` on tensors. Modules are called, so that hooks on them see every input and output."""
 
     def linear(
-        self, x: Tensor, *layers: Layer, act: str = "", residual: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         parts = [_on_map(layer, x) if _is_conv(layer) else layer(x) for layer in layers]
         y: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         y = y if residual is None else y + residual
-        return _ACTS[act](y) if act else y
+        return ACTIVATIONS[act](y) if act else y
 
     def biases(self, x: Tensor, *layers: Layer) -> Tensor:
         return self.linear(x, *layers)
 
-    def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
+    def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
         hidden, gate = self.linear(x, *layers).chunk(2, dim=-1)
-        return hidden * _ACTS[act](gate)
+        return hidden * ACTIVATIONS[act](gate)
 
     def conv(
         self, x: Tensor, layer: Layer, *, bias: Tensor | None = None, residual: Tensor | None = None,
@@ -50,15 +60,53 @@ class TorchOps:
         y = _on_map(norm, x)
         return F.silu(y) if silu else y
 
-    def layer_norm(self, x: Tensor, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
+    def layer_norm(self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, to: Sequence[Layer] = ()) -> Tensor:
         y: Tensor = norm(x)
-        return y
+        return y if scale is None else y * scale[:, None].to(y.dtype)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, to: Sequence[Layer] = ()) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
+        y = self.layer_norm(x, norm, scale=scale)
+        return y if residual is None else residual + y
+
+    def rotate(
+        self, x: Tensor, angles: Tensor, *, heads: int, norms: tuple[Layer, Layer] | None = None,
+        interleaved: bool = False,
+    ) -> Tensor:  # fmt: skip
+        d = angles.shape[-1]
+        q, k, v = x.unflatten(-1, (-1, d)).tensor_split((heads, (heads + x.shape[-1] // d) // 2), dim=-2)
+        if norms is not None:
+            q, k = norms[0](q), norms[1](k)
+        cosine, sine = angles[:, :, None].chunk(2, dim=-1)
+
+        def turned(part: Tensor) -> Tensor:
+            lo, hi = part.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.float().chunk(2, dim=-1)
+            pair = lo * cosine - hi * sine, hi * cosine + lo * sine
+            return (torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)).to(x.dtype)
+
+        return torch.cat([turned(q), turned(k), v], dim=-2).flatten(-2)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, lengths: Tensor | None = None, causal: bool = False,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
+        d = q.shape[-1] // heads
+
         def apart(x: Tensor) -> Tensor:  # [B, heads, T, d]
-            return x.reshape(x.shape[0], -1, heads, x.shape[-1] // heads).transpose(1, 2)
+            return x.reshape(x.shape[0], -1, x.shape[-1] // d, d).transpose(1, 2)
 
-        y = F.scaled_dot_product_attention(apart(q), apart(k), apart(v))
+        queries, keys = apart(q), apart(k)
+        mask = None
+        if lengths is not None:
+            mask = (torch.arange(keys.shape[2], device=q.device) < lengths[:, None])[:, None, None]
+            if causal:
+                mask = mask & torch.ones(keys.shape[2], keys.shape[2], dtype=torch.bool, device=q.device).tril()
+        y = F.scaled_dot_product_attention(
+            queries, keys, apart(v), attn_mask=mask, is_causal=causal and mask is None,
+            enable_gqa=keys.shape[1] != heads,
+        )  # fmt: skip
         return y.transpose(1, 2).reshape(q.shape)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
@@ -66,6 +114,15 @@ class TorchOps:
 
     def cat(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x, y], dim=-1)
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y], dim=1)
+
+    def tokens(self, x: Tensor, count: int) -> Tensor:
+        return x[:, :count]
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
     def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
         return None, None
@@ -98,12 +155,16 @@ class TorchLowering:
         self.dtype = dtype
         self._ops = TorchOps()
 
+    def _typed(self, x: Tensor) -> Tensor:
+        """Activations in the lowering's type; integers and what is fp32 by contract as they are."""
+        return x.to(self.dtype) if x.is_floating_point() else x
+
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """Nothing: torch packs no weights."""
 
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
         def run(*given: Tensor | None) -> tuple[Tensor, ...]:
-            found = walk(self._ops, *(x if x is None else x.to(self.dtype) for x in given))
+            found = walk(self._ops, *(self._typed(x) for x in given))
             return found if isinstance(found, tuple) else (found,)
 
         return run
