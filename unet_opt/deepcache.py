@@ -79,7 +79,7 @@ class SplitUNet:
         """
         assert not return_dict
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        out, *features = self._deep(sample.permute(0, 2, 3, 1), time, added, encoder_hidden_states)
+        out, *features = self._deep(self._map(sample), time, added, encoder_hidden_states)
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
 
     def shallow(
@@ -99,7 +99,7 @@ class SplitUNet:
             self._shallow[depth] = self._lower_shallow(depth)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
         text = (encoder_hidden_states,) if self._reads_text else ()
-        (out,) = self._shallow[depth](sample.permute(0, 2, 3, 1), time, added, *text, *features)
+        (out,) = self._shallow[depth](self._map(sample), time, added, *text, *features)
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
     def keys(self, hidden: Tensor) -> Tensor:
@@ -128,8 +128,13 @@ class SplitUNet:
         time = unet.get_time_embed(sample, timestep)
         if timestep_cond is not None:
             time = time + unet.time_embedding.cond_proj(timestep_cond)
+        dtype = self.lowering.dtype
         if getattr(unet, "add_embedding", None) is None:
-            return time, sample.new_empty(rows, 0)
+            return time.to(dtype), sample.new_empty(rows, 0)
         assert added is not None
         sizes = unet.add_time_proj(added["time_ids"].flatten()).reshape(rows, -1)
-        return time, torch.cat([added["text_embeds"].float(), sizes], dim=-1)
+        return time.to(dtype), torch.cat([added["text_embeds"].float(), sizes], dim=-1).to(dtype)
+
+    def _map(self, sample: Tensor) -> Tensor:
+        """[B, C, h, w] to [B, h, w, C] in the lowering's type."""
+        return sample.to(self.lowering.dtype).permute(0, 2, 3, 1).contiguous()

@@ -64,4 +64,4 @@ class VaeDecoder:
         channels = self.vae.config.latent_channels
         if latents.shape[1] != channels:
             raise ValueError(f"vae: latents have {latents.shape[1]} channels, not {channels}")
-        return self._decode(latents.permute(0, 2, 3, 1))[0]
+        return self._decode(latents.to(self.lowering.dtype).permute(0, 2, 3, 1).contiguous())[0]

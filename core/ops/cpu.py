@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from core.kernels.cpu.program import Program
-from core.ops.ops import Activation, Layer, Walk
+from core.kernels.cpu.token_program import TokenProgram
+from core.ops.ops import Activation, Layer, Walk, rms_eps
 from core.ops.packed import PackedLayer, PackedLayers
 
 Watch = Callable[[PackedLayer, Tensor], None]
@@ -69,7 +70,7 @@ class CpuOps:
     """`core.ops.ops.Ops` on arrays of one program."""
 
     def __init__(self, library: ctypes.CDLL, layers: PackedLayers) -> None:
-        self.program = Program(library, layers.blocks)
+        self.program = TokenProgram(library, layers.blocks)
         self.bound_calls: list[tuple[Any, _Bound, _Bound]] = []  # attention calls whose keys and values come later
         self._layers = layers
         self._reads: list[tuple[int, PackedLayer, Tensor]] = []  # number of the call, the layer and its input
@@ -100,10 +101,9 @@ class CpuOps:
     ) -> Array:  # fmt: skip
         stride, before = (int(v if isinstance(v, int) else v[0]) for v in (layer.stride, layer.padding))
         sides = tuple((side + before - 2) // stride + 1 for side in x.sides)
-        bias_rows = None if bias is None else bias.x
         packed, grid = self._layers(layer), (x.images, *x.sides)
         return self._product(
-            x, packed, (x.images, *sides), grid, row_bias=bias_rows, residual=residual, stride=stride, before=before
+            x, packed, (x.images, *sides), grid, row_bias=_of(bias), residual=residual, stride=stride, before=before
         )
 
     def upsample(self, x: Array, layer: Layer, *, like: Array | None = None, out: Array | None = None) -> Array:
@@ -120,14 +120,42 @@ class CpuOps:
         )  # fmt: skip
         return self._own(made, first.shape[:-1])
 
-    def layer_norm(self, x: Array, norm: Layer, *, to: Sequence[Layer] = ()) -> Array:
-        return self._own(self.program.layer_norm(x.x, norm, self._layers.inverse(*to)), x.shape[:-1])
+    def layer_norm(self, x: Array, norm: Layer, *, scale: Array | None = None, to: Sequence[Layer] = ()) -> Array:
+        made = self.program.layer_norm(x.x, norm, self._layers.inverse(*to), row_scale=_of(scale))
+        return self._own(made, x.shape[:-1])
 
-    def attend(self, q: Array, k: Array | _Bound, v: Array | _Bound, *, heads: int, to: Sequence[Layer] = ()) -> Array:
+    def rms_norm(
+        self, x: Array, norm: Layer, *, scale: Array | None = None, residual: Array | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Array:  # fmt: skip
+        made = self.program.rms_norm(
+            x.x, norm.weight, rms_eps(norm), self._layers.inverse(*to), row_scale=_of(scale), residual=_of(residual)
+        )
+        return self._own(made, x.shape[:-1])
+
+    def rotate(
+        self, x: Array, angles: Array, *, heads: int, norms: tuple[Layer, Layer] | None = None,
+        interleaved: bool = False,
+    ) -> Array:  # fmt: skip
+        d = angles.shape[-1]
+        kv_heads = (x.shape[-1] // d - heads) // 2
+        q, k = x.x[:, : heads * d], x.x[:, heads * d : (heads + kv_heads) * d]
+        q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
+        self.program.rotate_heads(
+            q, k, angles.x, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
+            eps=0.0 if norms is None else rms_eps(norms[0]), interleaved=interleaved,
+        )  # fmt: skip
+        return x
+
+    def attend(
+        self, q: Array, k: Array | _Bound, v: Array | _Bound, *, heads: int, lengths: Array | None = None,
+        causal: bool = False, to: Sequence[Layer] = (),
+    ) -> Array:  # fmt: skip
         keys, values = (q.x if isinstance(part, _Bound) else part.x for part in (k, v))
+        d = q.x.shape[-1] // heads
         made = self.program.attention(
-            q.x, keys, values, images=q.images, heads=heads, scale=1 / math.sqrt(q.x.shape[-1] // heads),
-            inverse=self._layers.inverse(*to),
+            q.x, keys, values, images=q.images, heads=heads, kv_heads=keys.shape[-1] // d, scale=1 / math.sqrt(d),
+            inverse=self._layers.inverse(*to), lengths=_of(lengths), causal=causal,
         )  # fmt: skip
         if isinstance(k, _Bound) and isinstance(v, _Bound):
             self.bound_calls.append((self.program.last, k, v))
@@ -150,6 +178,9 @@ class CpuOps:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def input(self, shape: tuple[int, ...]) -> Array:
+        """A buffer for an input: floats, or, of one dimension, int32 numbers of each image."""
+        if len(shape) == 1:
+            return Array(self.program.buffer(*shape, dtype=torch.int32), shape, self.program)
         return self._own(self.program.buffer(math.prod(shape[:-1]), shape[-1]), shape[:-1])
 
     def run(self, watch: Watch | None) -> None:
@@ -175,7 +206,7 @@ class CpuOps:
             x = self._own(self.program.quantize(x.x, layer.inverse), x.shape[:-1])
         self._reads.append((len(self.program), layer, x.x))
         made = self.program.product(
-            x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=None if residual is None else residual.x,
+            x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual),
             **options,
         )  # fmt: skip
         return self._own(made, shape)
@@ -191,6 +222,10 @@ class CpuOps:
         rows = pair.y.x.shape[0]
         self.program.product(pair.y.x, second.weights, grid=(1, 1, rows), residual=made.x, out=made.x)
         return made
+
+
+def _of(x: Array | None) -> Tensor | None:
+    return None if x is None else x.x
 
 
 class _Written:

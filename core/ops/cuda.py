@@ -10,17 +10,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from core.ops.fused import GEGLU, Conv, FusedLayer, Linear, Norm, Reader, UpConv, attend, attend_wide, for_layer
-from core.ops.ops import Activation, Layer, Walk
+from core.kernels.cuda import rotary
+from core.ops.fused import (
+    Conv,
+    FusedLayer,
+    Gated,
+    Linear,
+    Norm,
+    Reader,
+    RmsNorm,
+    UpConv,
+    attend,
+    attend_wide,
+    for_layer,
+)
+from core.ops.ops import Activation, Layer, Walk, rms_eps
+from core.ops.reference import ACTIVATIONS
 from core.ops.trace import trace
 
 F_ = TypeVar("F_", bound=FusedLayer)
+T = TypeVar("T")
 _WIDEST_HEAD = 256  # beyond it, attention's scores are materialized, one image at a time
 _KINDS: dict[str, type[FusedLayer]] = {
-    "linear": Linear, "biases": Linear, "gated": GEGLU, "conv": Conv, "upsample": UpConv,
+    "linear": Linear, "biases": Linear, "gated": Gated, "conv": Conv, "upsample": UpConv,
 }  # fmt: skip
 
 
@@ -51,13 +65,13 @@ class CudaOps:
         rows = self._for(x, layer).flatten(0, -2)
         y = layer(rows, _flat(residual), _flat(out))
         y = y.view(*x.shape[:-1], -1) if out is None else out
-        return F.silu(y) if act == "silu" else y
+        return ACTIVATIONS[act](y) if act else y
 
     def biases(self, x: Tensor, *layers: Layer) -> Tensor:
         return self.linear(x, *layers).float()
 
     def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
-        y = self._layer(GEGLU, *layers).gate(x.flatten(0, -2), Reader.of((to,)))
+        y = self._layer(Gated, *layers).gate(x.flatten(0, -2), Reader.of((to,)), act)
         return y.view(*x.shape[:-1], -1)
 
     def conv(
@@ -74,16 +88,42 @@ class CudaOps:
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
         return self._norm(norm, silu)(x, self._reader(to))
 
-    def layer_norm(self, x: Tensor, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
-        return self._norm(norm)(x.flatten(0, -2), self._reader(to)).view(x.shape)
+    def layer_norm(self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, to: Sequence[Layer] = ()) -> Tensor:
+        return self._norm(norm)(x.flatten(0, -2), self._reader(to), scale).view(x.shape)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, to: Sequence[Layer] = ()) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
+        made = self._made(norm, "rms", lambda: RmsNorm(norm, self._base))
+        y: Tensor = made(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
+        return y.view(x.shape)
+
+    def rotate(
+        self, x: Tensor, angles: Tensor, *, heads: int, norms: tuple[Layer, Layer] | None = None,
+        interleaved: bool = False,
+    ) -> Tensor:  # fmt: skip
+        kv_heads = (x.shape[-1] // angles.shape[-1] - heads) // 2
+        weights, eps = (None, 0.0) if norms is None else self._head_norms(norms)
+        rows, turns = x.flatten(0, -2), angles.flatten(0, -2)
+        if x.is_cuda:
+            rotary.rotate_heads(rows, turns, heads, kv_heads, norms=weights, eps=eps, interleaved=interleaved)
+            return x
+        made = rotary.rotate_heads_reference(
+            rows, turns, heads, kv_heads, norms=weights, eps=eps, interleaved=interleaved
+        )
+        return torch.cat([made, rows[:, made.shape[1] :]], dim=1).view(x.shape)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, lengths: Tensor | None = None, causal: bool = False,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
         width = q.shape[-1] // heads
-        q_, k_, v_ = (x.flatten(1, -2).unflatten(-1, (heads, width)) for x in (q, k, v))  # [B, T, heads, d]
+        q_, k_, v_ = (x.flatten(1, -2).unflatten(-1, (-1, width)) for x in (q, k, v))  # [B, T, heads, d]
         reader = self._reader(to)
         if heads == 1 and width > _WIDEST_HEAD:
             return for_layer(attend_wide(q_, k_, v_).view(q.shape), reader)
-        return attend(q_, k_, v_, reader).view(q.shape)
+        return attend(q_, k_, v_, reader, lengths, causal).view(q.shape)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
         return x[..., start : start + count]
@@ -93,6 +133,15 @@ class CudaOps:
         if beside and x.shape[-1] + y.shape[-1] == x.stride(-2):  # two slots of one joint
             return x.as_strided((*x.shape[:-1], x.stride(-2)), x.stride())
         return torch.cat([x, y], dim=-1)
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y], dim=1)
+
+    def tokens(self, x: Tensor, count: int) -> Tensor:
+        return x[:, :count].contiguous()
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
     def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
         """In memory that calls of all widths share, so that a shallow step finds no more to copy than its features."""
@@ -132,10 +181,19 @@ class CudaOps:
         return made
 
     def _norm(self, module: Layer, silu: bool = False) -> Norm:
-        key = (id(module), silu)
+        return self._made(module, silu, lambda: Norm(module, self._base, silu))
+
+    def _head_norms(self, norms: tuple[Layer, Layer]) -> tuple[Tensor, float]:
+        """Weights [2, d] of the norms of queries and keys, and their epsilon."""
+        first, second = norms
+        weights = self._made(first, "heads", lambda: torch.stack([first.weight.detach(), second.weight.detach()]))
+        return weights, rms_eps(first)
+
+    def _made(self, module: Layer, what: object, make: Callable[[], T]) -> T:
+        key = (id(module), what)
         if key not in self._layers:
-            self._layers[key] = ((module,), Norm(module, self._base, silu))
-        made: Norm = self._layers[key][1]
+            self._layers[key] = ((module,), make())
+        made: T = self._layers[key][1]
         return made
 
 
@@ -162,7 +220,7 @@ class CudaLowering:
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
         def run(*given: Tensor) -> tuple[Tensor, ...]:
             self._ops.begin()
-            found = walk(self._ops, *(x.to(self.dtype).contiguous() for x in given))
+            found = walk(self._ops, *given)
             return found if isinstance(found, tuple) else (found,)
 
         return run

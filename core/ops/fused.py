@@ -19,8 +19,11 @@ from core.kernels.cuda import conv as convs
 from core.kernels.cuda import group_norm as group_norms
 from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
+from core.kernels.cuda import rms_norm as rms_norms
 from core.kernels.cuda.attention import attention_int8
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
+from core.ops.ops import Activation, rms_eps
+from core.ops.reference import ACTIVATIONS, TorchOps
 from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
@@ -103,16 +106,16 @@ class Linear(FusedLayer):
         return y if out is None else out.copy_(y)
 
 
-class GEGLU(Linear):
-    """hidden · gelu(gate), in the type that the layer `then` reads."""
+class Gated(Linear):
+    """hidden · act(gate), in the type that the next layer reads; hidden's rows of weights come first."""
 
-    def gate(self, x: Tensor, then: Reader) -> Tensor:
-        if self.kind is None or then.kind is not self.kind:
+    def gate(self, x: Tensor, then: Reader, act: Activation) -> Tensor:
+        if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu"):
             hidden, gate = self(x).chunk(2, dim=-1)
-            return for_layer(hidden * F.gelu(gate), then)
+            return for_layer(hidden * ACTIVATIONS[act](gate), then)
         assert self.scale is not None and then.inverse is not None
         geglu = linears.linear_geglu_int8 if x.is_cuda else linears.linear_geglu_int8_reference
-        return geglu(x, self.weight, self.scale, self.bias, then.inverse)
+        return geglu(x, self.weight, self.scale, self.bias, then.inverse, act=act)
 
 
 class Conv(FusedLayer):
@@ -182,19 +185,32 @@ class Norm:
         assert isinstance(norm, nn.LayerNorm | nn.GroupNorm)
         self.base, self.eps, self.silu = base, norm.eps, silu
         self.groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 0
-        assert norm.weight is not None and norm.bias is not None
-        self.weight, self.bias = norm.weight.detach().to(base), norm.bias.detach().to(base)
+        self.weight, self.bias = (None if t is None else t.detach().to(base) for t in (norm.weight, norm.bias))
 
-    def __call__(self, x: Tensor, then: Reader) -> Tensor:
-        """x [M, C] or [B, H, W, C]."""
+    def __call__(self, x: Tensor, then: Reader, scale: Tensor | None = None) -> Tensor:
+        """x [M, C] or [B, H, W, C]; `scale` [B, C] multiplies each image's rows."""
         kind, inverse = then
         if self.groups:
+            assert self.weight is not None and self.bias is not None
             norm = group_norms.group_norm_int8 if x.is_cuda else group_norms.group_norm_int8_reference
             return norm(x, self.groups, self.weight, self.bias, self.eps, inverse, self.silu, kind or self.base)
-        if kind is None or inverse is None:
+        if kind is None and scale is None:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         layer_norm = layer_norms.layer_norm_int8 if x.is_cuda else layer_norms.layer_norm_int8_reference
-        return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind)
+        return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind or self.base, row_scale=scale)
+
+
+class RmsNorm:
+    """RMSNorm, in the type that the next layer reads."""
+
+    def __init__(self, norm: Any, base: torch.dtype) -> None:
+        self.base, self.weight, self.eps = base, norm.weight.detach().to(base), rms_eps(norm)
+
+    def __call__(self, x: Tensor, then: Reader, scale: Tensor | None, residual: Tensor | None) -> Tensor:
+        """residual + RMSNorm(x) · scale of x [M, C]; `scale` [B, C] multiplies each image's rows."""
+        kind, inverse = then
+        norm = rms_norms.rms_norm if x.is_cuda else rms_norms.rms_norm_reference
+        return norm(x, self.weight, self.eps, inverse, kind or self.base, row_scale=scale, residual=residual)
 
 
 def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -204,12 +220,15 @@ def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([((a * scale) @ b.t()).softmax(-1) @ c for a, b, c in images])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, then: Reader) -> Tensor:
-    """Attention of q [B, Sq, H, d] to k, v [B, Sk, H, d] for the next layer: [B·Sq, H·d]."""
-    if q.dtype == torch.bfloat16 or then.kind is not None:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, then: Reader, lengths: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Attention of q [B, Sq, H, d] to k, v [B, Sk, K, d] for the next layer: [B·Sq, H·d]."""
+    plain = lengths is None and not causal and q.shape[2] == k.shape[2]
+    if plain and (q.dtype == torch.bfloat16 or then.kind is not None):
         return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return y.transpose(1, 2).flatten(2).flatten(0, 1)
+    y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)
+    return for_layer(y.flatten(0, 1), then)
 
 
 def for_layer(x: Tensor, then: Reader) -> Tensor:

@@ -26,6 +26,11 @@ Walk = Callable[..., Any]
 """`walk(ops, *arrays)`: returns an array, or a tuple of arrays."""
 
 
+def rms_eps(norm: Layer) -> float:
+    """The epsilon of an RMSNorm of diffusers or transformers."""
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+
 def bind(walk: Callable[..., Any], weights: Any) -> Walk:
     """A walk with its weights: `walk(ops, weights, *arrays)` as `walk(ops, *arrays)`."""
     return lambda ops, *arrays: walk(ops, weights, *arrays)

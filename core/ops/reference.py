@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -155,16 +154,12 @@ class TorchLowering:
         self.dtype = dtype
         self._ops = TorchOps()
 
-    def _typed(self, x: Tensor) -> Tensor:
-        """Activations in the lowering's type; integers and what is fp32 by contract as they are."""
-        return x.to(self.dtype) if x.is_floating_point() else x
-
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """Nothing: torch packs no weights."""
 
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
         def run(*given: Tensor | None) -> tuple[Tensor, ...]:
-            found = walk(self._ops, *(self._typed(x) for x in given))
+            found = walk(self._ops, *given)
             return found if isinstance(found, tuple) else (found,)
 
         return run
