@@ -113,14 +113,14 @@ def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Dr
     kernels = library(cache)
     loaded = load(str(model))
     plain = loaded.digest
-    folders = quantized_parts.variant(model, "int8")
+    folders = quantized_parts.variant(model, "int8", loaded.family.quantized)
     if variant.alpha is not None:
         quantized_parts.apply_({"vae": loaded.vae}, {"vae": folders["vae"]}, digest=plain)
-        made = recipe.unet(loaded.unet, alpha=variant.alpha or None)
-        quantize_(loaded.unet, made, Statistics.load(statistics), digest=plain)
+        made = recipe.unet(loaded.denoiser, alpha=variant.alpha or None)
+        quantize_(loaded.denoiser, made, Statistics.load(statistics), digest=plain)
     half = variant.alpha is not None
-    drawing = Denoiser(loaded, PackedKeys(loaded.unet), steps=STEPS)
-    programs = UNetPrograms(kernels, loaded.unet, half=half)
+    drawing = Denoiser(loaded, PackedKeys(loaded.denoiser), steps=STEPS)
+    programs = UNetPrograms(kernels, loaded.denoiser, half=half)
     decoder = DecoderPrograms(kernels, loaded.vae, half=half)
     forward = programs if variant.cached is None else _Cached(programs, programs.shallow, variant.cached)
 
@@ -148,8 +148,8 @@ def gpu_draw(model: Path, variant: Variant) -> Draw:
     if variant.published:
         return _published(model, variant, device)
     loaded = load(str(model), device=device)
-    drawing = Denoiser(loaded, PackedKeys(loaded.unet), steps=STEPS)
-    split = SplitUNet(loaded.unet)
+    drawing = Denoiser(loaded, PackedKeys(loaded.denoiser), steps=STEPS)
+    split = SplitUNet(loaded.denoiser)
     forward = None if variant.cached is None else _Cached(split.deep, split.shallow, variant.cached)
 
     def draw(captions: Sequence[str], places: Sequence[int]) -> Pixels:

@@ -15,8 +15,10 @@ from contract.plan import AUTO
 from core.batching.cost import CostCurve, CostTable
 from core.cuda_graphs import CudaRecorder, GraphCache, Recorder
 from core.graphs import CompiledCache, ExecutableKey
-from pipeline import denoise, encode
-from pipeline.load import ImageModel
+from pipeline import denoise
+from pipeline.families.family import ImageModel, Prepare
+from pipeline.families.sdxl import conditioning as text
+from pipeline.families.sdxl.parts import tokenizers
 from pipeline.phases import (
     DEEP,
     ENCODE,
@@ -185,12 +187,12 @@ class ImageExecution:
     def feature_shapes(self, depth: str, size: tuple[int, int], *, adapted: bool = False) -> list[tuple[int, int, int]]:
         """The shape of one row of each feature map that a shallow step of this depth reads, as `deep` returns it."""
         scale = self._model.vae_scale
-        found = shapes(self._model.unet, depth, size[1] // scale, size[0] // scale)
+        found = shapes(self._model.denoiser, depth, size[1] // scale, size[0] // scale)
         channels_last = (self.programs or self._fused is not None) and not adapted
         return [(height, width, channels) if channels_last else (channels, height, width)
                 for channels, height, width in found]  # fmt: skip
 
-    def keys(self, hidden: torch.Tensor, torch_keys: denoise.PackedKeys) -> torch.Tensor:
+    def keys(self, hidden: torch.Tensor, torch_keys: Prepare) -> torch.Tensor:
         """`PackedKeys` on our own kernels; on torch's without them."""
         if self._fused is not None:
             with torch.inference_mode():
@@ -198,12 +200,12 @@ class ImageExecution:
         return torch_keys(hidden) if self._packed is None else self._packed[0].keys(hidden)
 
     def embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`encode.embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
+        """`embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
 
         The results may be overwritten by the next call of any method.
         """
         if self._recordings is None:
-            return encode.embed(self._model, ids)
+            return text.embed(self._model, ids)
         rows = len(ids[0])
         key = ExecutableKey(TEXT, self._recordings.width(TEXT, rows), (0, 0))
         padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self._model.device) for part in ids]
@@ -364,9 +366,8 @@ class ImageExecution:
 
     def _example(self, phase: str, rows: int, size: tuple[int, int], seed: int = 0) -> Callable[[Any], Any]:
         """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
-        model, unet = self._model, self._model.unet.config
-        tokens, pooled = model.tokenizers[0].model_max_length, model.text_encoders[1].config.projection_dim
-        latents = (rows, unet.in_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
+        model = self._model
+        latents = (rows, model.latent_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
         depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
         features = [] if depth is None else self.feature_shapes(depth, size)
 
@@ -378,20 +379,18 @@ class ImageExecution:
 
         def call(fn: Any) -> Any:
             if phase == TEXT:
-                return fn([torch.zeros(rows, tokens, dtype=torch.long, device=model.device)] * len(model.tokenizers))
+                read = [tokenizer.model_max_length for tokenizer in tokenizers(model)]
+                return fn([torch.zeros(rows, tokens, dtype=torch.long, device=model.device) for tokens in read])
             if phase == VAE:
                 return fn(random(*latents).float())
-            inputs = denoise.UNetInputs(
-                sample=random(*latents),
-                timestep=torch.full((rows,), 500.0, device=model.device),
-                kv=random(rows, tokens, self._kv_width),
-                pooled=random(rows, pooled),
-                time_ids=torch.ones(rows, 6, device=model.device, dtype=model.dtype),
-                time_cond=None if unet.time_cond_proj_dim is None else random(rows, unet.time_cond_proj_dim),
+            inputs = denoise.DenoiserInputs(
+                random(*latents),
+                torch.full((rows,), 500.0, device=model.device),
+                model.family.example(model, self._kv_width, rows, generator),
             )
             if phase == DEEP:
-                return inputs.run(fn)
-            return inputs.run(fn, tuple(random(rows, *shape) for shape in features))
+                return model.family.call(fn, inputs)
+            return model.family.call(fn, inputs, tuple(random(rows, *shape) for shape in features))
 
         return call
 

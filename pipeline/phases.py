@@ -11,9 +11,10 @@ import torch
 
 from contract.plan import AUTO, BLOCK, DEPTHS, RESNET
 from core.graphs import ExecutableKey
-from pipeline import encode, vae
+from pipeline import vae
+from pipeline.families.family import ImageModel
+from pipeline.families.sdxl.conditioning import embed
 from pipeline.folder import ModelError
-from pipeline.load import ImageModel
 from unet_opt.decoder import DecoderPrograms
 from unet_opt.deepcache import SplitUNet
 from unet_opt.fused.decoder import FusedDecoder
@@ -58,7 +59,7 @@ Phases = dict[str, Callable[..., Any]]
 def on_torch(model: ImageModel) -> Phases:
     """Raises `ModelError` for a UNet without SDXL's layout."""
     try:
-        split = SplitUNet(model.unet)
+        split = SplitUNet(model.denoiser)
     except ValueError as error:
         raise ModelError(str(error)) from error
     shallow = {SHALLOW[depth]: partial(split.shallow, depth) for depth in DEPTHS}
@@ -68,7 +69,7 @@ def on_torch(model: ImageModel) -> Phases:
 def on_gpu(model: ImageModel, rows: int) -> tuple[FusedUNet, Phases]:
     """Raises `ModelError` for parts that the fused layers do not support."""
     try:
-        unet, decoder = FusedUNet(model.unet, rows=rows), FusedDecoder(model.vae)
+        unet, decoder = FusedUNet(model.denoiser, rows=rows), FusedDecoder(model.vae)
     except ValueError as error:
         raise ModelError(str(error)) from error
     # Constants as existing tensors: graphs cannot copy any from the host.
@@ -80,7 +81,7 @@ def on_gpu(model: ImageModel, rows: int) -> tuple[FusedUNet, Phases]:
         DEEP: unet,
         **shallow,
         VAE: lambda latents: vae.levels(decoder(latents * gain + shift)),
-        TEXT: lambda ids: encode.embed(model, ids),
+        TEXT: lambda ids: embed(model, ids),
     }
 
 
@@ -88,7 +89,7 @@ def packed(model: ImageModel, kernels: ctypes.CDLL) -> tuple[UNetPrograms, Decod
     """Raises `ModelError` for parts that the CPU kernels do not support."""
     half = model.precision != "fp32"
     try:
-        return UNetPrograms(kernels, model.unet, half=half), DecoderPrograms(kernels, model.vae, half=half)
+        return UNetPrograms(kernels, model.denoiser, half=half), DecoderPrograms(kernels, model.vae, half=half)
     except ValueError as error:
         raise ModelError(str(error)) from error
 

@@ -18,15 +18,15 @@ from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket
 from core.cuda_graphs import Recorder
 from core.failures import translate_device_errors
-from pipeline import denoise, sigmas
+from pipeline import sigmas
 from pipeline.adapted import AdaptedModel
 from pipeline.adapters import AdapterCache, check_loras, refused
 from pipeline.conditioning import AdaptedConditioner, Conditioner
 from pipeline.encode import Encoder
 from pipeline.execution import BatchGroup, ImageExecution
+from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity, code_digest
 from pipeline.iterations import IterationBuilder
-from pipeline.load import ImageModel
 from pipeline.phases import ENCODE, IMAGE, STEPS, VAE, VAE_ROWS
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
@@ -70,12 +70,12 @@ class ImageRunner:
         self.model = model
         self.patience_s = patience_s
         self.sizes = sizes(model.native, model.multiple)
-        self.schedulers = sigmas.SCHEDULERS
-        self.default_scheduler = sigmas.default_name(model.scheduler_config)
+        self.schedulers = model.family.samplers
+        self.default_scheduler = sigmas.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
         self._max_rows = max_rows
-        keys = denoise.PackedKeys(model.unet)
+        keys = model.family.prepare(model)
         self.adapters = None if refused(model) else adapters
         self._adapted = None if self.adapters is None else AdaptedModel(model)
         code_digest()  # of the sources as they are now; they may change before an image is done
@@ -94,7 +94,7 @@ class ImageRunner:
             recorder=recorder,
         )
         self.recording = BackgroundRecorder(self._lane, self.execution.record_next, lambda: self.held() > 0)
-        encoder = Encoder(model, compute=self.execution.embed)
+        encoder = Encoder(model.family.text_encoder(model, self.execution.embed))
         conditioners = {False: Conditioner(model, encoder, lambda hidden: self.execution.keys(hidden, keys))}
         if self._adapted is not None and self.adapters is not None:
             conditioners[True] = AdaptedConditioner(self._adapted, self.adapters)

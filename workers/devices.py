@@ -47,7 +47,7 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
     if model.precision not in ("fp32", "int8"):
         return None, f"the CPU kernels support fp32 and int8, not {model.precision}"
     try:
-        check(model.unet)
+        check(model.denoiser)
         return library(settings.compiled_kernels), ""
     except (KernelsUnavailable, ValueError) as error:
         if model.precision == "int8":
@@ -73,7 +73,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
             raise ValueError(f"the GPU kernels support bf16 and 8 bits, not {model.precision}")
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
-        check_layout(model.unet)
+        check_layout(model.denoiser)
         check_decoder(model.vae)
     except ValueError as error:
         if in_8_bits:
@@ -92,7 +92,7 @@ def widest(settings: Settings, model: ImageModel) -> int:
     if model.device.type != "cuda":
         return settings.max_rows
     side, name = model.native // model.vae_scale, torch.cuda.get_device_name(model.device)
-    tuned = tuned_rows(model.unet, side, side, name)
+    tuned = tuned_rows(model.denoiser, side, side, name)
     if tuned is None:
         log.info(
             "no tiles were measured on %s for %s: forwards have up to %d rows, tiles by estimate",

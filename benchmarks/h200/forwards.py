@@ -26,6 +26,7 @@ from benchmarks.h200.timing import Clocks, milliseconds, sustained, table
 from contract.plan import DEPTHS
 from core.cuda_graphs import CapturedGraph, CudaRecorder
 from core.kernels.cuda import conv, group_norm, layer_norm, linear
+from pipeline.families.sdxl.parts import text_encoders
 from unet_opt.deepcache import kept
 from unet_opt.fused import layers
 from unet_opt.fused.decoder import FusedDecoder
@@ -102,7 +103,7 @@ def fused(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"rows": {}}
     lines = []
     for name in options.kinds.split(","):
-        unet = FusedUNet(sources.variant(source, KINDS[name], found).unet, rows=max(ROWS))
+        unet = FusedUNet(sources.variant(source, KINDS[name], found).denoiser, rows=max(ROWS))
         for rows in ROWS:
             given = sources.inputs(source, rows)
             kv = unet.keys(given["text"])
@@ -141,7 +142,7 @@ def fused(options: argparse.Namespace) -> dict[str, Any]:
 @torch.inference_mode()
 def stock(options: argparse.Namespace) -> dict[str, Any]:
     source = sources.model()
-    model = source.unet
+    model = source.denoiser
     results: dict[str, Any] = {}
     for name in ("channels_last", "contiguous"):
         model = model.to(memory_format=torch.channels_last if name == "channels_last" else torch.contiguous_format)
@@ -164,7 +165,7 @@ def compiled(options: argparse.Namespace) -> dict[str, Any]:
     import time
 
     source = sources.model()
-    model = source.unet
+    model = source.denoiser
     model.fuse_qkv_projections()
     results: dict[str, Any] = {"mode": options.mode}
     for rows in (16, 2):
@@ -215,7 +216,7 @@ def vae(options: argparse.Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def encoders(options: argparse.Namespace) -> dict[str, Any]:
-    models = sources.model().text_encoders
+    models = text_encoders(sources.model())
     results: dict[str, Any] = {}
     for prompts in (1, 8, 16):
         tokens = torch.randint(0, 49000, (prompts, 77), device="cuda")

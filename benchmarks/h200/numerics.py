@@ -55,7 +55,7 @@ def agreement(actual: Tensor, expected: Tensor) -> dict[str, float]:
 
 def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
     """Cosine of each quantized layer's output with the bf16 layer's, on the stock UNet's inputs."""
-    names = [n for n, m in variant.unet.named_modules() if isinstance(m, ScaledWeights)]
+    names = [n for n, m in variant.denoiser.named_modules() if isinstance(m, ScaledWeights)]
     cosines: dict[str, float] = {}
     hooks = []
 
@@ -67,9 +67,9 @@ def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
         return hook
 
     for name in names:
-        layer = source.unet.get_submodule(name)
-        hooks.append(layer.register_forward_hook(watch(name, variant.unet.get_submodule(name))))
-    sources.stock(source.unet, sources.inputs(source, 2, seed=11))
+        layer = source.denoiser.get_submodule(name)
+        hooks.append(layer.register_forward_hook(watch(name, variant.denoiser.get_submodule(name))))
+    sources.stock(source.denoiser, sources.inputs(source, 2, seed=11))
     for hook in hooks:
         hook.remove()
     worst = sorted(cosines.items(), key=lambda item: item[1])[:5]
@@ -137,8 +137,8 @@ def grid(rows: Sequence[Sequence[Any]], file: Path) -> None:
 def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures: Path | None) -> dict[str, Any]:
     found = sources.ranges(source)
     given = sources.inputs(source, 4)
-    expected = sources.stock(source.unet, given)
-    drawing = Denoiser(source, PackedKeys(source.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
+    expected = sources.stock(source.denoiser, given)
+    drawing = Denoiser(source, PackedKeys(source.denoiser), guidance=sources.GUIDANCE, steps=sources.STEPS)
     seeds = range(len(sources.PROMPTS))
     twenty = drawing.latents(sources.PROMPTS, seeds)
     sources.plain_attention(source)
@@ -150,7 +150,7 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
         result: dict[str, Any] = {}
         if KINDS[name] is not None:
             result["layers"] = layers(source, variant)
-        unet = FusedUNet(variant.unet, rows=16)
+        unet = FusedUNet(variant.denoiser, rows=16)
         kv = unet.keys(given["text"])
         out, *features = sources.fused(unet, given, kv)
         result["forward"] = agreement(out, expected)
@@ -161,7 +161,7 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
                 depth, own, given["latents"].to(torch.bfloat16), given["timestep"], added_cond_kwargs=conditions
             )
             result[f"shallow {depth}"] = agreement(again, out)["psnr_db"]
-        same = Denoiser(variant, PackedKeys(variant.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
+        same = Denoiser(variant, PackedKeys(variant.denoiser), guidance=sources.GUIDANCE, steps=sources.STEPS)
         result["twenty_steps"] = agreement(same.latents(sources.PROMPTS, seeds, forward=unet), twenty)
         decoder = FusedDecoder(variant.vae)
         made = decoder(twenty[:1] / source.vae.config.scaling_factor).permute(0, 3, 1, 2)
