@@ -23,7 +23,7 @@ def kept(features: Sequence[Any], depth: str) -> tuple[Any, ...]:
     return tuple(features[:-1]) if depth == BLOCK else (features[-1],)
 
 
-def shapes(unet: Any, depth: str, height: int, width: int) -> list[tuple[int, int, int]]:
+def shapes(unet: Any, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
     """(height, width, channels) of each map that a shallow step of this depth reads, for latents of this size."""
     _, *features = trace(bind(network.deep, unet), *input_shapes(unet, height, width)).outputs
     return [(high, wide, channels) for _, high, wide, channels in kept(features, depth)]
@@ -45,7 +45,7 @@ def input_shapes(unet: Any, height: int, width: int) -> tuple[tuple[int, ...], .
 class SplitUNet:
     """The two callables, with arguments like those of diffusers' UNet2DConditionModel.
 
-    Keys and values of cross-attention are packed once for each prompt, by `keys`.
+    Keys and values of cross-attention are packed once for each prompt, by `prepare_text`.
     """
 
     def __init__(self, lowering: Lowering, unet: Any) -> None:
@@ -53,7 +53,7 @@ class SplitUNet:
         check_unet(unet)
         self.unet, self.lowering = unet, lowering
         attentions = network.cross_attentions(unet)
-        self.kv_width: int = sum(2 * attn.inner_dim for attn in attentions)
+        self.text_width: int = sum(2 * attn.inner_dim for attn in attentions)
         self._multiple = 1 if lowering.odd_sides else 2 ** (len(unet.config.block_out_channels) - 1)
         deep, keys = bind(network.deep, unet), bind(network.text_keys, unet)
         smallest = 2 ** (len(unet.config.block_out_channels) - 1)
@@ -75,7 +75,7 @@ class SplitUNet:
     ) -> tuple[Tensor, ...]:
         """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
-        `encoder_hidden_states` [B, T, width] are `keys`. Raises ValueError for shapes that do not fit.
+        `encoder_hidden_states` [B, T, width] are of `prepare_text`. Raises ValueError for shapes that do not fit.
         """
         assert not return_dict
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
@@ -102,9 +102,13 @@ class SplitUNet:
         (out,) = self._shallow[depth](self._map(sample), time, added, *text, *features)
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
-    def keys(self, hidden: Tensor) -> Tensor:
+    def prepare_text(self, hidden: Tensor) -> Tensor:
         """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
         return self._keys(hidden)[0]
+
+    def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
+        """`shapes` of this UNet."""
+        return shapes(self.unet, depth, height, width)
 
     def _lower_shallow(self, depth: str) -> Callable[..., tuple[Tensor, ...]]:
         if self._reads_text:
