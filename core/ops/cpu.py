@@ -169,6 +169,23 @@ class CpuOps:
     def cat(self, x: Array, y: Array) -> _Pair:
         return _Pair(x, y)
 
+    def join(self, x: Array, y: Array) -> Array:
+        images, rows = x.images, x.images * (x.shape[1] + y.shape[1])
+        out = self.program.buffer(rows, x.shape[-1])
+        self.program.place(x.x, out, images=images)
+        self.program.place(y.x, out, images=images, at=x.shape[1])
+        return self._own(out, (images, x.shape[1] + y.shape[1]))
+
+    def tokens(self, x: Array, count: int) -> Array:
+        return self._own(self.program.take(x.x, images=x.images, at=0, rows=count), (x.images, count))
+
+    def add(self, x: Array, y: Array) -> Array:
+        rows = torch.arange(x.x.shape[0], dtype=torch.int32)
+        return self._own(self.program.embed(x.x, rows, positions=y.x), x.shape[:-1])
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return x.shape
+
     def joint(self, like: Array, channels: tuple[int, int], halvings: int) -> tuple[Array | None, Array | None]:
         return None, None
 

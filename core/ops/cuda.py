@@ -143,6 +143,9 @@ class CudaOps:
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x.shape)
+
     def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
         """In memory that calls of all widths share, so that a shallow step finds no more to copy than its features."""
         rows, (height, width) = like.shape[0], (side >> halvings for side in like.shape[1:3])

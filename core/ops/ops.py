@@ -106,6 +106,9 @@ class Ops(Protocol[A]):
     def add(self, x: A, y: A) -> A:
         """x + y."""
 
+    def shape(self, x: A) -> tuple[int, ...]:
+        """The shape of x, channels last."""
+
     def joint(self, like: A, channels: tuple[int, int], halvings: int) -> tuple[A | None, A | None]:
         """Slots side by side for two arrays that are concatenated later; None where that brings nothing.
 

@@ -123,6 +123,9 @@ class TorchOps:
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x.shape)
+
     def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
         return None, None
 
