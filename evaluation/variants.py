@@ -96,38 +96,37 @@ def _seeds(places: Sequence[int], variant: Variant) -> list[int]:
 
 def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Draw:
     """Our own CPU kernels, on one thread."""
+    from dataclasses import replace
+
     import torch
 
     from core.kernels.cpu.library import library
     from core.quant.convert import quantize_
     from core.quant.statistics import Statistics
     from pipeline import quantized_parts
-    from pipeline.denoise import PackedKeys
     from pipeline.drawing import Denoiser
     from pipeline.load import load
-    from pipeline.vae import levels, unscale
+    from pipeline.phases import VAE, on_kernels
     from unet_opt import recipe
-    from unet_opt.decoder import DecoderPrograms
-    from unet_opt.program import UNetPrograms
 
     kernels = library(cache)
     loaded = load(str(model))
     plain = loaded.digest
-    folders = quantized_parts.variant(model, "int8")
+    folders = quantized_parts.variant(model, "int8", loaded.family.quantized)
     if variant.alpha is not None:
         quantized_parts.apply_({"vae": loaded.vae}, {"vae": folders["vae"]}, digest=plain)
-        made = recipe.unet(loaded.unet, alpha=variant.alpha or None)
-        quantize_(loaded.unet, made, Statistics.load(statistics), digest=plain)
-    half = variant.alpha is not None
-    drawing = Denoiser(loaded, PackedKeys(loaded.unet), steps=STEPS)
-    programs = UNetPrograms(kernels, loaded.unet, half=half)
-    decoder = DecoderPrograms(kernels, loaded.vae, half=half)
-    forward = programs if variant.cached is None else _Cached(programs, programs.shallow, variant.cached)
+        made = recipe.unet(loaded.denoiser, alpha=variant.alpha or None)
+        quantize_(loaded.denoiser, made, Statistics.load(statistics), digest=plain)
+        loaded = replace(loaded, precision="int8")
+    networks = on_kernels(loaded, kernels)
+    unet = networks.denoiser
+    drawing = Denoiser(loaded, unet, steps=STEPS)
+    forward = None if variant.cached is None else _Cached(unet.deep, unet.shallow, variant.cached)
 
     def draw(captions: Sequence[str], places: Sequence[int]) -> Pixels:
         latents = drawing.latents(captions, _seeds(places, variant), forward=forward)
         with torch.inference_mode():
-            pixels: Pixels = levels(decoder(unscale(latents.float(), loaded.vae.config))).numpy()
+            pixels: Pixels = networks.phases[VAE](latents).numpy()
         return pixels
 
     return draw
@@ -137,19 +136,18 @@ def gpu_draw(model: Path, variant: Variant) -> Draw:
     """torch in fp32 on a GPU, or on the CPU without one."""
     import torch
 
-    from pipeline.denoise import PackedKeys
     from pipeline.drawing import Denoiser
     from pipeline.load import load
+    from pipeline.phases import on_torch
     from pipeline.vae import decode
-    from unet_opt.deepcache import SplitUNet
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     if variant.published:
         return _published(model, variant, device)
     loaded = load(str(model), device=device)
-    drawing = Denoiser(loaded, PackedKeys(loaded.unet), steps=STEPS)
-    split = SplitUNet(loaded.unet)
+    split = on_torch(loaded).denoiser
+    drawing = Denoiser(loaded, split, steps=STEPS)
     forward = None if variant.cached is None else _Cached(split.deep, split.shallow, variant.cached)
 
     def draw(captions: Sequence[str], places: Sequence[int]) -> Pixels:

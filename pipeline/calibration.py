@@ -1,4 +1,4 @@
-"""Generates images from prompts and collects the input ranges of a model's UNet and VAE layers.
+"""Generates images from prompts and collects the input ranges of the layers of a model's denoiser and VAE.
 
 Used by `diptych quantize`, for variants created while a model is loaded, and by benchmarks.
 """
@@ -8,28 +8,22 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from core.ops.cpu import CpuLowering
 from core.quant.statistics import Statistics
-from pipeline.denoise import PackedKeys
 from pipeline.drawing import Denoiser
-from pipeline.quantized_parts import Part
+from pipeline.families.family import ImageModel
+from pipeline.folder import ModelError
+from pipeline.phases import Networks, on_kernels, on_torch
 from pipeline.vae import unscale
 from unet_opt.calibrate import Around, CalibrationSettings, Observe, calibrate, observe_modules, observe_programs
 from unet_opt.calibrate import CalibrationPart as Watched
-from unet_opt.decoder import DecoderPrograms
-from unet_opt.program import UNetPrograms
-
-if TYPE_CHECKING:
-    from pipeline.load import ImageModel
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +39,12 @@ def default_prompts() -> tuple[str, ...]:
 
 def collect(
     model: ImageModel,
-    layers: Mapping[Part, Sequence[str]],
+    layers: Mapping[str, Sequence[str]],
     prompts: Sequence[str],
     *,
     settings: CalibrationSettings | None = None,
     kernels: ctypes.CDLL | None = None,
-    checkpoints: Mapping[Part, Path] | None = None,
+    checkpoints: Mapping[str, Path] | None = None,
     tell: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Statistics]:
     """Statistics of these layers over the prompts, run in the model's own dtype on its device, at its native size.
@@ -60,23 +54,24 @@ def collect(
     """
     settings = settings or CalibrationSettings()
     until = settings.steps if "vae" in layers else settings.watched_steps
-    with _network(model, kernels) as network:
-        drawing = Denoiser(model, network.keys, guidance=settings.guidance, steps=settings.steps)
+    networks, observe = _observed(model, kernels)
+    denoiser = model.family.denoiser
+    drawing = Denoiser(model, networks.denoiser, guidance=settings.guidance, steps=settings.steps)
 
-        def run(batch: Sequence[str], around: Around) -> None:
-            latents = drawing.latents(
-                batch, [seed(prompt) for prompt in batch], forward=network.unet, until=until,
-                around=lambda step: around("unet", step) if step < settings.watched_steps else nullcontext(),
-            )  # fmt: skip
-            if "vae" in layers:
-                with around("vae", 0), torch.inference_mode():
-                    for some in latents.split(_DECODED):
-                        network.decode(unscale(some.to(model.vae.dtype), model.vae.config))
+    def run(batch: Sequence[str], around: Around) -> None:
+        latents = drawing.latents(
+            batch, [seed(prompt) for prompt in batch], until=until,
+            around=lambda step: around(denoiser, step) if step < settings.watched_steps else nullcontext(),
+        )  # fmt: skip
+        if "vae" in layers:
+            with around("vae", 0), torch.inference_mode():
+                for some in latents.split(_DECODED):
+                    networks.decoder(unscale(some.to(model.vae.dtype), model.vae.config))
 
-        parts: dict[str, Watched] = {
-            name: Watched(names, network.observe[name], (checkpoints or {}).get(name)) for name, names in layers.items()
-        }
-        return calibrate(parts, prompts, run, digest=model.digest, settings=settings, tell=tell)
+    parts: dict[str, Watched] = {
+        name: Watched(names, observe[name], (checkpoints or {}).get(name)) for name, names in layers.items()
+    }
+    return calibrate(parts, prompts, run, digest=model.digest, settings=settings, tell=tell)
 
 
 def seed(prompt: str) -> int:
@@ -84,37 +79,16 @@ def seed(prompt: str) -> int:
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4])
 
 
-@dataclass(frozen=True)
-class _Network:
-    """A model's forwards: `keys` and `unet` as `Denoiser` takes them, `decode` of unscaled latents."""
-
-    keys: Callable[[Tensor], Tensor]
-    unet: Callable[..., Any]
-    decode: Callable[[Tensor], Any]
-    observe: Mapping[Part, Observe]
-
-
-@contextmanager
-def _network(model: ImageModel, kernels: ctypes.CDLL | None) -> Iterator[_Network]:
+def _observed(model: ImageModel, kernels: ctypes.CDLL | None) -> tuple[Networks, Mapping[str, Observe]]:
+    """The model's networks, and how the layers of each are observed."""
+    name = model.family.denoiser
     if kernels is not None and model.dtype is torch.float32 and model.device.type == "cpu":
         try:
-            unet, decoder = UNetPrograms(kernels, model.unet), DecoderPrograms(kernels, model.vae)
-        except ValueError as error:
+            made = on_kernels(model, kernels)
+        except ModelError as error:
             log.warning("calibration runs on torch: %s", error)
         else:
-            observe: dict[Part, Observe] = {"unet": observe_programs(unet), "vae": observe_programs(decoder)}
-            yield _Network(unet.keys, unet, decoder, observe)
-            return
-    if model.device.type == "cuda":  # cuDNN's half precision kernels read convolution weights in this layout
-        model.unet.to(memory_format=torch.channels_last)
-        model.vae.to(memory_format=torch.channels_last)
-    processors = dict(model.unet.attn_processors)
-    try:
-        yield _Network(
-            PackedKeys(model.unet),
-            model.unet,
-            lambda latents: model.vae.decode(latents, return_dict=False),
-            {"unet": observe_modules(model.unet), "vae": observe_modules(model.vae)},
-        )
-    finally:
-        model.unet.set_attn_processor(processors)
+            lowerings = made.denoiser.lowering, made.decoder.lowering
+            assert all(isinstance(lowering, CpuLowering) for lowering in lowerings)
+            return made, dict(zip((name, "vae"), map(observe_programs, lowerings), strict=True))
+    return on_torch(model), {name: observe_modules(model.denoiser), "vae": observe_modules(model.vae)}

@@ -15,8 +15,11 @@ from contract.plan import AUTO
 from core.batching.cost import CostCurve, CostTable
 from core.cuda_graphs import CudaRecorder, GraphCache, Recorder
 from core.graphs import CompiledCache, ExecutableKey
-from pipeline import denoise, encode
-from pipeline.load import ImageModel
+from core.ops.cpu import CpuLowering
+from pipeline import denoise
+from pipeline.families.family import ImageModel
+from pipeline.families.sdxl import conditioning as text
+from pipeline.families.sdxl.parts import tokenizers
 from pipeline.phases import (
     DEEP,
     ENCODE,
@@ -35,14 +38,9 @@ from pipeline.phases import (
     on_gpu,
     on_kernels,
     on_torch,
-    packed,
     without_text,
 )
 from pipeline.recording import GraphSet
-from unet_opt.decoder import DecoderPrograms
-from unet_opt.deepcache import shapes
-from unet_opt.fused.network import FusedUNet
-from unet_opt.program import UNetPrograms
 
 
 class BatchGroup(NamedTuple):
@@ -72,7 +70,6 @@ class ImageExecution:
     def __init__(
         self,
         model: ImageModel,
-        kv_width: int,
         *,
         buckets: Sequence[int],
         deterministic_rows: int,
@@ -93,29 +90,29 @@ class ImageExecution:
         """
         self.deterministic_rows = deterministic_rows
         self._model = model
-        self._kv_width = kv_width
         self._buckets = sorted({*buckets, deterministic_rows}, reverse=True)
         self._costs = CostTable(guess_s=0.05)
         self.programs = kernels is not None
-        self._packed: tuple[UNetPrograms, DecoderPrograms] | None = None
-        self._fused: FusedUNet | None = None
         self._recordings: GraphSet | None = None
         self._timed: set[ExecutableKey] = set()  # shapes that ran without their graph, and are warm
-        phases = on_torch(model)
-        self._adapted = {} if adapted is None else on_torch(adapted)
+        networks = on_torch(model)
+        phases = networks.phases
+        self._adapted = None if adapted is None else on_torch(adapted)
         if fused:
-            self._fused, fused_phases = on_gpu(model, self._buckets[0])
-            phases |= fused_phases
+            networks = on_gpu(model, self._buckets[0])
+            phases = networks.phases
             if recorder is None and model.device.type == "cuda":
                 recorder = CudaRecorder(model.device)
             steps = dict.fromkeys(STEPS, self._buckets[::-1])
             self._recordings = GraphSet(GraphCache(phases, recorder), {**steps, VAE: VAE_WIDTHS, TEXT: TEXT_WIDTHS})
         if kernels is not None:
-            self._packed = packed(model, kernels)
-            phases |= on_kernels(model, *self._packed)
+            networks = on_kernels(model, kernels)
+            phases = networks.phases
             if frugal:
-                for programs in self._packed if adapted is None else self._packed[1:]:
-                    programs.layers.release()
+                for part in (networks.denoiser, networks.decoder) if adapted is None else (networks.decoder,):
+                    assert isinstance(part.lowering, CpuLowering)
+                    part.lowering.layers.release()
+        self._networks = networks
         self._executables = CompiledCache(
             phases,
             compiled=compiled and model.device.type == "cpu" and kernels is None and not fused,
@@ -153,7 +150,8 @@ class ImageExecution:
             return ExecutionPlan(self._nothing, False, rows, self._curve(group, False)(rows))
         if adapted:
             bucket = self.deterministic_rows if mode else rows
-            return ExecutionPlan(self._adapted[phase], False, bucket, self._curve(group, False)(bucket))
+            assert self._adapted is not None
+            return ExecutionPlan(self._adapted.phases[phase], False, bucket, self._curve(group, False)(bucket))
         eager = self._executables.eager(phase)
         if self.programs:  # a row's bits do not depend on the batch: no padding
             return ExecutionPlan(eager, False, rows, self._curve(group._replace(mode=""), False)(rows))
@@ -182,28 +180,34 @@ class ImageExecution:
             self._recordings.missed(self._key(self._recordings, group, rows))
         return self.cheapest(group, rows)
 
-    def feature_shapes(self, depth: str, size: tuple[int, int], *, adapted: bool = False) -> list[tuple[int, int, int]]:
+    def feature_shapes(self, depth: str, size: tuple[int, int], *, adapted: bool = False) -> list[tuple[int, ...]]:
         """The shape of one row of each feature map that a shallow step of this depth reads, as `deep` returns it."""
         scale = self._model.vae_scale
-        found = shapes(self._model.unet, depth, size[1] // scale, size[0] // scale)
-        channels_last = (self.programs or self._fused is not None) and not adapted
-        return [(height, width, channels) if channels_last else (channels, height, width)
-                for channels, height, width in found]  # fmt: skip
+        return self._networks.denoiser.feature_shapes(depth, size[1] // scale, size[0] // scale)
 
-    def keys(self, hidden: torch.Tensor, torch_keys: denoise.PackedKeys) -> torch.Tensor:
-        """`PackedKeys` on our own kernels; on torch's without them."""
-        if self._fused is not None:
-            with torch.inference_mode():
-                return self._fused.keys(hidden)
-        return torch_keys(hidden) if self._packed is None else self._packed[0].keys(hidden)
+    @property
+    def text_width(self) -> int:
+        """Channels of what the denoiser reads of one token of text."""
+        return self._networks.denoiser.text_width
+
+    @torch.inference_mode()
+    def prepare_text(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the denoiser computes of the text alone, [B, T, D] to [B, T, width]."""
+        return self._networks.denoiser.prepare_text(hidden)
+
+    @torch.inference_mode()
+    def adapted_text(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same for requests with LoRAs."""
+        assert self._adapted is not None
+        return self._adapted.denoiser.prepare_text(hidden)
 
     def embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`encode.embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
+        """`embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
 
         The results may be overwritten by the next call of any method.
         """
         if self._recordings is None:
-            return encode.embed(self._model, ids)
+            return text.embed(self._model, ids)
         rows = len(ids[0])
         key = ExecutableKey(TEXT, self._recordings.width(TEXT, rows), (0, 0))
         padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self._model.device) for part in ids]
@@ -289,15 +293,17 @@ class ImageExecution:
 
         Programs of one network share buffers: together they use what the largest needs.
         """
-        if self._packed is None:
+        unet, decoder = self._networks.denoiser.lowering, self._networks.decoder.lowering
+        if not isinstance(unet, CpuLowering) or not isinstance(decoder, CpuLowering):
             return {}
-        unet, decoder = self._packed
         weights, buffers = unet.size_bytes
+        names = {"deep": DEEP, **SHALLOW}
         held = {
-            f"{SHALLOW[depth] if depth else DEEP} × {rows}, latents {w}x{h}": size
-            for (depth, rows, h, w), size in buffers.items()
+            f"{names[name]} × {shape[0]}, latents {shape[2]}x{shape[1]}": size
+            for (name, shape), size in buffers.items()
+            if name in names
         }
-        return {"unet weights": weights, "vae weights": decoder.size_bytes, **held}
+        return {f"{self._model.family.denoiser} weights": weights, "vae weights": decoder.size_bytes[0], **held}
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
         """Measured seconds by rows, for each (phase, size, compiled), without LoRAs."""
@@ -364,9 +370,8 @@ class ImageExecution:
 
     def _example(self, phase: str, rows: int, size: tuple[int, int], seed: int = 0) -> Callable[[Any], Any]:
         """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
-        model, unet = self._model, self._model.unet.config
-        tokens, pooled = model.tokenizers[0].model_max_length, model.text_encoders[1].config.projection_dim
-        latents = (rows, unet.in_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
+        model = self._model
+        latents = (rows, model.latent_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
         depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
         features = [] if depth is None else self.feature_shapes(depth, size)
 
@@ -378,20 +383,18 @@ class ImageExecution:
 
         def call(fn: Any) -> Any:
             if phase == TEXT:
-                return fn([torch.zeros(rows, tokens, dtype=torch.long, device=model.device)] * len(model.tokenizers))
+                read = [tokenizer.model_max_length for tokenizer in tokenizers(model)]
+                return fn([torch.zeros(rows, tokens, dtype=torch.long, device=model.device) for tokens in read])
             if phase == VAE:
                 return fn(random(*latents).float())
-            inputs = denoise.UNetInputs(
-                sample=random(*latents),
-                timestep=torch.full((rows,), 500.0, device=model.device),
-                kv=random(rows, tokens, self._kv_width),
-                pooled=random(rows, pooled),
-                time_ids=torch.ones(rows, 6, device=model.device, dtype=model.dtype),
-                time_cond=None if unet.time_cond_proj_dim is None else random(rows, unet.time_cond_proj_dim),
+            inputs = denoise.DenoiserInputs(
+                random(*latents),
+                torch.full((rows,), 500.0, device=model.device),
+                model.family.example(model, self.text_width, rows, generator),
             )
             if phase == DEEP:
-                return inputs.run(fn)
-            return inputs.run(fn, tuple(random(rows, *shape) for shape in features))
+                return model.family.call(fn, inputs)
+            return model.family.call(fn, inputs, tuple(random(rows, *shape) for shape in features))
 
         return call
 

@@ -21,7 +21,7 @@ from core.kernels.describe import cuda_versions, describe, digest
 from core.kernels.device import TORCH, decisions, summary
 
 if TYPE_CHECKING:
-    from pipeline.load import ImageModel
+    from pipeline.families.family import ImageModel
 
 ROOT = Path(__file__).resolve().parent.parent
 # The sources that an image's bits depend on: every module of ours that generation imports and that computes or decides
@@ -29,9 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = (
     "contract/bounds.py", "contract/card.py", "contract/characters.py", "contract/image.py", "contract/loras.py",
     "contract/markup.py", "contract/plan.py", "contract/precision.py", "core/cuda_graphs.py", "core/graphs.py",
-    "core/quant", "pipeline", "unet_opt", "workers/formats.py",
+    "core/kernels", "core/ops", "core/quant", "pipeline", "unet_opt", "workers/formats.py",
 )  # fmt: skip
-_CUDA = ("core/kernels/cuda", "unet_opt/fused")
+_CUDA = ("core/kernels/cuda", "core/ops")
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "numpy")
 # These variables change how torch's libraries compute.
 _VARIABLES = (

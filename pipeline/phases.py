@@ -1,24 +1,25 @@
-"""Names an image's phases and provides their implementations: torch, fused layers on a GPU, or the CPU kernels."""
+"""Names an image's phases and provides them on each lowering: torch, fused layers on a GPU, or the CPU kernels."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from contract.plan import AUTO, BLOCK, DEPTHS, RESNET
 from core.graphs import ExecutableKey
-from pipeline import encode, vae
+from core.ops.cpu import CpuLowering
+from core.ops.cuda import CudaLowering
+from core.ops.ops import Lowering
+from core.ops.reference import TorchLowering
+from pipeline import vae
+from pipeline.families.family import ImageModel, Network
+from pipeline.families.sdxl.conditioning import embed
 from pipeline.folder import ModelError
-from pipeline.load import ImageModel
-from unet_opt.decoder import DecoderPrograms
-from unet_opt.deepcache import SplitUNet
-from unet_opt.fused.decoder import FusedDecoder
-from unet_opt.fused.network import FusedUNet
-from unet_opt.program import UNetPrograms
+from unet_opt.vae import VaeDecoder
 
 KERNELS = "kernels"  # our own, on a CPU
 GRAPHS = "graphs"  # CUDA graphs of fused layers
@@ -55,51 +56,53 @@ def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[ExecutableK
 Phases = dict[str, Callable[..., Any]]
 
 
-def on_torch(model: ImageModel) -> Phases:
+class Networks(NamedTuple):
+    """A model's denoiser and VAE decoder on one lowering each, and the phases that they run."""
+
+    denoiser: Network
+    decoder: VaeDecoder
+    phases: Phases
+
+
+def on_torch(model: ImageModel) -> Networks:
     """Raises `ModelError` for a UNet without SDXL's layout."""
-    try:
-        split = SplitUNet(model.unet)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
-    shallow = {SHALLOW[depth]: partial(split.shallow, depth) for depth in DEPTHS}
-    return {DEEP: split.deep, **shallow, VAE: lambda latents: vae.decode(model, latents)}
+    return _networks(model, TorchLowering(model.dtype), TorchLowering(model.vae.dtype))
 
 
-def on_gpu(model: ImageModel, rows: int) -> tuple[FusedUNet, Phases]:
-    """Raises `ModelError` for parts that the fused layers do not support."""
-    try:
-        unet, decoder = FusedUNet(model.unet, rows=rows), FusedDecoder(model.vae)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
+def on_gpu(model: ImageModel, rows: int) -> Networks:
+    """On fused layers, at most so many rows at a time. Raises `ModelError` for parts that these do not support."""
+    denoiser, decoder = CudaLowering(model.dtype, rows), CudaLowering(model.vae.dtype, rows)
     # Constants as existing tensors: graphs cannot copy any from the host.
     none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
     shift = vae.unscale(none, model.vae.config)
     gain = vae.unscale(none + 1, model.vae.config) - shift
-    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
-    return unet, {
-        DEEP: unet,
-        **shallow,
-        VAE: lambda latents: vae.levels(decoder(latents * gain + shift)),
-        TEXT: lambda ids: encode.embed(model, ids),
-    }
+    made = _networks(model, denoiser, decoder, lambda latents: latents * gain + shift)
+    made.phases[TEXT] = lambda ids: embed(model, ids)
+    return made
 
 
-def packed(model: ImageModel, kernels: ctypes.CDLL) -> tuple[UNetPrograms, DecoderPrograms]:
+def on_kernels(model: ImageModel, kernels: ctypes.CDLL) -> Networks:
     """Raises `ModelError` for parts that the CPU kernels do not support."""
     half = model.precision != "fp32"
+    denoiser, decoder = (CpuLowering(kernels, part, half=half) for part in (model.denoiser, model.vae))
+    return _networks(model, denoiser, decoder)
+
+
+Unscale = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _networks(
+    model: ImageModel, denoiser_on: Lowering, decoder_on: Lowering, unscale: Unscale | None = None
+) -> Networks:
+    """`unscale` turns latents into what the decoder reads; default: `vae.unscale`, in the decoder's type."""
     try:
-        return UNetPrograms(kernels, model.unet, half=half), DecoderPrograms(kernels, model.vae, half=half)
+        network, decoder = model.family.network(denoiser_on, model), VaeDecoder(decoder_on, model.vae)
     except ValueError as error:
         raise ModelError(str(error)) from error
-
-
-def on_kernels(model: ImageModel, unet: UNetPrograms, decoder: DecoderPrograms) -> Phases:
-    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
-    return {
-        DEEP: unet,
-        **shallow,
-        VAE: lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config))),
-    }
+    unscale = unscale or (lambda latents: vae.unscale(latents.to(decoder_on.dtype), model.vae.config))
+    shallow = {SHALLOW[depth]: partial(network.shallow, depth) for depth in DEPTHS}
+    phases: Phases = {DEEP: network.deep, **shallow, VAE: lambda latents: vae.levels(decoder(unscale(latents)))}
+    return Networks(network, decoder, phases)
 
 
 def without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:

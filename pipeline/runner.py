@@ -18,15 +18,15 @@ from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket
 from core.cuda_graphs import Recorder
 from core.failures import translate_device_errors
-from pipeline import denoise, sigmas
+from pipeline import sigmas
 from pipeline.adapted import AdaptedModel
 from pipeline.adapters import AdapterCache, check_loras, refused
 from pipeline.conditioning import AdaptedConditioner, Conditioner
 from pipeline.encode import Encoder
 from pipeline.execution import BatchGroup, ImageExecution
+from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity, code_digest
 from pipeline.iterations import IterationBuilder
-from pipeline.load import ImageModel
 from pipeline.phases import ENCODE, IMAGE, STEPS, VAE, VAE_ROWS
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
@@ -70,19 +70,17 @@ class ImageRunner:
         self.model = model
         self.patience_s = patience_s
         self.sizes = sizes(model.native, model.multiple)
-        self.schedulers = sigmas.SCHEDULERS
-        self.default_scheduler = sigmas.default_name(model.scheduler_config)
+        self.schedulers = model.family.samplers
+        self.default_scheduler = sigmas.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
         self._max_rows = max_rows
-        keys = denoise.PackedKeys(model.unet)
         self.adapters = None if refused(model) else adapters
         self._adapted = None if self.adapters is None else AdaptedModel(model)
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.kernels = KernelIdentity.of(model, kernels, fused=fused)
         self.execution = ImageExecution(
             model,
-            keys.width,
             buckets=[*(bucket for bucket in buckets if bucket <= max_rows), *([max_rows] if fused else [])],
             deterministic_rows=deterministic_rows,
             compiled=compiled,
@@ -94,12 +92,12 @@ class ImageRunner:
             recorder=recorder,
         )
         self.recording = BackgroundRecorder(self._lane, self.execution.record_next, lambda: self.held() > 0)
-        encoder = Encoder(model, compute=self.execution.embed)
-        conditioners = {False: Conditioner(model, encoder, lambda hidden: self.execution.keys(hidden, keys))}
+        encoder = Encoder(model.family.text_encoder(model, self.execution.embed))
+        conditioners = {False: Conditioner(model, encoder, self.execution.prepare_text)}
         if self._adapted is not None and self.adapters is not None:
-            conditioners[True] = AdaptedConditioner(self._adapted, self.adapters)
+            conditioners[True] = AdaptedConditioner(self._adapted, self.adapters, self.execution.adapted_text)
         self._builder = IterationBuilder(model, self.execution, conditioners, self._adapted, self.kernels)
-        self.holdings = MemoryLedger(model, self.execution, keys.width, max_requests, memory_bytes, self.adapters)
+        self.holdings = MemoryLedger(model, self.execution, max_requests, memory_bytes, self.adapters)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 

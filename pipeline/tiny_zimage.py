@@ -34,8 +34,8 @@ class ZImageShape:
     """
 
     native: int = 32
-    width: int = 64
-    heads: int = 2
+    width: int = 96
+    heads: int = 3
     axes: tuple[int, int, int] = (8, 12, 12)
     layers: int = 2
     refiners: int = 1

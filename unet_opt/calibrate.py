@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.ops.cpu import CpuLowering
 from core.ops.packed import PackedLayer
 from core.quant.statistics import Statistics, StatisticsError
-from unet_opt.decoder import DecoderPrograms
-from unet_opt.program import UNetPrograms
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def calibrate(
     return found
 
 
-def observe_programs(programs: UNetPrograms | DecoderPrograms) -> Observe:
+def observe_programs(programs: CpuLowering) -> Observe:
     """Observes CPU programs, as `Statistics.observe` observes modules."""
 
     @contextmanager

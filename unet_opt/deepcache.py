@@ -1,60 +1,68 @@
-"""Splits an SDXL UNet into two callables over its own modules: `deep` runs all of it, `shallow` only its end, on
-features of `deep`.
-
-DeepCache (Ma et al., 2023) in the variant of NVIDIA's MLPerf v4.0 submission: a shallow step computes conv_in, the last
-up block (or only its last residual block) and the head anew; that block's input from below, and the skips of all but
-conv_in, are features of the last deep step. Supports diffusers' UNet2DConditionModel, quantized or not.
-`unet_opt.program` has the same two for CPU kernels.
-"""
+"""A UNet on any lowering as two callables: `deep` runs all of it, `shallow` only its end, on features of `deep`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from contract.plan import BLOCK
+from core.ops.ops import Lowering, bind
+from core.ops.trace import trace
+from unet_opt import unet as network
+from unet_opt.layout import check_unet
 
 Features = tuple[Tensor, ...]
 """Maps with a row for each of the forward's: what shallow steps of every depth read (see `kept`)."""
 
 
-def kept(features: Sequence[Tensor], depth: str) -> Features:
-    """Of all that `deep` returns, what a shallow step of this depth reads.
-
-    `deep` returns n + 1 maps for n residual blocks in the last up block: the first one's input, the skips of all but
-    the last, and the last one's input.
-    """
+def kept(features: Sequence[Any], depth: str) -> tuple[Any, ...]:
+    """Of all features that `deep` returns, what a shallow step of this depth reads."""
     return tuple(features[:-1]) if depth == BLOCK else (features[-1],)
 
 
-def shapes(unet: Any, depth: str, height: int, width: int) -> list[tuple[int, int, int]]:
-    """(channels, height, width) of each map that a shallow step of this depth reads, for latents of this size."""
-    widths = [resnet.conv1.in_channels for resnet in unet.up_blocks[-1].resnets]
-    out = [resnet.out_channels for resnet in unet.up_blocks[-1].resnets]
-    into = [widths[0] - _skip_widths(unet)[0], *out[:-1]]
-    channels = [into[0], *_skip_widths(unet)[:-1]] if depth == BLOCK else [into[-1]]
-    return [(count, height, width) for count in channels]
+def shapes(unet: Any, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
+    """(height, width, channels) of each map that a shallow step of this depth reads, for latents of this size."""
+    _, *features = trace(bind(network.deep, unet), *input_shapes(unet, height, width)).outputs
+    return [(high, wide, channels) for _, high, wide, channels in kept(features, depth)]
 
 
-def _skip_widths(unet: Any) -> list[int]:
-    """Channels of the skips that the last up block reads, in its order; the last is conv_in's."""
-    first = unet.down_blocks[0]
-    widths = [unet.conv_in.out_channels, *(resnet.out_channels for resnet in first.resnets)]
-    return widths[::-1][: len(unet.up_blocks[-1].resnets)]
+def input_shapes(unet: Any, height: int, width: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of one row of what `unet.deep` reads."""
+    kv = sum(2 * attn.inner_dim for attn in network.cross_attentions(unet))
+    added = getattr(unet, "add_embedding", None)
+    vector = (1, added.linear_1.in_features if added else 0)
+    return (
+        (1, height, width, unet.conv_in.in_channels),
+        (1, unet.time_embedding.linear_1.in_features),
+        vector,
+        (1, 1, kv),
+    )
 
 
 class SplitUNet:
-    """The two callables. They share the UNet's weights, and `deep` computes what the UNet itself computes."""
+    """The two callables, with arguments like those of diffusers' UNet2DConditionModel.
 
-    def __init__(self, unet: Any) -> None:
-        """Raises ValueError for a UNet whose last up block does not read conv_in's skip last, as SDXL's does."""
-        last, first = unet.up_blocks[-1], unet.down_blocks[0]
-        if len(last.resnets) != len(first.resnets) + 1 or (last.upsamplers or ()):
-            raise ValueError("unet: its last up block does not mirror its first down block, so it cannot be split")
-        self.unet = unet
+    Keys and values of cross-attention are packed once for each prompt, by `prepare_text`.
+    """
+
+    def __init__(self, lowering: Lowering, unet: Any) -> None:
+        """Raises ValueError for a UNet whose layout, or one of whose layers, is not supported."""
+        check_unet(unet)
+        self.unet, self.lowering = unet, lowering
+        attentions = network.cross_attentions(unet)
+        self.text_width: int = sum(2 * attn.inner_dim for attn in attentions)
+        self._multiple = 1 if lowering.odd_sides else 2 ** (len(unet.config.block_out_channels) - 1)
+        deep, keys = bind(network.deep, unet), bind(network.text_keys, unet)
+        smallest = 2 ** (len(unet.config.block_out_channels) - 1)
+        lowering.prepare(deep, *input_shapes(unet, smallest, smallest), bound=3)
+        lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))
+        self._deep = lowering.lower(deep, "deep", bound=3)
+        self._keys = lowering.lower(keys, "keys")
+        self._reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
+        self._shallow: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
 
     def deep(
         self,
@@ -65,23 +73,14 @@ class SplitUNet:
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As the UNet itself; its output [B, C, h, w] is followed by the features, [B, channels, h, w] each."""
-        unet = self.unet
-        emb, x = self._start(sample, timestep, encoder_hidden_states, timestep_cond, added_cond_kwargs)
-        skips: tuple[Tensor, ...] = (x,)
-        for block in unet.down_blocks:
-            x, made = block(hidden_states=x, temb=emb, **_text(block, encoder_hidden_states))
-            skips += made
-        x = unet.mid_block(x, emb, **_text(unet.mid_block, encoder_hidden_states))
-        for block in unet.up_blocks[:-1]:
-            count = len(block.resnets)
-            own, skips = skips[-count:], skips[:-count]
-            text = _text(block, encoder_hidden_states)
-            # Sides that do not halve evenly are restored to the next skip's size.
-            x = block(hidden_states=x, temb=emb, res_hidden_states_tuple=own, upsample_size=skips[-1].shape[2:], **text)
-        waiting = list(skips[::-1])
-        eps, inputs = self._end(x, waiting, emb, encoder_hidden_states)
-        return (eps, x, *waiting[:-1], inputs[-1])
+        """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
+
+        `encoder_hidden_states` [B, T, width] are of `prepare_text`. Raises ValueError for shapes that do not fit.
+        """
+        assert not return_dict
+        time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
+        out, *features = self._deep(self._map(sample), time, added, encoder_hidden_states)
+        return (out.permute(0, 3, 1, 2).contiguous(), *features)
 
     def shallow(
         self,
@@ -89,46 +88,57 @@ class SplitUNet:
         features: Features,
         sample: Tensor,
         timestep: Tensor,
-        encoder_hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
         timestep_cond: Tensor | None = None,
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """The UNet's output [B, C, h, w] from `kept` features of an earlier deep step."""
-        emb, x = self._start(sample, timestep, encoder_hidden_states, timestep_cond, added_cond_kwargs)
-        eps, _ = self._end(features[0], [*features[1:], x], emb, encoder_hidden_states)
-        return (eps,)
+        """The model's output [B, C, h, w] from `kept` features of an earlier deep step."""
+        assert not return_dict
+        if depth not in self._shallow:
+            self._shallow[depth] = self._lower_shallow(depth)
+        time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
+        text = (encoder_hidden_states,) if self._reads_text else ()
+        (out,) = self._shallow[depth](self._map(sample), time, added, *text, *features)
+        return (out.permute(0, 3, 1, 2).contiguous(),)
 
-    def _start(
-        self,
-        sample: Tensor,
-        timestep: Tensor,
-        text: Tensor,
-        timestep_cond: Tensor | None,
-        added: dict[str, Tensor] | None,
+    def prepare_text(self, hidden: Tensor) -> Tensor:
+        """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
+        return self._keys(hidden)[0]
+
+    def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
+        """`shapes` of this UNet."""
+        return shapes(self.unet, depth, height, width)
+
+    def _lower_shallow(self, depth: str) -> Callable[..., tuple[Tensor, ...]]:
+        if self._reads_text:
+            return self.lowering.lower(bind(network.shallow, self.unet), depth, bound=3)
+
+        def without_text(ops: Any, sample: Any, time: Any, added: Any, *features: Any) -> Any:
+            return network.shallow(ops, self.unet, sample, time, added, None, *features)
+
+        return self.lowering.lower(without_text, depth)
+
+    def _embeddings(
+        self, sample: Tensor, timestep: Tensor, timestep_cond: Tensor | None, added: dict[str, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The embedding of time, size and pooled text, and conv_in's output."""
-        unet = self.unet
-        emb = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=timestep), timestep_cond)
-        emb = emb + unet.get_aug_embed(emb=emb, encoder_hidden_states=text, added_cond_kwargs=added)
-        if unet.time_embed_act is not None:
-            emb = unet.time_embed_act(emb)
-        return emb, unet.conv_in(sample)
+        """What the embeddings of time, and of size and pooled text, read: [B, T] and [B, P]."""
+        unet, (rows, channels, height, width) = self.unet, sample.shape
+        if channels != unet.config.in_channels or height % self._multiple or width % self._multiple:
+            raise ValueError(
+                f"sample {[*sample.shape]} does not fit: {unet.config.in_channels} channels and sides that are "
+                f"multiples of {self._multiple} are wanted"
+            )
+        time = unet.get_time_embed(sample, timestep)
+        if timestep_cond is not None:
+            time = time + unet.time_embedding.cond_proj(timestep_cond)
+        dtype = self.lowering.dtype
+        if getattr(unet, "add_embedding", None) is None:
+            return time.to(dtype), sample.new_empty(rows, 0)
+        assert added is not None
+        sizes = unet.add_time_proj(added["time_ids"].flatten()).reshape(rows, -1)
+        return time.to(dtype), torch.cat([added["text_embeds"].float(), sizes], dim=-1).to(dtype)
 
-    def _end(self, x: Tensor, skips: Sequence[Tensor], emb: Tensor, text: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The last up block from where so many skips are left, and the head; and the input of each of its parts."""
-        unet, block, inputs = self.unet, self.unet.up_blocks[-1], []
-        attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
-        count = len(skips)
-        for resnet, attention, skip in zip(block.resnets[-count:], attentions[-count:], skips, strict=True):
-            inputs.append(x)
-            x = resnet(torch.cat([x, skip], dim=1), emb)
-            if attention is not None:
-                x = attention(x, encoder_hidden_states=text, return_dict=False)[0]
-        if unet.conv_norm_out:
-            x = unet.conv_act(unet.conv_norm_out(x))
-        return unet.conv_out(x), inputs
-
-
-def _text(block: Any, hidden: Tensor) -> dict[str, Tensor]:
-    return {"encoder_hidden_states": hidden} if getattr(block, "has_cross_attention", False) else {}
+    def _map(self, sample: Tensor) -> Tensor:
+        """[B, C, h, w] to [B, h, w, C] in the lowering's type."""
+        return sample.to(self.lowering.dtype).permute(0, 2, 3, 1).contiguous()

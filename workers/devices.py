@@ -38,7 +38,7 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
     Raises `ModelError` for INT8 without them: emulation would be slower than fp32.
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
-    from unet_opt.program import check
+    from core.kernels.cpu.program import HEAD_MULTIPLE
 
     if model.device.type != "cpu":
         return None, ""
@@ -47,7 +47,7 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
     if model.precision not in ("fp32", "int8"):
         return None, f"the CPU kernels support fp32 and int8, not {model.precision}"
     try:
-        check(model.unet)
+        model.family.check_network(model, head_multiple=HEAD_MULTIPLE)
         return library(settings.compiled_kernels), ""
     except (KernelsUnavailable, ValueError) as error:
         if model.precision == "int8":
@@ -60,8 +60,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
 
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
-    from unet_opt.decoder import check as check_decoder
-    from unet_opt.fused.network import check_layout
+    from unet_opt.layout import check_decoder
 
     if model.device.type != "cuda":
         return False, ""
@@ -73,7 +72,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
             raise ValueError(f"the GPU kernels support bf16 and 8 bits, not {model.precision}")
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
-        check_layout(model.unet)
+        model.family.check_network(model)
         check_decoder(model.vae)
     except ValueError as error:
         if in_8_bits:
@@ -87,12 +86,12 @@ def widest(settings: Settings, model: ImageModel) -> int:
 
     A device without tuning results uses the setting: its tiles are chosen by estimated cost, at any width.
     """
-    from unet_opt.fused.widths import tuned_rows
+    from unet_opt.widths import tuned_rows
 
     if model.device.type != "cuda":
         return settings.max_rows
     side, name = model.native // model.vae_scale, torch.cuda.get_device_name(model.device)
-    tuned = tuned_rows(model.unet, side, side, name)
+    tuned = tuned_rows(model.denoiser, side, side, name)
     if tuned is None:
         log.info(
             "no tiles were measured on %s for %s: forwards have up to %d rows, tiles by estimate",

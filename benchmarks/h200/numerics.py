@@ -29,13 +29,11 @@ from core.batching.request import Request
 from core.quant.convert import Scheme
 from core.quant.linear import ScaledWeights
 from pipeline import sdxl
-from pipeline.denoise import PackedKeys
 from pipeline.drawing import Denoiser
 from pipeline.load import ImageModel
+from pipeline.phases import on_gpu, on_torch
 from pipeline.runner import ImageRunner
 from unet_opt.deepcache import kept
-from unet_opt.fused.decoder import FusedDecoder
-from unet_opt.fused.network import FusedUNet
 
 KINDS: dict[str, Scheme | None] = {"bf16": None, "int8": "int8", "fp8": "fp8"}
 
@@ -55,7 +53,7 @@ def agreement(actual: Tensor, expected: Tensor) -> dict[str, float]:
 
 def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
     """Cosine of each quantized layer's output with the bf16 layer's, on the stock UNet's inputs."""
-    names = [n for n, m in variant.unet.named_modules() if isinstance(m, ScaledWeights)]
+    names = [n for n, m in variant.denoiser.named_modules() if isinstance(m, ScaledWeights)]
     cosines: dict[str, float] = {}
     hooks = []
 
@@ -67,9 +65,9 @@ def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
         return hook
 
     for name in names:
-        layer = source.unet.get_submodule(name)
-        hooks.append(layer.register_forward_hook(watch(name, variant.unet.get_submodule(name))))
-    sources.stock(source.unet, sources.inputs(source, 2, seed=11))
+        layer = source.denoiser.get_submodule(name)
+        hooks.append(layer.register_forward_hook(watch(name, variant.denoiser.get_submodule(name))))
+    sources.stock(source.denoiser, sources.inputs(source, 2, seed=11))
     for hook in hooks:
         hook.remove()
     worst = sorted(cosines.items(), key=lambda item: item[1])[:5]
@@ -137,11 +135,10 @@ def grid(rows: Sequence[Sequence[Any]], file: Path) -> None:
 def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures: Path | None) -> dict[str, Any]:
     found = sources.ranges(source)
     given = sources.inputs(source, 4)
-    expected = sources.stock(source.unet, given)
-    drawing = Denoiser(source, PackedKeys(source.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
+    expected = sources.stock(source.denoiser, given)
+    drawing = Denoiser(source, on_torch(source).denoiser, guidance=sources.GUIDANCE, steps=sources.STEPS)
     seeds = range(len(sources.PROMPTS))
     twenty = drawing.latents(sources.PROMPTS, seeds)
-    sources.plain_attention(source)
     pixels = source.vae.decode((twenty[:1] / source.vae.config.scaling_factor).to(torch.bfloat16), return_dict=False)[0]
     results: dict[str, Any] = {}
     rows: list[list[Any]] = []
@@ -150,8 +147,8 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
         result: dict[str, Any] = {}
         if KINDS[name] is not None:
             result["layers"] = layers(source, variant)
-        unet = FusedUNet(variant.unet, rows=16)
-        kv = unet.keys(given["text"])
+        unet, decoder, _ = on_gpu(variant, 16)
+        kv = unet.prepare_text(given["text"])
         out, *features = sources.fused(unet, given, kv)
         result["forward"] = agreement(out, expected)
         for depth in DEPTHS:  # a shallow step on the features of the same input is the deep one again
@@ -161,9 +158,8 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
                 depth, own, given["latents"].to(torch.bfloat16), given["timestep"], added_cond_kwargs=conditions
             )
             result[f"shallow {depth}"] = agreement(again, out)["psnr_db"]
-        same = Denoiser(variant, PackedKeys(variant.unet), guidance=sources.GUIDANCE, steps=sources.STEPS)
-        result["twenty_steps"] = agreement(same.latents(sources.PROMPTS, seeds, forward=unet), twenty)
-        decoder = FusedDecoder(variant.vae)
+        same = Denoiser(variant, unet, guidance=sources.GUIDANCE, steps=sources.STEPS)
+        result["twenty_steps"] = agreement(same.latents(sources.PROMPTS, seeds), twenty)
         made = decoder(twenty[:1] / source.vae.config.scaling_factor).permute(0, 3, 1, 2)
         result["vae"] = agreement(made.clamp(-1, 1), pixels.clamp(-1, 1))
         del unet, decoder

@@ -46,15 +46,6 @@ class PackedLayers:
         """One layer, or several side by side that read the same input (queries, keys and values)."""
         return self._once(modules, (geglu,), lambda: self._pack(modules, geglu))
 
-    def floats(self, *modules: nn.Module) -> PackedLayer:
-        """As when called, for layers that only exist in floats."""
-        layer = self(*modules)
-        if layer.inverse is not None:
-            raise ValueError(
-                f"layer {self._names.get(id(modules[0]), '?')}: the kernels support this layer in floats only"
-            )
-        return layer
-
     def columns(self, module: nn.Module, first: int, count: int, *, bias: bool) -> PackedLayer:
         """The part of a layer in floats that reads input channels `first` to `first + count`."""
 
@@ -63,6 +54,15 @@ class PackedLayers:
             return PackedLayer(self._packed(weight, _biases([module]) if bias else None), None)
 
         return self._once([module], (first, count, bias), make)
+
+    def inverse(self, *modules: nn.Module) -> Tensor | None:
+        """What the input of these layers, which read it side by side, is quantized with; None for floats."""
+        if not modules:
+            return None
+        try:
+            return _inverse(modules)
+        except ValueError as error:
+            raise ValueError(f"layer {self._names.get(id(modules[0]), '?')}: {error}") from error
 
     @property
     def size_bytes(self) -> int:
@@ -94,15 +94,22 @@ class PackedLayers:
         if not quantized:
             weight = torch.cat([_float_weight(module) for module in modules])
             return PackedLayer(self._packed(weight, _biases(modules), geglu=geglu), None)
-        inverse = quantized[0].inverse
-        if len(quantized) < len(modules) or any(not torch.equal(m.inverse, inverse) for m in quantized):
-            raise ValueError("it and what reads the same input must all be quantized, and by the same scales, or none")
         weight = torch.cat([_taps(m.weight) for m in quantized])
         scale = torch.cat([m.scale for m in quantized])
-        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), inverse.contiguous())
+        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), _inverse(modules))
 
     def _packed(self, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
         return pack_float(self.library, weight.bfloat16() if self._half else weight, bias, geglu=geglu)
+
+
+def _inverse(modules: Sequence[nn.Module]) -> Tensor | None:
+    quantized = [m for m in modules if isinstance(m, (Int8Linear, Int8Conv2d))]
+    if not quantized:
+        return None
+    inverse = quantized[0].inverse
+    if len(quantized) < len(modules) or any(not torch.equal(m.inverse, inverse) for m in quantized):
+        raise ValueError("it and what reads the same input must all be quantized, and by the same scales, or none")
+    return inverse.contiguous()
 
 
 def _biases(modules: Sequence[nn.Module]) -> Tensor:

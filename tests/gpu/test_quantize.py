@@ -33,7 +33,7 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
     source = sources.model(MODEL)
     measured = sources.variant(source, "int8", sources.ranges(source))
     written = load(MODEL, precision="int8", device="cuda", unet=tmp_path / "unet-int8")
-    for part in quantized.PARTS:
+    for part in source.family.quantized:
         manifest = read_manifest(tmp_path / f"{part}-int8")
         assert manifest.source == source.digest and manifest.calibration["dtype"] == "bfloat16"
         found, wanted = layers(getattr(measured, part)), layers(getattr(written, part))
@@ -46,14 +46,14 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
 def test_the_fused_layers_in_int8_are_close_to_bf16() -> None:
     from benchmarks.h200 import sources
     from benchmarks.h200.numerics import agreement
-    from unet_opt.fused.network import FusedUNet
+    from pipeline.phases import on_gpu
 
     source = sources.model(MODEL)
     found = sources.ranges(source)
     given = sources.inputs(source, 4)
-    expected = sources.stock(source.unet, given)
+    expected = sources.stock(source.denoiser, given)
     assert expected.float().std() > 0.1, "of nothing all is close"
-    unet = FusedUNet(sources.variant(source, "int8", found).unet, rows=4)
-    out, *_ = sources.fused(unet, given, unet.keys(given["text"]))
+    unet = on_gpu(sources.variant(source, "int8", found), 4).denoiser
+    out, *_ = sources.fused(unet, given, unet.prepare_text(given["text"]))
     result = agreement(out, expected)
     assert result["finite"] == 1 and result["psnr_db"] > LEAST_DB, result

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from core.ops.cpu import CpuLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
 from pipeline import tiny
-from pipeline.denoise import PackedKeys
-from tests.core.quant.stage import normal
+from tests.core.quant.stage import kernels, normal
 from tests.pipeline.worlds import SHAPES
 from unet_opt import recipe
+from unet_opt.deepcache import SplitUNet
 
 # The pipeline's shapes have narrower heads than the kernels know: other widths, all else alike.
 KNOWN = {
@@ -97,13 +98,25 @@ def stock(of: Any, given: Inputs) -> Tensor:
 
 
 @torch.inference_mode()
-def ours(programs: Any, given: Inputs) -> Tensor:
-    """What programs compute."""
-    added = {"text_embeds": given.pooled, "time_ids": given.time_ids}
-    keys = PackedKeys(copy.deepcopy(programs.unet))(given.hidden)
-    return programs(  # type: ignore[no-any-return]
-        given.sample, given.timestep, keys, timestep_cond=given.time_cond, added_cond_kwargs=added, return_dict=False
-    )[0]
+def ours(split: SplitUNet, given: Inputs) -> Tensor:
+    """What we compute, on any lowering."""
+    return deep(split, given)[0]
+
+
+@torch.inference_mode()
+def deep(split: SplitUNet, given: Inputs, kv: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The output and the features; `kv` are keys and values that were packed before."""
+    kv = split.keys(given.hidden) if kv is None else kv
+    return split.deep(given.sample, given.timestep, kv, given.time_cond, added(given))
+
+
+def added(given: Inputs) -> dict[str, Tensor]:
+    return {"text_embeds": given.pooled, "time_ids": given.time_ids}
+
+
+def on_kernels(of: Any, *, half: bool = False) -> SplitUNet:
+    """On the CPU kernels."""
+    return SplitUNet(CpuLowering(kernels(), of, half=half), of)
 
 
 def quantized(of: Any, *, side: int = 8, alpha: float | None = recipe.ALPHA) -> Any:

@@ -1,4 +1,4 @@
-"""Layers of a fused network, built from a model's own modules, plain or quantized.
+"""The fused layers of the GPU lowering, built from a model's own modules, plain or quantized.
 
 Channels last throughout. Between two products there is one kernel (a norm, attention, a gate), which writes the next
 layer's input: 8-bit levels if that layer is quantized, else the base type. On a CPU the kernels' references compute the
@@ -7,8 +7,9 @@ same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,30 @@ from core.kernels.cuda import conv as convs
 from core.kernels.cuda import group_norm as group_norms
 from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
+from core.kernels.cuda import rms_norm as rms_norms
 from core.kernels.cuda.attention import attention_int8
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
+from core.ops.ops import Activation, rms_eps
+from core.ops.reference import ACTIVATIONS, TorchOps
 from core.quant.linear import ScaledConv2d, ScaledWeights
+
+
+class Reader(NamedTuple):
+    """What a layer reads: the 8-bit type, or None for the base type, and what multiplies the input [K] before."""
+
+    kind: torch.dtype | None
+    inverse: Tensor | None
+
+    @classmethod
+    def of(cls, modules: Sequence[Any]) -> Reader:
+        """Of layers that read one input. Raises ValueError for layers that cannot share it."""
+        first = modules[0]
+        quantized = isinstance(first, ScaledWeights)
+        for other in modules[1:]:
+            alike = type(other) is type(first)
+            if not alike or (quantized and not torch.equal(other.inverse, first.inverse)):
+                raise ValueError("layers that read one input are quantized in different ways")
+        return cls(first.weight.dtype, first.inverse) if quantized else cls(None, None)
 
 
 class FusedLayer:
@@ -33,16 +55,11 @@ class FusedLayer:
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
         first = modules[0]
-        quantized = isinstance(first, ScaledWeights)
         self.base = base
-        self.kind: torch.dtype | None = first.weight.dtype if quantized else None
-        self.inverse: Tensor | None = first.inverse if quantized else None
-        for other in modules[1:]:
-            alike = type(other) is type(first)
-            if not alike or (quantized and not torch.equal(other.inverse, first.inverse)):
-                raise ValueError("layers that read one input are quantized in different ways")
+        self.reads = Reader.of(modules)
+        self.kind, self.inverse = self.reads
         self.weight = _joined(modules, "weight")
-        self.scale = _joined(modules, "scale") if quantized else None
+        self.scale = None if self.kind is None else _joined(modules, "scale")
         self.bias = None if first.bias is None else torch.cat([m.bias.detach() for m in modules]).float()
 
     @property
@@ -73,6 +90,7 @@ class Linear(FusedLayer):
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         super().__init__(modules, base)
+        self.weight = self.weight.flatten(1)  # of a 1×1 convolution
         self._plain_bias = self.plain_bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -88,25 +106,29 @@ class Linear(FusedLayer):
         return y if out is None else out.copy_(y)
 
 
-class GEGLU(Linear):
-    """hidden · gelu(gate), in the type that the layer `then` reads."""
+class Gated(Linear):
+    """hidden · act(gate), in the type that the next layer reads; hidden's rows of weights come first."""
 
-    def gate(self, x: Tensor, then: FusedLayer) -> Tensor:
-        if self.kind is None or then.kind is not self.kind:
+    def gate(self, x: Tensor, then: Reader, act: Activation) -> Tensor:
+        if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu"):
             hidden, gate = self(x).chunk(2, dim=-1)
-            return for_layer(hidden * F.gelu(gate), then)
+            return for_layer(hidden * ACTIVATIONS[act](gate), then)
         assert self.scale is not None and then.inverse is not None
         geglu = linears.linear_geglu_int8 if x.is_cuda else linears.linear_geglu_int8_reference
-        return geglu(x, self.weight, self.scale, self.bias, then.inverse)
+        return geglu(x, self.weight, self.scale, self.bias, then.inverse, act=act)
 
 
 class Conv(FusedLayer):
-    """A 3×3 convolution over NHWC with padding 1, in the base type."""
+    """A 3×3 convolution over NHWC as `core.ops.ops.Ops.conv`, in the base type."""
 
-    def __init__(self, module: Any, base: torch.dtype) -> None:
-        super().__init__([module], base)
+    def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
+        super().__init__(modules, base)
+        (module,) = modules
         stride = module.stride if isinstance(module, ScaledConv2d) else module.stride[0]
         self.stride, self.out_channels = int(stride), int(self.weight.shape[0])
+        self.padding = int(module.padding if isinstance(module, ScaledConv2d) else module.padding[0])
+        if self.kind is not None and self.padding != 1:
+            raise ValueError("the 8-bit kernels pad convolutions on all sides")
         self._plain_bias = self.plain_bias
         if self.kind is None:
             module.weight.data = self.weight.contiguous(memory_format=torch.channels_last)
@@ -117,7 +139,9 @@ class Conv(FusedLayer):
     ) -> Tensor:
         """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image."""
         if self.kind is None:
-            y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, 1).permute(0, 2, 3, 1)
+            x = x if self.padding else F.pad(x, (0, 0, 0, 1, 0, 1))
+            y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, self.padding)
+            y = y.permute(0, 2, 3, 1)
             y = y if row_bias is None else y.add_(row_bias[:, None, None].to(y.dtype))
             y = y if residual is None else y.add_(residual)
             return y if out is None else out.copy_(y)
@@ -135,8 +159,8 @@ class UpConv(Conv):
     Taps that read the same pixel are summed, and the sums are quantized again.
     """
 
-    def __init__(self, module: Any, base: torch.dtype) -> None:
-        super().__init__(module, base)
+    def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
+        super().__init__(modules, base)
         if self.kind is not None:
             assert self.scale is not None
             limit = top(self.kind)
@@ -166,30 +190,53 @@ class Norm:
         assert isinstance(norm, nn.LayerNorm | nn.GroupNorm)
         self.base, self.eps, self.silu = base, norm.eps, silu
         self.groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 0
-        assert norm.weight is not None and norm.bias is not None
-        self.weight, self.bias = norm.weight.detach().to(base), norm.bias.detach().to(base)
+        self.weight, self.bias = (None if t is None else t.detach().to(base) for t in (norm.weight, norm.bias))
 
-    def __call__(self, x: Tensor, then: FusedLayer | None) -> Tensor:
-        """x [M, C] or [B, H, W, C]. `then` None: the base type."""
-        kind, inverse = (None, None) if then is None else (then.kind, then.inverse)
+    def __call__(self, x: Tensor, then: Reader, scale: Tensor | None = None) -> Tensor:
+        """x [M, C] or [B, H, W, C]; `scale` [B, C] multiplies each image's rows."""
+        kind, inverse = then
         if self.groups:
+            assert self.weight is not None and self.bias is not None
             norm = group_norms.group_norm_int8 if x.is_cuda else group_norms.group_norm_int8_reference
             return norm(x, self.groups, self.weight, self.bias, self.eps, inverse, self.silu, kind or self.base)
-        if kind is None or inverse is None:
+        if kind is None and scale is None:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         layer_norm = layer_norms.layer_norm_int8 if x.is_cuda else layer_norms.layer_norm_int8_reference
-        return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind)
+        return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind or self.base, row_scale=scale)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, then: FusedLayer) -> Tensor:
-    """Attention of q [B, Sq, H, d] to k, v [B, Sk, H, d] for the next layer: [B·Sq, H·d]."""
-    if q.dtype == torch.bfloat16 or then.kind is not None:
+class RmsNorm:
+    """RMSNorm, in the type that the next layer reads."""
+
+    def __init__(self, norm: Any, base: torch.dtype) -> None:
+        self.base, self.weight, self.eps = base, norm.weight.detach().to(base), rms_eps(norm)
+
+    def __call__(self, x: Tensor, then: Reader, scale: Tensor | None, residual: Tensor | None) -> Tensor:
+        """residual + RMSNorm(x) · scale of x [M, C]; `scale` [B, C] multiplies each image's rows."""
+        kind, inverse = then
+        norm = rms_norms.rms_norm if x.is_cuda else rms_norms.rms_norm_reference
+        return norm(x, self.weight, self.eps, inverse, kind or self.base, row_scale=scale, residual=residual)
+
+
+def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same for one head of hundreds of channels: the scores of one image at a time, since they take 2·T² bytes."""
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    images = zip(q.squeeze(2), k.squeeze(2), v.squeeze(2), strict=True)
+    return torch.stack([((a * scale) @ b.t()).softmax(-1) @ c for a, b, c in images])
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, then: Reader, lengths: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Attention of q [B, Sq, H, d] to k, v [B, Sk, K, d] for the next layer: [B·Sq, H·d]."""
+    plain = lengths is None and not causal and q.shape[2] == k.shape[2]
+    if plain and (q.dtype == torch.bfloat16 or then.kind is not None):
         return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return y.transpose(1, 2).flatten(2).flatten(0, 1)
+    y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)
+    return for_layer(y.flatten(0, 1), then)
 
 
-def for_layer(x: Tensor, then: FusedLayer) -> Tensor:
+def for_layer(x: Tensor, then: Reader) -> Tensor:
     """x [..., C] in the type that the next layer reads."""
     if then.kind is None or then.inverse is None:
         return x

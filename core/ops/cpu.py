@@ -1,0 +1,332 @@
+"""The CPU lowering: a walk becomes a program of C++ kernel calls, once for each shape, and runs in one call.
+
+A row's bits depend neither on the number of rows nor on its place among them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from core.kernels.cpu.program import Program
+from core.kernels.cpu.token_program import TokenProgram
+from core.ops.ops import Activation, Layer, Walk, rms_eps
+from core.ops.packed import PackedLayer, PackedLayers
+
+Watch = Callable[[PackedLayer, Tensor], None]
+"""Called with a layer and the input [rows, channels] that it is about to read; the buffer is written over later."""
+
+
+class Array:
+    """Activations in a buffer of a program, released with the last reference: later calls may then reuse it.
+
+    `x` [product of all but the last of `shape`, channels]: floats, or bytes for an INT8 layer. A view keeps its whole
+    alive.
+    """
+
+    __slots__ = ("_program", "_whole", "shape", "x")
+
+    def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, whole: Array | None = None) -> None:
+        self.x, self.shape = x, shape
+        self._program, self._whole = program, whole  # a program: the buffer is this array's own
+
+    def __del__(self) -> None:
+        if self._program is not None:
+            self._program.give_back(self.x)
+
+    @property
+    def images(self) -> int:
+        return self.shape[0]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width; tokens lie in one line."""
+        height, width = (1, 1, *self.shape[1:-1])[-2:]
+        return height, width
+
+
+class _Pair(NamedTuple):
+    """Two arrays read as one, x's channels first."""
+
+    x: Array
+    y: Array
+
+
+class _Bound(NamedTuple):
+    """So many channels from `start` on of the bound input, which is known when the program runs."""
+
+    images: int
+    channels: int
+    start: int = 0
+
+
+class CpuOps:
+    """`core.ops.ops.Ops` on arrays of one program."""
+
+    def __init__(self, library: ctypes.CDLL, layers: PackedLayers) -> None:
+        self.program = TokenProgram(library, layers.blocks)
+        self.bound_calls: list[tuple[Any, _Bound, _Bound]] = []  # attention calls whose keys and values come later
+        self._layers = layers
+        self._reads: list[tuple[int, PackedLayer, Tensor]] = []  # number of the call, the layer and its input
+
+    def linear(
+        self,
+        x: Array | _Pair,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        if isinstance(x, _Pair):
+            return self._linear_of_pair(x, *layers)
+        packed = self._layers(*layers)
+        return self._product(x, packed, x.shape[:-1], residual=residual, act=act)
+
+    def biases(self, x: Array, *layers: Layer) -> Array:
+        return self.linear(x, *layers)
+
+    def gated(self, x: Array, *layers: Layer, act: Activation, to: Layer) -> Array:
+        packed = self._layers(*layers, geglu=True)
+        return self._product(x, packed, x.shape[:-1], inverse=self._layers.inverse(to), act=act)
+
+    def conv(
+        self, x: Array, layer: Layer, *, bias: Array | None = None, residual: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:  # fmt: skip
+        stride, before = (int(v if isinstance(v, int) else v[0]) for v in (layer.stride, layer.padding))
+        sides = tuple((side + before - 2) // stride + 1 for side in x.sides)
+        packed, grid = self._layers(layer), (x.images, *x.sides)
+        return self._product(
+            x, packed, (x.images, *sides), grid, row_bias=_of(bias), residual=residual, stride=stride, before=before
+        )
+
+    def upsample(self, x: Array, layer: Layer, *, like: Array | None = None, out: Array | None = None) -> Array:
+        packed, (height, width) = self._layers(layer), x.sides
+        if like is not None and like.sides != (2 * height, 2 * width):
+            raise ValueError(f"a map of {height}×{width} does not double to {like.sides[0]}×{like.sides[1]}")
+        return self._product(x, packed, (x.images, 2 * height, 2 * width), (x.images, height, width), upsample=True)
+
+    def group_norm(self, x: Array | _Pair, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Array:
+        first, second = x if isinstance(x, _Pair) else (x, None)
+        made = self.program.group_norm(
+            first.x, None if second is None else second.x, norm, images=first.images, silu=silu,
+            inverse=self._layers.inverse(*to),
+        )  # fmt: skip
+        return self._own(made, first.shape[:-1])
+
+    def layer_norm(self, x: Array, norm: Layer, *, scale: Array | None = None, to: Sequence[Layer] = ()) -> Array:
+        made = self.program.layer_norm(x.x, norm, self._layers.inverse(*to), row_scale=_of(scale))
+        return self._own(made, x.shape[:-1])
+
+    def rms_norm(
+        self, x: Array, norm: Layer, *, scale: Array | None = None, residual: Array | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Array:  # fmt: skip
+        made = self.program.rms_norm(
+            x.x, norm.weight, rms_eps(norm), self._layers.inverse(*to), row_scale=_of(scale), residual=_of(residual)
+        )
+        return self._own(made, x.shape[:-1])
+
+    def rotate(
+        self, x: Array, angles: Array, *, heads: int, norms: tuple[Layer, Layer] | None = None,
+        interleaved: bool = False,
+    ) -> Array:  # fmt: skip
+        d = angles.shape[-1]
+        kv_heads = (x.shape[-1] // d - heads) // 2
+        q, k = x.x[:, : heads * d], x.x[:, heads * d : (heads + kv_heads) * d]
+        q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
+        self.program.rotate_heads(
+            q, k, angles.x, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
+            eps=0.0 if norms is None else rms_eps(norms[0]), interleaved=interleaved,
+        )  # fmt: skip
+        return x
+
+    def attend(
+        self, q: Array, k: Array | _Bound, v: Array | _Bound, *, heads: int, lengths: Array | None = None,
+        causal: bool = False, to: Sequence[Layer] = (),
+    ) -> Array:  # fmt: skip
+        keys, values = (q.x if isinstance(part, _Bound) else part.x for part in (k, v))
+        d = q.x.shape[-1] // heads
+        made = self.program.attention(
+            q.x, keys, values, images=q.images, heads=heads, kv_heads=keys.shape[-1] // d, scale=1 / math.sqrt(d),
+            inverse=self._layers.inverse(*to), lengths=_of(lengths), causal=causal,
+        )  # fmt: skip
+        if isinstance(k, _Bound) and isinstance(v, _Bound):
+            self.bound_calls.append((self.program.last, k, v))
+        return self._own(made, q.shape[:-1])
+
+    def columns(self, x: Array | _Bound, start: int, count: int) -> Array | _Bound:
+        if isinstance(x, _Bound):
+            return _Bound(x.images, count, x.start + start)
+        return Array(x.x[:, start : start + count], (*x.shape[:-1], count), None, x)
+
+    def cat(self, x: Array, y: Array) -> _Pair:
+        return _Pair(x, y)
+
+    def join(self, x: Array, y: Array) -> Array:
+        images, rows = x.images, x.images * (x.shape[1] + y.shape[1])
+        out = self.program.buffer(rows, x.shape[-1])
+        self.program.place(x.x, out, images=images)
+        self.program.place(y.x, out, images=images, at=x.shape[1])
+        return self._own(out, (images, x.shape[1] + y.shape[1]))
+
+    def tokens(self, x: Array, count: int) -> Array:
+        return self._own(self.program.take(x.x, images=x.images, at=0, rows=count), (x.images, count))
+
+    def add(self, x: Array, y: Array) -> Array:
+        rows = torch.arange(x.x.shape[0], dtype=torch.int32)
+        return self._own(self.program.embed(x.x, rows, positions=y.x), x.shape[:-1])
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return x.shape
+
+    def joint(self, like: Array, channels: tuple[int, int], halvings: int) -> tuple[Array | None, Array | None]:
+        return None, None
+
+    def place(self, x: Array, out: Array | None) -> Array:
+        return x
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def input(self, shape: tuple[int, ...]) -> Array:
+        """A buffer for an input: floats, or, of one dimension, int32 numbers of each image."""
+        if len(shape) == 1:
+            return Array(self.program.buffer(*shape, dtype=torch.int32), shape, self.program)
+        return self._own(self.program.buffer(math.prod(shape[:-1]), shape[-1]), shape[:-1])
+
+    def run(self, watch: Watch | None) -> None:
+        """Run the program; with `watch`, stop before each layer to call it."""
+        if watch is None:
+            self.program.run()
+            return
+        done = 0
+        for call, layer, x in self._reads:
+            self.program.run(done, call)
+            watch(layer, x)
+            done = call
+        self.program.run(done)
+
+    def _own(self, made: Tensor, shape: tuple[int, ...]) -> Array:
+        return Array(made, (*shape, made.shape[-1]), self.program)
+
+    def _product(
+        self, x: Array, layer: PackedLayer, shape: tuple[int, ...], grid: tuple[int, int, int] | None = None, *,
+        residual: Array | None = None, **options: Any,
+    ) -> Array:  # fmt: skip
+        if layer.inverse is not None and x.x.dtype == torch.float32:
+            x = self._own(self.program.quantize(x.x, layer.inverse), x.shape[:-1])
+        self._reads.append((len(self.program), layer, x.x))
+        made = self.program.product(
+            x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual),
+            **options,
+        )  # fmt: skip
+        return self._own(made, shape)
+
+    def _linear_of_pair(self, pair: _Pair, *layers: Layer) -> Array:
+        """A layer in floats over two arrays: the share of the second is added onto that of the first."""
+        (layer,) = layers
+        width = pair.x.x.shape[-1]
+        first = self._layers.columns(layer, 0, width, bias=True)
+        second = self._layers.columns(layer, width, pair.y.x.shape[-1], bias=False)
+        made = self._product(pair.x, first, pair.x.shape[:-1])
+        self._reads.append((len(self.program), second, pair.y.x))
+        rows = pair.y.x.shape[0]
+        self.program.product(pair.y.x, second.weights, grid=(1, 1, rows), residual=made.x, out=made.x)
+        return made
+
+
+def _of(x: Array | None) -> Tensor | None:
+    return None if x is None else x.x
+
+
+class _Written:
+    """A walk written down for one shape."""
+
+    def __init__(self, ops: CpuOps, walk: Walk, shapes: Sequence[tuple[int, ...]], bound: int | None) -> None:
+        self.ops, self._bound = ops, bound
+        self._inputs = [
+            _Bound(shape[0], shape[-1]) if index == bound else ops.input(shape) for index, shape in enumerate(shapes)
+        ]
+        found = walk(ops, *self._inputs)
+        self._outputs: tuple[Array, ...] = found if isinstance(found, tuple) else (found,)
+        self._kept: Tensor | None = None
+
+    def __call__(self, given: Sequence[Tensor], watch: Watch | None) -> tuple[Tensor, ...]:
+        for own, tensor in zip(self._inputs, given, strict=True):
+            if isinstance(own, _Bound):
+                self._bind(own, tensor)
+            else:
+                own.x.view(own.shape).copy_(tensor)
+        self.ops.run(watch)
+        first, *others = (out.x.view(out.shape) for out in self._outputs)
+        return first.clone(), *others
+
+    def _bind(self, wanted: _Bound, tensor: Tensor) -> None:
+        """Point attention at these keys and values, [B, tokens, channels]."""
+        shape = (wanted.images, max(1, tensor.shape[1]), wanted.channels)
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.shape != shape or not _on_cpu(tensor):
+            raise ValueError(
+                f"keys and values must be contiguous fp32 [{shape[0]}, tokens, {shape[2]}] on the CPU, "
+                f"not {tensor.dtype} {[*tensor.shape]} on {tensor.device}"
+            )
+        self._kept = tensor  # while the program may read it
+        for call, k, v in self.ops.bound_calls:
+            call.k, call.v = (tensor.data_ptr() + tensor.itemsize * part.start for part in (k, v))
+            call.keys, call.k_stride, call.v_stride = shape[1], shape[2], shape[2]
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+class CpuLowering:
+    """Walks of one model as programs, run by one thread at a time.
+
+    Weights are packed when a walk is first written; programs are written on first use, in milliseconds, and kept. They
+    share their memory.
+    """
+
+    dtype = torch.float32
+    odd_sides = False
+
+    def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
+        """`half` as for `PackedLayers`."""
+        self.watch: Watch | None = None  # called for each layer of every run, which makes runs slower
+        self.layers = PackedLayers(library, model, half=half)
+        self._library = library
+        self._programs: dict[tuple[str, tuple[tuple[int, ...], ...]], _Written] = {}
+        self._lock = threading.Lock()  # programs share their buffers among runs
+
+    def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
+        """As `core.ops.ops.Lowering`: writes a program of these shapes, and drops it."""
+        with self._lock:
+            _Written(CpuOps(self._library, self.layers), walk, shapes, bound)
+
+    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
+        """As `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one that is unsupported."""
+
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            shapes = tuple(
+                (tensor.shape[0], tensor.shape[-1]) if index == bound else tuple(tensor.shape)
+                for index, tensor in enumerate(given)
+            )
+            with self._lock:
+                key = (name, shapes)
+                if key not in self._programs:
+                    ops = CpuOps(self._library, self.layers)
+                    self._programs[key] = _Written(ops, walk, shapes, bound)
+                return self._programs[key](given, self.watch)
+
+        return run
+
+    @property
+    def size_bytes(self) -> tuple[int, dict[tuple[str, tuple[int, ...]], int]]:
+        """Bytes of packed weights, and of each program's buffers by its name and first input, which overlap."""
+        buffers = {(name, shapes[0]): each.ops.program.size_bytes for (name, shapes), each in self._programs.items()}
+        return self.layers.size_bytes, buffers

@@ -1,0 +1,229 @@
+"""The GPU lowering: each operation launches a fused kernel, which ends in the type that the next layer reads.
+
+Nothing here waits for the device or copies from the host, so that calls can be recorded as CUDA graphs. On a CPU the
+kernels' references compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from core.kernels.cuda import rotary
+from core.ops.fused import (
+    Conv,
+    FusedLayer,
+    Gated,
+    Linear,
+    Norm,
+    Reader,
+    RmsNorm,
+    UpConv,
+    attend,
+    attend_wide,
+    for_layer,
+)
+from core.ops.ops import Activation, Layer, Walk, rms_eps
+from core.ops.reference import ACTIVATIONS
+from core.ops.trace import trace
+
+F_ = TypeVar("F_", bound=FusedLayer)
+T = TypeVar("T")
+_WIDEST_HEAD = 256  # beyond it, attention's scores are materialized, one image at a time
+_KINDS: dict[str, type[FusedLayer]] = {
+    "linear": Linear, "biases": Linear, "gated": Gated, "conv": Conv, "upsample": UpConv,
+}  # fmt: skip
+
+
+class CudaOps:
+    """`core.ops.ops.Ops` on tensors, channels last. Weights are joined and converted when a layer is first met."""
+
+    def __init__(self, base: torch.dtype, rows: int) -> None:
+        """`base` is the type of activations between layers; `rows` the most images of a call."""
+        self._base, self._rows = base, rows
+        # The modules are kept with the result, so that no other object can take over their identity.
+        self._layers: dict[tuple[object, ...], tuple[Sequence[Layer], Any]] = {}
+        self._joints: dict[tuple[int, ...], Tensor] = {}
+        self._joint = 0
+
+    def begin(self) -> None:
+        """Before each walk: joints are known by their order in it."""
+        self._joint = 0
+
+    def linear(
+        self,
+        x: Tensor,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        layer = self._layer(Linear, *layers)
+        rows = self._for(x, layer).flatten(0, -2)
+        y = layer(rows, _flat(residual), _flat(out))
+        y = y.view(*x.shape[:-1], -1) if out is None else out
+        return ACTIVATIONS[act](y) if act else y
+
+    def biases(self, x: Tensor, *layers: Layer) -> Tensor:
+        return self.linear(x, *layers).float()
+
+    def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
+        y = self._layer(Gated, *layers).gate(x.flatten(0, -2), Reader.of((to,)), act)
+        return y.view(*x.shape[:-1], -1)
+
+    def conv(
+        self, x: Tensor, layer: Layer, *, bias: Tensor | None = None, residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        conv = self._layer(Conv, layer)
+        return conv(self._for(x, conv), bias, residual, out)
+
+    def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        conv = self._layer(UpConv, layer)
+        return conv(self._for(x, conv), out=out)
+
+    def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
+        return self._norm(norm, silu)(x, self._reader(to))
+
+    def layer_norm(self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, to: Sequence[Layer] = ()) -> Tensor:
+        return self._norm(norm)(x.flatten(0, -2), self._reader(to), scale).view(x.shape)
+
+    def rms_norm(
+        self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
+        made = self._made(norm, "rms", lambda: RmsNorm(norm, self._base))
+        y: Tensor = made(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
+        return y.view(x.shape)
+
+    def rotate(
+        self, x: Tensor, angles: Tensor, *, heads: int, norms: tuple[Layer, Layer] | None = None,
+        interleaved: bool = False,
+    ) -> Tensor:  # fmt: skip
+        kv_heads = (x.shape[-1] // angles.shape[-1] - heads) // 2
+        weights, eps = (None, 0.0) if norms is None else self._head_norms(norms)
+        rows, turns = x.flatten(0, -2), angles.flatten(0, -2)
+        if x.is_cuda:
+            rotary.rotate_heads(rows, turns, heads, kv_heads, norms=weights, eps=eps, interleaved=interleaved)
+            return x
+        made = rotary.rotate_heads_reference(
+            rows, turns, heads, kv_heads, norms=weights, eps=eps, interleaved=interleaved
+        )
+        return torch.cat([made, rows[:, made.shape[1] :]], dim=1).view(x.shape)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, lengths: Tensor | None = None, causal: bool = False,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
+        width = q.shape[-1] // heads
+        q_, k_, v_ = (x.flatten(1, -2).unflatten(-1, (-1, width)) for x in (q, k, v))  # [B, T, heads, d]
+        reader = self._reader(to)
+        if heads == 1 and width > _WIDEST_HEAD:
+            return for_layer(attend_wide(q_, k_, v_).view(q.shape), reader)
+        return attend(q_, k_, v_, reader, lengths, causal).view(q.shape)
+
+    def columns(self, x: Tensor, start: int, count: int) -> Tensor:
+        return x[..., start : start + count]
+
+    def cat(self, x: Tensor, y: Tensor) -> Tensor:
+        beside = x.data_ptr() + x.shape[-1] * x.itemsize == y.data_ptr() and x.stride() == y.stride()
+        if beside and x.shape[-1] + y.shape[-1] == x.stride(-2):  # two slots of one joint
+            return x.as_strided((*x.shape[:-1], x.stride(-2)), x.stride())
+        return torch.cat([x, y], dim=-1)
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y], dim=1)
+
+    def tokens(self, x: Tensor, count: int) -> Tensor:
+        return x[:, :count].contiguous()
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+    def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
+        """In memory that calls of all widths share, so that a shallow step finds no more to copy than its features."""
+        rows, (height, width) = like.shape[0], (side >> halvings for side in like.shape[1:3])
+        if rows > self._rows:
+            raise ValueError(f"{rows} rows, and there is room for {self._rows}")
+        key = (self._joint, height, width, *channels)
+        self._joint += 1
+        if key not in self._joints:
+            shape = (self._rows, height, width, sum(channels))
+            self._joints[key] = torch.empty(shape, dtype=self._base, device=like.device)
+        whole = self._joints[key][:rows]
+        return whole[..., : channels[0]], whole[..., channels[0] :]
+
+    def place(self, x: Tensor, out: Tensor | None) -> Tensor:
+        return x if out is None else out.copy_(x)
+
+    def pack(self, operation: str, layers: Sequence[Layer]) -> None:
+        """Join and convert the weights of an operation's layers, if it has any."""
+        if operation in _KINDS:
+            self._layer(_KINDS[operation], *layers)
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def _for(self, x: Tensor, layer: FusedLayer) -> Tensor:
+        """x in the type that the layer reads."""
+        return x if layer.kind is None or x.dtype == layer.kind else for_layer(x, layer.reads)
+
+    def _reader(self, to: Sequence[Layer]) -> Reader:
+        return Reader.of(to) if to else Reader(None, None)
+
+    def _layer(self, kind: type[F_], *modules: Layer) -> F_:
+        key = (kind.__name__, *(id(module) for module in modules))
+        if key not in self._layers:
+            self._layers[key] = (modules, kind(modules, self._base))
+        made: F_ = self._layers[key][1]
+        return made
+
+    def _norm(self, module: Layer, silu: bool = False) -> Norm:
+        return self._made(module, silu, lambda: Norm(module, self._base, silu))
+
+    def _head_norms(self, norms: tuple[Layer, Layer]) -> tuple[Tensor, float]:
+        """Weights [2, d] of the norms of queries and keys, and their epsilon."""
+        first, second = norms
+        weights = self._made(first, "heads", lambda: torch.stack([first.weight.detach(), second.weight.detach()]))
+        return weights, rms_eps(first)
+
+    def _made(self, module: Layer, what: object, make: Callable[[], T]) -> T:
+        key = (id(module), what)
+        if key not in self._layers:
+            self._layers[key] = ((module,), make())
+        made: T = self._layers[key][1]
+        return made
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    """Tokens [M, C], whose rows may be strided."""
+    return None if x is None else x.flatten(0, -2)
+
+
+class CudaLowering:
+    """Walks as calls of fused kernels, by one thread at a time; calls may be recorded as CUDA graphs."""
+
+    odd_sides = False
+
+    def __init__(self, dtype: torch.dtype, rows: int) -> None:
+        """`rows` is the most images that one call may have."""
+        self.dtype = dtype
+        self._ops = CudaOps(dtype, rows)
+
+    def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
+        """As `core.ops.ops.Lowering`: joined weights exist before anything is recorded."""
+        for call in trace(walk, *shapes).calls:
+            self._ops.pack(call.operation, call.layers)
+
+    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            self._ops.begin()
+            found = walk(self._ops, *given)
+            return found if isinstance(found, tuple) else (found,)
+
+        return run

@@ -1,0 +1,126 @@
+"""Follows a walk without computing: the shapes of its arrays, and each operation with its layers and its size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from core.ops.ops import Activation, Layer, Walk
+
+Shape = tuple[int, ...]  # of an array, channels last
+
+
+class Call(NamedTuple):
+    """An operation that a walk asks for."""
+
+    operation: str  # the method of `Ops`
+    layers: tuple[Layer, ...]
+    given: Shape
+    made: Shape
+
+
+class Trace(NamedTuple):
+    """What was asked for, in order, and the shapes of what the walk returned."""
+
+    calls: list[Call]
+    outputs: tuple[Shape, ...]
+
+
+def trace(walk: Walk, *shapes: Shape) -> Trace:
+    """Follow a walk over inputs of these shapes. Needs no weights, only their modules."""
+    ops = TraceOps()
+    found = walk(ops, *shapes)
+    one = bool(found) and isinstance(found[0], int)
+    return Trace(ops.calls, (found,) if one else tuple(found))
+
+
+class TraceOps:
+    """`core.ops.ops.Ops` on shapes."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def linear(
+        self,
+        x: Shape,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Shape | None = None,
+        out: Shape | None = None,
+    ) -> Shape:
+        return self._call("linear", layers, x, (*x[:-1], sum(_width(layer) for layer in layers)))
+
+    def biases(self, x: Shape, *layers: Layer) -> Shape:
+        return self._call("biases", layers, x, (*x[:-1], sum(_width(layer) for layer in layers)))
+
+    def gated(self, x: Shape, *layers: Layer, act: Activation, to: Layer) -> Shape:
+        return self._call("gated", layers, x, (*x[:-1], sum(_width(layer) for layer in layers) // 2))
+
+    def conv(
+        self, x: Shape, layer: Layer, *, bias: Shape | None = None, residual: Shape | None = None,
+        out: Shape | None = None,
+    ) -> Shape:  # fmt: skip
+        stride, before = (int(v if isinstance(v, int) else v[0]) for v in (layer.stride, layer.padding))
+        height, width = ((side + before - 2) // stride + 1 for side in x[1:3])
+        return self._call("conv", (layer,), x, (x[0], height, width, _width(layer)))
+
+    def upsample(self, x: Shape, layer: Layer, *, like: Shape | None = None, out: Shape | None = None) -> Shape:
+        height, width = (2 * x[1], 2 * x[2]) if like is None else like[1:3]
+        return self._call("upsample", (layer,), x, (x[0], height, width, _width(layer)))
+
+    def group_norm(self, x: Shape, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Shape:
+        return self._call("group_norm", (norm,), x, x)
+
+    def layer_norm(self, x: Shape, norm: Layer, *, scale: Shape | None = None, to: Sequence[Layer] = ()) -> Shape:
+        return self._call("layer_norm", (norm,), x, x)
+
+    def rms_norm(
+        self, x: Shape, norm: Layer, *, scale: Shape | None = None, residual: Shape | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Shape:  # fmt: skip
+        return self._call("rms_norm", (norm,), x, x)
+
+    def rotate(
+        self, x: Shape, angles: Shape, *, heads: int, norms: tuple[Layer, Layer] | None = None,
+        interleaved: bool = False,
+    ) -> Shape:  # fmt: skip
+        return self._call("rotate", norms or (), x, x)
+
+    def attend(
+        self, q: Shape, k: Shape, v: Shape, *, heads: int, lengths: Shape | None = None, causal: bool = False,
+        to: Sequence[Layer] = (),
+    ) -> Shape:  # fmt: skip
+        return self._call("attend", (), q, q)
+
+    def columns(self, x: Shape, start: int, count: int) -> Shape:
+        return (*x[:-1], count)
+
+    def cat(self, x: Shape, y: Shape) -> Shape:
+        return (*x[:-1], x[-1] + y[-1])
+
+    def join(self, x: Shape, y: Shape) -> Shape:
+        return (x[0], x[1] + y[1], x[2])
+
+    def tokens(self, x: Shape, count: int) -> Shape:
+        return (x[0], count, x[2])
+
+    def add(self, x: Shape, y: Shape) -> Shape:
+        return x
+
+    def shape(self, x: Shape) -> Shape:
+        return x
+
+    def joint(self, like: Shape, channels: tuple[int, int], halvings: int) -> tuple[Shape | None, Shape | None]:
+        return None, None
+
+    def place(self, x: Shape, out: Shape | None) -> Shape:
+        return x
+
+    def _call(self, operation: str, layers: tuple[Layer, ...], given: Shape, made: Shape) -> Shape:
+        self.calls.append(Call(operation, layers, given, made))
+        return made
+
+
+def _width(layer: Any) -> int:
+    """Output channels of a layer."""
+    return int(layer.out_features if hasattr(layer, "out_features") else layer.out_channels)

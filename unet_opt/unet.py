@@ -1,0 +1,206 @@
+"""SDXL's UNet, written down once: deep, DeepCache's shallow end, and the text's keys and values.
+
+The layout is that of diffusers' UNet2DConditionModel (Podell et al., 2023), whose modules hold the weights. DeepCache
+(Ma et al., 2023) in the variant of NVIDIA's MLPerf v4.0 submission: a shallow step computes conv_in, the last up block
+(or only its last residual block) and the head anew; that block's input from below, and the skips of all but conv_in,
+are features of the last deep step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from core.ops.ops import Ops
+
+A = TypeVar("A")
+Slot = Any  # of `Ops.joint`
+
+
+def deep(ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A) -> tuple[A, ...]:
+    """The model's output, then the features: what each residual block of the last up block reads.
+
+    `sample` [B, h, w, C]; `time` [B, T] and `added` [B, P]: what the time and the added embedding read; `kv` [B, T, n]:
+    `text_keys`. The features are the last up block's input, the skips of all its blocks but the last, and the input of
+    its last residual block.
+    """
+    times, text = _times(ops, unet, time, added), _text(ops, unet, kv)
+    joints = list(_joints(ops, unet, sample))
+    slots = iter([skip for _, skip in reversed(joints)])
+    h = ops.conv(sample, unet.conv_in, out=next(slots))
+    skips = [h]
+    for block in unet.down_blocks:
+        for pair in _pairs(block):
+            h = _step(ops, pair, h, times, text, next(slots))
+            skips.append(h)
+        for sampler in block.downsamplers or ():
+            h = ops.conv(h, sampler.conv, out=next(slots))
+            skips.append(h)
+    mid = unet.mid_block
+    h = resnet(ops, mid.resnets[0], h, times(mid.resnets[0]))
+    for attention_, resnet_ in zip(mid.attentions, mid.resnets[1:], strict=True):
+        h = h if attention_ is None else transformer(ops, attention_, h, text)
+        h = resnet(ops, resnet_, h, times(resnet_), joints[0][0] if resnet_ is mid.resnets[-1] else None)
+    at = 0
+    for block in unet.up_blocks[:-1]:
+        for pair in _pairs(block):
+            at += 1
+            doubled = pair[0] is block.resnets[-1] and block.upsamplers
+            h = _step(ops, pair, ops.cat(h, skips.pop()), times, text, None if doubled else joints[at][0])
+        for sampler in block.upsamplers or ():
+            h = ops.upsample(h, sampler.conv, like=skips[-1], out=joints[at][0])
+    features = [h, *skips[:0:-1]]
+    eps, last = _end(ops, unet, h, skips, joints[at:], times, text)
+    return (eps, *features, last)
+
+
+def shallow(ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A | None, *features: A) -> tuple[A]:
+    """The model's output [B, h, w, C] from features of an earlier deep step.
+
+    Either from all but the last of them: the whole block, or from the last alone: its last residual block. `kv` is read
+    by a last up block with attention only, which SDXL's has not.
+    """
+    times = _times(ops, unet, time, added)
+    text = None if kv is None else _text(ops, unet, kv)
+    joints = list(_joints(ops, unet, sample))[-len(features) :]
+    head = ops.conv(sample, unet.conv_in, out=joints[-1][1])
+    h = ops.place(features[0], joints[0][0])
+    skips = [ops.place(skip, slot) for skip, (_, slot) in zip(features[1:], joints, strict=False)]
+    eps, _ = _end(ops, unet, h, [head, *skips[::-1]], joints, times, text)
+    return (eps,)
+
+
+def text_keys(ops: Ops[A], unet: Any, hidden: A) -> A:
+    """Keys and values of all cross-attention layers, [B, T, D] to [B, T, n], computed once for each prompt."""
+    return ops.linear(hidden, *(layer for attn in cross_attentions(unet) for layer in (attn.to_k, attn.to_v)))
+
+
+def cross_attentions(unet: Any) -> list[Any]:
+    """In the order in which `text_keys` packs them."""
+    found = [unet.get_submodule(name.removesuffix(".processor")) for name in unet.attn_processors]
+    return [attn for attn in found if attn.is_cross_attention]
+
+
+def resnet(ops: Ops[A], block: Any, x: A, time: A | None = None, out: Slot = None) -> A:
+    """ResnetBlock2D: GroupNorm, SiLU, convolution, + time, GroupNorm, SiLU, convolution, + x or its 1×1 convolution."""
+    h = ops.group_norm(x, block.norm1, silu=True, to=(block.conv1,))
+    h = ops.conv(h, block.conv1, bias=time)
+    h = ops.group_norm(h, block.norm2, silu=True, to=(block.conv2,))
+    x = x if block.conv_shortcut is None else ops.linear(x, block.conv_shortcut)
+    return ops.conv(h, block.conv2, residual=x, out=out)
+
+
+def attention(ops: Ops[A], attn: Any, x: A, h: A) -> A:
+    """Self-attention of the normalized h, added to x."""
+    qkv = ops.linear(h, attn.to_q, attn.to_k, attn.to_v)
+    width = attn.inner_dim
+    q, k, v = (ops.columns(qkv, at * width, width) for at in range(3))
+    out = attn.to_out[0]
+    return ops.linear(ops.attend(q, k, v, heads=attn.heads, to=(out,)), out, residual=x)
+
+
+Text = Callable[[Any], tuple[A, A]]
+"""Keys and values of a cross-attention layer."""
+
+
+def transformer(ops: Ops[A], model: Any, x: A, text: Text[A] | None, out: Slot = None) -> A:
+    """Transformer2DModel over the pixels of a map."""
+    h = ops.group_norm(x, model.norm, to=(model.proj_in,))
+    h = ops.linear(h, model.proj_in)
+    for block in model.transformer_blocks:
+        h = _transformer_block(ops, block, h, text)
+    return ops.linear(h, model.proj_out, residual=x, out=out)
+
+
+def _transformer_block(ops: Ops[A], block: Any, x: A, text: Text[A] | None) -> A:
+    """BasicTransformerBlock: self-attention, cross-attention, gated feed-forward."""
+    own, cross, enter, leave = block.attn1, block.attn2, block.ff.net[0].proj, block.ff.net[2]
+    h = ops.layer_norm(x, block.norm1, to=(own.to_q, own.to_k, own.to_v))
+    x = attention(ops, own, x, h)
+    h = ops.layer_norm(x, block.norm2, to=(cross.to_q,))
+    assert text is not None
+    k, v = text(cross)
+    h = ops.attend(ops.linear(h, cross.to_q), k, v, heads=cross.heads, to=(cross.to_out[0],))
+    x = ops.linear(h, cross.to_out[0], residual=x)
+    h = ops.layer_norm(x, block.norm3, to=(enter,))
+    return ops.linear(ops.gated(h, enter, act="gelu", to=leave), leave, residual=x)
+
+
+def _step(ops: Ops[A], pair: tuple[Any, Any], x: A, times: Callable[[Any], A], text: Text[A] | None, out: Slot) -> A:
+    """A residual block, and the transformer behind it, if there is one."""
+    block, attention_ = pair
+    if attention_ is None:
+        return resnet(ops, block, x, times(block), out)
+    x = resnet(ops, block, x, times(block))
+    return transformer(ops, attention_, x, text, out)
+
+
+def _end(
+    ops: Ops[A], unet: Any, h: A, skips: list[A], joints: Sequence[tuple[Slot, Slot]], times: Callable[[Any], A],
+    text: Text[A] | None,
+) -> tuple[A, A]:  # fmt: skip
+    """The last up block from where so many skips are left, and the head; and the last residual block's input."""
+    last = h
+    for number, pair in enumerate(list(_pairs(unet.up_blocks[-1]))[-len(skips) :], 1):
+        last = h
+        slot = joints[number][0] if number < len(joints) else None
+        h = _step(ops, pair, ops.cat(h, skips.pop()), times, text, slot)
+    h = ops.group_norm(h, unet.conv_norm_out, silu=True, to=(unet.conv_out,))
+    return ops.conv(h, unet.conv_out), last
+
+
+def _times(ops: Ops[A], unet: Any, time: A, added: A) -> Callable[[Any], A]:
+    """What each residual block adds of time, size and pooled text: all blocks' projections are one product."""
+    first, second = unet.time_embedding, getattr(unet, "add_embedding", None)
+    hidden = ops.linear(time, first.linear_1, act="silu")
+    emb = ops.linear(hidden, first.linear_2, act=None if second else "silu")
+    if second is not None:
+        hidden = ops.linear(added, second.linear_1, act="silu")
+        emb = ops.linear(hidden, second.linear_2, residual=emb, act="silu")
+    projections = {id(r): r.time_emb_proj for r in resnets(unet)}
+    whole, starts, at = ops.biases(emb, *projections.values()), {}, 0
+    for key, layer in projections.items():
+        starts[key] = at
+        at += layer.out_features
+    return lambda block: ops.columns(whole, starts[id(block)], block.out_channels)
+
+
+def _text(ops: Ops[A], unet: Any, kv: A) -> Text[A]:
+    starts, at = {}, 0
+    for attn in cross_attentions(unet):
+        starts[id(attn)] = at
+        at += 2 * attn.inner_dim
+
+    def of(attn: Any) -> tuple[A, A]:
+        start, width = starts[id(attn)], attn.inner_dim
+        return ops.columns(kv, start, width), ops.columns(kv, start + width, width)
+
+    return of
+
+
+def resnets(unet: Any) -> list[Any]:
+    """All residual blocks, in the order in which they run."""
+    return [r for block in (*unet.down_blocks, unet.mid_block, *unet.up_blocks) for r in block.resnets]
+
+
+def _pairs(block: Any) -> Iterator[tuple[Any, Any]]:
+    attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
+    return zip(block.resnets, attentions, strict=True)
+
+
+def skip_channels(unet: Any) -> list[int]:
+    """Channels of the skips, in the order in which the down path makes them."""
+    found = [unet.conv_in.out_channels]
+    for block in unet.down_blocks:
+        found += [r.out_channels for r in block.resnets]
+        found += [block.resnets[-1].out_channels for _ in block.downsamplers or ()]
+    return found
+
+
+def _joints(ops: Ops[A], unet: Any, sample: A) -> Iterator[tuple[Slot, Slot]]:
+    """Of each residual block of the up path the slots of what is concatenated there, from below and from the skip."""
+    skips, hidden = skip_channels(unet), unet.mid_block.resnets[-1].out_channels
+    for level, block in enumerate(unet.up_blocks):
+        for resnet_ in block.resnets:
+            yield ops.joint(sample, (hidden, skips.pop()), len(unet.up_blocks) - 1 - level)
+            hidden = resnet_.out_channels

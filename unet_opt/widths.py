@@ -1,0 +1,45 @@
+"""How many rows of a UNet's forward a device's measured tiles were found for (`core/kernels/cuda/tiles.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from core.kernels.cuda import tiles
+from core.ops.ops import bind
+from core.ops.trace import trace
+from unet_opt import unet as network
+from unet_opt.deepcache import input_shapes
+
+
+def tuned_rows(unet: Any, height: int, width: int, device: str) -> int | None:
+    """The most rows, of latents of this size, that all of the UNet's products on this device have a measured tile for.
+
+    `device` is its name as CUDA gives it. Products that were measured at no width are left out; None where there is no
+    other, as on a device without a table.
+    """
+    measured = tiles.table(device)
+    found = []
+    for kernel, columns, depth, positions in products(unet, height, width):
+        rows = measured.get(kernel, {}).get(f"{columns},{depth}", {})
+        if rows:
+            found.append(max(map(int, rows)) // positions)
+    return min(found, default=None)
+
+
+def products(unet: Any, height: int, width: int) -> Iterator[tuple[str, int, int, int]]:
+    """Each product of the UNet's blocks as tiles are looked up for it, with what one row of latents brings into it.
+
+    Yields (kernel, columns N, depth K, positions of one row): tokens of linear layers, pixels of convolutions' output
+    (of an upsampling one: its input).
+    """
+    for call in trace(bind(network.deep, unet), *input_shapes(unet, height, width)).calls:
+        (*_, depth), (*_, columns), positions = call.given, call.made, call.given[1] * call.given[-2]
+        if call.operation == "conv":
+            yield "conv", columns, 9 * depth, call.made[1] * call.made[2]
+        elif call.operation == "upsample":
+            yield "upsample", columns, 4 * depth, positions
+        elif call.operation == "gated":
+            yield "geglu", 2 * columns, depth, positions
+        elif call.operation == "linear" and len(call.given) == 4:
+            yield "linear", columns, depth, positions
