@@ -11,18 +11,15 @@ import torch
 
 from contract.plan import AUTO, BLOCK, DEPTHS, RESNET
 from core.graphs import ExecutableKey
-from pipeline import encode, vae
+from pipeline import denoise, encode, vae
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel
 from unet_opt.decoder import DecoderPrograms
-from unet_opt.deepcache import SplitUNet
+from unet_opt.deepcache import SplitUNet, shapes
 from unet_opt.fused.decoder import FusedDecoder
 from unet_opt.fused.network import FusedUNet
 from unet_opt.program import UNetPrograms
 
-KERNELS = "kernels"  # our own, on a CPU
-GRAPHS = "graphs"  # CUDA graphs of fused layers
-LAYERS = "layers"  # the same without graphs, kernel by kernel
 ENCODE, DEEP, VAE = "encode", "deep", "vae"
 IMAGE = "image"  # encodes an edit's source image
 SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
@@ -30,7 +27,13 @@ STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step fur
 VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch delays everyone
 VAE_WIDTHS = (1, 2, VAE_ROWS)  # of graphs
 TEXT = "text"  # the encoders' part of `ENCODE`
+KEYS = "keys"  # its other part: keys and values of cross-attention
 TEXT_WIDTHS = (1, 2, 4, 8, 16, 32)
+
+
+def fixed_rows(phase: str, rows: int) -> int:
+    """The rows of every forward of a deterministic request, where a row's bits depend on them; `rows` in steps."""
+    return rows if phase in STEPS else 1
 
 
 def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[ExecutableKey]:
@@ -52,20 +55,60 @@ def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[ExecutableK
     return [*one, *busy, *decodes, *texts, *steps]
 
 
+def timed(buckets: Sequence[int], size: tuple[int, int], decodes: Sequence[int]) -> list[ExecutableKey]:
+    """What is timed at start-up, the most likely widths first; other depths than DeepCache's default last. `decodes`
+    are the VAE's widths beside a single picture.
+    """
+    shallow = SHALLOW[AUTO.depth]
+    others = [phase for phase in SHALLOW.values() if phase != shallow]
+    steps = [(phase, rows) for phase in (DEEP, shallow) for rows in buckets]
+    wide = [(VAE, rows) for rows in decodes]
+    rare = [(phase, rows) for phase in others for rows in buckets]
+    return [ExecutableKey(*one, size) for one in [(VAE, 1), (DEEP, 2), (shallow, 2), *steps, *wide, *rare]]
+
+
 Phases = dict[str, Callable[..., Any]]
+"""A callable for `KEYS`, `TEXT`, `VAE` and each of `STEPS`.
+
+`KEYS`: embeddings [B, T, D] to keys and values [B, T, `kv_width`]. `TEXT`: token ids [B, T] of each encoder to
+embeddings [B, T, D] and [B, P]. `VAE`: finished latents [B, C, h, w] to pixels, uint8 [B, H, W, 3]. Steps: see
+`SplitUNet`.
+"""
+
+
+def kv_width(model: ImageModel) -> int:
+    """Numbers in a token's keys and values, of all cross-attention layers."""
+    layers = (model.unet.get_submodule(name.removesuffix(".processor")) for name in model.unet.attn_processors)
+    return sum(2 * layer.to_k.out_features for layer in layers if layer.is_cross_attention)
+
+
+def feature_shapes(
+    model: ImageModel, depth: str, size: tuple[int, int], *, channels_last: bool
+) -> list[tuple[int, int, int]]:
+    """The shape of one row of each feature map that a shallow step of this depth reads, as `deep` returns it."""
+    found = shapes(model.unet, depth, size[1] // model.vae_scale, size[0] // model.vae_scale)
+    return [(height, width, channels) if channels_last else (channels, height, width)
+            for channels, height, width in found]  # fmt: skip
 
 
 def on_torch(model: ImageModel) -> Phases:
     """Raises `ModelError` for a UNet without SDXL's layout."""
+    keys = denoise.PackedKeys(model.unet)
     try:
         split = SplitUNet(model.unet)
     except ValueError as error:
         raise ModelError(str(error)) from error
     shallow = {SHALLOW[depth]: partial(split.shallow, depth) for depth in DEPTHS}
-    return {DEEP: split.deep, **shallow, VAE: lambda latents: vae.decode(model, latents)}
+    return {
+        KEYS: keys,
+        TEXT: partial(encode.embed, model),
+        DEEP: split.deep,
+        **shallow,
+        VAE: lambda latents: vae.decode(model, latents),
+    }
 
 
-def on_gpu(model: ImageModel, rows: int) -> tuple[FusedUNet, Phases]:
+def on_gpu(model: ImageModel, rows: int) -> Phases:
     """Raises `ModelError` for parts that the fused layers do not support."""
     try:
         unet, decoder = FusedUNet(model.unet, rows=rows), FusedDecoder(model.vae)
@@ -76,11 +119,12 @@ def on_gpu(model: ImageModel, rows: int) -> tuple[FusedUNet, Phases]:
     shift = vae.unscale(none, model.vae.config)
     gain = vae.unscale(none + 1, model.vae.config) - shift
     shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
-    return unet, {
+    return {
+        KEYS: torch.inference_mode()(unet.keys),
+        TEXT: partial(encode.embed, model),
         DEEP: unet,
         **shallow,
         VAE: lambda latents: vae.levels(decoder(latents * gain + shift)),
-        TEXT: lambda ids: encode.embed(model, ids),
     }
 
 
@@ -96,6 +140,8 @@ def packed(model: ImageModel, kernels: ctypes.CDLL) -> tuple[UNetPrograms, Decod
 def on_kernels(model: ImageModel, unet: UNetPrograms, decoder: DecoderPrograms) -> Phases:
     shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
     return {
+        KEYS: unet.keys,
+        TEXT: partial(encode.embed, model),
         DEEP: unet,
         **shallow,
         VAE: lambda latents: vae.levels(decoder(vae.unscale(latents.float(), model.vae.config))),

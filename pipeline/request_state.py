@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +13,8 @@ from contract.image import ImageParameters
 from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
-from pipeline.execution import ImageExecution
-from pipeline.load import ImageModel
-from pipeline.phases import DEEP, SHALLOW, VAE
+from pipeline.backends.backend import LORA, MAIN, ImageBackend
+from pipeline.phases import DEEP, SHALLOW, VAE, feature_shapes, kv_width
 from unet_opt.deepcache import Features, kept
 
 
@@ -26,7 +25,8 @@ class ImageState:
     slot: list[int]
     size_bytes: int
     rows: int
-    mode: str
+    backend: str  # of its prompts and steps
+    mode: str  # as this backend named it; "" unless the request is deterministic
     table: sigmas.SamplerTable
     generator: torch.Generator
     plan: tuple[bool, ...]  # which steps are deep
@@ -58,18 +58,16 @@ class MemoryLedger:
 
     def __init__(
         self,
-        model: ImageModel,
-        execution: ImageExecution,
-        kv_width: int,
+        backends: Mapping[str, ImageBackend],
         max_requests: int,
         memory_bytes: int | None,
         adapters: AdapterCache | None = None,
     ) -> None:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
-        self._model = model
-        self._execution = execution
-        self._kv_width = kv_width
+        self._model = backends[MAIN].model
+        self._backends = backends
+        self._kv_width = kv_width(self._model)
         self._adapters = adapters
 
     def check(self, wanted: ImageParameters) -> None:
@@ -126,8 +124,9 @@ class MemoryLedger:
         """The shape of one row of each map."""
         if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.made)):
             return []
+        channels_last = self._backends[_backend(wanted)].channels_last
         size = (wanted.width, wanted.height)
-        return self._execution.feature_shapes(wanted.deepcache.depth, size, adapted=bool(wanted.lora))
+        return feature_shapes(self._model, wanted.deepcache.depth, size, channels_last=channels_last)
 
     def _work(
         self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int, taken: AdapterLease | None
@@ -137,14 +136,19 @@ class MemoryLedger:
         plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
-        size = (wanted.width, wanted.height)
-        mode = self._execution.deterministic_mode(size, depth, adapted=bool(taken)) if wanted.deterministic else ""
+        name, size = _backend(wanted), (wanted.width, wanted.height)
+        mode = self._backends[name].deterministic_mode(size, depth) if wanted.deterministic else ""
         features = [
             torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
             for shape in self._features(wanted)
         ]
         generator = torch.Generator().manual_seed(wanted.seed)
-        return ImageState(slot, size_bytes, rows, mode, table, generator, plan, depth, features, taken=taken)
+        return ImageState(slot, size_bytes, rows, name, mode, table, generator, plan, depth, features, taken=taken)
+
+
+def _backend(wanted: ImageParameters) -> str:
+    """The name of the backend that encodes the request's prompts and takes its steps."""
+    return LORA if wanted.lora else MAIN
 
 
 def keep(features: Sequence[torch.Tensor], works: Sequence[ImageState]) -> None:

@@ -19,6 +19,7 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
 from core.batching.request import Request
+from pipeline.backends.eager import TorchBackend
 from pipeline.encode import Embedding, Encoder, embed
 from pipeline.load import ImageModel
 from pipeline.runner import ImageRunner
@@ -169,7 +170,7 @@ def test_parts_out_of_reach_weigh_nothing() -> None:
 
 @pytest.fixture
 def runner() -> ImageRunner:
-    return ImageRunner(model("plain"))
+    return ImageRunner(TorchBackend(model("plain")))
 
 
 def bits(picture: Any) -> bytes:
@@ -183,7 +184,7 @@ def test_a_plain_prompt_is_drawn_alike_with_weighting_on(
 ) -> None:
     plain = replace(FOX, prompt="a red fox, half-baked", negative_prompt=negative, deterministic=deterministic)
     off = solo(runner, replace(plain, prompt_weighting=False))
-    on = solo(ImageRunner(model("plain")), plain)
+    on = solo(ImageRunner(TorchBackend(model("plain"))), plain)
     assert bits(on) == bits(off) and on.fingerprint == off.fingerprint
 
 
@@ -210,7 +211,9 @@ def test_weights_change_the_picture_and_are_in_its_file(runner: ImageRunner, fie
 
 
 def test_same_seed_same_picture_in_any_company(runner: ImageRunner) -> None:
-    alone = {one: solo(ImageRunner(model("plain")), replace(FOX, deterministic=one)) for one in (False, True)}
+    alone = {
+        one: solo(ImageRunner(TorchBackend(model("plain"))), replace(FOX, deterministic=one)) for one in (False, True)
+    }
     crank = Crank(runner)
     for number in range(4):
         prompt = "a (b)0.4 c" if number % 2 else "x"
