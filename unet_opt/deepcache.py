@@ -106,6 +106,10 @@ class SplitUNet:
         """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
         return self._keys(hidden)[0]
 
+    def kept(self, features: Sequence[Any], depth: str) -> tuple[Any, ...]:
+        """As the function."""
+        return kept(features, depth)
+
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
         """`shapes` of this UNet."""
         return shapes(self.unet, depth, height, width)
