@@ -78,6 +78,7 @@ class SplitUNet:
         `encoder_hidden_states` [B, T, width] are `keys`. Raises ValueError for shapes that do not fit.
         """
         assert not return_dict
+        self._check_keys(sample, encoder_hidden_states)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
         out, *features = self._deep(sample.permute(0, 2, 3, 1), time, added, encoder_hidden_states)
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
@@ -98,13 +99,22 @@ class SplitUNet:
         if depth not in self._shallow:
             self._shallow[depth] = self._lower_shallow(depth)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        text = (encoder_hidden_states,) if self._reads_text else ()
+        text: tuple[Tensor, ...] = ()
+        if self._reads_text:
+            assert encoder_hidden_states is not None
+            self._check_keys(sample, encoder_hidden_states)
+            text = (encoder_hidden_states,)
         (out,) = self._shallow[depth](sample.permute(0, 2, 3, 1), time, added, *text, *features)
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
     def keys(self, hidden: Tensor) -> Tensor:
         """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
         return self._keys(hidden)[0]
+
+    def _check_keys(self, sample: Tensor, kv: Tensor) -> None:
+        rows, width = sample.shape[0], self.kv_width
+        if kv.dim() != 3 or (kv.shape[0], kv.shape[2]) != (rows, width):
+            raise ValueError(f"keys and values must be [{rows}, tokens, {width}], not {[*kv.shape]}")
 
     def _lower_shallow(self, depth: str) -> Callable[..., tuple[Tensor, ...]]:
         if self._reads_text:

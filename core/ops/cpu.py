@@ -63,6 +63,10 @@ class _Bound(NamedTuple):
     channels: int
     start: int = 0
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.images, self.channels
+
 
 class CpuOps:
     """`core.ops.ops.Ops` on arrays of one program."""
@@ -123,11 +127,16 @@ class CpuOps:
             q.x, keys, values, images=q.images, heads=heads, scale=1 / math.sqrt(q.x.shape[-1] // heads),
             inverse=self._layers.inverse(*to),
         )  # fmt: skip
-        if isinstance(k, _Bound) and isinstance(v, _Bound):
-            self.bound_calls.append((self.program.last, k, v))
+        bound = [part for part in (k, v) if isinstance(part, _Bound)]
+        if bound:
+            if len(bound) < 2 or any(part.shape != (q.images, q.shape[-1]) for part in bound):
+                raise ValueError(f"keys and values do not fit queries {[*q.shape]}")
+            self.bound_calls.append((self.program.last, bound[0], bound[1]))
         return self._own(made, q.shape[:-1])
 
     def columns(self, x: Array | _Bound, start: int, count: int) -> Array | _Bound:
+        if start + count > x.shape[-1]:
+            raise ValueError(f"there are no {count} channels from {start} on in {[*x.shape]}")
         if isinstance(x, _Bound):
             return _Bound(x.images, count, x.start + start)
         return Array(x.x[:, start : start + count], (*x.shape[:-1], count), None, x)
