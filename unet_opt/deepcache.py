@@ -50,7 +50,7 @@ class SplitUNet:
 
     def __init__(self, lowering: Lowering, unet: Any) -> None:
         """Raises ValueError for a UNet whose layout, or one of whose layers, is not supported."""
-        check_unet(unet)
+        check_unet(unet, head_multiple=lowering.head_multiple)
         self.unet, self.lowering = unet, lowering
         attentions = network.cross_attentions(unet)
         self.kv_width: int = sum(2 * attn.inner_dim for attn in attentions)

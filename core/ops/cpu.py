@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cpu.program import Program
+from core.kernels.cpu.program import HEAD_MULTIPLE, Program
 from core.ops.ops import Layer, Walk
 from core.ops.packed import PackedLayer, PackedLayers
 
@@ -25,7 +25,7 @@ Watch = Callable[[PackedLayer, Tensor], None]
 class Array:
     """Activations in a buffer of a program, released with the last reference: later calls may then reuse it.
 
-    `x` [product of all but the last of `shape`, channels]: floats, or bytes for an INT8 layer. A view keeps its `whole`.
+    `x` [product of `shape` but its last, channels]: floats, or bytes for an INT8 layer. A view keeps its `whole`.
     """
 
     __slots__ = ("_program", "_whole", "shape", "x")
@@ -251,6 +251,7 @@ class CpuLowering:
 
     dtype = torch.float32
     odd_sides = False
+    head_multiple = HEAD_MULTIPLE
 
     def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
         """`half` as for `PackedLayers`."""
