@@ -60,7 +60,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
 
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
-    from unet_opt.layout import check_decoder
+    from core.ops.cuda import HEAD_MULTIPLE
 
     if model.device.type != "cuda":
         return False, ""
@@ -72,8 +72,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
             raise ValueError(f"the GPU kernels support bf16 and 8 bits, not {model.precision}")
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
-        model.family.check_network(model)
-        check_decoder(model.vae)
+        model.family.check_network(model, head_multiple=HEAD_MULTIPLE)
     except ValueError as error:
         if in_8_bits:
             raise ModelError(f"{model.precision} does not run here: {error}; take bf16") from error

@@ -11,7 +11,7 @@ import torch
 from contract.plan import DEPTHS
 from core.graphs import ExecutableKey
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
-from pipeline.phases import DEEP, KEYS, SHALLOW, STEPS, TEXT, VAE, kv_width, on_torch
+from pipeline.phases import DEEP, KEYS, SHALLOW, STEPS, TEXT, VAE, on_torch
 from tests.pipeline.worlds import SHAPES, model
 
 SIZE = (32, 32)
@@ -43,20 +43,21 @@ def test_the_first_run_without_a_graph_is_not_counted_where_it_compiles() -> Non
 @torch.inference_mode()
 def test_examples_run_every_phase(shape: str) -> None:
     made = model(shape)
-    phases, timer = on_torch(made), PhaseTimer(made, PhaseCosts(), channels_last=False)
+    denoiser, _, phases = on_torch(made)
+    timer = PhaseTimer(made, PhaseCosts(), denoiser)
     side, scale = made.native, made.vae_scale
-    channels = made.unet.config.in_channels
+    channels = made.denoiser.config.in_channels
     for phase in STEPS:
         output, *_ = timer.example(phase, 3, (side, side))(phases[phase])
         assert output.shape == (3, channels, side // scale, side // scale) and output.isfinite().all()
     assert timer.example(VAE, 2, (side, side))(phases[VAE]).shape == (2, side, side, 3)
     hidden, pooled = timer.example(TEXT, 2, (0, 0))(phases[TEXT])
     assert hidden.shape[0] == pooled.shape[0] == 2
-    assert phases[KEYS](hidden).shape == (2, hidden.shape[1], kv_width(made))
+    assert phases[KEYS](hidden).shape == (2, hidden.shape[1], denoiser.text_width)
 
 
 def test_an_example_is_the_same_for_a_seed() -> None:
-    timer = PhaseTimer(model("plain"), PhaseCosts(), channels_last=False)
+    timer = PhaseTimer(model("plain"), PhaseCosts(), on_torch(model("plain")).denoiser)
 
     def sample(seed: int) -> torch.Tensor:
         def look(*arguments: Any, **options: Any) -> tuple[torch.Tensor]:
@@ -69,7 +70,7 @@ def test_an_example_is_the_same_for_a_seed() -> None:
 
 def test_timing_leaves_out_the_first_run_and_ends_when_time_is_up() -> None:
     costs, ran = PhaseCosts(), list[int]()
-    timer = PhaseTimer(model("plain"), costs, channels_last=False)
+    timer = PhaseTimer(model("plain"), costs, on_torch(model("plain")).denoiser)
 
     def slow(*_: Any, **__: Any) -> tuple[torch.Tensor]:
         ran.append(1)
