@@ -120,7 +120,7 @@ class LlamaPrograms:
             # In the order in which the kernels read a gated layer: the gated half, then the gate.
             wide, down = layers(mlp.up_proj, mlp.gate_proj, geglu=True), layers(mlp.down_proj)
             a = _norm(p, x, layer.post_attention_layernorm, wide.inverse)
-            b = p.product(a, wide.weights, grid=grid, inverse=down.inverse, silu=True)
+            b = p.product(a, wide.weights, grid=grid, inverse=down.inverse, act="silu")
             p.product(b, down.weights, grid=grid, residual=x, out=x)
             p.give_back(a, b)
         made_trunk = self._trunks[rows] = _Trunk(p, x, places.positions, places.sequences)

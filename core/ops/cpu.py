@@ -9,11 +9,12 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from core.kernels.cpu.arguments import ACTIVATIONS, Activation
 from core.kernels.cpu.program import Program
 from core.ops.ops import Layer, Walk
 from core.ops.packed import PackedLayer, PackedLayers
@@ -80,14 +81,14 @@ class CpuOps:
         if isinstance(x, _Pair):
             return self._linear_of_pair(x, *layers)
         packed = self._layers(*layers)
-        return self._product(x, packed, x.shape[:-1], residual=residual, silu=_is_silu(act))
+        return self._product(x, packed, x.shape[:-1], residual=residual, act=_activation(act))
 
     def biases(self, x: Array, *layers: Layer) -> Array:
         return self.linear(x, *layers)
 
     def gated(self, x: Array, *layers: Layer, act: str, to: Layer) -> Array:
         packed = self._layers(*layers, geglu=True)
-        return self._product(x, packed, x.shape[:-1], inverse=self._layers.inverse(to), silu=act == "silu")
+        return self._product(x, packed, x.shape[:-1], inverse=self._layers.inverse(to), act=_activation(act))
 
     def conv(
         self, x: Array, layer: Layer, *, bias: Array | None = None, residual: Array | None = None,
@@ -188,10 +189,11 @@ class CpuOps:
         return made
 
 
-def _is_silu(act: str) -> bool:
-    if act not in ("", "silu"):
-        raise ValueError(f"the CPU kernels do not know {act} after a linear layer")
-    return act == "silu"
+def _activation(act: str) -> Activation | None:
+    found: Activation | None = cast(Activation, act) if act else None
+    if found not in ACTIVATIONS:
+        raise ValueError(f"the CPU kernels do not know the activation {act}")
+    return found
 
 
 class _Written:

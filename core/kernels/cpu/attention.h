@@ -6,15 +6,19 @@
 
 namespace diptych {
 
-// softmax(q · kᵀ · scale) · v for each image and head; a token's heads are contiguous. Strides are the distance between
-// tokens in floats; `d`, the width of a head, is a multiple of 16. The result [images, tokens, heads · d] is written to
-// `floats` if given, else quantized to bytes (· inverse).
+// softmax(q · kᵀ · scale) · v for each image and head; a token's heads are contiguous, and heads / kv_heads of them share
+// keys and values. Strides are the distance between tokens in floats; `d`, the width of a head, is a multiple of 16. An
+// image attends to its first lengths[image] keys (clamped to 1…keys), to all if `lengths` is null; with `causal`, a query
+// to no key behind its own index. The result [images, tokens, heads · d] is written to `floats` if given, else quantized
+// to bytes (· inverse).
 struct Attention {
   const float *q, *k, *v, *inverse;
+  const int32_t* lengths;
   uint8_t* bytes;
   float* floats;
-  int64_t images, heads, tokens, keys, d, q_stride, k_stride, v_stride;
+  int64_t images, heads, kv_heads, tokens, keys, d, q_stride, k_stride, v_stride;
   float scale;
+  int32_t causal;
 };
 
 void attention(const Attention& a);

@@ -19,7 +19,7 @@ class Product(ctypes.Structure):
     _fields_: ClassVar[Any] = _fields(
         pointers="a w offset scale bias row_bias residual inverse bytes floats",
         longs="images height width channels n a_stride row_stride",
-        ints="kind taps stride before upsample geglu silu",
+        ints="kind taps stride before upsample geglu act",
     )
 
 
@@ -30,13 +30,17 @@ class Quantize(ctypes.Structure):
     _fields_: ClassVar[Any] = _fields(pointers="x inverse bytes", longs="rows channels")
 
 
+_MODULATION = _fields(pointers="row_scale residual", longs="tokens scale_stride")
+
+
 class LayerNorm(ctypes.Structure):
     """norm.h"""
 
     KIND: ClassVar[int] = 2
-    _fields_: ClassVar[Any] = _fields(
-        pointers="x weight bias inverse bytes floats", longs="rows channels", floats="eps"
-    )
+    _fields_: ClassVar[Any] = [
+        *_fields(pointers="x weight bias inverse bytes floats"), *_MODULATION,
+        *_fields(longs="rows channels", floats="eps"),
+    ]  # fmt: skip
 
 
 class GroupNorm(ctypes.Structure):
@@ -53,9 +57,10 @@ class Attention(ctypes.Structure):
 
     KIND: ClassVar[int] = 4
     _fields_: ClassVar[Any] = _fields(
-        pointers="q k v inverse bytes floats",
-        longs="images heads tokens keys d q_stride k_stride v_stride",
+        pointers="q k v inverse lengths bytes floats",
+        longs="images heads kv_heads tokens keys d q_stride k_stride v_stride",
         floats="scale",
+        ints="causal",
     )
 
 
@@ -63,7 +68,10 @@ class RmsNorm(ctypes.Structure):
     """tokens.h"""
 
     KIND: ClassVar[int] = 5
-    _fields_: ClassVar[Any] = _fields(pointers="x weight inverse bytes floats", longs="rows channels", floats="eps")
+    _fields_: ClassVar[Any] = [
+        *_fields(pointers="x weight inverse bytes floats"), *_MODULATION,
+        *_fields(longs="rows channels", floats="eps"),
+    ]  # fmt: skip
 
 
 _PAGED = _fields(
@@ -76,7 +84,7 @@ class Rotate(ctypes.Structure):
     """tokens.h"""
 
     KIND: ClassVar[int] = 6
-    _fields_: ClassVar[Any] = [*_PAGED, *_fields(pointers="qkv angles")]
+    _fields_: ClassVar[Any] = [*_PAGED, *_fields(pointers="qkv angles q_norm k_norm", floats="eps")]
 
 
 class PagedAttention(ctypes.Structure):
@@ -88,10 +96,22 @@ class PagedAttention(ctypes.Structure):
     ]  # fmt: skip
 
 
+class RotateHeads(ctypes.Structure):
+    """rotary.h"""
+
+    KIND: ClassVar[int] = 8
+    _fields_: ClassVar[Any] = _fields(
+        pointers="q k q_norm k_norm angles positions",
+        longs="rows heads kv_heads d q_stride k_stride",
+        floats="eps",
+        ints="interleaved",
+    )
+
+
 class Call(ctypes.Structure):
     """program.cpp"""
 
     _fields_: ClassVar[Any] = [("kind", ctypes.c_int64), ("arguments", ctypes.c_void_p)]
 
 
-STRUCTURES = (Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention)
+STRUCTURES = (Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention, RotateHeads)

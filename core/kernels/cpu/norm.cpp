@@ -28,11 +28,12 @@ void layer_norm(const LayerNorm& l) {
       square = fma(d, d, square);
     }
     const Vec rstd = all(1.0f / std::sqrt(total(square) / l.channels + l.eps));
+    const float *scale = l.after.scale_of(m), *residual = l.after.residual_of(m, l.channels);
     for (int64_t c = 0; c < l.channels; c += LANES) {
       const Mask mask = lanes(l.channels - c);
-      const Vec v = (load(row + c, mask) - mean) * rstd;
-      store(fma(v, load(l.weight + c, mask), load(l.bias + c, mask)),
-            l.inverse, l.bytes, l.floats, m * l.channels + c, c, mask);
+      Vec v = (load(row + c, mask) - mean) * rstd;
+      if (l.weight) v = fma(v, load(l.weight + c, mask), load(l.bias + c, mask));
+      store(modulated(v, scale, residual, c, mask), l.inverse, l.bytes, l.floats, m * l.channels + c, c, mask);
     }
   }
 }

@@ -13,10 +13,28 @@ struct Quantize {  // x [rows, channels] · inverse[channels] → bytes
   int64_t rows, channels;
 };
 
-struct LayerNorm {  // over channels; to `floats` if given, else to bytes
+// Follows the normalization of a row y: residual[m] + y · row_scale[m / tokens]. Either may be null; row_scale has one
+// row per image, `scale_stride` floats apart. `residual` may be the output.
+struct Modulation {
+  const float *row_scale, *residual;
+  int64_t tokens, scale_stride;
+
+  const float* scale_of(int64_t m) const { return row_scale ? row_scale + m / tokens * scale_stride : nullptr; }
+  const float* residual_of(int64_t m, int64_t channels) const { return residual ? residual + m * channels : nullptr; }
+};
+
+// Modulates sixteen channels of one row, whose scale and residual are given.
+inline Vec modulated(Vec y, const float* scale, const float* residual, int64_t c, Mask mask) {
+  if (scale) y = y * load(scale + c, mask);
+  if (residual) y = y + load(residual + c, mask);
+  return y;
+}
+
+struct LayerNorm {  // over channels; weight and bias may both be null; to `floats` if given, else to bytes
   const float *x, *weight, *bias, *inverse;
   uint8_t* bytes;
   float* floats;
+  Modulation after;
   int64_t rows, channels;
   float eps;
 };

@@ -43,12 +43,23 @@ inline __attribute__((always_inline)) void multiply(const typename Kind::Element
     }
 }
 
-// Epilogue of sixteen columns of one row: adds the row bias and the residual, applies SiLU, and stores.
+inline Vec activated(Vec v, int32_t act) {
+  switch (act) {
+    case 1: return silu(v);
+    case 2: return gelu(v);
+    case 3: return quick_gelu(v);
+    case 4: return gelu_tanh(v);
+    case 5: return tanh(v);
+    default: return v;
+  }
+}
+
+// Epilogue of sixteen columns of one row: adds the row bias and the residual, applies the activation, and stores.
 inline void finish(const Product& p, const Geometry& g, Vec v, int64_t m, int64_t n) {
   const Mask mask = lanes(p.n - n);
   if (p.row_bias) v = v + load(p.row_bias + (m / g.pixels) * p.row_stride + n, mask);
   if (p.residual) v = v + load(p.residual + m * p.n + n, mask);
-  if (p.silu) v = silu(v);
+  v = activated(v, p.act);
   store(v, p.inverse, p.bytes, p.floats, m * p.n + n, n, mask);
 }
 
@@ -77,7 +88,7 @@ void tile(const Product& p, const Geometry& g, const typename Kind::Element* con
         for (int j = 0; j < NV; j += 2) {
           const int64_t n = n0 + j * LANES, at = n / 2;
           const Vec gate = scaled<Kind>(p, APART<NV> ? gates[APART<NV> ? i : 0][0] : sums[i][(j + 1) % NV], n + LANES);
-          const Vec made = scaled<Kind>(p, sums[i][j], n) * (p.silu ? silu(gate) : gelu(gate));
+          const Vec made = scaled<Kind>(p, sums[i][j], n) * (p.act ? activated(gate, p.act) : gelu(gate));
           store(made, p.inverse, p.bytes, p.floats, m * (p.n / 2) + at, at, lanes(p.n / 2 - at));
         }
       continue;

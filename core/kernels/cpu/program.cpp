@@ -4,7 +4,10 @@
 #include "attention.h"
 #include "norm.h"
 #include "product.h"
+#include "rotary.h"
 #include "tokens.h"
+
+#include <iterator>
 
 extern "C" {
 
@@ -17,8 +20,9 @@ struct Call {
 int64_t diptych_size(int64_t kind) {
   using namespace diptych;
   const int64_t sizes[] = {sizeof(Product),   sizeof(Quantize), sizeof(LayerNorm), sizeof(GroupNorm),
-                           sizeof(Attention), sizeof(RmsNorm),  sizeof(Rotate),    sizeof(PagedAttention)};
-  return kind >= 0 && kind < 8 ? sizes[kind] : -1;
+                           sizeof(Attention), sizeof(RmsNorm),  sizeof(Rotate),    sizeof(PagedAttention),
+                           sizeof(RotateHeads)};
+  return kind >= 0 && kind < static_cast<int64_t>(std::size(sizes)) ? sizes[kind] : -1;
 }
 
 // Returns the name of the instruction set that the kernels are compiled for.
@@ -34,7 +38,8 @@ void diptych_run(const Call* calls, int64_t count) {
       case 4: attention(*static_cast<const Attention*>(calls[i].arguments)); break;
       case 5: rms_norm(*static_cast<const RmsNorm*>(calls[i].arguments)); break;
       case 6: rotate(*static_cast<const Rotate*>(calls[i].arguments)); break;
-      default: paged_attention(*static_cast<const PagedAttention*>(calls[i].arguments));
+      case 7: paged_attention(*static_cast<const PagedAttention*>(calls[i].arguments)); break;
+      default: rotate_heads(*static_cast<const RotateHeads*>(calls[i].arguments));
     }
 }
 }

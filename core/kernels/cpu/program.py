@@ -17,6 +17,17 @@ import torch
 from torch import Tensor
 
 from core.kernels.cpu import calls
+from core.kernels.cpu.arguments import (
+    ACTIVATIONS,
+    Activation,
+    as_floats,
+    check,
+    dtype_for,
+    ends,
+    modulation,
+    output_size,
+    pointer,
+)
 
 _LANES = 16
 HEAD_MULTIPLE = 16  # of the width of attention's heads
@@ -192,38 +203,37 @@ class Program:
         stride: int = 1,
         before: int = 1,
         upsample: bool = False,
-        silu: bool = False,
+        act: Activation | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """A linear layer or 3×3 convolution of `a`, whose (images, height, width) is `grid`, to [rows, columns].
 
         `a` is [images · height · width, channels]. With `inverse` [columns] the result is bytes for the next layer,
-        else floats. `row_bias` is [images, n], `residual` [rows, n]; `out` may be `residual`. The rest as in product.h.
+        else floats. `row_bias` is [images, n], `residual` [rows, n]; `out` may be `residual`. `act` is applied to the
+        sum, or to GEGLU's gate (default: GELU). The rest as in product.h.
         """
         images, height, width = grid
-        h, w = _output_size(height, width, weights.taps, stride, before, upsample)
+        h, w = output_size(height, width, weights.taps, stride, before, upsample)
         rows = images * h * w
         if min(images, h, w) < 1 or max(rows, a.shape[0]) >= _MOST:
             raise ValueError(f"product: {images} pictures of {height}×{width} do not fit the kernels")
         if weights.geglu and (row_bias is not None or residual is not None):
             raise ValueError("product: nothing else is added to GEGLU")
         columns = weights.n // 2 if weights.geglu else weights.n
-        _check("a", a, images * height * width, weights.channels, dtype=_kind(weights.kind == INT8), rows_apart=True)
-        _check("row_bias", row_bias, images, weights.n, rows_apart=True)
-        _check("residual", residual, rows, weights.n)
-        _check("inverse", inverse, columns)
-        if out is None:
-            out = self.buffer(rows, columns, dtype=_kind(inverse is not None))
-        _check("out", out, rows, columns, dtype=_kind(inverse is not None))
+        check("a", a, images * height * width, weights.channels, dtype=dtype_for(weights.kind == INT8), rows_apart=True)
+        check("row_bias", row_bias, images, weights.n, rows_apart=True)
+        check("residual", residual, rows, weights.n)
+        check("inverse", inverse, columns)
+        out = self._out(out, rows, columns, inverse)
         self._add(
             calls.Product(
-                a=a.data_ptr(), w=weights.packed.data_ptr(), offset=_pointer(weights.offset),
-                scale=_pointer(weights.scale), bias=weights.bias.data_ptr(),
-                row_bias=_pointer(row_bias), residual=_pointer(residual), **_ends(out, inverse),
+                a=a.data_ptr(), w=weights.packed.data_ptr(), offset=pointer(weights.offset),
+                scale=pointer(weights.scale), bias=weights.bias.data_ptr(),
+                row_bias=pointer(row_bias), residual=pointer(residual), **ends(out, inverse),
                 images=images, height=height, width=width, channels=weights.channels, n=weights.n,
                 a_stride=a.stride(0), row_stride=0 if row_bias is None else row_bias.stride(0), kind=weights.kind,
                 taps=weights.taps, stride=stride, before=before, upsample=int(upsample), geglu=int(weights.geglu),
-                silu=int(silu),
+                act=ACTIVATIONS[act],
             ),
             a, weights, row_bias, residual, inverse, out,
         )  # fmt: skip
@@ -232,8 +242,8 @@ class Program:
     def quantize(self, x: Tensor, inverse: Tensor) -> Tensor:
         """Floats [rows, channels] to bytes, with `inverse` [channels]."""
         rows, channels = x.shape
-        _check("x", x, rows, channels)
-        _check("inverse", inverse, channels)
+        check("x", x, rows, channels)
+        check("inverse", inverse, channels)
         out = self.buffer(rows, channels, dtype=torch.uint8)
         self._add(
             calls.Quantize(
@@ -243,20 +253,38 @@ class Program:
         )  # fmt: skip
         return out
 
-    def layer_norm(self, x: Tensor, norm: torch.nn.LayerNorm, inverse: Tensor | None) -> Tensor:
-        """LayerNorm of [rows, channels]; bytes with `inverse` [channels], else floats."""
+    def layer_norm(
+        self,
+        x: Tensor,
+        norm: torch.nn.LayerNorm,
+        inverse: Tensor | None,
+        *,
+        row_scale: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """LayerNorm of [rows, channels], with weight and bias or without both.
+
+        `row_scale` [images, channels], which may be a slice, multiplies each image's rows by its own; `residual` [rows,
+        channels] is added. The result is bytes with `inverse` [channels], else floats; `out` may be `residual`.
+        """
         rows, channels = x.shape
-        weight, bias = _float("LayerNorm", norm.weight), _float("LayerNorm", norm.bias)
-        _check("x", x, rows, channels)
+        weight = bias = None
+        if norm.weight is not None:
+            weight, bias = (
+                as_floats("LayerNorm with a weight and no bias", tensor) for tensor in (norm.weight, norm.bias)
+            )
+        check("x", x, rows, channels)
         for name, tensor in (("weight", weight), ("bias", bias), ("inverse", inverse)):
-            _check(name, tensor, channels)
-        out = self.buffer(rows, channels, dtype=_kind(inverse is not None))
+            check(name, tensor, channels)
+        after = modulation("layer_norm", x, row_scale, residual)
+        out = self._out(out, rows, channels, inverse)
         self._add(
             calls.LayerNorm(
-                x=x.data_ptr(), weight=weight.data_ptr(), bias=bias.data_ptr(), **_ends(out, inverse),
+                x=x.data_ptr(), weight=pointer(weight), bias=pointer(bias), **ends(out, inverse), **after,
                 rows=rows, channels=channels, eps=norm.eps,
             ),
-            x, weight, bias, inverse, out,
+            x, weight, bias, row_scale, residual, inverse, out,
         )  # fmt: skip
         return out
 
@@ -265,17 +293,17 @@ class Program:
     ) -> Tensor:
         """GroupNorm of [images · pixels, channels], `y`'s channels after x's; bytes with `inverse`, else floats."""
         (rows, c1), c2 = x.shape, 0 if y is None else y.shape[-1]
-        weight, bias = _float("GroupNorm", norm.weight), _float("GroupNorm", norm.bias)
-        _check("x", x, rows, c1)
-        _check("y", y, rows, c2)
+        weight, bias = (as_floats("GroupNorm without weight and bias", tensor) for tensor in (norm.weight, norm.bias))
+        check("x", x, rows, c1)
+        check("y", y, rows, c2)
         for name, tensor in (("weight", weight), ("bias", bias), ("inverse", inverse)):
-            _check(name, tensor, c1 + c2)
+            check(name, tensor, c1 + c2)
         if rows % images or (c1 + c2) % norm.num_groups:
             raise ValueError(f"group_norm: {rows} pixels of {images} images, {c1 + c2} channels in {norm.num_groups}")
-        out = self.buffer(rows, c1 + c2, dtype=_kind(inverse is not None))
+        out = self.buffer(rows, c1 + c2, dtype=dtype_for(inverse is not None))
         self._add(
             calls.GroupNorm(
-                x=x.data_ptr(), y=_pointer(y), weight=weight.data_ptr(), bias=bias.data_ptr(), **_ends(out, inverse),
+                x=x.data_ptr(), y=pointer(y), weight=weight.data_ptr(), bias=bias.data_ptr(), **ends(out, inverse),
                 images=images, pixels=rows // images, c1=c1, c2=c2, groups=norm.num_groups, eps=norm.eps,
                 silu=int(silu),
             ),
@@ -284,26 +312,49 @@ class Program:
         return out
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, images: int, heads: int, scale: float, inverse: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        images: int,
+        heads: int,
+        scale: float,
+        inverse: Tensor | None,
+        kv_heads: int | None = None,
+        lengths: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
-        """Attention of q [images · tokens, heads · d] on k and v [images · keys, heads · d], which may be slices."""
+        """Attention of q [images · tokens, heads · d] on k and v [images · keys, kv_heads · d], which may be slices.
+
+        With int32 `lengths` [images], read when the program runs, an image attends to its first keys only, at least to
+        one; with `causal`, a token to itself and to those before it.
+        """
         rows, width = q.shape
+        kv_heads = kv_heads or heads
         d = width // heads
         if d % HEAD_MULTIPLE or d * heads != width or not d:
             raise ValueError(f"heads of width {d} do not fit the kernels: it must be a multiple of {HEAD_MULTIPLE}")
+        if heads % kv_heads:
+            raise ValueError(f"attention: {heads} heads do not share {kv_heads} heads of keys evenly")
+        if causal and k.shape[0] != rows:
+            raise ValueError(f"attention: {rows} queries on {k.shape[0]} keys cannot be causal")
         if rows % images or k.shape[0] % images:
             raise ValueError(f"attention: {rows} queries and {k.shape[0]} keys are not those of {images} images")
-        for name, tensor, count in (("q", q, rows), ("k", k, k.shape[0]), ("v", v, k.shape[0])):
-            _check(name, tensor, count, width, rows_apart=True)
-        _check("inverse", inverse, width)
-        out = self.buffer(rows, width, dtype=_kind(inverse is not None))
+        check("q", q, rows, width, rows_apart=True)
+        for name, tensor in (("k", k), ("v", v)):
+            check(name, tensor, k.shape[0], kv_heads * d, rows_apart=True)
+        check("inverse", inverse, width)
+        check("lengths", lengths, images, dtype=torch.int32)
+        out = self.buffer(rows, width, dtype=dtype_for(inverse is not None))
         self._add(
             calls.Attention(
-                q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), **_ends(out, inverse),
-                images=images, heads=heads, tokens=rows // images, keys=k.shape[0] // images, d=d,
-                q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0), scale=scale,
+                q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), **ends(out, inverse),
+                lengths=pointer(lengths), images=images, heads=heads, kv_heads=kv_heads,
+                tokens=rows // images, keys=k.shape[0] // images, d=d,
+                q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0), scale=scale, causal=int(causal),
             ),
-            q, k, v, inverse, out,
+            q, k, v, lengths, inverse, out,
         )  # fmt: skip
         return out
 
@@ -329,56 +380,15 @@ class Program:
     def __len__(self) -> int:
         return len(self._list)
 
+    def _out(self, out: Tensor | None, rows: int, columns: int, inverse: Tensor | None) -> Tensor:
+        """A call's output [rows, columns]: as given, or a new buffer; bytes with `inverse`, else floats."""
+        dtype = dtype_for(inverse is not None)
+        if out is None:
+            return self.buffer(rows, columns, dtype=dtype)
+        check("out", out, rows, columns, dtype=dtype)
+        return out
+
     def _add(self, structure: Any, *kept: Any) -> None:
         self._list.append(structure)
         self._kept.extend(kept)
         self._ready = None
-
-
-def _output_size(height: int, width: int, taps: int, stride: int, before: int, upsample: bool) -> tuple[int, int]:
-    """Height and width that a product gives; `before` is its padding above and to the left."""
-    if taps == 1:
-        if stride != 1 or upsample:
-            raise ValueError("product: a linear layer has no stride and doubles nothing")
-        return height, width
-    if stride not in (1, 2) or before not in (0, 1):
-        raise ValueError(f"product: stride {stride} and padding {before} are unknown to the kernels")
-    h, w = ((side * (2 if upsample else 1) + before - 2) // stride + 1 for side in (height, width))
-    return h, w
-
-
-def _kind(as_bytes: bool) -> torch.dtype:
-    return torch.uint8 if as_bytes else torch.float32
-
-
-def _ends(out: Tensor, inverse: Tensor | None) -> dict[str, int | None]:
-    """A call's output: bytes with `inverse`, else floats."""
-    as_bytes = inverse is not None
-    return {
-        "inverse": _pointer(inverse),
-        "bytes": out.data_ptr() if as_bytes else None,
-        "floats": None if as_bytes else out.data_ptr(),
-    }
-
-
-def _check(
-    name: str, tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32, rows_apart: bool = False
-) -> None:
-    """Reject a tensor of another shape, type or layout than the kernels read. `rows_apart` allows slices."""
-    if tensor is None:
-        return
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != "cpu":
-        found = f"{tensor.dtype} {[*tensor.shape]} on {tensor.device}"
-        raise ValueError(f"{name}: must be {dtype} {[*shape]} on the CPU, not {found}")
-    if not (tensor.stride(-1) == 1 or tensor.shape[-1] == 1 if rows_apart else tensor.is_contiguous()):
-        raise ValueError(f"{name}: its memory layout is not the kernels' (strides {[*tensor.stride()]})")
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _float(what: str, tensor: Tensor | None) -> Tensor:
-    if tensor is None:
-        raise ValueError(f"the kernels do not support {what} without weight and bias")
-    return tensor.detach().float().contiguous()

@@ -1,4 +1,4 @@
-"""Program calls for language models: RMSNorm, rotary positions, paged attention."""
+"""Program calls for transformers: RMSNorm, rotary positions, paged attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from core.kernels.cpu import calls
-from core.kernels.cpu.program import Program, _check, _ends, _float, _kind, _pointer
+from core.kernels.cpu.arguments import as_floats, check, dtype_for, ends, modulation, pointer
+from core.kernels.cpu.program import Program
 from core.kernels.kv_cache import PAGE
 
 
@@ -40,48 +41,117 @@ class PagedLayer:
 class TokenProgram(Program):
     """A program whose rows are tokens. Positions, sequences and page numbers are not checked when it runs."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None) -> Tensor:
-        """RMSNorm of [rows, channels]; bytes with `inverse` [channels], else floats."""
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        inverse: Tensor | None,
+        *,
+        row_scale: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """RMSNorm of [rows, channels]; bytes with `inverse` [channels], else floats.
+
+        `row_scale` [images, channels], `residual` [rows, channels] and `out` as in `layer_norm`.
+        """
         rows, channels = x.shape
-        weight = _float("RMSNorm", weight)
-        _check("x", x, rows, channels)
-        _check("weight", weight, channels)
-        _check("inverse", inverse, channels)
-        out = self.buffer(rows, channels, dtype=_kind(inverse is not None))
+        weight = as_floats("RMSNorm without weight", weight)
+        check("x", x, rows, channels)
+        check("weight", weight, channels)
+        check("inverse", inverse, channels)
+        after = modulation("rms_norm", x, row_scale, residual)
+        out = self._out(out, rows, channels, inverse)
         self._add(
             calls.RmsNorm(
-                x=x.data_ptr(), weight=weight.data_ptr(), **_ends(out, inverse), rows=rows, channels=channels, eps=eps
+                x=x.data_ptr(), weight=weight.data_ptr(), **ends(out, inverse), **after,
+                rows=rows, channels=channels, eps=eps,
             ),
-            x, weight, inverse, out,
+            x, weight, row_scale, residual, inverse, out,
         )  # fmt: skip
         return out
 
-    def rotate(self, qkv: Tensor, angles: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int) -> Tensor:
+    def rotate(
+        self,
+        qkv: Tensor,
+        angles: Tensor,
+        places: TokenPositions,
+        layer: PagedLayer,
+        *,
+        heads: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
         """Rotate queries and keys of qkv [rows, (heads + 2 · kv_heads) · d]; put keys and values into their pages.
 
-        `angles` [positions, d] holds d/2 cosines and then d/2 sines. Returns the rotated queries [rows, heads · d], a
-        slice of `qkv`.
+        `angles` [positions, d] holds d/2 cosines and then d/2 sines. With `q_norm` and `k_norm` [d] each head passes an
+        RMSNorm before. Returns the rotated queries [rows, heads · d], a slice of `qkv`.
         """
         rows, _, kv_heads, d, _ = self._paged("rotate", qkv.shape[0], places, layer, heads)
-        _check("qkv", qkv, rows, (heads + 2 * kv_heads) * d)
-        _check("angles", angles, angles.shape[0], d)
+        check("qkv", qkv, rows, (heads + 2 * kv_heads) * d)
+        check("angles", angles, angles.shape[0], d)
+        q_norm, k_norm = _head_norm("q_norm", q_norm, d), _head_norm("k_norm", k_norm, d)
         self._add(
-            calls.Rotate(**_at(places, layer, heads), qkv=qkv.data_ptr(), angles=angles.data_ptr()),
-            qkv, angles, places, layer,
+            calls.Rotate(
+                **_at(places, layer, heads), qkv=qkv.data_ptr(), angles=angles.data_ptr(),
+                q_norm=pointer(q_norm), k_norm=pointer(k_norm), eps=eps,
+            ),
+            qkv, angles, q_norm, k_norm, places, layer,
         )  # fmt: skip
         return qkv[:, : heads * d]
+
+    def rotate_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        angles: Tensor,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        positions: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        interleaved: bool = False,
+    ) -> None:
+        """Rotate q [rows, heads · d] and k [rows, kv_heads · d] in place; both may be slices of one tensor.
+
+        `angles` holds d/2 cosines and then d/2 sines for each row, [rows, d]; or for each position, [n, d], with int32
+        `positions` [rows], which are not checked when the program runs. With `q_norm` and `k_norm` [d] each head passes
+        an RMSNorm before. `interleaved` turns neighbouring channels (2c, 2c + 1), else channels c and c + d/2.
+        """
+        kv_heads = kv_heads or heads
+        rows, width = q.shape
+        d = width // heads
+        if d % 16 or not d or d * heads != width:
+            raise ValueError(f"rotate_heads: {heads} heads in {width} channels: their width must be a multiple of 16")
+        check("q", q, rows, width, rows_apart=True)
+        check("k", k, rows, kv_heads * d, rows_apart=True)
+        check("angles", angles, rows if positions is None else angles.shape[0], d)
+        check("positions", positions, rows, dtype=torch.int32)
+        q_norm, k_norm = _head_norm("q_norm", q_norm, d), _head_norm("k_norm", k_norm, d)
+        self._add(
+            calls.RotateHeads(
+                q=q.data_ptr(), k=k.data_ptr(), q_norm=pointer(q_norm), k_norm=pointer(k_norm),
+                angles=angles.data_ptr(), positions=pointer(positions), rows=rows, heads=heads, kv_heads=kv_heads, d=d,
+                q_stride=q.stride(0), k_stride=k.stride(0), eps=eps, interleaved=int(interleaved),
+            ),
+            q, k, angles, positions, q_norm, k_norm,
+        )  # fmt: skip
 
     def paged_attention(
         self, q: Tensor, places: TokenPositions, layer: PagedLayer, *, heads: int, scale: float, inverse: Tensor | None
     ) -> Tensor:
         """Attention of q [rows, heads · d], which may be a slice, each row on its sequence up to its own position."""
         rows, _, _, d, _ = self._paged("paged_attention", q.shape[0], places, layer, heads)
-        _check("q", q, rows, heads * d, rows_apart=True)
-        _check("inverse", inverse, heads * d)
-        out = self.buffer(rows, heads * d, dtype=_kind(inverse is not None))
+        check("q", q, rows, heads * d, rows_apart=True)
+        check("inverse", inverse, heads * d)
+        out = self.buffer(rows, heads * d, dtype=dtype_for(inverse is not None))
         self._add(
             calls.PagedAttention(
-                **_at(places, layer, heads), q=q.data_ptr(), **_ends(out, inverse), q_stride=q.stride(0), scale=scale
+                **_at(places, layer, heads), q=q.data_ptr(), **ends(out, inverse), q_stride=q.stride(0), scale=scale
             ),
             q, places, layer, inverse, out,
         )  # fmt: skip
@@ -98,14 +168,21 @@ class TokenProgram(Program):
             raise ValueError(f"{what}: {heads} heads of width {d} on {kv_heads}, {page} a page, do not fit the kernels")
         if (dtype == torch.int8) != (layer.key_scales is not None) or dtype not in (torch.int8, torch.float32):
             raise ValueError(f"{what}: pages are fp32, or int8 with scales, not {dtype}")
-        _check("keys", layer.keys, pages, kv_heads, d, PAGE, dtype=dtype)
-        _check("values", layer.values, pages, kv_heads, PAGE, d, dtype=dtype)
-        _check("key_scales", layer.key_scales, pages, kv_heads, PAGE)
-        _check("value_scales", layer.value_scales, pages, kv_heads, PAGE)
+        check("keys", layer.keys, pages, kv_heads, d, PAGE, dtype=dtype)
+        check("values", layer.values, pages, kv_heads, PAGE, d, dtype=dtype)
+        check("key_scales", layer.key_scales, pages, kv_heads, PAGE)
+        check("value_scales", layer.value_scales, pages, kv_heads, PAGE)
         for name, tensor in (("positions", places.positions), ("sequences", places.sequences)):
-            _check(name, tensor, rows, dtype=torch.int32)
-        _check("table", places.table, *places.table.shape, dtype=torch.int32)
+            check(name, tensor, rows, dtype=torch.int32)
+        check("table", places.table, *places.table.shape, dtype=torch.int32)
         return rows, pages, kv_heads, d, dtype
+
+
+def _head_norm(name: str, weight: Tensor | None, d: int) -> Tensor | None:
+    """The weights [d] of an RMSNorm of heads, in fp32."""
+    made = None if weight is None else as_floats(name, weight)
+    check(name, made, d)
+    return made
 
 
 def _at(places: TokenPositions, layer: PagedLayer, heads: int) -> dict[str, int | None]:
@@ -116,8 +193,8 @@ def _at(places: TokenPositions, layer: PagedLayer, heads: int) -> dict[str, int 
         "table": places.table.data_ptr(),
         "keys": layer.keys.data_ptr(),
         "values": layer.values.data_ptr(),
-        "key_scales": _pointer(layer.key_scales),
-        "value_scales": _pointer(layer.value_scales),
+        "key_scales": pointer(layer.key_scales),
+        "value_scales": pointer(layer.value_scales),
         "rows": places.positions.shape[0],
         "heads": heads,
         "kv_heads": kv_heads,

@@ -3,6 +3,8 @@
 
 #include "tokens.h"
 
+#include "rotary.h"
+
 namespace diptych {
 namespace {
 
@@ -31,15 +33,6 @@ void keep(const float* x, int8_t* page, float* scale, int64_t d, int64_t apart) 
   for (int64_t c = 0; c < d; ++c) page[c * apart] = static_cast<int8_t>(std::nearbyint(x[c] / *scale));
 }
 
-void turn(float* x, const float* angles, int64_t d) {
-  const int64_t half = d / 2;
-  for (int64_t c = 0; c < half; ++c) {
-    const float a = x[c], b = x[c + half], cosine = angles[c], sine = angles[c + half];
-    x[c] = a * cosine - b * sine;
-    x[c + half] = b * cosine + a * sine;
-  }
-}
-
 template <class T>
 void rotate_row(const Rotate& r, int64_t m) {
   const Paged& p = r.at;
@@ -48,9 +41,9 @@ void rotate_row(const Rotate& r, int64_t m) {
   const float* angles = r.angles + position * p.d;
   float* q = r.qkv + m * (p.heads + 2 * p.kv_heads) * p.d;
   float *k = q + p.heads * p.d, *v = k + p.kv_heads * p.d;
-  for (int64_t h = 0; h < p.heads; ++h) turn(q + h * p.d, angles, p.d);
+  turn_heads<false>(q, r.q_norm, r.eps, angles, p.heads, p.d);
+  turn_heads<false>(k, r.k_norm, r.eps, angles, p.kv_heads, p.d);
   for (int64_t h = 0; h < p.kv_heads; ++h) {
-    turn(k + h * p.d, angles, p.d);
     const int64_t head = page * p.kv_heads + h, token = head * PAGE + place;
     float* scales[2] = {p.key_scales ? p.key_scales + token : nullptr, p.key_scales ? p.value_scales + token : nullptr};
     keep(k + h * p.d, static_cast<T*>(p.keys) + head * p.d * PAGE + place, scales[0], p.d, PAGE);
@@ -87,18 +80,6 @@ void score(const PagedAttention& a, const float* q, const int32_t* pages, int64_
     }
   }
   for (int h = 0; h < HEADS; ++h) largest[h] = greatest(top[h]);
-}
-
-// exp(score − largest) in place; returns 1 / sum.
-float soften(float* scores, float largest, int64_t count) {
-  const Vec most = all(largest);
-  Vec sum = zero();
-  for (int64_t s = 0; s < count; s += LANES) {
-    const Vec e = masked(exp(load(scores + s) - most), lanes(count - s));
-    save(scores + s, e);
-    sum = sum + e;
-  }
-  return 1.0f / total(sum);
 }
 
 template <class Kind, int HEADS>
@@ -173,11 +154,12 @@ void rms_norm(const RmsNorm& r) {
       square = fma(x, x, square);
     }
     const Vec rms = all(1.0f / std::sqrt(total(square) / r.channels + r.eps));
+    const float *scale = r.after.scale_of(m), *residual = r.after.residual_of(m, r.channels);
     for (int64_t c = 0; c < r.channels; c += LANES) {
       const Mask mask = lanes(r.channels - c);
       const Vec x = load(row + c, mask) * rms;
-      store(x * load(r.weight + c, mask), r.inverse, r.bytes, r.floats,
-            m * r.channels + c, c, mask);
+      store(modulated(x * load(r.weight + c, mask), scale, residual, c, mask),
+            r.inverse, r.bytes, r.floats, m * r.channels + c, c, mask);
     }
   }
 }

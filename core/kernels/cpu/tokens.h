@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vector.h"
+#include "norm.h"
 
 namespace diptych {
 
@@ -10,6 +10,7 @@ struct RmsNorm {  // x / sqrt(mean(x²) + eps) · weight over channels; to `floa
   const float *x, *weight, *inverse;
   uint8_t* bytes;
   float* floats;
+  Modulation after;
   int64_t rows, channels;
   float eps;
 };
@@ -26,11 +27,12 @@ struct Paged {
 
 // Applies rotary embeddings to queries and keys of qkv [rows, (heads + 2 · kv_heads) · d] (Su et al., 2021; in the
 // split-half layout of transformers) and writes keys and values into their pages. Queries are rotated in place. `angles`
-// holds d/2 cosines and then d/2 sines for each position.
+// holds d/2 cosines and then d/2 sines for each position. Given q_norm and k_norm [d], each head first passes an RMSNorm.
 struct Rotate {
   Paged at;
   float* qkv;
-  const float* angles;
+  const float *angles, *q_norm, *k_norm;
+  float eps;
 };
 
 // softmax(q · kᵀ · scale) · v of each row over its sequence's tokens up to its own position (causal). Rows of q are

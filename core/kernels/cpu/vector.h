@@ -48,6 +48,34 @@ inline Vec gelu(Vec x) {  // x·Φ(x); erf by Abramowitz and Stegun 7.1.26, abso
   return all(0.5f) * x * (all(1.0f) + negate_where_negative(erf, x));
 }
 
+inline Vec quick_gelu(Vec x) { return x / (all(1.0f) + exp(all(-1.702f) * x)); }  // x·σ(1.702 x)
+
+inline Vec gelu_tanh(Vec x) {  // x/2·(1 + tanh(√(2/π)·(x + 0.044715 x³))), as x·σ(2 …), which does not cancel
+  const Vec cubed = fma(all(0.044715f) * x * x, x, x);
+  return x / (all(1.0f) + exp(all(-1.5957691216057308f) * cubed));
+}
+
+inline Vec tanh(Vec x) {  // relative error below 5e-7: Lambert's continued fraction at x / 8, then tanh 2y three times
+  const Vec y = min(all(1.25f), max(all(-1.25f), x * all(0.125f)));
+  const Vec s = y * y;
+  const Vec over = fma(fma(s, all(21.0f), all(1260.0f)), s, all(10395.0f));
+  Vec t = y * over / fma(fma(s + all(210.0f), s, all(4725.0f)), s, all(10395.0f));
+  for (int i = 0; i < 3; ++i) t = (t + t) / fma(t, t, all(1.0f));
+  return t;
+}
+
+// Softmax's exp(score − largest) of `count` scores in place; returns 1 / sum. The last vector is filled with zeros.
+inline float soften(float* scores, float largest, int64_t count) {
+  const Vec most = all(largest);
+  Vec sum = zero();
+  for (int64_t s = 0; s < count; s += LANES) {
+    const Vec e = masked(exp(load(scores + s) - most), lanes(count - s));
+    save(scores + s, e);
+    sum = sum + e;
+  }
+  return 1.0f / total(sum);
+}
+
 // Stores sixteen values of a tensor: unchanged if `floats` is given, else quantized to round(x) + 128 as bytes (-127…127
 // becomes 1…255). Values are clamped as floats, because large ones overflow the conversion to integers.
 inline void store(Vec value, const float* inverse, uint8_t* out, float* floats, int64_t at, int64_t channel,

@@ -1,6 +1,6 @@
 """What the tests of quantization share: the compiled kernels, calls of them on given tensors, and plain references.
 
-Calls go through `Program`, as everything does; references are PyTorch in 64 bits.
+Calls go through `TokenProgram`, as everything does; references are PyTorch in 64 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from core.kernels.cpu.library import KernelsUnavailable, library
-from core.kernels.cpu.program import Program
+from core.kernels.cpu.token_program import TokenProgram
 
 ROOT = Path(__file__).resolve().parents[3]
 CACHE = ROOT / ".pytest_cache" / "d" / "kernels"
@@ -43,7 +43,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Watched(Program):
+class Watched(TokenProgram):
     """A program whose buffers lie between canaries, looked at after each run."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Watched(Program):
         assert all((wall == CANARY).all() for wall in self._walls), "a kernel wrote outside of its output"
 
 
-def called(write: Callable[[Program], Tensor]) -> Tensor:
+def called(write: Callable[[TokenProgram], Tensor]) -> Tensor:
     """What a call returns, which `write` writes down."""
     program = Watched()
     out = write(program)

@@ -16,10 +16,10 @@ from core.kernels.cpu.program import Program
 from tests.core.quant.stage import called, check_bytes, check_close, kernels, normal, threads
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, images: int, heads: int) -> Tensor:
-    """[images · tokens, heads · d] in 64 bits."""
+def exact(q: Tensor, k: Tensor, v: Tensor, images: int, heads: int, mask: Tensor | None = None) -> Tensor:
+    """[images · tokens, heads · d] in 64 bits; `mask` [images, 1, tokens, keys] or one that broadcasts to it."""
     split = (x.double().view(images, -1, heads, q.shape[-1] // heads).transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*split).transpose(1, 2).reshape(q.shape)
+    return F.scaled_dot_product_attention(*split, attn_mask=mask).transpose(1, 2).reshape(q.shape)
 
 
 def attention(p: Program, q: Tensor, k: Tensor, v: Tensor, images: int, heads: int, inverse: Tensor | None) -> Tensor:
@@ -47,6 +47,88 @@ def test_attention(
         check_close(found, wanted, relative=1e-6 * max(3, 2 * hardness))
     else:
         check_bytes(found, wanted * inverse.double())
+
+
+@settings(max_examples=80)
+@given(
+    lengths=st.lists(st.integers(1, 45), min_size=1, max_size=4), padding=st.integers(0, 20), causal=st.booleans(),
+    limited=st.booleans(), kv_heads=st.integers(1, 2), group=st.integers(1, 3), d=st.sampled_from((16, 48)),
+    floats=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_masked_attention(
+    lengths: list[int], padding: int, causal: bool, limited: bool, kv_heads: int, group: int, d: int, floats: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    """Lengths, causality and shared heads in any combination; keys behind a length are NaN."""
+    images, tokens, heads = len(lengths), max(lengths) + padding, kv_heads * group
+    q, inverse = normal(seed, images * tokens, heads * d), normal(seed + 2, heads * d, scale=40)
+    k, v = (normal(seed + j, images * tokens, kv_heads * d + j)[:, j:].contiguous() for j in (1, 3))
+    real = torch.arange(tokens) < torch.tensor(lengths)[:, None]  # [images, tokens]
+    mask = torch.ones(images, 1, tokens, tokens, dtype=torch.bool)
+    if limited:
+        k.view(images, tokens, -1)[~real] = v.view(images, tokens, -1)[~real] = torch.nan
+        mask &= real[:, None, None]
+    if causal:
+        mask = mask.tril()
+
+    def write(p: Program) -> Tensor:
+        return p.attention(
+            q, k, v, images=images, heads=heads, kv_heads=kv_heads, scale=1 / math.sqrt(d), causal=causal,
+            lengths=torch.tensor(lengths, dtype=torch.int32) if limited else None, inverse=None if floats else inverse,
+        )  # fmt: skip
+
+    found = called(write)
+    wide = (x.nan_to_num().view(-1, kv_heads, d).repeat_interleave(group, 1).flatten(1) for x in (k, v))
+    wanted = exact(q, *wide, images, heads, mask)
+    if floats:
+        check_close(found, wanted, relative=3e-6)
+    else:
+        check_bytes(found, wanted * inverse.double())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_images_bits_do_not_depend_on_its_padding(causal: bool) -> None:
+    """Texts of different lengths padded to one are computed as each is alone."""
+    lengths, tokens, heads, d = [1, 6, 16, 31, 33, 47, 50], 50, 4, 32
+    images = len(lengths)
+    q = normal(0, images * tokens, heads * d)
+    k, v = normal(1, images * tokens, 2 * d), normal(2, images * tokens, 2 * d)
+    options: dict[str, Any] = {"heads": heads, "kv_heads": 2, "scale": 0.2, "causal": causal, "inverse": None}
+
+    def run(lengths: list[int]) -> Tensor:
+        limits = torch.tensor(lengths, dtype=torch.int32)
+        return called(lambda p: p.attention(q, k, v, images=images, lengths=limits, **options))
+
+    together = run(lengths)
+    for image, length in enumerate(lengths):
+        rows = slice(image * tokens, image * tokens + length)
+        alone = called(lambda p, r=rows: p.attention(q[r], k[r], v[r], images=1, **options))  # type: ignore[misc]
+        assert torch.equal(alone, together[rows])
+    with threads(2):
+        assert torch.equal(run(lengths), together)
+    assert run([0, -1, 99, 31, 33, 47, 50]).isfinite().all()  # lengths are clamped to what there is
+
+
+def test_a_causal_rows_bits_do_not_depend_on_later_tokens() -> None:
+    q, k, v = normal(0, 40, 48), normal(1, 40, 48), normal(2, 40, 48)
+    options: dict[str, Any] = {"images": 1, "heads": 1, "scale": 0.2, "causal": True, "inverse": None}
+    whole = called(lambda p: p.attention(q, k, v, **options))
+    for count in (1, 5, 6, 7, 16, 39):
+        later = [x.clone() for x in (q, k, v)]
+        for x in later:
+            x[count:] = torch.inf
+        assert torch.equal(called(lambda p: p.attention(*later, **options))[:count], whole[:count])  # noqa: B023
+        assert torch.equal(called(lambda p: p.attention(q[:count], k[:count], v[:count], **options)), whole[:count])  # noqa: B023
+
+
+def test_lengths_are_read_when_a_program_runs() -> None:
+    q, k, v, lengths = normal(0, 8, 32), normal(1, 20, 32), normal(2, 20, 32), torch.tensor([20], dtype=torch.int32)
+    p = Program(kernels())
+    found = p.attention(q, k, v, images=1, heads=2, scale=0.25, inverse=None, lengths=lengths)
+    for length in (20, 3):
+        lengths.fill_(length)
+        p.run()
+        check_close(found, exact(q, k[:length], v[:length], 1, 2), relative=3e-6)
 
 
 def test_scores_beyond_what_exp_holds() -> None:
@@ -99,3 +181,19 @@ def test_an_images_bits_depend_neither_on_its_companions_nor_its_place_nor_threa
 def test_what_does_not_fit_is_refused(shapes: Any, heads: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         attention(Program(kernels()), *(torch.zeros(shape) for shape in shapes), 2, heads, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_heads": 3}, "4 heads do not share 3 heads of keys evenly"),
+        ({"kv_heads": 2}, r"k: must be torch.float32 \[8, 32\] on the CPU, not torch.float32 \[8, 64\]"),
+        ({"causal": True}, "6 queries on 8 keys cannot be causal"),
+        ({"lengths": torch.ones(2)}, r"lengths: must be torch.int32 \[2\]"),
+        ({"lengths": torch.ones(3, dtype=torch.int32)}, r"lengths: must be torch.int32 \[2\]"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:
+    q, k = torch.zeros(6, 64), torch.zeros(8, 64)
+    with pytest.raises(ValueError, match=said):
+        Program(kernels()).attention(q, k, k, images=2, heads=4, scale=1.0, inverse=None, **options)

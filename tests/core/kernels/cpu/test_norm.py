@@ -76,6 +76,35 @@ def test_layer_norm(rows: int, channels: int, floats: bool, mean: float, eps: fl
 
 @few
 @given(
+    images=st.integers(1, 3), tokens=st.integers(1, 6), channels=st.integers(2, 70), affine=st.booleans(),
+    added=st.booleans(), floats=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_modulated_layer_norm(
+    images: int, tokens: int, channels: int, affine: bool, added: bool, floats: bool, seed: int
+) -> None:
+    """With and without parameters, times a scale for each image, plus a residual."""
+    x, inverse = normal(seed, images * tokens, channels, scale=3), normal(seed + 1, channels, scale=20)
+    row_scale, residual = normal(seed + 2, images, channels + 2)[:, 2:], normal(seed + 3, images * tokens, channels)
+    norm = layer_norm(channels) if affine else nn.LayerNorm(channels, elementwise_affine=False)
+
+    def write(p: Program) -> Tensor:
+        return p.layer_norm(
+            x, norm, None if floats else inverse, row_scale=row_scale, residual=residual if added else None
+        )
+
+    found = called(write)
+    parameters = (norm.weight.double(), norm.bias.double()) if affine else (None, None)
+    wanted = F.layer_norm(x.double(), (channels,), *parameters) * row_scale.double().repeat_interleave(tokens, 0)
+    if added:
+        wanted = wanted + residual.double()
+    if floats:
+        check_close(found, wanted, relative=1e-5)
+    else:
+        check_bytes(found, wanted * inverse.double())
+
+
+@few
+@given(
     images=st.integers(1, 3), pixels=st.integers(2, 40), size=st.integers(1, 9), groups=st.integers(1, 8),
     second=st.integers(0, 40), silu=st.booleans(), floats=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
@@ -173,7 +202,7 @@ NORM, PLAIN = nn.LayerNorm(8), nn.GroupNorm(2, 8)
         ("quantize", (torch.zeros(3, 8), torch.ones(7)), r"inverse: must be torch.float32 \[8\]"),
         ("quantize", (torch.zeros(8, 3).t(), torch.ones(8)), "x: its memory layout is not the kernels'"),
         ("layer_norm", (torch.zeros(3, 9), NORM, None), r"weight: must be torch.float32 \[9\]"),
-        ("layer_norm", (torch.zeros(3, 8), nn.LayerNorm(8, bias=False), None), "LayerNorm without weight and bias"),
+        ("layer_norm", (torch.zeros(3, 8), nn.LayerNorm(8, bias=False), None), "LayerNorm with a weight and no bias"),
         ("layer_norm", (torch.zeros(3, 8), NORM, torch.ones(4)), "inverse: must be"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core.kernels.cpu.arguments import ACTIVATIONS, Activation
 from core.kernels.cpu.program import Program, Weights, pack_float, pack_int8
 from tests.core.quant.stage import (
     as_bytes,
@@ -44,7 +46,7 @@ class Case:
     upsample: bool = False
     row_bias: bool = False
     residual: bool = False
-    silu: bool = False
+    act: Activation | None = None
     bytes: bool = False
     seed: int = 0
 
@@ -98,15 +100,22 @@ def sizes(most: int) -> st.SearchStrategy[int]:
     return st.integers(1, most)
 
 
+# In 64 bits.
+EXACT: dict[Activation | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x, "silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "tanh": torch.tanh,
+}  # fmt: skip
+acts = st.sampled_from([*EXACT])
+
 linear = st.builds(
     Case, st.sampled_from(KINDS), images=sizes(3), height=sizes(3), width=sizes(9), fours=sizes(12), n=sizes(140),
-    taps=st.just(1), row_bias=st.booleans(), residual=st.booleans(), silu=st.booleans(), bytes=st.booleans(),
+    taps=st.just(1), row_bias=st.booleans(), residual=st.booleans(), act=acts, bytes=st.booleans(),
     seed=st.integers(0, 99),
 )  # fmt: skip
 convolution = st.builds(
     Case, st.sampled_from(KINDS), images=sizes(3), height=st.integers(2, 7), width=st.integers(2, 9), fours=sizes(9),
     n=sizes(100), taps=st.just(9), stride=st.sampled_from((1, 2)), before=st.sampled_from((0, 1)),
-    upsample=st.booleans(), row_bias=st.booleans(), residual=st.booleans(), silu=st.booleans(), bytes=st.booleans(),
+    upsample=st.booleans(), row_bias=st.booleans(), residual=st.booleans(), act=acts, bytes=st.booleans(),
     seed=st.integers(0, 99),
 )  # fmt: skip
 
@@ -133,12 +142,11 @@ def test_scale_bias_what_is_added_and_the_way_out(case: Case) -> None:
         wanted = wanted + row_bias.double().repeat_interleave(len(sums) // case.images, 0)
     if case.residual:
         wanted = wanted + residual.double()
-    if case.silu:
-        wanted = F.silu(wanted)
+    wanted = EXACT[case.act](wanted)
 
     def write(p: Program) -> Tensor:
         return p.product(
-            a, case.packed(scale, bias), grid=case.grid, silu=case.silu,
+            a, case.packed(scale, bias), grid=case.grid, act=case.act,
             row_bias=row_bias if case.row_bias else None, residual=residual if case.residual else None,
             inverse=inverse if case.bytes else None, **case.options,
         )  # fmt: skip
@@ -154,10 +162,10 @@ def test_scale_bias_what_is_added_and_the_way_out(case: Case) -> None:
 @few
 @given(
     kind=st.sampled_from(KINDS), rows=sizes(30), fours=sizes(12), pairs=sizes(9), floats=st.booleans(),
-    silu=st.booleans(),
+    act=acts,
 )  # fmt: skip
-def test_geglu(kind: str, rows: int, fours: int, pairs: int, floats: bool, silu: bool) -> None:
-    """Hidden · GELU(gate), or SiLU(gate), in diffusers' order: the first half of the columns is hidden."""
+def test_geglu(kind: str, rows: int, fours: int, pairs: int, floats: bool, act: Activation | None) -> None:
+    """Hidden · act(gate), by default GELU, in diffusers' order: the first half of the columns is hidden."""
     case = Case(kind, 1, 1, rows, fours, 32 * pairs, 1)
     a, x = case.input()
     bias, inverse = normal(3, case.n), normal(6, case.n // 2, scale=20)
@@ -168,8 +176,8 @@ def test_geglu(kind: str, rows: int, fours: int, pairs: int, floats: bool, silu:
     else:
         weight = case.weight()
         weights = pack_float(kernels(), weight.bfloat16() if kind == "bf16" else weight, bias, geglu=True)
-    found = called(lambda p: p.product(a, weights, grid=case.grid, inverse=None if floats else inverse, silu=silu))
-    wanted = hidden * (F.silu(gate) if silu else F.gelu(gate))
+    found = called(lambda p: p.product(a, weights, grid=case.grid, inverse=None if floats else inverse, act=act))
+    wanted = hidden * EXACT[act or "gelu"](gate)
     if floats:
         check_close(found, wanted)
     else:
@@ -186,7 +194,7 @@ def test_a_rows_bits_depend_neither_on_its_companions_nor_its_place_nor_threads(
     pixels = case.height * case.width
 
     def run(a: Tensor, images: int) -> Tensor:
-        return called(lambda p: p.product(a, weights, grid=(images, case.height, case.width), silu=True))
+        return called(lambda p: p.product(a, weights, grid=(images, case.height, case.width), act="silu"))
 
     together = run(a, 5)
     for image in range(5):
@@ -207,9 +215,27 @@ def test_a_product_may_be_added_to_what_it_is_written_over() -> None:
 def test_silu_over_its_whole_range() -> None:
     x = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([-1e30, -1e4, 0.0, -0.0, 1e4, 1e30])])[:, None]
     weights = pack_float(kernels(), torch.ones(1, 1, 1), None)
-    found = called(lambda p: p.product(x, weights, grid=(1, 1, len(x)), silu=True)).double()
+    found = called(lambda p: p.product(x, weights, grid=(1, 1, len(x)), act="silu")).double()
     wanted = F.silu(x.double())
     assert ((found - wanted).abs() <= 1e-6 * wanted.abs() + 1e-30 + 1e-38 * x.abs().double()).all()
+
+
+@pytest.mark.parametrize(
+    ("act", "relative", "least"),
+    [("gelu", 0, 3e-7), ("quick_gelu", 6e-6, 1e-30), ("gelu_tanh", 3e-6, 1e-14), ("tanh", 5e-7, 0)],
+)
+def test_activations_over_their_whole_range(act: Activation, relative: float, least: float) -> None:
+    """Also tanh of small gates to seven digits; NaN stays NaN."""
+    small = torch.logspace(-30, -1, 400)
+    x = torch.cat(
+        [torch.linspace(-40, 40, 8001), small, -small, torch.tensor([-1e10, -1e4, 0.0, 1e4, 1e10, torch.nan])]
+    )
+    weights = pack_float(kernels(), torch.ones(1, 1, 1), None)
+    found = called(lambda p: p.product(x[:, None], weights, grid=(1, 1, len(x)), act=act))[:, 0].double()
+    wanted = EXACT[act](x.double())
+    assert found[-1].isnan()
+    allowed = relative * wanted.abs() + least * x.abs().double().clamp_min(1) + 1e-38 * x.abs().double()
+    assert ((found - wanted).abs() <= allowed)[:-1].all()
 
 
 def test_gelu_over_its_whole_range() -> None:
@@ -266,6 +292,10 @@ def test_a_convolution_refuses_what_it_does_not_know(shape: Any, options: dict[s
     case = Case("fp32", *shape, 1, 8, 9)
     with pytest.raises(ValueError, match=said):
         Program(kernels()).product(case.input()[0], case.packed(), grid=case.grid, **options)
+
+
+def test_every_activation_is_tested() -> None:
+    assert EXACT.keys() == ACTIVATIONS.keys()
 
 
 def test_geglu_refuses_more_to_add() -> None:

@@ -12,25 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
-from tests.core.quant.stage import CANARY, check_bytes, check_close, kernels, normal, seeded, threads
-
-
-class Watched(TokenProgram):
-    """A program whose buffers lie between canaries, looked at after each run."""
-
-    def __init__(self) -> None:
-        super().__init__(kernels())
-        self._walls: list[Tensor] = []
-
-    def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        count = torch.Size(shape).numel() * dtype.itemsize
-        memory = torch.full((count + 256,), CANARY, dtype=torch.uint8)
-        self._walls += [memory[:128], memory[-128:]]
-        return memory[128:-128].view(dtype).view(shape)
-
-    def run(self) -> None:
-        super().run()
-        assert all((wall == CANARY).all() for wall in self._walls), "a kernel wrote outside of its output"
+from tests.core.quant.stage import Watched, called, check_bytes, check_close, kernels, normal, seeded, threads
 
 
 class World(NamedTuple):
@@ -77,22 +59,73 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@settings(max_examples=40)
-@given(rows=st.integers(1, 9), channels=st.integers(1, 80), floats=st.booleans(), seed=st.integers(0, 99))
-def test_rms_norm(rows: int, channels: int, floats: bool, seed: int) -> None:
-    x, weight, inverse = (
+@settings(max_examples=60)
+@given(
+    images=st.integers(1, 3), tokens=st.integers(1, 5), channels=st.integers(1, 80), scaled=st.booleans(),
+    added=st.booleans(), floats=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rms_norm(images: int, tokens: int, channels: int, scaled: bool, added: bool, floats: bool, seed: int) -> None:
+    rows = images * tokens
+    x, weight, inverse, row_scale, residual = (
         normal(seed, rows, channels, scale=3),
         normal(seed + 1, channels),
         normal(seed + 2, channels) * 40,
+        normal(seed + 3, images, channels + 4)[:, 1:-3],  # a slice of something wider
+        normal(seed + 4, rows, channels),
     )
-    p = Watched()
-    out = p.rms_norm(x, weight, 1e-6, None if floats else inverse)
-    p.run()
+
+    def write(p: TokenProgram) -> Tensor:
+        return p.rms_norm(
+            x, weight, 1e-6, None if floats else inverse,
+            row_scale=row_scale if scaled else None, residual=residual if added else None,
+        )  # fmt: skip
+
+    out = called(write)
     wanted = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    if scaled:
+        wanted = wanted * row_scale.double().repeat_interleave(tokens, 0)
+    if added:
+        wanted = wanted + residual.double()
     if floats:
         check_close(out, wanted)
     else:
         check_bytes(out, wanted * inverse.double())
+
+
+def test_a_gated_residual_may_be_written_over_what_it_is_added_to() -> None:
+    x, y, weight, gate = normal(0, 6, 40), normal(1, 6, 40), normal(2, 40), normal(3, 2, 40)
+    held, p = x.clone(), Watched()
+    assert p.rms_norm(y, weight, 1e-5, None, row_scale=gate, residual=held, out=held) is held
+    p.run()
+    normed = y.double() * (y.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    check_close(held, x.double() + normed * gate.double().repeat_interleave(3, 0))
+
+
+@pytest.mark.parametrize("floats", [True, False])
+def test_a_modulated_rows_bits_depend_neither_on_its_companions_nor_threads(floats: bool) -> None:
+    images, tokens, channels = 4, 7, 50
+    x, row_scale, residual, norm = (
+        normal(0, images * tokens, channels),
+        normal(1, images, channels),
+        normal(2, images * tokens, channels),
+        torch.nn.LayerNorm(channels, elementwise_affine=False),
+    )
+    weight, inverse = normal(3, channels), None if floats else normal(4, channels, scale=20)
+
+    def run(rows: slice, which: slice) -> list[Tensor]:
+        p = Watched()
+        options = {"row_scale": row_scale[which], "residual": residual[rows]}
+        made = [p.rms_norm(x[rows], weight, 1e-5, inverse, **options), p.layer_norm(x[rows], norm, inverse, **options)]
+        p.run()
+        return made
+
+    together = run(slice(None), slice(None))
+    for image in range(images):
+        rows = slice(image * tokens, (image + 1) * tokens)
+        for alone, every in zip(run(rows, slice(image, image + 1)), together, strict=True):
+            assert torch.equal(alone, every[rows])
+    with threads(2):
+        assert all(torch.equal(a, b) for a, b in zip(run(slice(None), slice(None)), together, strict=True))
 
 
 @settings(max_examples=40)
@@ -143,10 +176,15 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return x * cosine + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sine
 
 
+def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else torch.nn.functional.rms_norm(x.double(), weight.shape, weight.double(), 1e-6)
+
+
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 3, 48), (8, 1, 64)])
 def test_rotate_puts_keys_and_values_into_their_pages_and_nowhere_else(
-    heads: int, kv_heads: int, d: int, int8: bool
+    heads: int, kv_heads: int, d: int, norm: bool, int8: bool
 ) -> None:
     dtype = torch.int8 if int8 else torch.float32
     keys, values = (
@@ -160,15 +198,18 @@ def test_rotate_puts_keys_and_values_into_their_pages_and_nowhere_else(
     given_ = normal(2, 4, (heads + 2 * kv_heads) * d)
     qkv, p = given_.clone(), Watched()
     places = TokenPositions(ints(positions), ints(sequences), table)
-    q = p.rotate(qkv, angles, places, PagedLayer(keys, values, *scales), heads=heads)
+    q_norm, k_norm = (normal(3, d), normal(4, d)) if norm else (None, None)
+    layer = PagedLayer(keys, values, *scales)
+    q = p.rotate(qkv, angles, places, layer, heads=heads, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
     p.run()
     written = torch.zeros(6, PAGE, dtype=torch.bool)
     for row, (position, sequence) in enumerate(zip(positions, sequences, strict=True)):
         split = given_[row].view(-1, d)
         page, place = int(table[sequence, position // PAGE]), position % PAGE
         written[page, place] = True
-        check_close(q[row], rotated(split[:heads], angles[position]).flatten())
-        wanted = [rotated(split[heads : heads + kv_heads], angles[position]), split[heads + kv_heads :].double()]
+        check_close(q[row], rotated(normed(split[:heads], q_norm), angles[position]).flatten())
+        k = normed(split[heads : heads + kv_heads], k_norm)
+        wanted = [rotated(k, angles[position]), split[heads + kv_heads :].double()]
         for found, scale, want in (
             (keys[page, :, :, place], scales[0], wanted[0]),
             (values[page, :, place], scales[1], wanted[1]),
@@ -221,5 +262,15 @@ def test_what_does_not_fit_is_refused() -> None:
         p.rotate(normal(0, 1, 256), normal(1, 32, 32), places, whole, heads=4)
     with pytest.raises(ValueError, match="qkv"):
         p.rotate(normal(0, 1, 255), normal(1, 32, 32), places, there.layer, heads=4)
+    with pytest.raises(ValueError, match=r"q_norm: must be torch.float32 \[32\]"):
+        p.rotate(normal(0, 1, 256), normal(1, 32, 32), places, there.layer, heads=4, q_norm=normal(2, 64))
     with pytest.raises(ValueError, match="weight"):
         p.rms_norm(normal(0, 1, 8), normal(1, 9), 1e-6, None)
+    with pytest.raises(ValueError, match=r"row_scale: must be torch.float32 \[2, 8\]"):
+        p.rms_norm(normal(0, 4, 8), normal(1, 8), 1e-6, None, row_scale=normal(2, 2, 9))
+    with pytest.raises(ValueError, match="rms_norm: 4 rows are not those of 3 images"):
+        p.rms_norm(normal(0, 4, 8), normal(1, 8), 1e-6, None, row_scale=normal(2, 3, 8))
+    with pytest.raises(ValueError, match=r"residual: must be torch.float32 \[4, 8\]"):
+        p.rms_norm(normal(0, 4, 8), normal(1, 8), 1e-6, None, residual=normal(2, 3, 8))
+    with pytest.raises(ValueError, match=r"out: must be torch.uint8"):
+        p.rms_norm(normal(0, 4, 8), normal(1, 8), 1e-6, torch.ones(8), out=normal(2, 4, 8))

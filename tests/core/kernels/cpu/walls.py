@@ -75,7 +75,7 @@ def products(kernels: ctypes.CDLL, p: Walled, kind: str, channels: int, n: int) 
     for rows in (1, 7, 15):
         a, plain = p.wall(torch.zeros(rows, channels, dtype=dtype)), pack(1, n)
         row_bias, residual = p.wall(torch.zeros(1, n)), p.wall(torch.zeros(rows, n))
-        p.product(a, plain, grid=(1, 1, rows), row_bias=row_bias, residual=residual, silu=True)
+        p.product(a, plain, grid=(1, 1, rows), row_bias=row_bias, residual=residual, act="silu")
         p.product(a, plain, grid=(1, 1, rows), inverse=inverse)
         wide = pack(1, 32 * n, geglu=True)
         p.product(a, wide, grid=(1, 1, rows), inverse=p.wall(torch.ones(16 * n)))
@@ -91,6 +91,9 @@ def norms(p: Walled, channels: int) -> None:
     p.quantize(x, inverse)
     for after in (None, inverse):
         p.layer_norm(x, p.norm(nn.LayerNorm(channels)), after)  # type: ignore[arg-type]
+        scale, plain = p.wall(torch.ones(2, channels)), nn.LayerNorm(channels, elementwise_affine=False)
+        p.layer_norm(x, plain, after, row_scale=scale, residual=x)
+        p.rms_norm(x, inverse, 1e-6, after, row_scale=scale, residual=x)
         p.group_norm(x, None, p.norm(nn.GroupNorm(1, channels)), images=2, silu=True, inverse=after)  # type: ignore[arg-type]
         both = p.norm(nn.GroupNorm(1, channels + 3))
         wide = None if after is None else p.wall(torch.ones(channels + 3))
@@ -101,6 +104,10 @@ def attentions(p: Walled, tokens: int, keys: int, d: int) -> None:
     q, k, v = (p.wall(torch.ones(2 * count, 2 * d)) for count in (tokens, keys, keys))
     for inverse in (None, p.wall(torch.ones(2 * d))):
         p.attention(q, k, v, images=2, heads=2, scale=1.0, inverse=inverse)
+        lengths = p.wall(torch.tensor([keys, 1 + keys // 2], dtype=torch.int32))
+        p.attention(q, k, v, images=2, heads=2, scale=1.0, inverse=inverse, lengths=lengths)
+        shared, wide = p.wall(torch.ones(2 * tokens, d)), p.wall(torch.ones(2 * tokens, 2 * d))
+        p.attention(wide, shared, shared, images=2, heads=2, kv_heads=1, scale=1.0, inverse=inverse, causal=True)
 
 
 def paged(p: Walled, channels: int, heads: int, d: int, length: int, *, int8: bool) -> None:
@@ -118,7 +125,14 @@ def paged(p: Walled, channels: int, heads: int, d: int, length: int, *, int8: bo
     places = TokenPositions(positions, p.wall(torch.zeros(length, dtype=torch.int32)), table)
     layer = PagedLayer(keys, values, *scales)
     qkv, angles = p.wall(torch.ones(length, (heads + 2) * d)), p.wall(torch.ones(length, d))
-    q = p.rotate(qkv, angles, places, layer, heads=heads)
+    norm = p.wall(torch.ones(d))
+    q = p.rotate(qkv, angles, places, layer, heads=heads, q_norm=norm, k_norm=norm)
+    k = p.wall(torch.ones(length, d))
+    for interleaved in (False, True):
+        p.rotate_heads(
+            p.wall(torch.ones(length, heads * d)), k, angles, heads=heads, kv_heads=1, positions=positions,
+            q_norm=norm, k_norm=norm, interleaved=interleaved,
+        )  # fmt: skip
     for inverse in (None, p.wall(torch.ones(heads * d))):
         p.paged_attention(q, places, layer, heads=heads, scale=1.0, inverse=inverse)
 

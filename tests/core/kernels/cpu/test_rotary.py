@@ -1,0 +1,154 @@
+"""Rotary embeddings and QK-norm outside of a cache: against torch in 64 bits and the libraries' own; bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
+from tests.core.quant.stage import Watched, check_close, kernels, normal, threads
+
+
+def angles_of(seed: int, count: int, d: int) -> Tensor:
+    turns = normal(seed, count, d // 2, scale=3)
+    return torch.cat([turns.cos(), turns.sin()], dim=1)
+
+
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of heads [..., d] in 64 bits."""
+    x = x.double()
+    return x if weight is None else x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def rotated(x: Tensor, angles: Tensor, *, interleaved: bool) -> Tensor:
+    """[rows, heads, d] by angles [rows, d], in 64 bits: a complex product."""
+    rows, heads, d = x.shape
+    turn = torch.complex(*angles.double().chunk(2, dim=1))[:, None]
+    if interleaved:
+        pairs = torch.view_as_complex(x.reshape(rows, heads, d // 2, 2))
+        return torch.view_as_real(pairs * turn).flatten(2)
+    made = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn
+    return torch.cat([made.real, made.imag], dim=-1)
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(1, 9), kv_heads=st.integers(1, 3), group=st.integers(1, 3), d=st.sampled_from((16, 48, 128)),
+    interleaved=st.booleans(), norm=st.booleans(), table=st.booleans(), fused=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rotate_heads(
+    rows: int, kv_heads: int, group: int, d: int, interleaved: bool, norm: bool, table: bool, fused: bool, seed: int
+) -> None:
+    """Slices of a fused projection or tensors of their own, angles for each row or for each position."""
+    heads = kv_heads * group
+    given_ = normal(seed, rows, (heads + 2 * kv_heads) * d, scale=2)
+    qkv = given_.clone()
+    q, k = qkv[:, : heads * d], qkv[:, heads * d : (heads + kv_heads) * d]
+    if not fused:
+        q, k = q.clone(), k.clone()
+    positions = torch.randint(0, 12, (rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    angles = angles_of(seed + 1, 12 if table else rows, d)
+    q_norm, k_norm = (normal(seed + 2, d), normal(seed + 3, d)) if norm else (None, None)
+    p = Watched()
+    p.rotate_heads(
+        q, k, angles, heads=heads, kv_heads=kv_heads, positions=positions if table else None, q_norm=q_norm,
+        k_norm=k_norm, eps=1e-5, interleaved=interleaved,
+    )  # fmt: skip
+    p.run()
+    own = angles[positions.long()] if table else angles
+    split = given_.view(rows, -1, d)
+    for found, heads_of, weight in ((q, split[:, :heads], q_norm), (k, split[:, heads : heads + kv_heads], k_norm)):
+        wanted = rotated(normed(heads_of, weight, 1e-5), own, interleaved=interleaved)
+        check_close(found, wanted.flatten(1))
+    if fused:
+        assert torch.equal(qkv[:, (heads + kv_heads) * d :], given_[:, (heads + kv_heads) * d :])
+
+
+def test_interleaved_rotation_is_z_images() -> None:
+    """Frequencies as complex numbers, which diffusers multiplies by pairs of channels."""
+    from diffusers.models.transformers.transformer_z_image import RopeEmbedder
+
+    rows, heads, d = 20, 2, 48
+    embedder = RopeEmbedder(theta=256.0, axes_dims=[16, 16, 16], axes_lens=[32, 32, 32])
+    frequencies = embedder(torch.randint(0, 32, (rows, 3), generator=torch.Generator().manual_seed(0)))
+    given_ = normal(1, rows, heads * d)
+    x = torch.view_as_complex(given_.view(rows, heads, d // 2, 2))
+    wanted = torch.view_as_real(x * frequencies[:, None]).flatten(1)
+    q, k, p = given_.clone(), given_.clone(), Watched()
+    angles = torch.cat([frequencies.real, frequencies.imag], dim=1).contiguous()
+    p.rotate_heads(q, k, angles, heads=heads, interleaved=True)
+    p.run()
+    check_close(q, wanted)
+    assert torch.equal(q, k)
+
+
+def test_split_rotation_with_qk_norm_is_qwen3s() -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    rows, heads, kv_heads, d = 11, 4, 2, 32
+    q, k, turns = normal(0, rows, heads * d), normal(1, rows, kv_heads * d), normal(2, rows, d // 2, scale=3)
+    norms = [Qwen3RMSNorm(d, eps=1e-6), Qwen3RMSNorm(d, eps=1e-6)]
+    for seed, norm in enumerate(norms, start=3):
+        norm.weight.data.copy_(normal(seed, d))
+    both = [norm(x.view(1, rows, -1, d)).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True)]
+    whole = torch.cat([turns, turns], dim=1)[None]
+    wanted = apply_rotary_pos_emb(*both, whole.cos(), whole.sin())
+    p = Watched()
+    weights = {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
+    p.rotate_heads(q, k, torch.cat([turns.cos(), turns.sin()], 1), heads=heads, kv_heads=kv_heads, **weights)
+    p.run()
+    for found, want in zip((q, k), wanted, strict=True):
+        check_close(found, want[0].transpose(0, 1).flatten(1).detach())
+
+
+def test_a_rows_bits_depend_neither_on_its_companions_nor_threads_nor_on_a_cache() -> None:
+    rows, heads, kv_heads, d = 9, 4, 2, 48
+    given_ = normal(0, rows, (heads + 2 * kv_heads) * d)
+    angles, q_norm, k_norm = angles_of(1, rows, d), normal(2, d), normal(3, d)
+
+    def run(which: slice) -> Tensor:
+        qkv, p = given_[which].clone(), Watched()
+        q, k = qkv[:, : heads * d], qkv[:, heads * d : -kv_heads * d]
+        p.rotate_heads(q, k, angles[which], heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm)
+        p.run()
+        return qkv
+
+    together = run(slice(None))
+    for row in range(rows):
+        assert torch.equal(run(slice(row, row + 1))[0], together[row])
+    with threads(2):
+        assert torch.equal(run(slice(None)), together)
+    numbers = torch.arange(rows, dtype=torch.int32)
+    places = TokenPositions(numbers, torch.zeros_like(numbers), torch.zeros(1, 1, dtype=torch.int32))
+    layer = PagedLayer(torch.zeros(1, kv_heads, d, PAGE), torch.zeros(1, kv_heads, PAGE, d))
+    paged, p = given_.clone(), Watched()
+    p.rotate(paged, angles, places, layer, heads=heads, q_norm=q_norm, k_norm=k_norm)
+    p.run()
+    assert torch.equal(paged, together)
+    kept = layer.keys[0, :, :, :rows].permute(2, 0, 1).reshape(rows, -1)
+    assert torch.equal(kept, together[:, heads * d : -kv_heads * d])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q": torch.zeros(5, 40)}, "rotate_heads: 2 heads in 40 channels"),
+        ({"q": torch.zeros(5, 33)}, "rotate_heads: 2 heads in 33 channels"),
+        ({"k": torch.zeros(4, 32)}, r"k: must be torch.float32 \[5, 32\]"),
+        ({"kv_heads": 1}, r"k: must be torch.float32 \[5, 16\]"),
+        ({"angles": torch.zeros(4, 16)}, r"angles: must be torch.float32 \[5, 16\]"),
+        ({"angles": torch.zeros(9, 8), "positions": torch.zeros(5, dtype=torch.int32)}, r"angles: .* \[9, 16\]"),
+        ({"positions": torch.zeros(5, dtype=torch.int64)}, "positions: must be torch.int32"),
+        ({"q_norm": torch.zeros(32)}, r"q_norm: must be torch.float32 \[16\]"),
+        ({"k_norm": torch.zeros(8)}, r"k_norm: must be torch.float32 \[16\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
+    options = {"q": torch.zeros(5, 32), "k": torch.zeros(5, 32), "angles": torch.zeros(5, 16), "heads": 2, **changes}
+    with pytest.raises(ValueError, match=said):
+        TokenProgram(kernels()).rotate_heads(**options)
