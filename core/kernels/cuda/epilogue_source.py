@@ -1,4 +1,4 @@
-"""CUDA C++ of the 8-bit product's epilogue: scales, biases, residual, GEGLU, and the stores.
+"""CUDA C++ of the 8-bit product's epilogue: scales, biases, residual, GEGLU or SwiGLU, and the stores.
 
 Part of the program of `gemm_source.py`, whose types and macros it uses. Columns' scales are in shared memory and the
 residual's next columns in registers, so that no load waits behind the stores.
@@ -74,8 +74,13 @@ __device__ __forceinline__ void fetch(Residual& r, const Problem& p, const Where
 
 #if GEGLU
 // hidden · gelu(gate), the normal distribution by tanh: within 6e-4 of the exact one, a small part of an 8-bit step.
-__device__ __forceinline__ float geglu(float hidden, float gate) {
+// SILU: hidden · silu(gate), whose sigmoid is a tanh, within 3e-4 in the hardware's approximation.
+__device__ __forceinline__ float activate(float hidden, float gate) {
+#if SILU
+  float t = 0.5f * gate;
+#else
   float t = gate * fmaf(0.03470122f, gate * gate, 0.80015693f);
+#endif
   asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(t));
   return hidden * gate * fmaf(0.5f, t, 0.5f);
 }
@@ -111,7 +116,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Where& t, acc_t
       for (int b = 0; b < 8; ++b) {
         float hidden = fmaf((float)acc[i >> 1][(8 * g + b) * 4 + 2 * (i & 1)], sh[b], bh[b]);
         float gate = fmaf((float)acc[i >> 1][(8 * g + b) * 4 + 2 * (i & 1) + 1], sg[b], bg[b]);
-        v[b] = geglu(hidden, gate);
+        v[b] = activate(hidden, gate);
       }
       uint2 packed = make_uint2(quantize4(v[0], v[1], v[2], v[3]), quantize4(v[4], v[5], v[6], v[7]));
       if (r.valid[i]) *(uint2*)((u8*)p.out + r.pixel[i] * p.out_stride + n) = packed;

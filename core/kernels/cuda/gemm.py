@@ -59,6 +59,7 @@ class EpilogueInputs:
     row_scale: Tensor | None = None  # fp32 [pixels]
     residual: Tensor | None = None  # as the output
     inverse: Tensor | None = None  # fp32 [1] or [N]: the output is gated, and quantized with it
+    silu: bool = False  # it is gated with silu instead of gelu
 
     def arguments(self) -> dict[str, int | None]:
         """These operands as fields of `GemmArguments`."""
@@ -158,10 +159,10 @@ def product(
     maps = _activation_map(x, box_h, box_w, stride), _weight_map(weight, columns, tile.columns, gated=gated)
     total = images * arguments.tiles_h * arguments.tiles_w * (phases * column_tiles // cluster)
     blocks = min(total, driver.multiprocessors(device) // cluster) * cluster
-    _kernel(_variant(tile, x, out, gated=gated), device).launch(blocks, *maps, arguments)
+    _kernel(_variant(tile, x, out, gated=gated, silu=extras.silu), device).launch(blocks, *maps, arguments)
 
 
-def _variant(tile: Tile, x: Tensor, out: Tensor, *, gated: bool) -> GemmVariant:
+def _variant(tile: Tile, x: Tensor, out: Tensor, *, gated: bool, silu: bool) -> GemmVariant:
     return GemmVariant(
         tile.blocks,
         tile.columns,
@@ -171,6 +172,7 @@ def _variant(tile: Tile, x: Tensor, out: Tensor, *, gated: bool) -> GemmVariant:
         geglu=gated,
         half=out.dtype == torch.float16,
         turns=bool(tile.turns),
+        silu=silu,
     )
 
 

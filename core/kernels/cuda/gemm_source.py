@@ -26,7 +26,8 @@ class GemmVariant:
 
     `blocks`: 64-row products per consumer (tile rows: 128 × blocks). `columns`: of a tile. `cluster`: blocks that share
     A. `stages`: depth of the ring. `fp8`: E4M3 operands and fp32 accumulators instead of int8 and int32. `geglu`: gate
-    and quantize. `half`: fp16 output instead of bf16. `turns`: each consumer has tiles of its own (64 × blocks rows).
+    and quantize; with `silu`, SwiGLU. `half`: fp16 output instead of bf16. `turns`: each consumer has tiles of its own
+    (64 × blocks rows).
     """
 
     blocks: int
@@ -37,6 +38,7 @@ class GemmVariant:
     geglu: bool = False
     half: bool = False
     turns: bool = False
+    silu: bool = False
 
     @property
     def rows(self) -> int:
@@ -45,8 +47,8 @@ class GemmVariant:
     @property
     def name(self) -> str:
         """The kernel's name, as profilers show it."""
-        marks = "_fp8" * self.fp8 + "_geglu" * self.geglu + "_fp16" * self.half + "_turns" * self.turns
-        return f"product_{self.rows}x{self.columns}_cluster{self.cluster}{marks}"
+        marks = "_fp8" * self.fp8 + ("_swiglu" if self.silu else "_geglu") * self.geglu + "_fp16" * self.half
+        return f"product_{self.rows}x{self.columns}_cluster{self.cluster}{marks}" + "_turns" * self.turns
 
     @property
     def shared_bytes(self) -> int:
@@ -79,6 +81,7 @@ def source(variant: GemmVariant) -> str:
         "STAGES": variant.stages,
         "FP8": int(variant.fp8),
         "GEGLU": int(variant.geglu),
+        "SILU": int(variant.silu),
         "HALF": int(variant.half),
         "TURNS": int(variant.turns),
     }

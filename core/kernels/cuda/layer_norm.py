@@ -1,6 +1,6 @@
 """LayerNorm with 8-bit output: one read of the tokens, one write of a quarter or half their bytes.
 
-On Hopper the kernel of `layer_norm_source.py` runs, elsewhere Triton's.
+On Hopper the kernel of `layer_norm_source.py` runs, elsewhere Triton's, which also does without weights (adaLN's).
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ def _layer_norm(  # type: ignore[no-untyped-def]
     x,
     weight,
     bias,
+    row_scale,
     inverse,
     out,
     rows,
     stride,
+    per_image,
+    scale_stride,
     eps,
     C: tl.constexpr,
     STEP: tl.constexpr,
@@ -42,11 +45,23 @@ def _layer_norm(  # type: ignore[no-untyped-def]
     mean = tl.sum(value, 1, keep_dims=True) / C
     centred = tl.where(channel < C, value - mean, 0.0)
     variance = tl.sum(centred * centred, 1, keep_dims=True) / C
-    factor = tl.load(inverse + channel, channel < C, other=0.0) if STEP else tl.load(inverse)
-    w = tl.load(weight + channel, channel < C, other=0.0).to(tl.float32) * factor
-    b = tl.load(bias + channel, channel < C, other=0.0).to(tl.float32) * factor
-    result = centred * tl.rsqrt(variance + eps) * w + b
-    tl.store(out + row.to(tl.int64) * C + channel, levels(result, IS_INT8), inside)
+    if inverse is not None:
+        factor = tl.load(inverse + channel, channel < C, other=0.0) if STEP else tl.load(inverse)
+    else:
+        factor = 1.0
+    if row_scale is not None:
+        factor *= tl.load(row_scale + row // per_image * scale_stride + channel, inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        w = tl.load(weight + channel, channel < C, other=0.0).to(tl.float32) * factor
+        b = tl.load(bias + channel, channel < C, other=0.0).to(tl.float32) * factor
+        result = centred * tl.rsqrt(variance + eps) * w + b
+    else:
+        result = centred * tl.rsqrt(variance + eps) * factor
+    to = out + row.to(tl.int64) * C + channel
+    if inverse is not None:
+        tl.store(to, levels(result, IS_INT8), inside)
+    else:
+        tl.store(to, result.to(out.dtype.element_ty), inside)
 
 
 class LayerNormArguments(ctypes.Structure):
@@ -67,10 +82,14 @@ def _kernel(variant: LayerNormVariant, device: int) -> driver.Kernel:
         return driver.Kernel(source(variant), variant.name, threads=128, shared_bytes=0)
 
 
-def lacks(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
+def lacks(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, inv_scale: Tensor | None, row_scale: Tensor | None = None
+) -> str | None:
     """Why the Hopper kernel does not support these rows, or None."""
     if (why := driver.lacks(x.device)) is not None:
         return why
+    if weight is None or bias is None or inv_scale is None or row_scale is not None:
+        return "no weights, a scale for each image, or no 8 bits"
     if any(t.dtype != torch.bfloat16 or t.data_ptr() % 16 or t.stride(-1) != 1 for t in (x, weight, bias)):
         return "not bf16 at multiples of 16 bytes"
     if x.shape[1] % 128 or x.shape[1] > 2048 or x.stride(0) % 8:
@@ -79,16 +98,30 @@ def lacks(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
 
 
 def layer_norm_int8(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, inv_scale: Tensor, dtype: torch.dtype = torch.int8
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    inv_scale: Tensor | None,
+    dtype: torch.dtype = torch.int8,
+    *,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     """x [M, C] (rows may be apart) → LayerNorm over C, times `inv_scale` (fp32: one number, or [C]) → [M, C] 8-bit.
 
-    The mean and the variance are fp32 and two-pass, the values staying in registers.
+    The mean and the variance are fp32 and two-pass, the values staying in registers. weight and bias: both or neither.
+    `row_scale` [B, C], fp32 or x's type, multiplies each image's M / B rows. Without `inv_scale` the result has
+    `dtype`, a float type. Raises `ValueError` for shapes that disagree.
     """
     rows, channels = x.shape
+    images = 1 if row_scale is None else len(row_scale)
+    if (weight is None) != (bias is None) or rows % images:
+        raise ValueError(f"{rows} rows, {images} images; weight and bias go together")
     out = torch.empty((rows, channels), dtype=dtype, device=x.device)
-    why = lacks(x, weight, bias)
+    step = 0 if inv_scale is None else per_channel(inv_scale, channels)
+    why = lacks(x, weight, bias, inv_scale, row_scale)
     if rows and why is None:
+        assert weight is not None and bias is not None and inv_scale is not None  # for the type checker
         problem = LayerNormArguments(
             x=x.data_ptr(),
             weight=weight.data_ptr(),
@@ -97,7 +130,7 @@ def layer_norm_int8(
             out=out.data_ptr(),
             stride=x.stride(0) * 2,
             rows=rows,
-            inverse_step=per_channel(inv_scale, channels),
+            inverse_step=step,
             eps=eps,
         )
         blocks = min((rows + 3) // 4, 8 * driver.multiprocessors(x.device.index))
@@ -108,13 +141,25 @@ def layer_norm_int8(
     block = power(channels)
     together = max(1, 2048 // block)
     _layer_norm[((rows + together - 1) // together,)](
-        x, weight, bias, inv_scale, out, rows, x.stride(0), eps,
-        channels, per_channel(inv_scale, channels), dtype == torch.int8, together, block, num_warps=4,
+        x, weight, bias, row_scale, inv_scale, out, rows, x.stride(0), rows // images,
+        0 if row_scale is None else row_scale.stride(0), eps,
+        channels, step, dtype == torch.int8, together, block, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def layer_norm_int8_reference(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, inv_scale: Tensor, dtype: torch.dtype = torch.int8
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    inv_scale: Tensor | None,
+    dtype: torch.dtype = torch.int8,
+    *,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
-    return to_levels(F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps) * inv_scale, dtype)
+    w, b = (None if t is None else t.float() for t in (weight, bias))
+    y = F.layer_norm(x.float(), x.shape[-1:], w, b, eps)
+    if row_scale is not None:
+        y = y * row_scale.float().repeat_interleave(len(x) // len(row_scale), 0)
+    return y.to(dtype) if inv_scale is None else to_levels(y * inv_scale, dtype)

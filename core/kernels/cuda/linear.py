@@ -1,9 +1,11 @@
-"""8-bit linear layers: scales, bias, residual and GEGLU are applied to the accumulators before anything is written.
+"""8-bit linear layers: scales, bias, residual, GEGLU and SwiGLU are applied to the accumulators before any store.
 
 On Hopper the kernel of `gemm_source.py` runs, elsewhere Triton's. Operands are int8, or E4M3 under the same names.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from core.kernels.cuda import gemm, portable
 from core.kernels.cuda.quantize import per_channel, to_levels
 from core.kernels.cuda.tiles import Tile
 from core.kernels.device import GEGLU, LINEAR, TRITON, KernelChoice, say
+
+Activation = Literal["gelu", "silu"]  # of a gate
 
 
 def _image(x: Tensor) -> Tensor:
@@ -84,31 +88,39 @@ def linear_geglu_int8(
     bias: Tensor | None,
     out_inv_scale: Tensor,
     *,
+    act: Activation = "gelu",
     tile: Tile | None = None,
 ) -> Tensor:
-    """q(hidden · gelu(gate) · out_inv_scale), [hidden, gate] = x · Wᵀ + bias, in the operands' 8-bit type: [M, N].
+    """q(hidden · act(gate) · out_inv_scale), [hidden, gate] = x · Wᵀ + bias, in the operands' 8-bit type: [M, N].
 
     x_q [M, K]; weight_q [2N, K]: hidden's rows, then the gate's, as diffusers keeps them. scale [2N], bias [2N]: fp32.
-    out_inv_scale: fp32, one number or [N]. gelu is the exact one to 6e-4, less than a tenth of a level.
+    out_inv_scale: fp32, one number or [N]. gelu is the exact one to 6e-4, less than a tenth of a level; silu (SwiGLU:
+    w3's rows, then w1's) to 3e-4 of the gate.
     """
     rows, columns = x_q.shape[0], weight_q.shape[0] // 2
     if x_q.shape[1] != weight_q.shape[1] or scale.numel() != 2 * columns:
         raise ValueError(f"x {tuple(x_q.shape)}, weight {tuple(weight_q.shape)}, scale {tuple(scale.shape)}")
     step = per_channel(out_inv_scale, columns)
     out = torch.empty((rows, columns), dtype=x_q.dtype, device=x_q.device)
-    extras = gemm.EpilogueInputs(bias=bias, inverse=out_inv_scale)
+    extras = gemm.EpilogueInputs(bias=bias, inverse=out_inv_scale, silu=act == "silu")
     x, to = _image(x_q), _image(out)
     if (why := gemm.lacks(x, weight_q, scale, to, extras)) is None:
         gemm.product(x, weight_q, scale, to, extras, kernel="geglu", tile=tile)
     else:
         say(KernelChoice(GEGLU, TRITON, why))
-        portable.geglu(x_q, weight_q, scale, bias, out_inv_scale, step, out)
+        portable.geglu(x_q, weight_q, scale, bias, out_inv_scale, step, out, silu=act == "silu")
     return out
 
 
 def linear_geglu_int8_reference(
-    x_q: Tensor, weight_q: Tensor, scale: Tensor, bias: Tensor | None, out_inv_scale: Tensor
+    x_q: Tensor,
+    weight_q: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out_inv_scale: Tensor,
+    *,
+    act: Activation = "gelu",
 ) -> Tensor:
     y = linear_int8_reference(x_q, weight_q, scale, bias, dtype=torch.float32)
     hidden, gate = y.chunk(2, dim=1)
-    return to_levels(hidden * F.gelu(gate) * out_inv_scale, x_q.dtype)
+    return to_levels(hidden * (F.silu if act == "silu" else F.gelu)(gate) * out_inv_scale, x_q.dtype)

@@ -69,6 +69,7 @@ def _geglu(  # type: ignore[no-untyped-def]
     K: tl.constexpr,
     STEP: tl.constexpr,
     FP8: tl.constexpr,
+    SILU: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -91,7 +92,7 @@ def _geglu(  # type: ignore[no-untyped-def]
     if bias is not None:
         h += tl.load(bias + n, n < N, other=0.0)[None, :]
         g += tl.load(bias + N + n, n < N, other=0.0)[None, :]
-    y = h * (0.5 * g * (1.0 + tl.math.erf(g * 0.7071067811865476)))
+    y = h * (g / (1.0 + tl.exp(-g)) if SILU else 0.5 * g * (1.0 + tl.math.erf(g * 0.7071067811865476)))
     y *= tl.load(inverse + n * STEP, n < N, other=0.0)[None, :]
     tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], levels(y, not FP8), (m < M)[:, None] & (n < N)[None, :])
 
@@ -179,14 +180,22 @@ def linear(
 
 
 def geglu(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inverse: Tensor, step: int, out: Tensor
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    inverse: Tensor,
+    step: int,
+    out: Tensor,
+    *,
+    silu: bool = False,
 ) -> None:
     """As `linear.linear_geglu_int8`, into `out` [M, N]."""
     (rows, depth), columns = x.shape, weight.shape[0] // 2
     bm, bn = _rows(rows), 64
     _geglu[((rows + bm - 1) // bm * ((columns + bn - 1) // bn),)](
         x, weight, scale, bias, inverse, out, rows, columns,
-        depth, step, x.dtype.is_floating_point, bm, bn, 64, num_warps=8, num_stages=3,
+        depth, step, x.dtype.is_floating_point, silu, bm, bn, 64, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from core.kernels.cuda.conv import (
 from core.kernels.cuda.group_norm import group_norm_int8, group_norm_int8_reference
 from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
 from core.kernels.cuda.linear import (
+    Activation,
     linear_geglu_int8,
     linear_geglu_int8_reference,
     linear_int8,
@@ -149,15 +150,17 @@ def test_linear(kind: torch.dtype, dtype: torch.dtype, m: int, n: int, k: int) -
 
 
 @pytest.mark.parametrize("kind", EIGHT)
+@pytest.mark.parametrize("act", ["gelu", "silu"])
 @pytest.mark.parametrize(("m", "n", "k"), [(70, 96, 80), (5, 32, 48)])
-def test_geglu(kind: torch.dtype, m: int, n: int, k: int) -> None:
+def test_gated_linear(kind: torch.dtype, act: Activation, m: int, n: int, k: int) -> None:
     g = draw(5)
     x, weight = eight_bits(g, kind, m, k), eight_bits(g, kind, 2 * n, k)
     scale = torch.rand(2 * n, generator=g, device=DEVICE) * (3e-4 if kind == INT8 else 0.2)
     bias = normal(g, 2 * n)
     for inverse in (torch.full((1,), 20.0, device=DEVICE), torch.rand(n, generator=g, device=DEVICE) * 30):
-        expected = linear_geglu_int8_reference(x, weight, scale, bias, inverse)
-        close(linear_geglu_int8(x, weight, scale, bias, inverse), expected, kind, 0.1 if kind == E4M3 else 0.02)
+        expected = linear_geglu_int8_reference(x, weight, scale, bias, inverse, act=act)
+        made = linear_geglu_int8(x, weight, scale, bias, inverse, act=act)
+        close(made, expected, kind, 0.1 if kind == E4M3 else 0.02)
 
 
 @pytest.mark.parametrize("kind", EIGHT)

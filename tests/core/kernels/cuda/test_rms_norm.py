@@ -1,0 +1,169 @@
+"""The norms of transformers with adaLN against their plain twins and diffusers' block: on a GPU, else interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.interpreted import CUDA
+
+# isort: split
+from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
+from core.kernels.cuda.rms_norm import residual_norm, residual_norm_reference, rms_norm, rms_norm_reference
+from tests.core.kernels.cuda.hopper import check
+
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
+INT8, E4M3 = torch.int8, torch.float8_e4m3fn
+# Triton's interpreter rounds E4M3 wrongly (it loses a carry into the exponent), and a GPU before Ada has no E4M3.
+EIGHT = [INT8, E4M3] if CUDA and torch.cuda.get_device_capability() >= (8, 9) else [INT8]
+KINDS = [*EIGHT, DTYPE]
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, device=DEVICE)
+
+
+def near(found: Tensor, wanted: Tensor) -> None:
+    """Equal up to one level of 8 bits in a hundredth of the places, else to the type's last digits."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    a, b = found.float(), wanted.float()
+    if found.dtype == INT8:
+        assert (a - b).abs().max() <= 1 and (a != b).float().mean() <= 0.01
+    else:
+        slack = {E4M3: 0.13, torch.bfloat16: 2e-2, torch.float32: 2e-5}[found.dtype]
+        torch.testing.assert_close(a, b, rtol=slack, atol=slack)
+
+
+@settings(max_examples=12)
+@given(
+    images=st.integers(1, 3), each=st.integers(1, 9), channels=st.sampled_from([40, 128, 640]),
+    to=st.sampled_from(KINDS), scaled=st.booleans(), added=st.booleans(), one=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rms_norm(
+    images: int, each: int, channels: int, to: torch.dtype, scaled: bool, added: bool, one: bool, seed: int
+) -> None:
+    g, rows = draw(seed), images * each
+    x = (3 * normal(g, rows, channels + 16)).to(DTYPE)[:, 8:-8]
+    weight = (1 + 0.2 * normal(g, channels)).to(DTYPE)
+    row_scale = (1 + normal(g, images, 2 * channels))[:, channels:] if scaled else None
+    residual = normal(g, rows, channels).to(DTYPE) if added else None
+    inverse = 20 + 5 * normal(g, 1 if one else channels) if to in EIGHT else None
+    wanted = rms_norm_reference(x, weight, 1e-5, inverse, to, row_scale=row_scale, residual=residual)
+    near(rms_norm(x, weight, 1e-5, inverse, to, row_scale=row_scale, residual=residual), wanted)
+    if residual is not None and to == DTYPE:
+        assert rms_norm(x, weight, 1e-5, None, to, row_scale=row_scale, residual=residual, out=residual) is residual
+        near(residual, wanted)
+
+
+@settings(max_examples=12)
+@given(
+    images=st.integers(1, 3), each=st.integers(1, 9), channels=st.sampled_from([40, 128, 640]),
+    to=st.sampled_from(KINDS), gated=st.booleans(), scaled=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_residual_norm(
+    images: int, each: int, channels: int, to: torch.dtype, gated: bool, scaled: bool, seed: int
+) -> None:
+    g, rows = draw(seed), images * each
+    x, y = (3 * normal(g, rows, channels)).to(DTYPE), normal(g, rows, channels).to(DTYPE)
+    weight, next_weight = ((1 + 0.2 * normal(g, channels)).to(DTYPE) for _ in range(2))
+    gate = normal(g, images, 4 * channels).tanh().to(DTYPE)[:, channels : 2 * channels] if gated else None
+    scale = (1 + normal(g, images, channels)) if scaled else None
+    inverse = 20 + 5 * normal(g, channels) if to in EIGHT else None
+    options = {"gate": gate, "next_scale": scale}
+    kept, wanted = residual_norm_reference(x, y, weight, next_weight, 1e-5, inverse, to, **options)
+    found = residual_norm(x, y, weight, next_weight, 1e-5, inverse, to, **options, kept=x)
+    assert found[0] is x
+    near(found[0], kept)
+    near(found[1], wanted)
+
+
+@pytest.mark.parametrize("to", KINDS)
+def test_an_images_rows_do_not_depend_on_the_others(to: torch.dtype) -> None:
+    g, channels = draw(3), 640
+    x, y = normal(g, 15, channels).to(DTYPE), normal(g, 15, channels).to(DTYPE)
+    weight = normal(g, channels).to(DTYPE)
+    gate, scale = normal(g, 3, channels), normal(g, 3, channels)
+    inverse = 20 + normal(g, channels) if to in EIGHT else None
+    whole = residual_norm(x, y, weight, weight, 1e-5, inverse, to, gate=gate, next_scale=scale)
+    own, some = slice(5, 10), slice(1, 2)
+    alone = residual_norm(x[own], y[own], weight, weight, 1e-5, inverse, to, gate=gate[some], next_scale=scale[some])
+    assert all(torch.equal(a.float(), b.float()[own]) for a, b in zip(alone, whole, strict=True))
+
+
+@pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm_without_weights_and_with_a_scale_of_the_image(to: torch.dtype, affine: bool) -> None:
+    g, channels = draw(4), 384
+    x = (3 * normal(g, 10, channels) + 1).to(DTYPE)
+    weight, bias = (normal(g, channels).to(DTYPE) if affine else None for _ in range(2))
+    inverse = 20 + 5 * normal(g, channels) if to in EIGHT else None
+    for row_scale in (None, (1 + normal(g, 2, channels)).to(DTYPE)):
+        wanted = layer_norm_int8_reference(x, weight, bias, 1e-6, inverse, to, row_scale=row_scale)
+        near(layer_norm_int8(x, weight, bias, 1e-6, inverse, to, row_scale=row_scale), wanted)
+
+
+def test_shapes_that_disagree_are_refused() -> None:
+    x, weight = torch.zeros(6, 32, device=DEVICE), torch.ones(32, device=DEVICE)
+    for row_scale in (torch.ones(4, 32, device=DEVICE), torch.ones(3, 16, device=DEVICE)):
+        with pytest.raises(ValueError, match="do not go with scales"):
+            rms_norm(x, weight, 1e-5, None, x.dtype, row_scale=row_scale)
+    with pytest.raises(ValueError, match="its residual or output"):
+        rms_norm(x, weight, 1e-5, None, x.dtype, residual=x[:3])
+    with pytest.raises(ValueError, match="go together"):
+        layer_norm_int8(x, weight, None, 1e-5, None, x.dtype)
+
+
+def test_z_images_block_is_made_of_these() -> None:
+    """diffusers' block with its attention and feed-forward as they are, and our norms around them."""
+    from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
+
+    generator = torch.manual_seed(0)
+    block = ZImageTransformerBlock(0, 64, 2, 2, 1e-5, qk_norm=True).to(DEVICE).eval()
+    for norm in (block.attention_norm1, block.attention_norm2, block.ffn_norm1, block.ffn_norm2):
+        norm.weight.data = 1 + 0.2 * torch.randn(64, generator=generator).to(DEVICE)
+    x = torch.randn(2, 7, 64, generator=generator).to(DEVICE)
+    condition = torch.randn(2, 64, generator=generator).to(DEVICE)
+    angles = torch.polar(torch.ones(2, 7, 16), torch.rand(2, 7, 16, generator=generator)).to(DEVICE)
+    with torch.no_grad():
+        wanted = block(x, None, angles, condition)
+        scale, gate, next_scale, next_gate = block.adaLN_modulation(condition).chunk(4, dim=1)
+        rows, eps, kind = x.flatten(0, 1), 1e-5, torch.float32
+        a = rms_norm(rows, block.attention_norm1.weight, eps, None, kind, row_scale=1 + scale)
+        y = block.attention(a.view_as(x), freqs_cis=angles).flatten(0, 1)
+        kept, a = residual_norm(
+            rows, y, block.attention_norm2.weight, block.ffn_norm1.weight, eps, None, kind,
+            gate=gate.tanh(), next_scale=1 + next_scale,
+        )  # fmt: skip
+        y = block.feed_forward(a)
+        made = rms_norm(y, block.ffn_norm2.weight, eps, None, kind, row_scale=next_gate.tanh(), residual=kept)
+    torch.testing.assert_close(made.view_as(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+COMPILE = """
+from core.kernels.cuda import layer_norm, rms_norm
+
+strides = [name for name in rms_norm._rms_norm.arg_names if name.endswith("stride")]
+types = {"y": "*bf16", "weight": "*bf16", "scale": "*fp32", "rows": "i32", "eps": "fp32"}
+types |= dict.fromkeys(strides, "i32")
+shape = dict(C=3840, STEP=1, INT8=True, ROWS=4, BLOCK=4096)
+made(rms_norm._rms_norm, types | {"inverse": "*fp32", "out": "*i8"}, shape, num_warps=8)
+made(rms_norm._rms_norm, types | {"residual": "*bf16", "out": "*bf16"}, shape, num_warps=8)
+types |= {"residual": "*bf16", "kept": "*bf16", "next_weight": "*bf16", "next_scale": "*fp32", "inverse": "*fp32"}
+for kind in ("i8", "fp8e4nv"):
+    made(rms_norm._rms_norm, types | {"out": f"*{kind}"}, shape | {"INT8": kind == "i8"}, num_warps=8)
+counts = dict.fromkeys(["rows", "stride", "per_image", "scale_stride"], "i32")
+made(layer_norm._layer_norm, {"x": "*bf16", "row_scale": "*bf16", "out": "*bf16", "eps": "fp32"} | counts,
+     dict(C=3840, STEP=0, IS_INT8=False, ROWS=1, BLOCK=4096), num_warps=4)
+"""
+
+
+def test_they_compile_for_hopper_without_one() -> None:
+    check(COMPILE)
