@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from core.kernels.cpu.arguments import ACTIVATIONS, Activation
-from core.kernels.cpu.program import Program
-from core.ops.ops import Layer, Walk
+from core.kernels.cpu.token_program import TokenProgram
+from core.ops.ops import Layer, Walk, norm_eps
 from core.ops.packed import PackedLayer, PackedLayers
 
 Watch = Callable[[PackedLayer, Tensor], None]
@@ -32,7 +32,9 @@ class Array:
 
     __slots__ = ("_program", "_whole", "shape", "x")
 
-    def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, whole: Array | None = None) -> None:
+    def __init__(
+        self, x: Tensor, shape: tuple[int, ...], program: TokenProgram | None, whole: Array | None = None
+    ) -> None:
         self.x, self.shape = x, shape
         self._program, self._whole = program, whole  # a program: the buffer is this array's own
 
@@ -70,7 +72,7 @@ class CpuOps:
     """`core.ops.ops.Ops` on arrays of one program."""
 
     def __init__(self, library: ctypes.CDLL, layers: PackedLayers) -> None:
-        self.program = Program(library, layers.blocks)
+        self.program = TokenProgram(library, layers.blocks)
         self.bound_calls: list[tuple[Any, _Bound, _Bound]] = []  # attention calls whose keys and values come later
         self._layers = layers
         self._reads: list[tuple[int, PackedLayer, Tensor]] = []  # number of the call, the layer and its input
@@ -119,11 +121,31 @@ class CpuOps:
     def layer_norm(self, x: Array, norm: Layer, *, to: Sequence[Layer] = ()) -> Array:
         return self._own(self.program.layer_norm(x.x, norm, self._layers.inverse(*to)), x.shape[:-1])
 
-    def attend(self, q: Array, k: Array | _Bound, v: Array | _Bound, *, heads: int, to: Sequence[Layer] = ()) -> Array:
+    def rms_norm(self, x: Array, norm: Layer, *, to: Sequence[Layer] = ()) -> Array:
+        made = self.program.rms_norm(x.x, norm.weight, norm_eps(norm), self._layers.inverse(*to))
+        return self._own(made, x.shape[:-1])
+
+    def rotate_heads(
+        self, x: Array, angles: Array, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (),
+        interleaved: bool = False,
+    ) -> Array:  # fmt: skip
+        split, end = (count * angles.x.shape[-1] for count in (heads, heads + kv_heads))
+        self.program.rotate_heads(
+            x.x[:, :split], x.x[:, split:end], angles.x, heads=heads, kv_heads=kv_heads, interleaved=interleaved,
+            **head_norms(norms),
+        )  # fmt: skip
+        return x
+
+    def attend(
+        self, q: Array, k: Array | _Bound, v: Array | _Bound, *, heads: int, causal: bool = False,
+        lengths: Array | None = None, to: Sequence[Layer] = (),
+    ) -> Array:  # fmt: skip
         keys, values = (q.x if isinstance(part, _Bound) else part.x for part in (k, v))
+        width = q.x.shape[-1] // heads
         made = self.program.attention(
-            q.x, keys, values, images=q.images, heads=heads, scale=1 / math.sqrt(q.x.shape[-1] // heads),
-            inverse=self._layers.inverse(*to),
+            q.x, keys, values, images=q.images, heads=heads, scale=1 / math.sqrt(width),
+            inverse=self._layers.inverse(*to), kv_heads=keys.shape[-1] // width, causal=causal,
+            lengths=None if lengths is None else lengths.x,
         )  # fmt: skip
         if isinstance(k, _Bound) and isinstance(v, _Bound):
             self.bound_calls.append((self.program.last, k, v))
@@ -146,6 +168,8 @@ class CpuOps:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def input(self, shape: tuple[int, ...]) -> Array:
+        if len(shape) == 1:
+            return self._own(self.program.buffer(*shape, dtype=torch.int32), ())
         return self._own(self.program.buffer(math.prod(shape[:-1]), shape[-1]), shape[:-1])
 
     def run(self, watch: Watch | None) -> None:
@@ -194,6 +218,14 @@ def _activation(act: str) -> Activation | None:
     if found not in ACTIVATIONS:
         raise ValueError(f"the CPU kernels do not know the activation {act}")
     return found
+
+
+def head_norms(norms: Sequence[Layer]) -> dict[str, Any]:
+    """The RMSNorms of queries' and keys' heads as arguments of the programs' rotations."""
+    if not norms:
+        return {}
+    q, k = norms
+    return {"q_norm": q.weight, "k_norm": k.weight, "eps": norm_eps(q)}
 
 
 class _Written:
@@ -259,7 +291,9 @@ class CpuLowering:
         with self._lock:
             _Written(CpuOps(self._library, self.layers), walk, shapes, bound)
 
-    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
+    def lower(
+        self, walk: Walk, name: str, *, bound: int | None = None, exact: Sequence[int] = ()
+    ) -> Callable[..., tuple[Tensor, ...]]:
         """As `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one that is unsupported."""
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:

@@ -7,17 +7,33 @@ kernels' references compute the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.ops.fused import GEGLU, Conv, FusedLayer, Linear, Norm, Reader, UpConv, attend, attend_wide, for_layer
-from core.ops.ops import Layer, Walk
+from core.kernels.cuda.linear import Activation
+from core.kernels.cuda.rotary import rotate_heads, rotate_heads_reference
+from core.ops.fused import (
+    GEGLU,
+    Conv,
+    FusedLayer,
+    Linear,
+    Norm,
+    Reader,
+    RMSNorm,
+    UpConv,
+    attend,
+    attend_wide,
+    for_layer,
+)
+from core.ops.ops import Layer, Walk, norm_eps
+from core.ops.reference import attended, converted
 from core.ops.trace import trace
 
 F_ = TypeVar("F_", bound=FusedLayer)
+M_ = TypeVar("M_")
 _WIDEST_HEAD = 256  # beyond it, attention's scores are materialized, one image at a time
 _KINDS: dict[str, type[FusedLayer]] = {
     "linear": Linear, "biases": Linear, "gated": GEGLU, "conv": Conv, "upsample": UpConv,
@@ -30,8 +46,7 @@ class CudaOps:
     def __init__(self, base: torch.dtype, rows: int) -> None:
         """`base` is the type of activations between layers; `rows` the most images of a call."""
         self._base, self._rows = base, rows
-        # The modules are kept with the result, so that no other object can take over their identity.
-        self._layers: dict[tuple[object, ...], tuple[Sequence[Layer], Any]] = {}
+        self._made: dict[tuple[object, ...], Any] = {}  # of modules, by their identity
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
 
@@ -52,7 +67,9 @@ class CudaOps:
         return self.linear(x, *layers).float()
 
     def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
-        y = self._layer(GEGLU, *layers).gate(x.flatten(0, -2), Reader.of((to,)))
+        if act not in ("gelu", "silu"):
+            raise ValueError(f"the fused kernels do not gate with {act}")
+        y = self._layer(GEGLU, *layers).gate(x.flatten(0, -2), cast(Activation, act), self._reader((to,)))
         return y.view(*x.shape[:-1], -1)
 
     def conv(
@@ -72,10 +89,37 @@ class CudaOps:
     def layer_norm(self, x: Tensor, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
         return self._norm(norm)(x.flatten(0, -2), self._reader(to)).view(x.shape)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, to: Sequence[Layer] = ()) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
+        return self._once((RMSNorm, norm), lambda: RMSNorm(norm, self._base))(x.flatten(0, -2), self._reader(to)).view(
+            x.shape
+        )
+
+    def rotate_heads(
+        self, x: Tensor, angles: Tensor, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (),
+        interleaved: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """In place."""
+        rows, columns = x.flatten(0, -2), (heads + kv_heads) * angles.shape[-1]
+        given = (rows, angles.flatten(0, -2), heads, kv_heads)
+        options: dict[str, Any] = {"interleaved": interleaved}
+        if norms:
+            weights = self._once((*norms,), lambda: torch.stack([norm.weight.detach() for norm in norms]))
+            options |= {"norms": weights, "eps": norm_eps(norms[0])}
+        if x.is_cuda:
+            rotate_heads(*given, **options)
+        else:
+            rows[:, :columns] = rotate_heads_reference(*given, **options)
+        return x
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, causal: bool = False, lengths: Tensor | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
         width = q.shape[-1] // heads
-        q_, k_, v_ = (x.flatten(1, -2).unflatten(-1, (heads, width)) for x in (q, k, v))  # [B, T, heads, d]
+        q_, k_, v_ = (x.flatten(1, -2).unflatten(-1, (-1, width)) for x in (q, k, v))  # [B, T, heads, d]
         reader = self._reader(to)
+        if causal or lengths is not None:
+            return for_layer(attended(q_, k_, v_, causal=causal, lengths=lengths).reshape(q.shape), reader)
         if heads == 1 and width > _WIDEST_HEAD:
             return for_layer(attend_wide(q_, k_, v_).view(q.shape), reader)
         return attend(q_, k_, v_, reader).view(q.shape)
@@ -117,20 +161,19 @@ class CudaOps:
         return x if layer.kind is None or x.dtype == layer.kind else for_layer(x, layer.reads)
 
     def _reader(self, to: Sequence[Layer]) -> Reader:
-        return Reader.of(to) if to else Reader(None, None)
+        # Once: it compares tensors, for which the host waits.
+        return self._once((Reader, *to), lambda: Reader.of(to) if to else Reader(None, None))
 
     def _layer(self, kind: type[F_], *modules: Layer) -> F_:
-        key = (kind.__name__, *(id(module) for module in modules))
-        if key not in self._layers:
-            self._layers[key] = (modules, kind(modules, self._base))
-        made: F_ = self._layers[key][1]
-        return made
+        return self._once((kind, *modules), lambda: kind(modules, self._base))
 
     def _norm(self, module: Layer, silu: bool = False) -> Norm:
-        key = (id(module), silu)
-        if key not in self._layers:
-            self._layers[key] = ((module,), Norm(module, self._base, silu))
-        made: Norm = self._layers[key][1]
+        return self._once((Norm, module, silu), lambda: Norm(module, self._base, silu))
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], M_]) -> M_:
+        if key not in self._made:
+            self._made[key] = make()
+        made: M_ = self._made[key]
         return made
 
 
@@ -154,10 +197,12 @@ class CudaLowering:
         for call in trace(walk, *shapes).calls:
             self._ops.pack(call.operation, call.layers)
 
-    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
+    def lower(
+        self, walk: Walk, name: str, *, bound: int | None = None, exact: Sequence[int] = ()
+    ) -> Callable[..., tuple[Tensor, ...]]:
         def run(*given: Tensor) -> tuple[Tensor, ...]:
             self._ops.begin()
-            found = walk(self._ops, *(x.to(self.dtype).contiguous() for x in given))
+            found = walk(self._ops, *(x if x is None else x.contiguous() for x in converted(given, self.dtype, exact)))
             return found if isinstance(found, tuple) else (found,)
 
         return run

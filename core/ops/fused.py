@@ -19,8 +19,11 @@ from core.kernels.cuda import conv as convs
 from core.kernels.cuda import group_norm as group_norms
 from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
+from core.kernels.cuda import rms_norm as rms_norms
 from core.kernels.cuda.attention import attention_int8
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
+from core.kernels.cuda.tiles import Tile
+from core.ops.ops import norm_eps
 from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
@@ -51,13 +54,15 @@ class FusedLayer:
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
-        first = modules[0]
         self.base = base
         self.reads = Reader.of(modules)
         self.kind, self.inverse = self.reads
         self.weight = _joined(modules, "weight")
         self.scale = None if self.kind is None else _joined(modules, "scale")
-        self.bias = None if first.bias is None else torch.cat([m.bias.detach() for m in modules]).float()
+        biases = [m.bias.detach() for m in modules if m.bias is not None]
+        if biases and len(biases) < len(modules):
+            raise ValueError("of layers that read one input some have a bias and some have none")
+        self.bias = torch.cat(biases).float() if biases else None
 
     @property
     def plain_bias(self) -> Tensor | None:
@@ -70,7 +75,9 @@ def _joined(modules: Sequence[Any], name: str) -> Tensor:
     tensors: list[Tensor] = [getattr(module, name).detach() for module in modules]
     if len(tensors) == 1:
         return tensors[0]
-    whole = torch.cat(tensors)
+    plain = torch.uint8 if tensors[0].dtype == torch.float8_e4m3fn else tensors[0].dtype
+    # E4M3 as bytes: torch does not concatenate it everywhere.
+    whole = torch.cat([tensor.view(plain) for tensor in tensors]).view(tensors[0].dtype)
     at = 0
     for module, tensor in zip(modules, tensors, strict=True):
         part = whole[at : at + len(tensor)]
@@ -90,29 +97,33 @@ class Linear(FusedLayer):
         self.weight = self.weight.flatten(1)  # of a 1×1 convolution
         self._plain_bias = self.plain_bias
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`out` [M, N], whose rows may be strided, receives the result; `residual`'s rows may be strided too."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, tile: Tile | None = None
+    ) -> Tensor:
+        """`out` [M, N], whose rows may be strided, receives the result; it may be `residual`."""
         if self.kind is None:
             y = F.linear(x, self.weight, self._plain_bias)
-            y = y if residual is None else y.add_(residual)
-            return y if out is None else out.copy_(y)
+            if residual is not None:
+                y = residual.add_(y) if out is residual else y.add_(residual)
+            return y if out is None or out is residual else out.copy_(y)
         assert self.scale is not None
         if x.is_cuda:
-            return linears.linear_int8(x, self.weight, self.scale, self.bias, None, residual, self.base, out=out)
+            given = (x, self.weight, self.scale, self.bias, None, residual, self.base)
+            return linears.linear_int8(*given, out=out, tile=tile)
         y = linears.linear_int8_reference(x, self.weight, self.scale, self.bias, None, residual, self.base)
         return y if out is None else out.copy_(y)
 
 
 class GEGLU(Linear):
-    """hidden · gelu(gate), in the type that the layer `then` reads."""
+    """hidden · act(gate), in the type that the layer `then` reads."""
 
-    def gate(self, x: Tensor, then: Reader) -> Tensor:
+    def gate(self, x: Tensor, act: linears.Activation, then: Reader) -> Tensor:
         if self.kind is None or then.kind is not self.kind:
             hidden, gate = self(x).chunk(2, dim=-1)
-            return for_layer(hidden * F.gelu(gate), then)
+            return for_layer(hidden * (F.silu if act == "silu" else F.gelu)(gate), then)
         assert self.scale is not None and then.inverse is not None
         geglu = linears.linear_geglu_int8 if x.is_cuda else linears.linear_geglu_int8_reference
-        return geglu(x, self.weight, self.scale, self.bias, then.inverse)
+        return geglu(x, self.weight, self.scale, self.bias, then.inverse, act=act)
 
 
 class Conv(FusedLayer):
@@ -195,6 +206,21 @@ class Norm:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         layer_norm = layer_norms.layer_norm_int8 if x.is_cuda else layer_norms.layer_norm_int8_reference
         return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind)
+
+
+class RMSNorm:
+    """RMSNorm, in the type that the next layer reads."""
+
+    def __init__(self, norm: nn.Module, base: torch.dtype) -> None:
+        self.base, self.eps = base, norm_eps(norm)
+        weight = norm.weight
+        assert isinstance(weight, Tensor)
+        self.weight = weight.detach().to(base)
+
+    def __call__(self, x: Tensor, then: Reader) -> Tensor:
+        """x [M, C]."""
+        norm = rms_norms.rms_norm if x.is_cuda else rms_norms.rms_norm_reference
+        return norm(x, self.weight, self.eps, then.inverse, then.kind or self.base)
 
 
 def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

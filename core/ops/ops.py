@@ -5,8 +5,8 @@ library's own modules, read for their names and parameters only. A lowering give
 computes them at once (`core.ops.reference`), a CPU writes them into a program of kernels (`core.ops.cpu`), a GPU
 launches fused kernels (`core.ops.cuda`).
 
-Arrays are opaque handles, channels last: maps [B, H, W, C], tokens [B, T, C], vectors [B, C]. An operation is given who
-reads its result (`to`), so that it can end in the 8 bits that a quantized reader wants.
+Arrays are opaque handles, channels last: maps [B, H, W, C], tokens [B, T, C], vectors [B, C], numbers int32 [B]. An
+operation is given who reads its result (`to`), so that it can end in the 8 bits that a quantized reader wants.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ Walk = Callable[..., Any]
 def bind(walk: Callable[..., Any], weights: Any) -> Walk:
     """A walk with its weights: `walk(ops, weights, *arrays)` as `walk(ops, *arrays)`."""
     return lambda ops, *arrays: walk(ops, weights, *arrays)
+
+
+def norm_eps(norm: Layer) -> float:
+    """Of an RMSNorm as transformers, diffusers or torch name it."""
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 class Ops(Protocol[A]):
@@ -59,8 +64,26 @@ class Ops(Protocol[A]):
     def layer_norm(self, x: A, norm: Layer, *, to: Sequence[Layer] = ()) -> A:
         """LayerNorm for the layers `to`."""
 
-    def attend(self, q: A, k: A, v: A, *, heads: int, to: Sequence[Layer] = ()) -> A:
-        """softmax(q · kᵀ / √d) · v for the layers `to`. Maps count as tokens."""
+    def rms_norm(self, x: A, norm: Layer, *, to: Sequence[Layer] = ()) -> A:
+        """RMSNorm for the layers `to`."""
+
+    def rotate_heads(
+        self, x: A, angles: A, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (), interleaved: bool = False
+    ) -> A:
+        """x [..., (heads + kv_heads) · d or more], queries and then keys, rotated, perhaps in place; the rest stays.
+
+        `angles` fp32 [..., d]: cosines, then sines, of each token. `norms`: the RMSNorms of queries' and keys' heads,
+        which come before. Channel c turns with channel c + d/2, or, `interleaved`, 2c with 2c + 1.
+        """
+
+    def attend(
+        self, q: A, k: A, v: A, *, heads: int, causal: bool = False, lengths: A | None = None, to: Sequence[Layer] = ()
+    ) -> A:
+        """softmax(q · kᵀ / √d) · v for the layers `to`. Maps count as tokens.
+
+        Keys may have fewer heads than queries. With `causal` a token attends up to itself; with `lengths` to so many
+        keys of its image, beyond which results are meaningless.
+        """
 
     def columns(self, x: A, start: int, count: int) -> A:
         """A view of so many channels from `start` on."""
@@ -78,6 +101,29 @@ class Ops(Protocol[A]):
         """x, written into a slot if there is one."""
 
 
+class TokenOps(Ops[A], Protocol[A]):
+    """The operations of a decoder whose rows are tokens [T] of any sequences, with a KV cache that the lowering holds.
+
+    `rows` says where the tokens are, in the lowering's own type. Of `linear` the `residual` is read the last time: the
+    result may take its place.
+    """
+
+    def embed(self, tokens: A, embedding: Layer) -> A:
+        """Rows of the embedding's weight, [T, C]."""
+
+    def rotate(self, qkv: A, rows: Any, layer: int, *, heads: int, kv_heads: int, norms: Sequence[Layer] = ()) -> A:
+        """Queries [T, heads · d] of qkv, rotated for their positions; keys, too, and values go into this layer's pages.
+
+        `norms` as in `rotate_heads`; channel c turns with channel c + d/2.
+        """
+
+    def attend_paged(self, q: A, rows: Any, layer: int, *, scale: float, to: Layer) -> A:
+        """softmax(q · kᵀ · scale) · v for the layer `to`, on the pages of each row's sequence up to its position."""
+
+    def head(self, x: A, layer: Layer, out: Any = None) -> A:
+        """x · Wᵀ + b in fp32: logits [T, V]. `out`, a tensor, may receive them."""
+
+
 class Lowering(Protocol):
     """Turns walks into callables on tensors."""
 
@@ -87,10 +133,13 @@ class Lowering(Protocol):
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """Pack all layers that the walk reads, on inputs of these shapes. Raises ValueError for unsupported ones."""
 
-    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
+    def lower(
+        self, walk: Walk, name: str, *, bound: int | None = None, exact: Sequence[int] = ()
+    ) -> Callable[..., tuple[Tensor, ...]]:
         """The walk as a callable: tensors in, in the walk's layouts, a tuple of tensors out.
 
         The first result is the caller's own; the others may lie in buffers that the next call of any walk of this
         lowering overwrites. `name` is what its memory is listed under. `bound` is the number of an input that is read
-        where it lies, instead of being copied, and whose number of tokens may change freely.
+        where it lies, instead of being copied, and whose number of tokens may change freely. `exact`: the numbers of
+        inputs that keep their type.
         """

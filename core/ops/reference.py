@@ -54,12 +54,29 @@ class TorchOps:
         y: Tensor = norm(x)
         return y
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, to: Sequence[Layer] = ()) -> Tensor:
-        def apart(x: Tensor) -> Tensor:  # [B, heads, T, d]
-            return x.reshape(x.shape[0], -1, heads, x.shape[-1] // heads).transpose(1, 2)
+    def rms_norm(self, x: Tensor, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
+        y: Tensor = norm(x)
+        return y
 
-        y = F.scaled_dot_product_attention(apart(q), apart(k), apart(v))
-        return y.transpose(1, 2).reshape(q.shape)
+    def rotate_heads(
+        self, x: Tensor, angles: Tensor, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (),
+        interleaved: bool = False,
+    ) -> Tensor:  # fmt: skip
+        d = angles.shape[-1]
+        q, k, rest = x.split([heads * d, kv_heads * d, x.shape[-1] - (heads + kv_heads) * d], dim=-1)
+        parts = [part.unflatten(-1, (-1, d)) for part in (q, k)]
+        if norms:
+            parts = [norm(part) for norm, part in zip(norms, parts, strict=True)]
+        turned = [rotated(part, angles, interleaved).flatten(-2) for part in parts]
+        return torch.cat([*turned, rest], dim=-1)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, causal: bool = False, lengths: Tensor | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
+        width = q.shape[-1] // heads
+        apart = [x.flatten(1, -2).unflatten(-1, (-1, width)) for x in (q, k, v)]  # [B, T, heads, d]
+        return attended(*apart, causal=causal, lengths=lengths).reshape(q.shape)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
         return x[..., start : start + count]
@@ -72,6 +89,26 @@ class TorchOps:
 
     def place(self, x: Tensor, out: Tensor | None) -> Tensor:
         return x
+
+
+def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x [..., heads, d], each head turned by angles [..., d] in fp32, as x's type."""
+    cosine, sine = angles[..., None, :].chunk(2, dim=-1)
+    a, b = (part.float() for part in (x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)))
+    turned = torch.stack([a * cosine - b * sine, b * cosine + a * sine], dim=-1 if interleaved else -2)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, lengths: Tensor | None = None) -> Tensor:
+    """Attention of q [B, Sq, heads, d] to k, v [B, Sk, kv_heads, d] as in `Ops.attend`: [B, Sq, heads, d]."""
+    seen = None
+    if causal or lengths is not None:
+        key = torch.arange(k.shape[1], device=q.device)
+        seen = key < (key[-1] + 1 if lengths is None else lengths.view(-1, 1, 1, 1))
+        seen = seen & (key <= key[:, None]) if causal else seen
+    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=seen, enable_gqa=k.shape[2] != q.shape[2])
+    return y.transpose(1, 2)
 
 
 def _is_conv(layer: Any) -> bool:
@@ -89,6 +126,13 @@ def _on_map(module: Any, x: Tensor) -> Tensor:
     return y.permute(0, 2, 3, 1)
 
 
+def converted(given: Sequence[Tensor | None], dtype: torch.dtype, exact: Sequence[int]) -> list[Tensor | None]:
+    """A walk's inputs as this type, but for numbers and the `exact` ones."""
+    return [
+        x if x is None or index in exact or not x.is_floating_point() else x.to(dtype) for index, x in enumerate(given)
+    ]
+
+
 class TorchLowering:
     """Walks run by torch, in the type of their weights."""
 
@@ -101,9 +145,11 @@ class TorchLowering:
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """Nothing: torch packs no weights."""
 
-    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
+    def lower(
+        self, walk: Walk, name: str, *, bound: int | None = None, exact: Sequence[int] = ()
+    ) -> Callable[..., tuple[Tensor, ...]]:
         def run(*given: Tensor | None) -> tuple[Tensor, ...]:
-            found = walk(self._ops, *(x if x is None else x.to(self.dtype) for x in given))
+            found = walk(self._ops, *converted(given, self.dtype, exact))
             return found if isinstance(found, tuple) else (found,)
 
         return run

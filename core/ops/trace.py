@@ -69,8 +69,34 @@ class TraceOps:
     def layer_norm(self, x: Shape, norm: Layer, *, to: Sequence[Layer] = ()) -> Shape:
         return self._call("layer_norm", (norm,), x, x)
 
-    def attend(self, q: Shape, k: Shape, v: Shape, *, heads: int, to: Sequence[Layer] = ()) -> Shape:
+    def rms_norm(self, x: Shape, norm: Layer, *, to: Sequence[Layer] = ()) -> Shape:
+        return self._call("rms_norm", (norm,), x, x)
+
+    def rotate_heads(
+        self, x: Shape, angles: Shape, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (),
+        interleaved: bool = False,
+    ) -> Shape:  # fmt: skip
+        return self._call("rotate_heads", tuple(norms), x, x)
+
+    def attend(
+        self, q: Shape, k: Shape, v: Shape, *, heads: int, causal: bool = False, lengths: Shape | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Shape:  # fmt: skip
         return self._call("attend", (), q, q)
+
+    def embed(self, tokens: Shape, embedding: Layer) -> Shape:
+        return self._call("embed", (embedding,), tokens, (*tokens, embedding.embedding_dim))
+
+    def rotate(
+        self, qkv: Shape, rows: Any, layer: int, *, heads: int, kv_heads: int, norms: Sequence[Layer] = ()
+    ) -> Shape:
+        return self._call("rotate", tuple(norms), qkv, (*qkv[:-1], qkv[-1] // (heads + 2 * kv_heads) * heads))
+
+    def attend_paged(self, q: Shape, rows: Any, layer: int, *, scale: float, to: Layer) -> Shape:
+        return self._call("attend_paged", (), q, q)
+
+    def head(self, x: Shape, layer: Layer, out: Any = None) -> Shape:
+        return self._call("head", (layer,), x, (*x[:-1], _width(layer)))
 
     def columns(self, x: Shape, start: int, count: int) -> Shape:
         return (*x[:-1], count)
