@@ -16,9 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from pipeline.denoise import UNetInputs
+from pipeline.denoise import DenoiserInputs
+from pipeline.families.sdxl import FAMILY
 
 Arrays = list[npt.NDArray[np.float32]]
+CONDITIONING = ("kv", "pooled", "time_ids")  # in the order of the arguments
 
 
 class _Positional(nn.Module):
@@ -29,10 +31,11 @@ class _Positional(nn.Module):
         self.unet = unet
 
     def forward(self, sample: Tensor, timestep: Tensor, hidden: Tensor, pooled: Tensor, time_ids: Tensor) -> Tensor:
-        return UNetInputs(sample, timestep, hidden, pooled, time_ids, None).run(self.unet)[0]
+        given = dict(zip(CONDITIONING, (hidden, pooled, time_ids), strict=True))
+        return FAMILY.call(self.unet, DenoiserInputs(sample, timestep, given))[0]
 
 
-def convert(unet: Any, example: UNetInputs) -> Any:
+def convert(unet: Any, example: DenoiserInputs) -> Any:
     """The UNet as an `openvino.Model` in fp32, for any number of rows of the example's shapes.
 
     Raises ImportError without OpenVINO.
@@ -46,7 +49,7 @@ def convert(unet: Any, example: UNetInputs) -> Any:
         )
 
 
-def quantize(model: Any, calibration: Sequence[UNetInputs]) -> Any:
+def quantize(model: Any, calibration: Sequence[DenoiserInputs]) -> Any:
     """The model in INT8 by NNCF's post-training quantization, calibrated on these forwards; `model` stays as it is.
 
     NNCF's own settings for transformers, SmoothQuant among them, with symmetric activations, which run a little faster.
@@ -66,7 +69,7 @@ def quantize(model: Any, calibration: Sequence[UNetInputs]) -> Any:
 
 
 def settings(
-    model: Any, inputs: UNetInputs, precisions: Sequence[str], threads: int
+    model: Any, inputs: DenoiserInputs, precisions: Sequence[str], threads: int
 ) -> dict[str, Callable[[], Tensor]]:
     """The forward of `inputs` under each performance hint and precision ("f32", "bf16"), by what was set.
 
@@ -85,14 +88,16 @@ def settings(
     return made
 
 
-def _requests(core: Any, model: Any, inputs: UNetInputs, given: dict[str, Any]) -> int:
+def _requests(core: Any, model: Any, inputs: DenoiserInputs, given: dict[str, Any]) -> int:
     """The number of concurrent requests that OpenVINO recommends, reduced to a divisor of the rows."""
     rows = inputs.sample.shape[0]
     advised = _compile(core, model, inputs, given).get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")
     return max(count for count in range(1, min(int(advised), rows) + 1) if rows % count == 0)
 
 
-def _forward(core: Any, model: Any, inputs: UNetInputs, requests: int, given: dict[str, Any]) -> Callable[[], Tensor]:
+def _forward(
+    core: Any, model: Any, inputs: DenoiserInputs, requests: int, given: dict[str, Any]
+) -> Callable[[], Tensor]:
     parts = [_arrays(inputs, index, requests) for index in range(requests)]
     compiled = _compile(core, model, inputs, given, requests)
     infer = [compiled.create_infer_request() for _ in parts]
@@ -110,17 +115,17 @@ def _forward(core: Any, model: Any, inputs: UNetInputs, requests: int, given: di
     return one if requests == 1 else several
 
 
-def _compile(core: Any, model: Any, inputs: UNetInputs, given: dict[str, Any], requests: int = 1) -> Any:
+def _compile(core: Any, model: Any, inputs: DenoiserInputs, given: dict[str, Any], requests: int = 1) -> Any:
     shaped = model.clone()
     shaped.reshape({i: list(array.shape) for i, array in enumerate(_arrays(inputs, 0, requests))})
     return core.compile_model(shaped, "CPU", given)
 
 
-def _arguments(inputs: UNetInputs) -> list[Tensor]:
-    return [inputs.sample, inputs.timestep.float(), inputs.kv, inputs.pooled, inputs.time_ids]
+def _arguments(inputs: DenoiserInputs) -> list[Tensor]:
+    return [inputs.sample, inputs.timestep.float(), *(inputs.conditioning[name] for name in CONDITIONING)]
 
 
-def _arrays(inputs: UNetInputs, index: int = 0, parts: int = 1) -> Arrays:
+def _arrays(inputs: DenoiserInputs, index: int = 0, parts: int = 1) -> Arrays:
     """One of that many equal parts of the rows."""
     rows = inputs.sample.shape[0] // parts
     return [tensor[index * rows : (index + 1) * rows].numpy() for tensor in _arguments(inputs)]

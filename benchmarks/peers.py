@@ -30,8 +30,9 @@ from core.ops.cpu import CpuLowering
 from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
-from pipeline.denoise import UNetInputs
+from pipeline.denoise import DenoiserInputs
 from pipeline.drawing import Denoiser
+from pipeline.families.sdxl import FAMILY
 from pipeline.load import ImageModel, load
 from unet_opt import recipe as recipes
 from unet_opt.calibrate import CalibrationPart, CalibrationSettings, calibrate, observe_modules
@@ -54,7 +55,7 @@ _WATCHED = CalibrationSettings().watched_steps
 _REST_S = 0.02  # OpenMP's threads spin for some milliseconds after a forward, which would slow the next contender's
 
 Forward = Callable[[], Tensor]
-Bind = Callable[[UNetInputs], Mapping[str, Forward]]
+Bind = Callable[[DenoiserInputs], Mapping[str, Forward]]
 """The forward of given rows, under each setting worth trying; the fastest counts."""
 
 
@@ -68,7 +69,7 @@ class Stage:
 
     settings: Settings
     model: ImageModel
-    forwards: Sequence[UNetInputs]
+    forwards: Sequence[DenoiserInputs]
     ranges: Statistics
     compile_limit_s: float = compiling.LIMIT_S  # of torch.compile, for each number of rows
 
@@ -143,15 +144,15 @@ def run(
 
 
 def _diffusers(stage: Stage) -> Bind:
-    return lambda inputs: {"": lambda: inputs.run(stage.model.unet)[0]}
+    return lambda inputs: {"": lambda: FAMILY.call(stage.model.denoiser, inputs)[0]}
 
 
 def _torch_compile(stage: Stage) -> Bind:
     if compiler() is None:
         raise Missing("no C++ compiler")
-    compiled: list[Callable[[UNetInputs], Forward]] = []  # made for the first rows, and then for all
+    compiled: list[Callable[[DenoiserInputs], Forward]] = []  # made for the first rows, and then for all
 
-    def bind(inputs: UNetInputs) -> dict[str, Forward]:
+    def bind(inputs: DenoiserInputs) -> dict[str, Forward]:
         try:
             compiling.ahead(_compile, stage.settings, inputs, torch.get_num_threads(), limit_s=stage.compile_limit_s)
         except compiling.CompileError as error:
@@ -163,31 +164,32 @@ def _torch_compile(stage: Stage) -> Bind:
     return bind
 
 
-def _compile(settings: Settings, inputs: UNetInputs, threads: int) -> None:
+def _compile(settings: Settings, inputs: DenoiserInputs, threads: int) -> None:
     """Compile the UNet for inputs of this shape into Inductor's cache; its code is for so many threads."""
     torch.set_num_threads(threads)
     with torch.inference_mode():
         _compiled_unet(settings)(inputs)
 
 
-def _compiled_unet(settings: Settings) -> Callable[[UNetInputs], Forward]:
-    unet = load(settings.model_name, precision="bf16", variant=settings.variant).unet
+def _compiled_unet(settings: Settings) -> Callable[[DenoiserInputs], Forward]:
+    unet = load(settings.model_name, precision="bf16", variant=settings.variant).denoiser
     executables = CompiledCache({"unet": unet}, compiled=True, cache=settings.compiled_code)
 
-    def bind(inputs: UNetInputs) -> Forward:
+    def bind(inputs: DenoiserInputs) -> Forward:
         half = dataclasses.replace(
             inputs,
-            **{name: getattr(inputs, name).to(torch.bfloat16) for name in ("sample", "kv", "pooled", "time_ids")},
+            sample=inputs.sample.to(torch.bfloat16),
+            conditioning={name: tensor.to(torch.bfloat16) for name, tensor in inputs.conditioning.items()},
         )
         key = ExecutableKey("unet", half.sample.shape[0], tuple(half.sample.shape[2:]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what diffusers caches
-            executables.want(key, half.run)
+            executables.want(key, lambda unet: FAMILY.call(unet, half))
             executables.wait()
         found = executables.find(key)
         if found is None:
             raise Missing(f"does not compile: {executables.failed['unet']}")
-        return lambda: half.run(found)[0]
+        return lambda: FAMILY.call(found, half)[0]
 
     return bind
 
@@ -195,7 +197,7 @@ def _compiled_unet(settings: Settings) -> Callable[[UNetInputs], Forward]:
 def _openvino(stage: Stage, *, quantized: bool) -> Bind:
     threads = torch.get_num_threads()
     try:
-        model = openvino_unet.convert(stage.model.unet, stage.forwards[0])
+        model = openvino_unet.convert(stage.model.denoiser, stage.forwards[0])
         if quantized:
             model = openvino_unet.quantize(model, stage.forwards)
     except ImportError as error:
@@ -205,7 +207,7 @@ def _openvino(stage: Stage, *, quantized: bool) -> Bind:
 
 
 def _diptych(stage: Stage, *, quantized: bool) -> Bind:
-    unet = copy.deepcopy(stage.model.unet)
+    unet = copy.deepcopy(stage.model.denoiser)
     if quantized:
         quantize_(unet, recipes.unet(unet), stage.ranges, digest=stage.model.digest)
     try:
@@ -214,9 +216,10 @@ def _diptych(stage: Stage, *, quantized: bool) -> Bind:
     except (KernelsUnavailable, ValueError) as error:
         raise Missing(str(error)) from error
 
-    def bind(inputs: UNetInputs) -> dict[str, Forward]:
-        packed = dataclasses.replace(inputs, kv=split.keys(inputs.kv))
-        return {"": lambda: packed.run(split.deep)[0]}
+    def bind(inputs: DenoiserInputs) -> dict[str, Forward]:
+        given = inputs.conditioning
+        packed = dataclasses.replace(inputs, conditioning={**given, "kv": split.prepare_text(given["kv"])})
+        return {"": lambda: FAMILY.call(split.deep, packed)[0]}
 
     return bind
 
@@ -234,52 +237,53 @@ CONTENDERS: dict[str, Callable[[Stage], Bind]] = {
 # -- what they are given -------------------------------------------------------------------------------------------
 
 
-def _set(settings: Settings) -> tuple[Stage, list[UNetInputs]]:
+def _set(settings: Settings) -> tuple[Stage, list[DenoiserInputs]]:
     """The stage, and forwards of generations outside the calibration set."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     model = load(settings.model_name, precision="fp32", device="cpu", variant=settings.variant)
     unpacked: Any = lambda hidden: hidden  # noqa: E731  # stock cross-attention reads the hidden states themselves
     drawing = Denoiser(model, unpacked)
-    seen: list[UNetInputs] = []
-    drawn: list[UNetInputs] = []
+    seen: list[DenoiserInputs] = []
+    drawn: list[DenoiserInputs] = []
 
     def draw(batch: Sequence[str], around: Any) -> None:
         # The recipe asks for the first steps; NNCF also quantizes what reads the time, and must see all.
         drawing.latents(
-            batch, range(len(batch)), forward=_listen(model.unet, seen),
+            batch, range(len(batch)), forward=_listen(model.denoiser, seen),
             around=lambda step: around("unet", step) if step < _WATCHED else contextlib.nullcontext(),
         )  # fmt: skip
 
-    layers = recipes.unet(model.unet).targets(model.unet)
-    parts = {"unet": CalibrationPart(layers, observe_modules(model.unet))}
+    layers = recipes.unet(model.denoiser).targets(model.denoiser)
+    parts = {"unet": CalibrationPart(layers, observe_modules(model.denoiser))}
     ranges = calibrate(parts, CALIBRATION, draw, digest=model.digest)["unet"]
-    drawing.latents(DRAWN, range(100, 100 + len(DRAWN)), forward=_listen(model.unet, drawn))
+    drawing.latents(DRAWN, range(100, 100 + len(DRAWN)), forward=_listen(model.denoiser, drawn))
     return Stage(settings, model, seen, ranges), drawn
 
 
-def _listen(unet: Any, heard: list[UNetInputs]) -> Callable[..., Any]:
+def _listen(unet: Any, heard: list[DenoiserInputs]) -> Callable[..., Any]:
     """The UNet, which also records its inputs."""
 
     def forward(sample: Tensor, timestep: Tensor, **given: Any) -> Any:
         added = given["added_cond_kwargs"]
-        rest = given["encoder_hidden_states"], added["text_embeds"], added["time_ids"], given["timestep_cond"]
-        heard.append(UNetInputs(sample, timestep, *rest))
+        read = {"kv": given["encoder_hidden_states"], "pooled": added["text_embeds"], "time_ids": added["time_ids"]}
+        heard.append(DenoiserInputs(sample, timestep, read))
         return unet(sample, timestep, **given)
 
     return forward
 
 
-def _mixed(forwards: Sequence[UNetInputs], rows: int) -> UNetInputs:
+def _mixed(forwards: Sequence[DenoiserInputs], rows: int) -> DenoiserInputs:
     """Two rows of each of rows / 2 generations, each at a different step."""
     pairs = rows // 2
     chosen = [(forwards[(2 * i + 1) * len(forwards) // rows], 2 * i) for i in range(pairs)]
 
-    def gather(name: str) -> Any:
-        return torch.cat([getattr(inputs, name)[first : first + 2] for inputs, first in chosen])
+    def gather(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part[first : first + 2] for part, (_, first) in zip(parts, chosen, strict=True)])
 
-    sample, timestep, kv, pooled, time_ids = map(gather, ("sample", "timestep", "kv", "pooled", "time_ids"))
-    return UNetInputs(sample, timestep, kv, pooled, time_ids, None)
+    given = [inputs for inputs, _ in chosen]
+    conditioning = {name: gather([one.conditioning[name] for one in given]) for name in given[0].conditioning}
+    return DenoiserInputs(gather([one.sample for one in given]), gather([one.timestep for one in given]), conditioning)
 
 
 # -- the race ------------------------------------------------------------------------------------------------------
@@ -317,8 +321,8 @@ def _compare(
             measured[count] = _race({name: forward[count] for name, forward in bound.items()}, forwards)
             for name, one in measured[count].items():
                 console.print(f"{name}: {one.best_ms:.1f} ms at {count} rows, the median of {forwards}")
-        split = SplitUNet(TorchLowering(torch.float32), stage.model.unet)
-        keys_ms = [1000 * _timed(lambda: split.keys(inputs[rows].kv)) for _ in range(5)]
+        split = SplitUNet(TorchLowering(torch.float32), stage.model.denoiser)
+        keys_ms = [1000 * _timed(lambda: split.prepare_text(inputs[rows].conditioning["kv"])) for _ in range(5)]
     return measured, left_out, round(statistics.median(keys_ms), 3)
 
 

@@ -129,7 +129,7 @@ def open_latent(options: argparse.Namespace) -> tuple[Tensor | None, str | None]
 
 def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: argparse.Namespace) -> None:
     model = works.images.model
-    wanted = [1, model.unet.config.in_channels, draft.height // model.vae_scale, draft.width // model.vae_scale]
+    wanted = [1, model.latent_channels, draft.height // model.vae_scale, draft.width // model.vae_scale]
     if list(latent.shape) != wanted:
         raise UsageError(
             f"--latent: {options.latent} is {list(latent.shape)}, images of {model.name} begin from {wanted}; "

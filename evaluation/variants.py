@@ -112,14 +112,14 @@ def cpu_draw(model: Path, statistics: Path, cache: Path, variant: Variant) -> Dr
     kernels = library(cache)
     loaded = load(str(model))
     plain = loaded.digest
-    folders = quantized_parts.variant(model, "int8")
+    folders = quantized_parts.variant(model, "int8", loaded.family.quantized)
     if variant.alpha is not None:
         quantized_parts.apply_({"vae": loaded.vae}, {"vae": folders["vae"]}, digest=plain)
-        made = recipe.unet(loaded.unet, alpha=variant.alpha or None)
-        quantize_(loaded.unet, made, Statistics.load(statistics), digest=plain)
+        made = recipe.unet(loaded.denoiser, alpha=variant.alpha or None)
+        quantize_(loaded.denoiser, made, Statistics.load(statistics), digest=plain)
         loaded = replace(loaded, precision="int8")
     networks = on_kernels(loaded, kernels)
-    unet = networks.unet
+    unet = networks.denoiser
     drawing = Denoiser(loaded, unet, steps=STEPS)
     forward = None if variant.cached is None else _Cached(unet.deep, unet.shallow, variant.cached)
 
@@ -146,7 +146,7 @@ def gpu_draw(model: Path, variant: Variant) -> Draw:
     if variant.published:
         return _published(model, variant, device)
     loaded = load(str(model), device=device)
-    split = on_torch(loaded).unet
+    split = on_torch(loaded).denoiser
     drawing = Denoiser(loaded, split, steps=STEPS)
     forward = None if variant.cached is None else _Cached(split.deep, split.shallow, variant.cached)
 

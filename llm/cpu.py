@@ -68,13 +68,13 @@ class CpuDecoder:
         made.tokens.x.copy_(step.tokens)
         made.rows.positions.copy_(step.positions)
         made.rows.sequences.copy_(step.sequences)
-        made.ops.start()
+        made.ops.run(None)
         count = len(step.picked)
         if not count:
             return torch.empty(0, self._vocabulary)
         head = self._heads.get(count) or self._head(count)
         head.x.x.copy_(torch.index_select(made.x.x, 0, step.picked))
-        head.ops.start()
+        head.ops.run(None)
         return head.logits.x
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ class DecoderLayer:
     index: int
     input_layernorm: Layer
     qkv: tuple[Layer, ...]  # q_proj, k_proj and v_proj, which read one input
-    head_norms: tuple[Layer, ...]  # q_norm and k_norm, or nothing
+    head_norms: tuple[Layer, Layer] | None  # q_norm and k_norm
     o_proj: Layer
     post_attention_layernorm: Layer
     up_gate: tuple[Layer, ...]  # up_proj, and gate_proj, which goes through SiLU
@@ -35,7 +35,7 @@ class DecoderLayer:
     @classmethod
     def of(cls, layer: Any, index: int, config: Any) -> DecoderLayer:
         attn, mlp = layer.self_attn, layer.mlp
-        norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else ()
+        norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
         return cls(
             index, layer.input_layernorm, (attn.q_proj, attn.k_proj, attn.v_proj), norms, attn.o_proj,
             layer.post_attention_layernorm, (mlp.up_proj, mlp.gate_proj), mlp.down_proj,
@@ -64,7 +64,7 @@ def trunk(ops: TokenOps[A], decoder: Decoder, tokens: A, rows: Any) -> A:
     """Tokens [T] to hidden states [T, C], on the KV cache of `ops`; `rows` as for `TokenOps`."""
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
-        q = ops.rotate(qkv, rows, layer.index, heads=layer.heads, kv_heads=layer.kv_heads, norms=layer.head_norms)
+        q = ops.rotate_paged(qkv, rows, layer.index, heads=layer.heads, norms=layer.head_norms)
         return ops.attend_paged(q, rows, layer.index, scale=layer.scale, to=layer.o_proj)
 
     x = ops.embed(tokens, decoder.embed_tokens)
@@ -80,11 +80,11 @@ def logits(ops: TokenOps[A], decoder: Decoder, x: A, out: Any = None) -> A:
 
 
 def hidden_states(ops: Ops[A], layers: tuple[DecoderLayer, ...], x: A, angles: A, lengths: A) -> A:
-    """Embeddings of prompts [B, T, C] through these layers. `angles` [B, T, d] as for `rotate_heads`, `lengths` [B]."""
+    """Embeddings of prompts [B, T, C] through these layers. `angles` [B, T, d], `lengths` [B]."""
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
         heads, kv_heads = layer.heads, layer.kv_heads
-        qkv = ops.rotate_heads(qkv, angles, heads=heads, kv_heads=kv_heads, norms=layer.head_norms)
+        qkv = ops.rotate(qkv, angles, heads=heads, norms=layer.head_norms)
         d = layer.o_proj.in_features // heads
         q, k = ops.columns(qkv, 0, heads * d), ops.columns(qkv, heads * d, kv_heads * d)
         v = ops.columns(qkv, (heads + kv_heads) * d, kv_heads * d)

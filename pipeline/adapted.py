@@ -1,4 +1,4 @@
-"""A copy of a model's UNet and text encoders over the same weights, in which each row of a batch applies its own LoRAs.
+"""A copy of a model's denoiser and text encoders over the same weights, in which each row applies its own LoRAs.
 
 A forward adds scale · up(down(x)) to every layer that a row's LoRA contains, for that row only, as Punica (Chen et al.,
 2023) and S-LoRA (Sheng et al., 2023) do; nothing is merged and no weight is copied.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.adapters import ScaledAdapter
-from pipeline.load import ImageModel
-from pipeline.lora_file import PARTS, LoraWeights
+from pipeline.families.family import ImageModel
+from pipeline.lora_file import LoraWeights
 
 Owners = Sequence[tuple[ScaledAdapter, ...]]
 """Of each row of a forward the LoRAs that it gets; rows beyond these get none."""
@@ -42,11 +41,11 @@ class AdaptedModel:
     """For one thread at a time. Its modules equal the model's, except inside `rows`."""
 
     def __init__(self, model: ImageModel) -> None:
-        unet, *encoders = (_twin(part) for part in (model.unet, *model.text_encoders))
-        self.model = replace(model, unet=unet, text_encoders=(encoders[0], encoders[1]))
+        twins = {part: _twin(model.parts[part]) for part in model.family.adapters.parts}
+        self.model = model.with_parts(**twins)
         self._now: _Table = {}
         self._last: tuple[object, Owners, _Table] | None = None
-        for part, module in zip(PARTS, (unet, *encoders), strict=True):
+        for part, module in twins.items():
             for name, layer in module.named_modules():
                 if isinstance(layer, (nn.Linear, nn.Conv2d)):
                     layer.register_forward_hook(partial(self._add, (part, name)))

@@ -23,7 +23,7 @@ from pipeline.folder import ModelError
 from pipeline.lora_file import Factors
 
 if TYPE_CHECKING:
-    from pipeline.load import ImageModel
+    from pipeline.families.family import ImageModel
 
 T = TypeVar("T")
 
@@ -79,7 +79,6 @@ class AdapterCache:
         self.capacity_bytes = capacity_bytes
         self.reads = 0
         self._model = model
-        self._parts = _parts(model)
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._pinned_bytes = 0
         self._lock = threading.Lock()
@@ -163,7 +162,7 @@ class AdapterCache:
             data = path.read_bytes()
         except OSError as error:
             raise ModelError(f"lora {name}: cannot be read ({error.strerror})") from error
-        factors = lora_file.read(name, data, self._parts)
+        factors = lora_file.read(name, data, self._model.parts, self._model.family.adapters)
         count = sum(factor.down.numel() + factor.up.numel() for factor in factors.values())
         return hashlib.sha256(data).hexdigest(), factors, count * self._model.dtype.itemsize
 
@@ -191,10 +190,6 @@ class AdapterCache:
             if file.factors is not None and not file.pins and file is not but:
                 file.factors, file.ready = None, False
                 held -= file.size_bytes
-
-
-def _parts(model: ImageModel) -> dict[str, object]:
-    return {"unet": model.unet, **dict(zip(("text_encoder", "text_encoder_2"), model.text_encoders, strict=True))}
 
 
 def same(uses: Sequence[ScaledAdapter]) -> tuple[tuple[str, float], ...]:

@@ -1,4 +1,4 @@
-"""Generates images from prompts and collects the input ranges of a model's UNet and VAE layers.
+"""Generates images from prompts and collects the input ranges of the layers of a model's denoiser and VAE.
 
 Used by `diptych quantize`, for variants created while a model is loaded, and by benchmarks.
 """
@@ -12,22 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from core.ops.cpu import CpuLowering
 from core.quant.statistics import Statistics
 from pipeline.drawing import Denoiser
+from pipeline.families.family import ImageModel
 from pipeline.folder import ModelError
 from pipeline.phases import Networks, on_kernels, on_torch
-from pipeline.quantized_parts import Part
 from pipeline.vae import unscale
 from unet_opt.calibrate import Around, CalibrationSettings, Observe, calibrate, observe_modules, observe_programs
 from unet_opt.calibrate import CalibrationPart as Watched
-
-if TYPE_CHECKING:
-    from pipeline.load import ImageModel
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +39,12 @@ def default_prompts() -> tuple[str, ...]:
 
 def collect(
     model: ImageModel,
-    layers: Mapping[Part, Sequence[str]],
+    layers: Mapping[str, Sequence[str]],
     prompts: Sequence[str],
     *,
     settings: CalibrationSettings | None = None,
     kernels: ctypes.CDLL | None = None,
-    checkpoints: Mapping[Part, Path] | None = None,
+    checkpoints: Mapping[str, Path] | None = None,
     tell: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Statistics]:
     """Statistics of these layers over the prompts, run in the model's own dtype on its device, at its native size.
@@ -59,12 +55,13 @@ def collect(
     settings = settings or CalibrationSettings()
     until = settings.steps if "vae" in layers else settings.watched_steps
     networks, observe = _observed(model, kernels)
-    drawing = Denoiser(model, networks.unet, guidance=settings.guidance, steps=settings.steps)
+    denoiser = model.family.denoiser
+    drawing = Denoiser(model, networks.denoiser, guidance=settings.guidance, steps=settings.steps)
 
     def run(batch: Sequence[str], around: Around) -> None:
         latents = drawing.latents(
             batch, [seed(prompt) for prompt in batch], until=until,
-            around=lambda step: around("unet", step) if step < settings.watched_steps else nullcontext(),
+            around=lambda step: around(denoiser, step) if step < settings.watched_steps else nullcontext(),
         )  # fmt: skip
         if "vae" in layers:
             with around("vae", 0), torch.inference_mode():
@@ -82,15 +79,16 @@ def seed(prompt: str) -> int:
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4])
 
 
-def _observed(model: ImageModel, kernels: ctypes.CDLL | None) -> tuple[Networks, Mapping[Part, Observe]]:
+def _observed(model: ImageModel, kernels: ctypes.CDLL | None) -> tuple[Networks, Mapping[str, Observe]]:
     """The model's networks, and how the layers of each are observed."""
+    name = model.family.denoiser
     if kernels is not None and model.dtype is torch.float32 and model.device.type == "cpu":
         try:
             made = on_kernels(model, kernels)
         except ModelError as error:
             log.warning("calibration runs on torch: %s", error)
         else:
-            unet, decoder = made.unet.lowering, made.decoder.lowering
-            assert isinstance(unet, CpuLowering) and isinstance(decoder, CpuLowering)
-            return made, {"unet": observe_programs(unet), "vae": observe_programs(decoder)}
-    return on_torch(model), {"unet": observe_modules(model.unet), "vae": observe_modules(model.vae)}
+            lowerings = made.denoiser.lowering, made.decoder.lowering
+            assert all(isinstance(lowering, CpuLowering) for lowering in lowerings)
+            return made, dict(zip((name, "vae"), map(observe_programs, lowerings), strict=True))
+    return on_torch(model), {name: observe_modules(model.denoiser), "vae": observe_modules(model.vae)}

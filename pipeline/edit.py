@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from contract.image import ImageParameters
 from pipeline import vae
 from pipeline.denoise import InpaintMask
-from pipeline.load import ImageModel
+from pipeline.families.family import ImageModel
 from pipeline.sigmas import SamplerTable
 
 
 def latents(model: ImageModel, wanted: ImageParameters, generator: torch.Generator) -> torch.Tensor:
     """The image's latents, fp32 [1, C, h, w]. The VAE's noise is the first that an edit draws from its seed."""
-    scale, channels = model.vae_scale, int(model.unet.config.in_channels)
+    scale, channels = model.vae_scale, model.latent_channels
     noise = torch.randn((1, channels, wanted.height // scale, wanted.width // scale), generator=generator)
     return vae.encode(model, _pixels(wanted)[None], noise)
 

@@ -16,8 +16,10 @@ from core.batching.cost import CostCurve, CostTable
 from core.cuda_graphs import CudaRecorder, GraphCache, Recorder
 from core.graphs import CompiledCache, ExecutableKey
 from core.ops.cpu import CpuLowering
-from pipeline import denoise, encode
-from pipeline.load import ImageModel
+from pipeline import denoise
+from pipeline.families.family import ImageModel
+from pipeline.families.sdxl import conditioning as text
+from pipeline.families.sdxl.parts import tokenizers
 from pipeline.phases import (
     DEEP,
     ENCODE,
@@ -39,7 +41,6 @@ from pipeline.phases import (
     without_text,
 )
 from pipeline.recording import GraphSet
-from unet_opt.deepcache import shapes
 
 
 class BatchGroup(NamedTuple):
@@ -108,7 +109,7 @@ class ImageExecution:
             networks = on_kernels(model, kernels)
             phases = networks.phases
             if frugal:
-                for part in (networks.unet, networks.decoder) if adapted is None else (networks.decoder,):
+                for part in (networks.denoiser, networks.decoder) if adapted is None else (networks.decoder,):
                     assert isinstance(part.lowering, CpuLowering)
                     part.lowering.layers.release()
         self._networks = networks
@@ -179,34 +180,34 @@ class ImageExecution:
             self._recordings.missed(self._key(self._recordings, group, rows))
         return self.cheapest(group, rows)
 
-    def feature_shapes(self, depth: str, size: tuple[int, int], *, adapted: bool = False) -> list[tuple[int, int, int]]:
+    def feature_shapes(self, depth: str, size: tuple[int, int], *, adapted: bool = False) -> list[tuple[int, ...]]:
         """The shape of one row of each feature map that a shallow step of this depth reads, as `deep` returns it."""
         scale = self._model.vae_scale
-        return shapes(self._model.unet, depth, size[1] // scale, size[0] // scale)
+        return self._networks.denoiser.feature_shapes(depth, size[1] // scale, size[0] // scale)
 
     @property
-    def kv_width(self) -> int:
-        """Channels of all keys and values of one token of text."""
-        return self._networks.unet.kv_width
+    def text_width(self) -> int:
+        """Channels of what the denoiser reads of one token of text."""
+        return self._networks.denoiser.text_width
 
     @torch.inference_mode()
-    def keys(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Keys and values of all cross-attention layers, [B, T, D] to [B, T, width]."""
-        return self._networks.unet.keys(hidden)
+    def prepare_text(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the denoiser computes of the text alone, [B, T, D] to [B, T, width]."""
+        return self._networks.denoiser.prepare_text(hidden)
 
     @torch.inference_mode()
-    def adapted_keys(self, hidden: torch.Tensor) -> torch.Tensor:
+    def adapted_text(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same for requests with LoRAs."""
         assert self._adapted is not None
-        return self._adapted.unet.keys(hidden)
+        return self._adapted.denoiser.prepare_text(hidden)
 
     def embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`encode.embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
+        """`embed` of this model: token ids [B, T] of each encoder to [B, T, D] and [B, P].
 
         The results may be overwritten by the next call of any method.
         """
         if self._recordings is None:
-            return encode.embed(self._model, ids)
+            return text.embed(self._model, ids)
         rows = len(ids[0])
         key = ExecutableKey(TEXT, self._recordings.width(TEXT, rows), (0, 0))
         padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self._model.device) for part in ids]
@@ -292,7 +293,7 @@ class ImageExecution:
 
         Programs of one network share buffers: together they use what the largest needs.
         """
-        unet, decoder = self._networks.unet.lowering, self._networks.decoder.lowering
+        unet, decoder = self._networks.denoiser.lowering, self._networks.decoder.lowering
         if not isinstance(unet, CpuLowering) or not isinstance(decoder, CpuLowering):
             return {}
         weights, buffers = unet.size_bytes
@@ -302,7 +303,7 @@ class ImageExecution:
             for (name, shape), size in buffers.items()
             if name in names
         }
-        return {"unet weights": weights, "vae weights": decoder.size_bytes[0], **held}
+        return {f"{self._model.family.denoiser} weights": weights, "vae weights": decoder.size_bytes[0], **held}
 
     def costs(self) -> dict[Any, Mapping[int, float]]:
         """Measured seconds by rows, for each (phase, size, compiled), without LoRAs."""
@@ -369,9 +370,8 @@ class ImageExecution:
 
     def _example(self, phase: str, rows: int, size: tuple[int, int], seed: int = 0) -> Callable[[Any], Any]:
         """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
-        model, unet = self._model, self._model.unet.config
-        tokens, pooled = model.tokenizers[0].model_max_length, model.text_encoders[1].config.projection_dim
-        latents = (rows, unet.in_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
+        model = self._model
+        latents = (rows, model.latent_channels, size[1] // model.vae_scale, size[0] // model.vae_scale)
         depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
         features = [] if depth is None else self.feature_shapes(depth, size)
 
@@ -383,20 +383,18 @@ class ImageExecution:
 
         def call(fn: Any) -> Any:
             if phase == TEXT:
-                return fn([torch.zeros(rows, tokens, dtype=torch.long, device=model.device)] * len(model.tokenizers))
+                read = [tokenizer.model_max_length for tokenizer in tokenizers(model)]
+                return fn([torch.zeros(rows, tokens, dtype=torch.long, device=model.device) for tokens in read])
             if phase == VAE:
                 return fn(random(*latents).float())
-            inputs = denoise.UNetInputs(
-                sample=random(*latents),
-                timestep=torch.full((rows,), 500.0, device=model.device),
-                kv=random(rows, tokens, self.kv_width),
-                pooled=random(rows, pooled),
-                time_ids=torch.ones(rows, 6, device=model.device, dtype=model.dtype),
-                time_cond=None if unet.time_cond_proj_dim is None else random(rows, unet.time_cond_proj_dim),
+            inputs = denoise.DenoiserInputs(
+                random(*latents),
+                torch.full((rows,), 500.0, device=model.device),
+                model.family.example(model, self.text_width, rows, generator),
             )
             if phase == DEEP:
-                return inputs.run(fn)
-            return inputs.run(fn, tuple(random(rows, *shape) for shape in features))
+                return model.family.call(fn, inputs)
+            return model.family.call(fn, inputs, tuple(random(rows, *shape) for shape in features))
 
         return call
 

@@ -21,7 +21,7 @@ from core.kernels.describe import cuda_versions, describe, digest
 from core.kernels.device import TORCH, decisions, summary
 
 if TYPE_CHECKING:
-    from pipeline.load import ImageModel
+    from pipeline.families.family import ImageModel
 
 ROOT = Path(__file__).resolve().parent.parent
 # The sources that an image's bits depend on: every module of ours that generation imports and that computes or decides

@@ -5,26 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-PARTS = ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "unet", "vae", "scheduler")
-WEIGHTS = {
-    "text_encoder": "model",
-    "text_encoder_2": "model",
-    "unet": "diffusion_pytorch_model",
-    "vae": "diffusion_pytorch_model",
-}
-_FAMILY = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
-_CLASSES = {
-    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
-    "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
-    "text_encoder": ("CLIPTextModel",),
-    "text_encoder_2": ("CLIPTextModelWithProjection",),
-    "unet": ("UNet2DConditionModel",),
-    "vae": ("AutoencoderKL",),
-}
+_STEMS = {"encoder": "model", "network": "diffusion_pytorch_model"}  # of weight files, as the two libraries name them
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _HASH_WHOLE_BYTES = 256 * 2**20
 _HASH_BLOCK_BYTES = 4 * 2**20
@@ -35,11 +21,46 @@ class ModelError(ValueError):
     """A model that cannot be loaded. The message names the folder, the part and what is wrong with it."""
 
 
-def find(name: str, variant: str | None) -> Path:
-    """The folder of a model, downloaded first if `name` is a hub id and no folder. Raises `ModelError`."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a model's folder.
+
+    kind: a tokenizer or a text encoder of transformers, a network of diffusers, or a scheduler's config.
+    classes: the accepted class names, of which the first is loaded; empty: any.
+    module: where that class is. Full paths: diffusers' and transformers' top levels import slowly.
+    strict: whether weights that the class has no use for are rejected.
+    """
+
+    kind: Literal["tokenizer", "encoder", "network", "scheduler"]
+    classes: tuple[str, ...] = ()
+    module: str = ""
+    strict: bool = False
+
+    @property
+    def stem(self) -> str:
+        """How the names of its weight files begin; "" for a part without weights."""
+        return _STEMS.get(self.kind, "")
+
+
+def find(name: str, variant: str | None, parts: Callable[[Path], Mapping[str, Part]]) -> Path:
+    """The folder of a model, downloaded first if `name` is a hub id and no folder. Raises `ModelError`.
+
+    `parts` reads the model's parts from its folder, which may hold no more than its model_index.json yet.
+    """
     if variant is not None and not re.fullmatch(r"[\w-]+", variant):
         raise ModelError(f"variant: must be a word such as fp16, not {variant!r}")
-    return local(name) or _download(name, _short(name), variant)
+    found = local(name)
+    if found is not None:
+        return found
+    index = _download(name, ["model_index.json"])
+    # Only one variant's files: a repository often holds the same weights three times.
+    wanted = ["model_index.json", "*/*.json", "*/*.txt"]
+    for part, told in parts(index).items():
+        if told.stem and variant:
+            wanted += [f"{part}/{told.stem}*{variant}*.safetensors"]
+        elif told.stem:
+            wanted += [f"{part}/{told.stem}.safetensors", f"{part}/{told.stem}-?????-of-?????.safetensors"]
+    return _download(name, wanted)
 
 
 def local(name: str) -> Path | None:
@@ -65,17 +86,11 @@ def _short(name: str) -> str:
     return name if len(name) <= 200 else f"{name[:200]}…"
 
 
-def _download(name: str, short: str, variant: str | None) -> Path:
+def _download(name: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # Only one variant's files: a repository often holds the same weights three times.
-    wanted = ["model_index.json", "*/*.json", "*/*.txt"]
-    for part, stem in WEIGHTS.items():
-        if variant:
-            wanted += [f"{part}/{stem}*{variant}*.safetensors"]
-        else:
-            wanted += [f"{part}/{stem}.safetensors", f"{part}/{stem}-?????-of-?????.safetensors"]
+    short = _short(name)
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except HFValidationError as error:
@@ -87,14 +102,18 @@ def _download(name: str, short: str, variant: str | None) -> Path:
         raise ModelError(f"{short}: no such folder, and {what} ({type(error).__name__})") from error
 
 
-def check(folder: Path, variant: str | None) -> tuple[dict[str, Any], dict[str, list[Path]]]:
+def check(
+    folder: Path, variant: str | None, parts: Mapping[str, Part], label: str
+) -> tuple[dict[str, Any], dict[str, list[Path]]]:
     """Read everything possible without loading: (model_index.json, the weight files of each part).
 
+    `label` names the family that has these parts.
+
     Raises:
-        ModelError: for another kind of pipeline or part, and for a file that is missing, damaged or of another format.
+        ModelError: for another kind of part, and for a file that is missing, damaged or of another format.
     """
-    index = _check_index(folder)
-    return index, {part: _check_part(folder / part, part, variant) for part in PARTS}
+    index = _check_index(folder, parts, label)
+    return index, {name: _check_part(folder / name, name, part, variant) for name, part in parts.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -117,41 +136,37 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def _check_index(folder: Path) -> dict[str, Any]:
+def _check_index(folder: Path, parts: Mapping[str, Part], label: str) -> dict[str, Any]:
     index = read_json(folder / "model_index.json")
-    family = index.get("_class_name")
-    if family not in _FAMILY:
-        raise ModelError(f"{folder}/model_index.json: is a {family}; this engine runs {_FAMILY[0]}")
-    for part in PARTS:
-        entry = index.get(part)
+    for name, part in parts.items():
+        entry = index.get(name)
         if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(word, str) for word in entry):
-            raise ModelError(f"{folder}/model_index.json: names no {part}; SDXL has {', '.join(PARTS)}")
-        _check_class(folder / "model_index.json", part, entry[1])
-        if not (folder / part).is_dir():
-            raise ModelError(f"{folder}: the part {part} is missing")
+            raise ModelError(f"{folder}/model_index.json: names no {name}; {label} has {', '.join(parts)}")
+        _check_class(folder / "model_index.json", name, part, entry[1])
+        if not (folder / name).is_dir():
+            raise ModelError(f"{folder}: the part {name} is missing")
     return index
 
 
-def _check_class(path: Path, part: str, found: object) -> None:
-    wanted = _CLASSES.get(part)
-    if wanted and found not in wanted:
-        raise ModelError(f"{path}: {part} is of class {found}; this engine runs {wanted[0]}")
+def _check_class(path: Path, name: str, part: Part, found: object) -> None:
+    if part.classes and found not in part.classes:
+        raise ModelError(f"{path}: {name} is of class {found}; this engine runs {part.classes[0]}")
 
 
-def _check_part(where: Path, part: str, variant: str | None) -> list[Path]:
+def _check_part(where: Path, name: str, part: Part, variant: str | None) -> list[Path]:
     """The weight files of a part, each checked to be complete; none for a part without weights."""
-    if part == "scheduler":
+    if part.kind == "scheduler":
         read_json(where / "scheduler_config.json")
         return []
-    if part not in WEIGHTS:
+    if part.kind == "tokenizer":
         _check_tokenizer(where)
         return []
     config = read_json(where / "config.json")
     if "_class_name" in config:
-        _check_class(where / "config.json", part, config["_class_name"])
-    files = _weight_files(where, WEIGHTS[part], variant)
+        _check_class(where / "config.json", name, part, config["_class_name"])
+    files = _weight_files(where, part.stem, variant)
     for file in files:
-        _check_safetensors(file, old_buffers=part.startswith("text"))
+        _check_safetensors(file, old_buffers=part.kind == "encoder")
     return files
 
 
@@ -216,11 +231,12 @@ def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
 def digest(folder: Path, files: Mapping[str, list[Path]]) -> str:
     """SHA-256 (16 hex digits) over all that determines the model, independent of its folder's path.
 
-    Of a weight file over 256 MB it reads the header and 4 KiB from the middle of each tensor.
+    `files` are the weight files of each part. Of one over 256 MB it reads the header and 4 KiB from the middle of each
+    tensor.
     """
     hashed = hashlib.sha256()
-    texts = [p for part in PARTS for ending in ("json", "txt") for p in sorted((folder / part).glob(f"*.{ending}"))]
-    for path in [folder / "model_index.json", *texts, *(file for part in PARTS for file in files[part])]:
+    texts = [p for part in files for ending in ("json", "txt") for p in sorted((folder / part).glob(f"*.{ending}"))]
+    for path in [folder / "model_index.json", *texts, *(file for own in files.values() for file in own)]:
         size = path.stat().st_size
         hashed.update(f"{path.relative_to(folder)}\0{size}\0".encode())
         with path.open("rb") as stream:

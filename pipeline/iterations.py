@@ -17,8 +17,8 @@ from pipeline.adapted import AdaptedModel
 from pipeline.adapters import named
 from pipeline.conditioning import Conditioner, Told
 from pipeline.execution import BatchGroup, ImageExecution
+from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity, fingerprint
-from pipeline.load import ImageModel
 from pipeline.phases import DEEP, ENCODE, IMAGE, KERNELS, VAE
 from pipeline.picture import Picture
 from pipeline.request_state import ImageState, gather, keep
@@ -50,7 +50,7 @@ class IterationBuilder:
         self._conditioners = conditioners
         self._adapted = adapted
         self._kernels = kernels
-        self._gatherer = denoise.BatchGatherer(model.dtype)
+        self._gatherer = denoise.BatchGatherer(model.dtype, model.family.padded)
         self._previews: vae.Preview | None = None
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
 
@@ -106,10 +106,9 @@ class IterationBuilder:
         def commit(made: list[Told]) -> dict[str, Outcome]:
             outcomes = {}
             for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
-                scale = request.parameters.guidance_scale
                 assert work.x is not None
                 work.trajectory = denoise.DenoisingState(
-                    work.table, 0, work.x, torch.zeros_like(work.x), scale, conditioning, work.kept
+                    work.table, 0, work.x, torch.zeros_like(work.x), conditioning, work.kept
                 )
                 work.warnings += warnings
                 request.phase = work.phase(0)
@@ -119,11 +118,12 @@ class IterationBuilder:
         return Iteration(compute, commit)
 
     def denoise_step(self, group: BatchGroup, requests: list[Request]) -> Iteration:
-        """One UNet forward for all, then one step of each request's sampler."""
+        """One denoiser forward for all, then one step of each request's sampler."""
         works: list[ImageState] = [request.work for request in requests]
         riders = [work.trajectory for work in works]
         assert all(rider is not None for rider in riders)
         present: list[denoise.DenoisingState] = [rider for rider in riders if rider is not None]
+        call = self._model.family.call
 
         def compute() -> tuple[list[denoise.DenoisingState], list[Any]]:
             started = time.perf_counter()
@@ -131,10 +131,10 @@ class IterationBuilder:
             with torch.inference_mode(), self._apply_adapters(group, works):
                 inputs = self._gatherer.inputs(present, way.rows)
                 if group.phase == DEEP:
-                    output, *features = inputs.run(way.function)
+                    output, *features = call(way.function, inputs)
                     keep(features, works)
                 else:
-                    (output,) = inputs.run(way.function, gather(works, way.rows))
+                    (output,) = call(way.function, inputs, gather(works, way.rows))
                 noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
                 previews = [self._preview(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
@@ -191,7 +191,7 @@ class IterationBuilder:
         Drawn on the CPU in fp32: a seed gives the same noise on every device and precision.
         """
         scale = self._model.vae_scale
-        shape = (1, self._model.unet.config.in_channels, wanted.height // scale, wanted.width // scale)
+        shape = (1, self._model.latent_channels, wanted.height // scale, wanted.width // scale)
         noise = torch.randn(shape, generator=work.generator) if self.fixed_latent is None else self.fixed_latent[0]
         if noise.shape != shape:
             raise ValueError(f"the fixed latent is {list(noise.shape)}, this size needs {list(shape)}")

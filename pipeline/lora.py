@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from contract import loras as names
+from pipeline.families.family import Adapters
 from pipeline.folder import ModelError
 
 SUFFIX = ".safetensors"
@@ -67,14 +68,14 @@ def digest(model: str, loras: Sequence[Lora]) -> str:
     return made.hexdigest()
 
 
-def fuse_(parts: Mapping[str, Any], loras: Sequence[Lora]) -> None:
-    """Merge them into the weights of UNet and text encoders, in place, one after another, in fp32.
+def fuse_(parts: Mapping[str, Any], adapters: Adapters, loras: Sequence[Lora]) -> None:
+    """Merge them into the weights of the parts that the family adapts, in place, one after another, in fp32.
 
     Raises `ModelError`, naming the LoRA, for one that does not fit this model.
     """
     from pipeline import lora_file
 
     for lora in loras:
-        factors = lora_file.read(lora.name, lora.data(), parts)
+        factors = lora_file.read(lora.name, lora.data(), parts, adapters)
         lora_file.check_finite(lora.name, factors)
         lora_file.add_(parts, factors, lora.scale)

@@ -1,7 +1,6 @@
-"""Parses LoRA files: low-rank matrix pairs for layers of an SDXL's UNet and text encoders (Hu et al., 2021).
+"""Parses LoRA files: low-rank matrix pairs for layers of a model's parts (Hu et al., 2021).
 
-Supports the layouts that diffusers reads, by diffusers' own name tables: kohya's, diffusers' old and new ones, peft's.
-Does not need peft.
+A family's `Adapters` says which layouts are read. Does not need peft.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.families.family import Adapters
 from pipeline.folder import ModelError, first_line
 
-PARTS = ("unet", "text_encoder", "text_encoder_2")
 _KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
 _UNKNOWN = {  # keys of adapter types that are not a product of two matrices
     "dora_scale": "DoRA",
@@ -47,17 +46,18 @@ Factors = Mapping[tuple[str, str], LoraWeights]
 """By part and by the layer's name in it."""
 
 
-def read(name: str, data: bytes, parts: Mapping[str, Any]) -> dict[tuple[str, str], LoraWeights]:
+def read(name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters) -> dict[tuple[str, str], LoraWeights]:
     """The factors of the LoRA `name` for these parts, in the file's own precision.
 
-    `parts` has at least `PARTS`. Computes nothing, so that it may run on any thread. Raises `ModelError`, naming the
-    LoRA, for a file that is damaged, of an unknown kind, or does not fit these parts.
+    `parts` has at least those of `adapters`. Computes nothing, so that it may run on any thread. Raises
+    `ModelError`, naming the LoRA, for a file that is damaged, of an unknown kind, or does not fit these parts.
     """
     try:
-        state, alphas, config = _diffusers(data, parts["unet"].config)
-        factors = dict(_factors(state, alphas, config, parts))
+        state, config = _read(data)
+        state, alphas = adapters.to_diffusers(state, parts)
+        factors = dict(_factors(state, alphas, config, parts, adapters))
         if not factors:
-            raise ValueError("nothing in it is for an SDXL")
+            raise ValueError(f"nothing in it is for {adapters.models}")
     except Exception as error:  # of several libraries: it does not fit
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ModelError(f"lora {name}: does not fit ({kind}{first_line(error)[:300]})") from error
@@ -93,10 +93,9 @@ def add_(parts: Mapping[str, Any], factors: Factors, scale: float) -> None:
         weight.copy_(sum_)
 
 
-def _diffusers(data: bytes, unet_config: Any) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Any]]:
-    """The tensors under diffusers' names, kohya's alphas under their own, and the config that diffusers writes."""
+def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The file's tensors, and the config that diffusers writes."""
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-    from diffusers.loaders.lora_pipeline import StableDiffusionXLLoraLoaderMixin
     from safetensors.torch import load
 
     state = load(data)
@@ -104,20 +103,23 @@ def _diffusers(data: bytes, unet_config: Any) -> tuple[dict[str, Tensor], dict[s
         for mark, kind in _UNKNOWN.items():
             if mark in key:
                 raise ValueError(f"it is {kind}, which is not supported")
-    state, alphas = StableDiffusionXLLoraLoaderMixin.lora_state_dict(state, unet_config=unet_config)
     head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     config = (head.get("__metadata__") or {}).get(LORA_ADAPTER_METADATA_KEY)
-    return state, alphas or {}, json.loads(config) if config else {}
+    return state, json.loads(config) if config else {}
 
 
 def _factors(
-    state: Mapping[str, Tensor], alphas: Mapping[str, float], config: Mapping[str, Any], parts: Mapping[str, Any]
+    state: Mapping[str, Tensor],
+    alphas: Mapping[str, float],
+    config: Mapping[str, Any],
+    parts: Mapping[str, Any],
+    adapters: Adapters,
 ) -> Iterator[tuple[tuple[str, str], LoraWeights]]:
     left = set(state)
-    for part in PARTS:
+    for part in adapters.parts:
         old = [key.removeprefix(f"{part}.") for key in state if key.startswith(f"{part}.")]
         left -= {f"{part}.{key}" for key in old}
-        new = _renamed(part, old)
+        new = adapters.to_peft(part, old)
         pairs: dict[str, dict[str, str]] = {}
         for key, own in new.items():
             found = _KEY.fullmatch(key)
@@ -135,28 +137,13 @@ def _factors(
                 raise ValueError(f"the alpha of {_shown(layer)} is no finite number")
             yield (part, known), LoraWeights(down, up, scale)
     if left:
-        raise ValueError(f"{_shown(min(left))} is for no part of an SDXL")
-
-
-def _renamed(part: str, keys: list[str]) -> dict[str, str]:
-    """Each key under peft's name, with its name in the file."""
-    from diffusers.utils import state_dict_utils as tables
-
-    own = {key: key for key in keys}
-    if any(".lora_A." in key for key in keys):
-        return own
-    if part == "unet":
-        return dict(tables.convert_unet_state_dict_to_peft(own))
-    for table in (tables.DIFFUSERS_OLD_TO_PEFT, tables.DIFFUSERS_TO_PEFT):
-        own = tables.convert_state_dict(own, table)
-    return own
+        raise ValueError(f"{_shown(min(left))} is for no part of {adapters.models}")
 
 
 def _layer(part: str, model: Any, name: str) -> tuple[str, nn.Module]:
-    """The layer of this name. In some versions of transformers text encoders have one level less."""
+    """The layer of this name. In some versions of transformers CLIP text encoders have one level less."""
     text = "text_model."
-    others = () if part == "unet" else (name.removeprefix(text) if name.startswith(text) else text + name,)
-    for candidate in (name, *others):
+    for candidate in (name, name.removeprefix(text) if name.startswith(text) else text + name):
         try:
             module: nn.Module = model.get_submodule(candidate)
         except AttributeError:

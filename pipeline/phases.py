@@ -15,10 +15,10 @@ from core.ops.cpu import CpuLowering
 from core.ops.cuda import CudaLowering
 from core.ops.ops import Lowering
 from core.ops.reference import TorchLowering
-from pipeline import encode, vae
+from pipeline import vae
+from pipeline.families.family import ImageModel, Network
+from pipeline.families.sdxl.conditioning import embed
 from pipeline.folder import ModelError
-from pipeline.load import ImageModel
-from unet_opt.deepcache import SplitUNet
 from unet_opt.vae import VaeDecoder
 
 KERNELS = "kernels"  # our own, on a CPU
@@ -57,9 +57,9 @@ Phases = dict[str, Callable[..., Any]]
 
 
 class Networks(NamedTuple):
-    """A model's UNet and VAE decoder on one lowering each, and the phases that they run."""
+    """A model's denoiser and VAE decoder on one lowering each, and the phases that they run."""
 
-    unet: SplitUNet
+    denoiser: Network
     decoder: VaeDecoder
     phases: Phases
 
@@ -71,36 +71,38 @@ def on_torch(model: ImageModel) -> Networks:
 
 def on_gpu(model: ImageModel, rows: int) -> Networks:
     """On fused layers, at most so many rows at a time. Raises `ModelError` for parts that these do not support."""
-    unet, decoder = CudaLowering(model.dtype, rows), CudaLowering(model.vae.dtype, rows)
+    denoiser, decoder = CudaLowering(model.dtype, rows), CudaLowering(model.vae.dtype, rows)
     # Constants as existing tensors: graphs cannot copy any from the host.
     none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
     shift = vae.unscale(none, model.vae.config)
     gain = vae.unscale(none + 1, model.vae.config) - shift
-    made = _networks(model, unet, decoder, lambda latents: latents * gain + shift)
-    made.phases[TEXT] = lambda ids: encode.embed(model, ids)
+    made = _networks(model, denoiser, decoder, lambda latents: latents * gain + shift)
+    made.phases[TEXT] = lambda ids: embed(model, ids)
     return made
 
 
 def on_kernels(model: ImageModel, kernels: ctypes.CDLL) -> Networks:
     """Raises `ModelError` for parts that the CPU kernels do not support."""
     half = model.precision != "fp32"
-    unet, decoder = (CpuLowering(kernels, part, half=half) for part in (model.unet, model.vae))
-    return _networks(model, unet, decoder)
+    denoiser, decoder = (CpuLowering(kernels, part, half=half) for part in (model.denoiser, model.vae))
+    return _networks(model, denoiser, decoder)
 
 
 Unscale = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _networks(model: ImageModel, unet_on: Lowering, decoder_on: Lowering, unscale: Unscale | None = None) -> Networks:
+def _networks(
+    model: ImageModel, denoiser_on: Lowering, decoder_on: Lowering, unscale: Unscale | None = None
+) -> Networks:
     """`unscale` turns latents into what the decoder reads; default: `vae.unscale`, in the decoder's type."""
     try:
-        unet, decoder = SplitUNet(unet_on, model.unet), VaeDecoder(decoder_on, model.vae)
+        network, decoder = model.family.network(denoiser_on, model), VaeDecoder(decoder_on, model.vae)
     except ValueError as error:
         raise ModelError(str(error)) from error
     unscale = unscale or (lambda latents: vae.unscale(latents.to(decoder_on.dtype), model.vae.config))
-    shallow = {SHALLOW[depth]: partial(unet.shallow, depth) for depth in DEPTHS}
-    phases: Phases = {DEEP: unet.deep, **shallow, VAE: lambda latents: vae.levels(decoder(unscale(latents)))}
-    return Networks(unet, decoder, phases)
+    shallow = {SHALLOW[depth]: partial(network.shallow, depth) for depth in DEPTHS}
+    phases: Phases = {DEEP: network.deep, **shallow, VAE: lambda latents: vae.levels(decoder(unscale(latents)))}
+    return Networks(network, decoder, phases)
 
 
 def without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Creates a model's quantized UNet and VAE: calibrates on prompts, quantizes, and writes them.
+"""Creates a model's quantized parts: calibrates on prompts, quantizes, and writes them.
 
 `pipeline.quantized_parts` finds and loads them.
 """
@@ -17,36 +17,33 @@ from core.quant import store
 from core.quant.convert import QuantizationReport, Recipe, Scheme, quantize_
 from core.quant.statistics import Statistics
 from pipeline.calibration import collect
-from pipeline.quantized_parts import PARTS, Part, folder
-from unet_opt import recipe as recipes
+from pipeline.quantized_parts import folder
 from unet_opt.calibrate import CalibrationSettings
+from unet_opt.recipe import ALPHA
 
 if TYPE_CHECKING:
-    from pipeline.load import ImageModel
+    from pipeline.families.family import ImageModel
 
 Ranges = Mapping[str, Statistics]  # by part
 
 
-def recipes_of(model: ImageModel, alpha: float | None = recipes.ALPHA) -> dict[Part, Recipe]:
-    """The recipe for each part. `alpha` None is plain INT8."""
-    return {"unet": recipes.unet(model.unet, alpha=alpha), "vae": recipes.decoder(model.vae)}
-
-
-def ranges(model: ImageModel, prompts: Sequence[str], *, alpha: float | None = recipes.ALPHA, **options: Any) -> Ranges:
+def ranges(model: ImageModel, prompts: Sequence[str], *, alpha: float | None = ALPHA, **options: Any) -> Ranges:
     """Input ranges of the layers to be quantized; options as for `calibration.collect`."""
-    return collect(model, _targets(model, recipes_of(model, alpha)), prompts, **options)
+    return collect(model, _targets(model, model.family.recipes(model.parts, alpha)), prompts, **options)
 
 
 def in_8_bits(
-    model: ImageModel, part: Part, found: Ranges, *, scheme: Scheme = "int8", alpha: float | None = recipes.ALPHA
+    model: ImageModel, part: str, found: Ranges, *, scheme: Scheme = "int8", alpha: float | None = ALPHA
 ) -> tuple[Any, QuantizationReport]:
     """The part in 8 bits, and a report. The model's own part is unchanged.
 
     Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory.
     """
-    own = getattr(model, part)
+    own = model.parts[part]
     module = copy.deepcopy(own, {id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())})
-    report = quantize_(module, recipes_of(model, alpha)[part], found[part], scheme=scheme, digest=model.digest)
+    report = quantize_(
+        module, model.family.recipes(model.parts, alpha)[part], found[part], scheme=scheme, digest=model.digest
+    )
     return module, report
 
 
@@ -56,12 +53,12 @@ def make(
     out: Path,
     *,
     scheme: Scheme = "int8",
-    alpha: float | None = recipes.ALPHA,
+    alpha: float | None = ALPHA,
     weights: bool = True,
     settings: CalibrationSettings | None = None,
     kernels: ctypes.CDLL | None = None,
     tell: Callable[[int], None] = lambda count: None,
-) -> dict[Part, tuple[QuantizationReport, int]]:
+) -> dict[str, tuple[QuantizationReport, int]]:
     """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumable.
 
     The model is in fp32, bf16 or fp16, and is not changed. `kernels` are the CPU's. Returns the report and the bytes
@@ -69,13 +66,13 @@ def make(
     `QuantizedStoreError`; and OSError if `out` cannot be created.
     """
     settings = settings or CalibrationSettings()
-    made: dict[Part, tuple[QuantizationReport, int]] = {}
+    made: dict[str, tuple[QuantizationReport, int]] = {}
     out.mkdir(parents=True, exist_ok=True)
-    checkpoints: dict[Part, Path] = {part: out / f".{part}-{scheme}.statistics" for part in PARTS}
+    checkpoints = {part: out / f".{part}-{scheme}.statistics" for part in model.family.quantized}
     found = ranges(
         model, prompts, alpha=alpha, settings=settings, kernels=kernels, checkpoints=checkpoints, tell=tell
     )  # fmt: skip
-    for part, recipe in recipes_of(model, alpha).items():
+    for part, recipe in model.family.recipes(model.parts, alpha).items():
         module, report = in_8_bits(model, part, found, scheme=scheme, alpha=alpha)
         manifest = store.Manifest(
             scheme=scheme,
@@ -100,10 +97,14 @@ def calibration_of(prompts: Sequence[str], settings: CalibrationSettings) -> dic
 def watch(
     model: ImageModel, prompts: Sequence[str], path: Path, *, settings: CalibrationSettings | None = None
 ) -> None:
-    """Calibrate only the UNet and keep its statistics in `path`; resumable. To compare recipes on equal statistics."""
-    layers = recipes.unet(model.unet).targets(model.unet)
-    collect(model, {"unet": layers}, prompts, settings=settings, checkpoints={"unet": path})
+    """Calibrate only the denoiser and keep its statistics in `path`; resumable.
+
+    To compare recipes on equal statistics.
+    """
+    part = model.family.denoiser
+    layers = _targets(model, model.family.recipes(model.parts, ALPHA))[part]
+    collect(model, {part: layers}, prompts, settings=settings, checkpoints={part: path})
 
 
-def _targets(model: ImageModel, of: Mapping[Part, Recipe]) -> dict[Part, list[str]]:
-    return {part: recipe.targets(getattr(model, part)) for part, recipe in of.items()}
+def _targets(model: ImageModel, of: Mapping[str, Recipe]) -> dict[str, list[str]]:
+    return {part: recipe.targets(model.parts[part]) for part, recipe in of.items()}

@@ -14,7 +14,7 @@ from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.execution import ImageExecution
-from pipeline.load import ImageModel
+from pipeline.families.family import ImageModel
 from pipeline.phases import DEEP, SHALLOW, VAE
 from unet_opt.deepcache import Features, kept
 
@@ -68,6 +68,8 @@ class MemoryLedger:
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
         self._model = model
         self._execution = execution
+        row = model.family.example(model, execution.text_width, 1, torch.Generator(model.device))  # the longest prompt
+        self._row_bytes = sum(tensor.nbytes for tensor in row.values())
         self._adapters = adapters
 
     def check(self, wanted: ImageParameters) -> None:
@@ -109,18 +111,17 @@ class MemoryLedger:
             self._adapters.give(taken)
 
     def size_bytes(self, wanted: ImageParameters) -> int:
-        """Its size: latents, keys and values, and features."""
-        scale, channels = self._model.vae_scale, int(self._model.unet.config.in_channels)
+        """Its size: latents, conditioning, and features."""
+        scale, channels = self._model.vae_scale, self._model.latent_channels
         held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
-        kv = int(self._model.tokenizers[0].model_max_length) * self._execution.kv_width
         features = sum(math.prod(shape) for shape in self._features(wanted))
-        return latents + self._rows(wanted) * self._model.dtype.itemsize * (kv + features)
+        return latents + self._rows(wanted) * (self._row_bytes + self._model.dtype.itemsize * features)
 
     def _rows(self, wanted: ImageParameters) -> int:
-        return 2 if wanted.guidance_scale > 1 and self._model.unet.config.time_cond_proj_dim is None else 1
+        return self._model.family.rows(self._model, wanted)
 
-    def _features(self, wanted: ImageParameters) -> list[tuple[int, int, int]]:
+    def _features(self, wanted: ImageParameters) -> list[tuple[int, ...]]:
         """The shape of one row of each map."""
         if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.made)):
             return []

@@ -24,9 +24,9 @@ from pipeline.adapters import AdapterCache, check_loras, refused
 from pipeline.conditioning import AdaptedConditioner, Conditioner
 from pipeline.encode import Encoder
 from pipeline.execution import BatchGroup, ImageExecution
+from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity, code_digest
 from pipeline.iterations import IterationBuilder
-from pipeline.load import ImageModel
 from pipeline.phases import ENCODE, IMAGE, STEPS, VAE, VAE_ROWS
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
@@ -70,8 +70,8 @@ class ImageRunner:
         self.model = model
         self.patience_s = patience_s
         self.sizes = sizes(model.native, model.multiple)
-        self.schedulers = sigmas.SCHEDULERS
-        self.default_scheduler = sigmas.default_name(model.scheduler_config)
+        self.schedulers = model.family.samplers
+        self.default_scheduler = sigmas.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
         self._max_rows = max_rows
@@ -92,10 +92,10 @@ class ImageRunner:
             recorder=recorder,
         )
         self.recording = BackgroundRecorder(self._lane, self.execution.record_next, lambda: self.held() > 0)
-        encoder = Encoder(model, compute=self.execution.embed)
-        conditioners = {False: Conditioner(model, encoder, self.execution.keys)}
+        encoder = Encoder(model.family.text_encoder(model, self.execution.embed))
+        conditioners = {False: Conditioner(model, encoder, self.execution.prepare_text)}
         if self._adapted is not None and self.adapters is not None:
-            conditioners[True] = AdaptedConditioner(self._adapted, self.adapters, self.execution.adapted_keys)
+            conditioners[True] = AdaptedConditioner(self._adapted, self.adapters, self.execution.adapted_text)
         self._builder = IterationBuilder(model, self.execution, conditioners, self._adapted, self.kernels)
         self.holdings = MemoryLedger(model, self.execution, max_requests, memory_bytes, self.adapters)
 

@@ -11,7 +11,7 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -89,13 +89,13 @@ class SamplerTable:
     levels: torch.Tensor
 
 
-def default_name(config: Mapping[str, Any]) -> str:
-    """The entry of `SCHEDULERS` that a scheduler_config.json names by its `_class_name`, else ValueError."""
+def default_name(config: Mapping[str, Any], offered: Sequence[str] = SCHEDULERS) -> str:
+    """The sampler that a scheduler_config.json names by its `_class_name`, if it is offered, else ValueError."""
     class_name = config.get("_class_name")
-    for name, (_, known) in _CLASSES.items():
-        if class_name == known:
+    for name in offered:
+        if class_name == _CLASSES[name][1]:
             return name
-    known_names = ", ".join(known for _, known in _CLASSES.values())
+    known_names = ", ".join(_CLASSES[name][1] for name in offered)
     raise ValueError(f"_class_name={class_name!r} is not a supported scheduler; supported: {known_names}")
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.load import ImageModel
+    from pipeline.families.family import ImageModel
 
 
 def unscale(latents: torch.Tensor, config: Any) -> torch.Tensor:

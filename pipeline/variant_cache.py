@@ -24,12 +24,12 @@ from core.quant.statistics import StatisticsError
 from pipeline import quantized
 from pipeline.calibration import default_prompts
 from pipeline.folder import ModelError
-from pipeline.quantized_parts import PARTS, folder
+from pipeline.quantized_parts import folder
 from unet_opt.calibrate import CalibrationSettings
 from unet_opt.recipe import ALPHA
 
 if TYPE_CHECKING:
-    from pipeline.load import ImageModel
+    from pipeline.families.family import ImageModel
 
 _VERSION = 1  # to be raised when recipes or the collection of ranges change: variants are then rebuilt
 
@@ -40,14 +40,15 @@ class CachedVariant:
 
     folder: Path
     scheme: Scheme
+    parts: tuple[str, ...]  # the denoiser first
 
     @property
-    def unet(self) -> Path:
-        return folder(self.folder, "unet", self.scheme)
+    def denoiser(self) -> Path:
+        return folder(self.folder, self.parts[0], self.scheme)
 
     @property
     def is_made(self) -> bool:
-        return all((folder(self.folder, part, self.scheme) / store.MANIFEST).is_file() for part in PARTS)
+        return all((folder(self.folder, part, self.scheme) / store.MANIFEST).is_file() for part in self.parts)
 
     def make(
         self,
@@ -92,8 +93,11 @@ class CachedVariant:
         )
 
 
-def find(cache: Path, source: str, scheme: Scheme, precision: str) -> CachedVariant:
-    """The path for the variant of a model whose weights have the digest `source`, calibrated in `precision`."""
+def find(cache: Path, source: str, parts: tuple[str, ...], scheme: Scheme, precision: str) -> CachedVariant:
+    """The path for the variant of a model whose weights have the digest `source`, calibrated in `precision`.
+
+    `parts` are those that its family quantizes.
+    """
     made_from = {
         "version": _VERSION,
         "weights": source,
@@ -103,7 +107,7 @@ def find(cache: Path, source: str, scheme: Scheme, precision: str) -> CachedVari
         **quantized.calibration_of(default_prompts(), CalibrationSettings()),
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
-    return CachedVariant(cache / "quantized" / digest, scheme)
+    return CachedVariant(cache / "quantized" / digest, scheme, parts)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def kept(features: Sequence[Any], depth: str) -> tuple[Any, ...]:
     return tuple(features[:-1]) if depth == BLOCK else (features[-1],)
 
 
-def shapes(unet: Any, depth: str, height: int, width: int) -> list[tuple[int, int, int]]:
+def shapes(unet: Any, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
     """(height, width, channels) of each map that a shallow step of this depth reads, for latents of this size."""
     _, *features = trace(bind(network.deep, unet), *input_shapes(unet, height, width)).outputs
     return [(high, wide, channels) for _, high, wide, channels in kept(features, depth)]
@@ -45,7 +45,7 @@ def input_shapes(unet: Any, height: int, width: int) -> tuple[tuple[int, ...], .
 class SplitUNet:
     """The two callables, with arguments like those of diffusers' UNet2DConditionModel.
 
-    Keys and values of cross-attention are packed once for each prompt, by `keys`.
+    Keys and values of cross-attention are packed once for each prompt, by `prepare_text`.
     """
 
     def __init__(self, lowering: Lowering, unet: Any) -> None:
@@ -53,7 +53,7 @@ class SplitUNet:
         check_unet(unet)
         self.unet, self.lowering = unet, lowering
         attentions = network.cross_attentions(unet)
-        self.kv_width: int = sum(2 * attn.inner_dim for attn in attentions)
+        self.text_width: int = sum(2 * attn.inner_dim for attn in attentions)
         self._multiple = 1 if lowering.odd_sides else 2 ** (len(unet.config.block_out_channels) - 1)
         deep, keys = bind(network.deep, unet), bind(network.text_keys, unet)
         smallest = 2 ** (len(unet.config.block_out_channels) - 1)
@@ -75,11 +75,11 @@ class SplitUNet:
     ) -> tuple[Tensor, ...]:
         """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
-        `encoder_hidden_states` [B, T, width] are `keys`. Raises ValueError for shapes that do not fit.
+        `encoder_hidden_states` [B, T, width] are of `prepare_text`. Raises ValueError for shapes that do not fit.
         """
         assert not return_dict
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        out, *features = self._deep(sample.permute(0, 2, 3, 1), time, added, encoder_hidden_states)
+        out, *features = self._deep(self._map(sample), time, added, encoder_hidden_states)
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
 
     def shallow(
@@ -99,12 +99,16 @@ class SplitUNet:
             self._shallow[depth] = self._lower_shallow(depth)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
         text = (encoder_hidden_states,) if self._reads_text else ()
-        (out,) = self._shallow[depth](sample.permute(0, 2, 3, 1), time, added, *text, *features)
+        (out,) = self._shallow[depth](self._map(sample), time, added, *text, *features)
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
-    def keys(self, hidden: Tensor) -> Tensor:
+    def prepare_text(self, hidden: Tensor) -> Tensor:
         """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
         return self._keys(hidden)[0]
+
+    def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
+        """`shapes` of this UNet."""
+        return shapes(self.unet, depth, height, width)
 
     def _lower_shallow(self, depth: str) -> Callable[..., tuple[Tensor, ...]]:
         if self._reads_text:
@@ -128,8 +132,13 @@ class SplitUNet:
         time = unet.get_time_embed(sample, timestep)
         if timestep_cond is not None:
             time = time + unet.time_embedding.cond_proj(timestep_cond)
+        dtype = self.lowering.dtype
         if getattr(unet, "add_embedding", None) is None:
-            return time, sample.new_empty(rows, 0)
+            return time.to(dtype), sample.new_empty(rows, 0)
         assert added is not None
         sizes = unet.add_time_proj(added["time_ids"].flatten()).reshape(rows, -1)
-        return time, torch.cat([added["text_embeds"].float(), sizes], dim=-1)
+        return time.to(dtype), torch.cat([added["text_embeds"].float(), sizes], dim=-1).to(dtype)
+
+    def _map(self, sample: Tensor) -> Tensor:
+        """[B, C, h, w] to [B, h, w, C] in the lowering's type."""
+        return sample.to(self.lowering.dtype).permute(0, 2, 3, 1).contiguous()

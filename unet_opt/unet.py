@@ -153,7 +153,7 @@ def _times(ops: Ops[A], unet: Any, time: A, added: A) -> Callable[[Any], A]:
     """What each residual block adds of time, size and pooled text: all blocks' projections are one product."""
     first, second = unet.time_embedding, getattr(unet, "add_embedding", None)
     hidden = ops.linear(time, first.linear_1, act="silu")
-    emb = ops.linear(hidden, first.linear_2, act="" if second else "silu")
+    emb = ops.linear(hidden, first.linear_2, act=None if second else "silu")
     if second is not None:
         hidden = ops.linear(added, second.linear_1, act="silu")
         emb = ops.linear(hidden, second.linear_2, residual=emb, act="silu")

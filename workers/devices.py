@@ -39,7 +39,6 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
     from core.kernels.cpu.program import HEAD_MULTIPLE
-    from unet_opt.layout import check_unet
 
     if model.device.type != "cpu":
         return None, ""
@@ -48,7 +47,7 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
     if model.precision not in ("fp32", "int8"):
         return None, f"the CPU kernels support fp32 and int8, not {model.precision}"
     try:
-        check_unet(model.unet, head_multiple=HEAD_MULTIPLE)
+        model.family.check_network(model, head_multiple=HEAD_MULTIPLE)
         return library(settings.compiled_kernels), ""
     except (KernelsUnavailable, ValueError) as error:
         if model.precision == "int8":
@@ -61,7 +60,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
 
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
-    from unet_opt.layout import check_decoder, check_unet
+    from unet_opt.layout import check_decoder
 
     if model.device.type != "cuda":
         return False, ""
@@ -73,7 +72,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
             raise ValueError(f"the GPU kernels support bf16 and 8 bits, not {model.precision}")
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
-        check_unet(model.unet)
+        model.family.check_network(model)
         check_decoder(model.vae)
     except ValueError as error:
         if in_8_bits:
@@ -92,7 +91,7 @@ def widest(settings: Settings, model: ImageModel) -> int:
     if model.device.type != "cuda":
         return settings.max_rows
     side, name = model.native // model.vae_scale, torch.cuda.get_device_name(model.device)
-    tuned = tuned_rows(model.unet, side, side, name)
+    tuned = tuned_rows(model.denoiser, side, side, name)
     if tuned is None:
         log.info(
             "no tiles were measured on %s for %s: forwards have up to %d rows, tiles by estimate",

@@ -28,7 +28,7 @@ Open = Callable[[], "tuple[ImageModel, ctypes.CDLL | None]"]
 def unet_of(
     settings: Settings, device: str, chosen: str, plain: str, open_model: Open, say: Say, count: Count | None
 ) -> Path | None:
-    """The folder of a quantized UNet outside the model's own folder, created in the cache if there is none at all.
+    """The folder of a quantized denoiser outside the model's own folder, created in the cache if there is none at all.
 
     `chosen` is the precision to load the model in, the rest as for `cached` and `quantize_into`. Raises `ModelError`.
     """
@@ -40,17 +40,17 @@ def unet_of(
     place = cached(settings, device, cast(Scheme, chosen), plain)
     if not place.is_made:
         quantize_into(place, settings, open_model, say, count)
-    return place.unet
+    return place.denoiser
 
 
 def has_own(settings: Settings, scheme: str) -> bool:
-    """Whether a quantized UNet is named, or exists in the model's own folder."""
-    from pipeline import folder, quantized_parts
-    from pipeline.load import seeded
+    """Whether a quantized denoiser is named, or exists in the model's own folder."""
+    from pipeline import quantized_parts
+    from pipeline.load import family_of
 
     try:
-        where = None if seeded(settings.model_name) else folder.find(settings.model_name, settings.variant)
-        quantized_parts.variant(where, scheme, Path(settings.unet) if settings.unet else None)
+        family, where = family_of(settings.model_name, settings.variant)
+        quantized_parts.variant(where, scheme, family.quantized, Path(settings.unet) if settings.unet else None)
     except ModelError:
         return False
     return True
@@ -62,10 +62,11 @@ def cached(settings: Settings, device: str, scheme: Scheme, plain: str) -> Cache
     Raises `ModelError` if there is no model.
     """
     from pipeline import variant_cache
-    from pipeline.load import weights_digest
+    from pipeline.load import family_of, weights_digest
 
     source = weights_digest(settings.model_name, variant=settings.variant, device=device)
-    return variant_cache.find(settings.cache_dir.expanduser(), source, scheme, plain)
+    family, _ = family_of(settings.model_name, settings.variant)
+    return variant_cache.find(settings.cache_dir.expanduser(), source, family.quantized, scheme, plain)
 
 
 def quantize_into(

@@ -27,6 +27,7 @@ from contract.plan import DEPTHS
 from core.cuda_graphs import CapturedGraph, CudaRecorder
 from core.kernels.cuda import conv, group_norm, layer_norm, linear
 from core.ops import fused as layers
+from pipeline.families.sdxl.parts import text_encoders
 from pipeline.phases import on_gpu
 from unet_opt.deepcache import kept
 
@@ -101,15 +102,15 @@ def fused(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"rows": {}}
     lines = []
     for name in options.kinds.split(","):
-        unet = on_gpu(sources.variant(source, KINDS[name], found), max(ROWS)).unet
+        unet = on_gpu(sources.variant(source, KINDS[name], found), max(ROWS)).denoiser
         for rows in ROWS:
             given = sources.inputs(source, rows)
-            kv = unet.keys(given["text"])
+            kv = unet.prepare_text(given["text"])
             torch.cuda.reset_peak_memory_stats()
             run, (out, *features) = captured(lambda: sources.fused(unet, given, kv))
             with Clocks() as clocks:
                 deep = sustained(run, 320 // rows)
-            keys = milliseconds(lambda i: unet.keys(given["text"]))
+            keys = milliseconds(lambda i: unet.prepare_text(given["text"]))
             shallow = {}
             for depth in DEPTHS:
                 read = tuple(part.clone() for part in kept(features, depth))
@@ -130,7 +131,7 @@ def fused(options: argparse.Namespace) -> dict[str, Any]:
             print(*lines[-1], flush=True)
         if name == "int8":
             given = sources.inputs(source, 16)
-            kv = unet.keys(given["text"])
+            kv = unet.prepare_text(given["text"])
             results["breakdown"] = parts = breakdown(lambda: sources.fused(unet, given, kv))
             table(("int8, 16 rows", "ms", "calls"), [(n, f"{ms:.3f}", c) for n, ms, c in parts])
     table(("fused", "rows", "deep ms", *(f"{depth} ms" for depth in DEPTHS), "TFLOP/s", "clocks"), lines)
@@ -140,7 +141,7 @@ def fused(options: argparse.Namespace) -> dict[str, Any]:
 @torch.inference_mode()
 def stock(options: argparse.Namespace) -> dict[str, Any]:
     source = sources.model()
-    model = source.unet
+    model = source.denoiser
     results: dict[str, Any] = {}
     for name in ("channels_last", "contiguous"):
         model = model.to(memory_format=torch.channels_last if name == "channels_last" else torch.contiguous_format)
@@ -163,7 +164,7 @@ def compiled(options: argparse.Namespace) -> dict[str, Any]:
     import time
 
     source = sources.model()
-    model = source.unet
+    model = source.denoiser
     model.fuse_qkv_projections()
     results: dict[str, Any] = {"mode": options.mode}
     for rows in (16, 2):
@@ -214,7 +215,7 @@ def vae(options: argparse.Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def encoders(options: argparse.Namespace) -> dict[str, Any]:
-    models = sources.model().text_encoders
+    models = text_encoders(sources.model())
     results: dict[str, Any] = {}
     for prompts in (1, 8, 16):
         tokens = torch.randint(0, 49000, (prompts, 77), device="cuda")

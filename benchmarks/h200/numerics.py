@@ -53,7 +53,7 @@ def agreement(actual: Tensor, expected: Tensor) -> dict[str, float]:
 
 def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
     """Cosine of each quantized layer's output with the bf16 layer's, on the stock UNet's inputs."""
-    names = [n for n, m in variant.unet.named_modules() if isinstance(m, ScaledWeights)]
+    names = [n for n, m in variant.denoiser.named_modules() if isinstance(m, ScaledWeights)]
     cosines: dict[str, float] = {}
     hooks = []
 
@@ -65,9 +65,9 @@ def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
         return hook
 
     for name in names:
-        layer = source.unet.get_submodule(name)
-        hooks.append(layer.register_forward_hook(watch(name, variant.unet.get_submodule(name))))
-    sources.stock(source.unet, sources.inputs(source, 2, seed=11))
+        layer = source.denoiser.get_submodule(name)
+        hooks.append(layer.register_forward_hook(watch(name, variant.denoiser.get_submodule(name))))
+    sources.stock(source.denoiser, sources.inputs(source, 2, seed=11))
     for hook in hooks:
         hook.remove()
     worst = sorted(cosines.items(), key=lambda item: item[1])[:5]
@@ -135,8 +135,8 @@ def grid(rows: Sequence[Sequence[Any]], file: Path) -> None:
 def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures: Path | None) -> dict[str, Any]:
     found = sources.ranges(source)
     given = sources.inputs(source, 4)
-    expected = sources.stock(source.unet, given)
-    drawing = Denoiser(source, on_torch(source).unet, guidance=sources.GUIDANCE, steps=sources.STEPS)
+    expected = sources.stock(source.denoiser, given)
+    drawing = Denoiser(source, on_torch(source).denoiser, guidance=sources.GUIDANCE, steps=sources.STEPS)
     seeds = range(len(sources.PROMPTS))
     twenty = drawing.latents(sources.PROMPTS, seeds)
     pixels = source.vae.decode((twenty[:1] / source.vae.config.scaling_factor).to(torch.bfloat16), return_dict=False)[0]
@@ -148,7 +148,7 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
         if KINDS[name] is not None:
             result["layers"] = layers(source, variant)
         unet, decoder, _ = on_gpu(variant, 16)
-        kv = unet.keys(given["text"])
+        kv = unet.prepare_text(given["text"])
         out, *features = sources.fused(unet, given, kv)
         result["forward"] = agreement(out, expected)
         for depth in DEPTHS:  # a shallow step on the features of the same input is the deep one again

@@ -29,7 +29,7 @@ CALIBRATED = 8  # prompts: fewer than `diptych quantize` takes, since what is me
 def model(name: str = sdxl.NAME) -> ImageModel:
     """In bf16, UNet and VAE channels last."""
     made = load(name, precision="bf16", device="cuda")
-    made.unet.to(memory_format=torch.channels_last)
+    made.denoiser.to(memory_format=torch.channels_last)
     made.vae.to(memory_format=torch.channels_last)
     return made
 
@@ -41,13 +41,12 @@ def ranges(source: ImageModel, prompts: int = CALIBRATED) -> quantized.Ranges:
 
 def variant(source: ImageModel, scheme: Scheme | None, found: quantized.Ranges) -> ImageModel:
     """The model with copies of UNet and VAE, quantized unless `scheme` is None."""
-    unet: Any = source.unet
-    vae: Any = source.vae
+    parts = {part: source.parts[part] for part in source.family.quantized}
     if scheme is not None:
-        unet, _ = quantized.in_8_bits(source, "unet", found, scheme=scheme)
-        vae, _ = quantized.in_8_bits(source, "vae", found, scheme=scheme)
+        parts = {part: quantized.in_8_bits(source, part, found, scheme=scheme)[0] for part in parts}
     # Copies, because what runs a model may let go of its weights, and `source` is needed again.
-    return replace(source, unet=copy.deepcopy(unet), vae=copy.deepcopy(vae), precision=scheme or "bf16")
+    copies = {part: copy.deepcopy(module) for part, module in parts.items()}
+    return replace(source.with_parts(**copies), precision=scheme or "bf16")
 
 
 def stock_pipeline(source: ImageModel) -> Any:
@@ -55,10 +54,8 @@ def stock_pipeline(source: ImageModel) -> Any:
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
     made = StableDiffusionXLPipeline(
-        vae=source.vae, text_encoder=source.text_encoders[0], text_encoder_2=source.text_encoders[1],
-        tokenizer=source.tokenizers[0], tokenizer_2=source.tokenizers[1], unet=source.unet,
-        scheduler=EulerDiscreteScheduler.from_config(source.scheduler_config),
-        force_zeros_for_empty_prompt=source.force_zeros, add_watermarker=False,
+        **source.parts, scheduler=EulerDiscreteScheduler.from_config(source.scheduler_config),
+        force_zeros_for_empty_prompt=source.options["force_zeros"], add_watermarker=False,
     )  # fmt: skip
     made.set_progress_bar_config(disable=True)
     return made
@@ -67,8 +64,8 @@ def stock_pipeline(source: ImageModel) -> Any:
 def inputs(source: ImageModel, rows: int, seed: int = 3) -> dict[str, Tensor]:
     """The UNet's inputs: noise, timesteps, text embeddings, pooled embeddings, and SDXL's size conditioning."""
     g = torch.Generator("cuda").manual_seed(seed)
-    config, side = source.unet.config, source.native // source.vae_scale
-    pooled = source.text_encoders[1].config.projection_dim
+    config, side = source.denoiser.config, source.native // source.vae_scale
+    pooled = source.parts["text_encoder_2"].config.projection_dim
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device="cuda")

@@ -9,14 +9,14 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cpu.arguments import ACTIVATIONS, Activation
+from core.kernels.cpu.program import Program
 from core.kernels.cpu.token_program import TokenProgram
-from core.ops.ops import Layer, Walk, norm_eps
+from core.ops.ops import Activation, Layer, Walk, rms_eps
 from core.ops.packed import PackedLayer, PackedLayers
 
 Watch = Callable[[PackedLayer, Tensor], None]
@@ -32,9 +32,7 @@ class Array:
 
     __slots__ = ("_program", "_whole", "shape", "x")
 
-    def __init__(
-        self, x: Tensor, shape: tuple[int, ...], program: TokenProgram | None, whole: Array | None = None
-    ) -> None:
+    def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, whole: Array | None = None) -> None:
         self.x, self.shape = x, shape
         self._program, self._whole = program, whole  # a program: the buffer is this array's own
 
@@ -78,19 +76,24 @@ class CpuOps:
         self._reads: list[tuple[int, PackedLayer, Tensor]] = []  # number of the call, the layer and its input
 
     def linear(
-        self, x: Array | _Pair, *layers: Layer, act: str = "", residual: Array | None = None, out: Array | None = None
+        self,
+        x: Array | _Pair,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Array | None = None,
+        out: Array | None = None,
     ) -> Array:
         if isinstance(x, _Pair):
             return self._linear_of_pair(x, *layers)
         packed = self._layers(*layers)
-        return self._product(x, packed, x.shape[:-1], residual=residual, act=_activation(act))
+        return self._product(x, packed, x.shape[:-1], residual=residual, act=act)
 
     def biases(self, x: Array, *layers: Layer) -> Array:
         return self.linear(x, *layers)
 
-    def gated(self, x: Array, *layers: Layer, act: str, to: Layer) -> Array:
+    def gated(self, x: Array, *layers: Layer, act: Activation, to: Layer) -> Array:
         packed = self._layers(*layers, geglu=True)
-        return self._product(x, packed, x.shape[:-1], inverse=self._layers.inverse(to), act=_activation(act))
+        return self._product(x, packed, x.shape[:-1], inverse=self._layers.inverse(to), act=act)
 
     def conv(
         self, x: Array, layer: Layer, *, bias: Array | None = None, residual: Array | None = None,
@@ -98,10 +101,9 @@ class CpuOps:
     ) -> Array:  # fmt: skip
         stride, before = (int(v if isinstance(v, int) else v[0]) for v in (layer.stride, layer.padding))
         sides = tuple((side + before - 2) // stride + 1 for side in x.sides)
-        bias_rows = None if bias is None else bias.x
         packed, grid = self._layers(layer), (x.images, *x.sides)
         return self._product(
-            x, packed, (x.images, *sides), grid, row_bias=bias_rows, residual=residual, stride=stride, before=before
+            x, packed, (x.images, *sides), grid, row_bias=_of(bias), residual=residual, stride=stride, before=before
         )
 
     def upsample(self, x: Array, layer: Layer, *, like: Array | None = None, out: Array | None = None) -> Array:
@@ -118,34 +120,40 @@ class CpuOps:
         )  # fmt: skip
         return self._own(made, first.shape[:-1])
 
-    def layer_norm(self, x: Array, norm: Layer, *, to: Sequence[Layer] = ()) -> Array:
-        return self._own(self.program.layer_norm(x.x, norm, self._layers.inverse(*to)), x.shape[:-1])
-
-    def rms_norm(self, x: Array, norm: Layer, *, to: Sequence[Layer] = ()) -> Array:
-        made = self.program.rms_norm(x.x, norm.weight, norm_eps(norm), self._layers.inverse(*to))
+    def layer_norm(self, x: Array, norm: Layer, *, scale: Array | None = None, to: Sequence[Layer] = ()) -> Array:
+        made = self.program.layer_norm(x.x, norm, self._layers.inverse(*to), row_scale=_of(scale))
         return self._own(made, x.shape[:-1])
 
-    def rotate_heads(
-        self, x: Array, angles: Array, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (),
+    def rms_norm(
+        self, x: Array, norm: Layer, *, scale: Array | None = None, residual: Array | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Array:  # fmt: skip
+        made = self.program.rms_norm(
+            x.x, norm.weight, rms_eps(norm), self._layers.inverse(*to), row_scale=_of(scale), residual=_of(residual)
+        )
+        return self._own(made, x.shape[:-1])
+
+    def rotate(
+        self, x: Array, angles: Array, *, heads: int, norms: tuple[Layer, Layer] | None = None,
         interleaved: bool = False,
     ) -> Array:  # fmt: skip
-        split, end = (count * angles.x.shape[-1] for count in (heads, heads + kv_heads))
+        d = angles.shape[-1]
+        kv_heads = (x.shape[-1] // d - heads) // 2
+        q, k = x.x[:, : heads * d], x.x[:, heads * d : (heads + kv_heads) * d]
         self.program.rotate_heads(
-            x.x[:, :split], x.x[:, split:end], angles.x, heads=heads, kv_heads=kv_heads, interleaved=interleaved,
-            **head_norms(norms),
-        )  # fmt: skip
+            q, k, angles.x, heads=heads, kv_heads=kv_heads, interleaved=interleaved, **head_norms(norms)
+        )
         return x
 
     def attend(
-        self, q: Array, k: Array | _Bound, v: Array | _Bound, *, heads: int, causal: bool = False,
-        lengths: Array | None = None, to: Sequence[Layer] = (),
+        self, q: Array, k: Array | _Bound, v: Array | _Bound, *, heads: int, lengths: Array | None = None,
+        causal: bool = False, to: Sequence[Layer] = (),
     ) -> Array:  # fmt: skip
         keys, values = (q.x if isinstance(part, _Bound) else part.x for part in (k, v))
-        width = q.x.shape[-1] // heads
+        d = q.x.shape[-1] // heads
         made = self.program.attention(
-            q.x, keys, values, images=q.images, heads=heads, scale=1 / math.sqrt(width),
-            inverse=self._layers.inverse(*to), kv_heads=keys.shape[-1] // width, causal=causal,
-            lengths=None if lengths is None else lengths.x,
+            q.x, keys, values, images=q.images, heads=heads, kv_heads=keys.shape[-1] // d, scale=1 / math.sqrt(d),
+            inverse=self._layers.inverse(*to), lengths=_of(lengths), causal=causal,
         )  # fmt: skip
         if isinstance(k, _Bound) and isinstance(v, _Bound):
             self.bound_calls.append((self.program.last, k, v))
@@ -159,6 +167,23 @@ class CpuOps:
     def cat(self, x: Array, y: Array) -> _Pair:
         return _Pair(x, y)
 
+    def join(self, x: Array, y: Array) -> Array:
+        images, rows = x.images, x.images * (x.shape[1] + y.shape[1])
+        out = self.program.buffer(rows, x.shape[-1])
+        self.program.place(x.x, out, images=images)
+        self.program.place(y.x, out, images=images, at=x.shape[1])
+        return self._own(out, (images, x.shape[1] + y.shape[1]))
+
+    def tokens(self, x: Array, count: int) -> Array:
+        return self._own(self.program.take(x.x, images=x.images, at=0, rows=count), (x.images, count))
+
+    def add(self, x: Array, y: Array) -> Array:
+        rows = torch.arange(x.x.shape[0], dtype=torch.int32)
+        return self._own(self.program.embed(x.x, rows, positions=y.x), x.shape[:-1])
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return x.shape
+
     def joint(self, like: Array, channels: tuple[int, int], halvings: int) -> tuple[Array | None, Array | None]:
         return None, None
 
@@ -168,8 +193,9 @@ class CpuOps:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def input(self, shape: tuple[int, ...]) -> Array:
+        """A buffer for an input: floats, or, of one dimension, int32 numbers of each image."""
         if len(shape) == 1:
-            return self._own(self.program.buffer(*shape, dtype=torch.int32), ())
+            return Array(self.program.buffer(*shape, dtype=torch.int32), shape, self.program)
         return self._own(self.program.buffer(math.prod(shape[:-1]), shape[-1]), shape[:-1])
 
     def run(self, watch: Watch | None) -> None:
@@ -195,7 +221,7 @@ class CpuOps:
             x = self._own(self.program.quantize(x.x, layer.inverse), x.shape[:-1])
         self._reads.append((len(self.program), layer, x.x))
         made = self.program.product(
-            x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=None if residual is None else residual.x,
+            x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual),
             **options,
         )  # fmt: skip
         return self._own(made, shape)
@@ -213,19 +239,15 @@ class CpuOps:
         return made
 
 
-def _activation(act: str) -> Activation | None:
-    found: Activation | None = cast(Activation, act) if act else None
-    if found not in ACTIVATIONS:
-        raise ValueError(f"the CPU kernels do not know the activation {act}")
-    return found
-
-
-def head_norms(norms: Sequence[Layer]) -> dict[str, Any]:
-    """The RMSNorms of queries' and keys' heads as arguments of the programs' rotations."""
-    if not norms:
+def head_norms(norms: tuple[Layer, Layer] | None) -> dict[str, Any]:
+    """The RMSNorms of queries' and keys' heads as arguments of a program's rotations."""
+    if norms is None:
         return {}
-    q, k = norms
-    return {"q_norm": q.weight, "k_norm": k.weight, "eps": norm_eps(q)}
+    return {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": rms_eps(norms[0])}
+
+
+def _of(x: Array | None) -> Tensor | None:
+    return None if x is None else x.x
 
 
 class _Written:
@@ -291,9 +313,7 @@ class CpuLowering:
         with self._lock:
             _Written(CpuOps(self._library, self.layers), walk, shapes, bound)
 
-    def lower(
-        self, walk: Walk, name: str, *, bound: int | None = None, exact: Sequence[int] = ()
-    ) -> Callable[..., tuple[Tensor, ...]]:
+    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
         """As `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one that is unsupported."""
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:

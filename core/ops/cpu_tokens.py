@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ class CpuTokenOps(CpuOps):
         """`angles` fp32 [positions, d]: cosines, then sines."""
         super().__init__(library, layers)
         self._cache, self._angles = cache, angles
-        self._embedded: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, tokens and what receives their rows
 
     def rows(self, count: int) -> TokenPositions:
         """Buffers of positions and sequences, to be filled before each run."""
@@ -30,13 +28,10 @@ class CpuTokenOps(CpuOps):
         return TokenPositions(positions, sequences, self._cache.table)
 
     def embed(self, tokens: Array, embedding: Layer) -> Array:
-        weight = self._layers.embedding(embedding)
-        made = self._own(self.program.buffer(len(tokens.x), weight.shape[1]), tokens.shape)
-        self._embedded.append((weight, tokens.x, made.x))
-        return made
+        return self._own(self.program.embed(self._layers.embedding(embedding), tokens.x), tokens.shape)
 
-    def rotate(
-        self, qkv: Array, rows: TokenPositions, layer: int, *, heads: int, kv_heads: int, norms: Sequence[Layer] = ()
+    def rotate_paged(
+        self, qkv: Array, rows: TokenPositions, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Array:
         pages = PagedLayer(*self._cache.layer(layer))
         q = self.program.rotate(qkv.x, self._angles, rows, pages, heads=heads, **head_norms(norms))
@@ -50,9 +45,3 @@ class CpuTokenOps(CpuOps):
 
     def head(self, x: Array, layer: Layer, out: None = None) -> Array:
         return self.linear(x, layer)
-
-    def start(self) -> None:
-        """Embed the tokens, which no kernel does, and run the program."""
-        for weight, tokens, made in self._embedded:
-            made.copy_(torch.index_select(weight, 0, tokens))
-        self.program.run()

@@ -7,36 +7,34 @@ kernels' references compute the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.cuda.linear import Activation
-from core.kernels.cuda.rotary import rotate_heads, rotate_heads_reference
+from core.kernels.cuda import rotary
 from core.ops.fused import (
-    GEGLU,
     Conv,
     FusedLayer,
+    Gated,
     Linear,
     Norm,
     Reader,
-    RMSNorm,
+    RmsNorm,
     UpConv,
     attend,
     attend_wide,
     for_layer,
 )
-from core.ops.ops import Layer, Walk, norm_eps
-from core.ops.reference import attended, converted
+from core.ops.ops import Activation, Layer, Walk, rms_eps
+from core.ops.reference import ACTIVATIONS
 from core.ops.trace import trace
 
 F_ = TypeVar("F_", bound=FusedLayer)
-M_ = TypeVar("M_")
+T = TypeVar("T")
 _WIDEST_HEAD = 256  # beyond it, attention's scores are materialized, one image at a time
 _KINDS: dict[str, type[FusedLayer]] = {
-    "linear": Linear, "biases": Linear, "gated": GEGLU, "conv": Conv, "upsample": UpConv,
+    "linear": Linear, "biases": Linear, "gated": Gated, "conv": Conv, "upsample": UpConv,
 }  # fmt: skip
 
 
@@ -46,7 +44,7 @@ class CudaOps:
     def __init__(self, base: torch.dtype, rows: int) -> None:
         """`base` is the type of activations between layers; `rows` the most images of a call."""
         self._base, self._rows = base, rows
-        self._made: dict[tuple[object, ...], Any] = {}  # of modules, by their identity
+        self._kept: dict[tuple[object, ...], Any] = {}  # what was made of modules, by what and whose
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
 
@@ -55,21 +53,24 @@ class CudaOps:
         self._joint = 0
 
     def linear(
-        self, x: Tensor, *layers: Layer, act: str = "", residual: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         layer = self._layer(Linear, *layers)
         rows = self._for(x, layer).flatten(0, -2)
         y = layer(rows, _flat(residual), _flat(out))
         y = y.view(*x.shape[:-1], -1) if out is None else out
-        return F.silu(y) if act == "silu" else y
+        return ACTIVATIONS[act](y) if act else y
 
     def biases(self, x: Tensor, *layers: Layer) -> Tensor:
         return self.linear(x, *layers).float()
 
-    def gated(self, x: Tensor, *layers: Layer, act: str, to: Layer) -> Tensor:
-        if act not in ("gelu", "silu"):
-            raise ValueError(f"the fused kernels do not gate with {act}")
-        y = self._layer(GEGLU, *layers).gate(x.flatten(0, -2), cast(Activation, act), self._reader((to,)))
+    def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
+        y = self._layer(Gated, *layers).gate(x.flatten(0, -2), self._reader((to,)), act)
         return y.view(*x.shape[:-1], -1)
 
     def conv(
@@ -86,43 +87,42 @@ class CudaOps:
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
         return self._norm(norm, silu)(x, self._reader(to))
 
-    def layer_norm(self, x: Tensor, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
-        return self._norm(norm)(x.flatten(0, -2), self._reader(to)).view(x.shape)
+    def layer_norm(self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, to: Sequence[Layer] = ()) -> Tensor:
+        return self._norm(norm)(x.flatten(0, -2), self._reader(to), scale).view(x.shape)
 
-    def rms_norm(self, x: Tensor, norm: Layer, *, to: Sequence[Layer] = ()) -> Tensor:
-        return self._once((RMSNorm, norm), lambda: RMSNorm(norm, self._base))(x.flatten(0, -2), self._reader(to)).view(
-            x.shape
-        )
+    def rms_norm(
+        self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Tensor:  # fmt: skip
+        made = self._made(lambda: RmsNorm(norm, self._base), RmsNorm, norm)
+        y = made(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
+        return y.view(x.shape)
 
-    def rotate_heads(
-        self, x: Tensor, angles: Tensor, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (),
+    def rotate(
+        self, x: Tensor, angles: Tensor, *, heads: int, norms: tuple[Layer, Layer] | None = None,
         interleaved: bool = False,
     ) -> Tensor:  # fmt: skip
-        """In place."""
-        rows, columns = x.flatten(0, -2), (heads + kv_heads) * angles.shape[-1]
-        given = (rows, angles.flatten(0, -2), heads, kv_heads)
-        options: dict[str, Any] = {"interleaved": interleaved}
-        if norms:
-            weights = self._once((*norms,), lambda: torch.stack([norm.weight.detach() for norm in norms]))
-            options |= {"norms": weights, "eps": norm_eps(norms[0])}
+        kv_heads = (x.shape[-1] // angles.shape[-1] - heads) // 2
+        weights, eps = (None, 0.0) if norms is None else self._head_norms(norms)
+        rows, turns = x.flatten(0, -2), angles.flatten(0, -2)
         if x.is_cuda:
-            rotate_heads(*given, **options)
-        else:
-            rows[:, :columns] = rotate_heads_reference(*given, **options)
-        return x
+            rotary.rotate_heads(rows, turns, heads, kv_heads, norms=weights, eps=eps, interleaved=interleaved)
+            return x
+        made = rotary.rotate_heads_reference(
+            rows, turns, heads, kv_heads, norms=weights, eps=eps, interleaved=interleaved
+        )
+        return torch.cat([made, rows[:, made.shape[1] :]], dim=1).view(x.shape)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, causal: bool = False, lengths: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, lengths: Tensor | None = None, causal: bool = False,
         to: Sequence[Layer] = (),
     ) -> Tensor:  # fmt: skip
         width = q.shape[-1] // heads
         q_, k_, v_ = (x.flatten(1, -2).unflatten(-1, (-1, width)) for x in (q, k, v))  # [B, T, heads, d]
         reader = self._reader(to)
-        if causal or lengths is not None:
-            return for_layer(attended(q_, k_, v_, causal=causal, lengths=lengths).reshape(q.shape), reader)
         if heads == 1 and width > _WIDEST_HEAD:
             return for_layer(attend_wide(q_, k_, v_).view(q.shape), reader)
-        return attend(q_, k_, v_, reader).view(q.shape)
+        return attend(q_, k_, v_, reader, lengths, causal).view(q.shape)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
         return x[..., start : start + count]
@@ -132,6 +132,18 @@ class CudaOps:
         if beside and x.shape[-1] + y.shape[-1] == x.stride(-2):  # two slots of one joint
             return x.as_strided((*x.shape[:-1], x.stride(-2)), x.stride())
         return torch.cat([x, y], dim=-1)
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y], dim=1)
+
+    def tokens(self, x: Tensor, count: int) -> Tensor:
+        return x[:, :count].contiguous()
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x.shape)
 
     def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
         """In memory that calls of all widths share, so that a shallow step finds no more to copy than its features."""
@@ -161,19 +173,25 @@ class CudaOps:
         return x if layer.kind is None or x.dtype == layer.kind else for_layer(x, layer.reads)
 
     def _reader(self, to: Sequence[Layer]) -> Reader:
-        # Once: it compares tensors, for which the host waits.
-        return self._once((Reader, *to), lambda: Reader.of(to) if to else Reader(None, None))
+        """Made once: it compares the layers' scales, for which the host waits."""
+        return self._made(lambda: Reader.of(to) if to else Reader(None, None), Reader, *to)
 
     def _layer(self, kind: type[F_], *modules: Layer) -> F_:
-        return self._once((kind, *modules), lambda: kind(modules, self._base))
+        return self._made(lambda: kind(modules, self._base), kind, *modules)
 
     def _norm(self, module: Layer, silu: bool = False) -> Norm:
-        return self._once((Norm, module, silu), lambda: Norm(module, self._base, silu))
+        return self._made(lambda: Norm(module, self._base, silu), Norm, module, silu)
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], M_]) -> M_:
-        if key not in self._made:
-            self._made[key] = make()
-        made: M_ = self._made[key]
+    def _head_norms(self, norms: tuple[Layer, Layer]) -> tuple[Tensor, float]:
+        """Weights [2, d] of the norms of queries and keys, and their epsilon."""
+        first, second = norms
+        weights = self._made(lambda: torch.stack([first.weight.detach(), second.weight.detach()]), first, second)
+        return weights, rms_eps(first)
+
+    def _made(self, make: Callable[[], T], *key: object) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+        made: T = self._kept[key]
         return made
 
 
@@ -197,12 +215,10 @@ class CudaLowering:
         for call in trace(walk, *shapes).calls:
             self._ops.pack(call.operation, call.layers)
 
-    def lower(
-        self, walk: Walk, name: str, *, bound: int | None = None, exact: Sequence[int] = ()
-    ) -> Callable[..., tuple[Tensor, ...]]:
+    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
         def run(*given: Tensor) -> tuple[Tensor, ...]:
             self._ops.begin()
-            found = walk(self._ops, *(x if x is None else x.contiguous() for x in converted(given, self.dtype, exact)))
+            found = walk(self._ops, *given)
             return found if isinstance(found, tuple) else (found,)
 
         return run

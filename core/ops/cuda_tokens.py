@@ -21,7 +21,7 @@ from core.kernels.cuda.stream_kernel import MOST_ROWS
 from core.kernels.cuda.tiles import Tile
 from core.kernels.kv_cache import KVCache
 from core.ops.fused import Linear, Reader
-from core.ops.ops import Layer, norm_eps
+from core.ops.ops import Layer, rms_eps
 from core.quant.linear import ScaledWeights
 
 
@@ -141,8 +141,8 @@ class CudaTokenOps:
         given = (product.weight, product.scale, product.bias)
         return stream_kernel.gated(x, *given, inverse, dtype, early=self.early)
 
-    def rotate(
-        self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, kv_heads: int, norms: Sequence[Layer] = ()
+    def rotate_paged(
+        self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Tensor:
         """[T, heads, d]."""
         return rotate(
@@ -199,5 +199,5 @@ class CudaTokenOps:
         return found
 
     def _norm(self, norm: Layer) -> tuple[Tensor, float]:
-        found = self._norms[norm] = norm.weight.detach(), norm_eps(norm)
+        found = self._norms[norm] = norm.weight.detach(), rms_eps(norm)
         return found

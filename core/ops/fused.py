@@ -23,7 +23,8 @@ from core.kernels.cuda import rms_norm as rms_norms
 from core.kernels.cuda.attention import attention_int8
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
 from core.kernels.cuda.tiles import Tile
-from core.ops.ops import norm_eps
+from core.ops.ops import Activation, rms_eps
+from core.ops.reference import ACTIVATIONS, TorchOps
 from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
@@ -75,8 +76,8 @@ def _joined(modules: Sequence[Any], name: str) -> Tensor:
     tensors: list[Tensor] = [getattr(module, name).detach() for module in modules]
     if len(tensors) == 1:
         return tensors[0]
-    plain = torch.uint8 if tensors[0].dtype == torch.float8_e4m3fn else tensors[0].dtype
     # E4M3 as bytes: torch does not concatenate it everywhere.
+    plain = torch.uint8 if tensors[0].dtype == torch.float8_e4m3fn else tensors[0].dtype
     whole = torch.cat([tensor.view(plain) for tensor in tensors]).view(tensors[0].dtype)
     at = 0
     for module, tensor in zip(modules, tensors, strict=True):
@@ -114,26 +115,29 @@ class Linear(FusedLayer):
         return y if out is None else out.copy_(y)
 
 
-class GEGLU(Linear):
-    """hidden · act(gate), in the type that the layer `then` reads."""
+class Gated(Linear):
+    """hidden · act(gate), in the type that the next layer reads; hidden's rows of weights come first."""
 
-    def gate(self, x: Tensor, act: linears.Activation, then: Reader) -> Tensor:
-        if self.kind is None or then.kind is not self.kind:
+    def gate(self, x: Tensor, then: Reader, act: Activation) -> Tensor:
+        if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu"):
             hidden, gate = self(x).chunk(2, dim=-1)
-            return for_layer(hidden * (F.silu if act == "silu" else F.gelu)(gate), then)
+            return for_layer(hidden * ACTIVATIONS[act](gate), then)
         assert self.scale is not None and then.inverse is not None
         geglu = linears.linear_geglu_int8 if x.is_cuda else linears.linear_geglu_int8_reference
         return geglu(x, self.weight, self.scale, self.bias, then.inverse, act=act)
 
 
 class Conv(FusedLayer):
-    """A 3×3 convolution over NHWC with padding 1, in the base type."""
+    """A 3×3 convolution over NHWC as `core.ops.ops.Ops.conv`, in the base type."""
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         super().__init__(modules, base)
         (module,) = modules
         stride = module.stride if isinstance(module, ScaledConv2d) else module.stride[0]
         self.stride, self.out_channels = int(stride), int(self.weight.shape[0])
+        self.padding = int(module.padding if isinstance(module, ScaledConv2d) else module.padding[0])
+        if self.kind is not None and self.padding != 1:
+            raise ValueError("the 8-bit kernels pad convolutions on all sides")
         self._plain_bias = self.plain_bias
         if self.kind is None:
             module.weight.data = self.weight.contiguous(memory_format=torch.channels_last)
@@ -144,7 +148,9 @@ class Conv(FusedLayer):
     ) -> Tensor:
         """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image."""
         if self.kind is None:
-            y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, 1).permute(0, 2, 3, 1)
+            x = x if self.padding else F.pad(x, (0, 0, 0, 1, 0, 1))
+            y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, self.padding)
+            y = y.permute(0, 2, 3, 1)
             y = y if row_bias is None else y.add_(row_bias[:, None, None].to(y.dtype))
             y = y if residual is None else y.add_(residual)
             return y if out is None else out.copy_(y)
@@ -193,34 +199,32 @@ class Norm:
         assert isinstance(norm, nn.LayerNorm | nn.GroupNorm)
         self.base, self.eps, self.silu = base, norm.eps, silu
         self.groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 0
-        assert norm.weight is not None and norm.bias is not None
-        self.weight, self.bias = norm.weight.detach().to(base), norm.bias.detach().to(base)
+        self.weight, self.bias = (None if t is None else t.detach().to(base) for t in (norm.weight, norm.bias))
 
-    def __call__(self, x: Tensor, then: Reader) -> Tensor:
-        """x [M, C] or [B, H, W, C]."""
+    def __call__(self, x: Tensor, then: Reader, scale: Tensor | None = None) -> Tensor:
+        """x [M, C] or [B, H, W, C]; `scale` [B, C] multiplies each image's rows."""
         kind, inverse = then
         if self.groups:
+            assert self.weight is not None and self.bias is not None
             norm = group_norms.group_norm_int8 if x.is_cuda else group_norms.group_norm_int8_reference
             return norm(x, self.groups, self.weight, self.bias, self.eps, inverse, self.silu, kind or self.base)
-        if kind is None or inverse is None:
+        if kind is None and scale is None:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         layer_norm = layer_norms.layer_norm_int8 if x.is_cuda else layer_norms.layer_norm_int8_reference
-        return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind)
+        return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind or self.base, row_scale=scale)
 
 
-class RMSNorm:
+class RmsNorm:
     """RMSNorm, in the type that the next layer reads."""
 
-    def __init__(self, norm: nn.Module, base: torch.dtype) -> None:
-        self.base, self.eps = base, norm_eps(norm)
-        weight = norm.weight
-        assert isinstance(weight, Tensor)
-        self.weight = weight.detach().to(base)
+    def __init__(self, norm: Any, base: torch.dtype) -> None:
+        self.base, self.weight, self.eps = base, norm.weight.detach().to(base), rms_eps(norm)
 
-    def __call__(self, x: Tensor, then: Reader) -> Tensor:
-        """x [M, C]."""
+    def __call__(self, x: Tensor, then: Reader, scale: Tensor | None, residual: Tensor | None) -> Tensor:
+        """residual + RMSNorm(x) · scale of x [M, C]; `scale` [B, C] multiplies each image's rows."""
+        kind, inverse = then
         norm = rms_norms.rms_norm if x.is_cuda else rms_norms.rms_norm_reference
-        return norm(x, self.weight, self.eps, then.inverse, then.kind or self.base)
+        return norm(x, self.weight, self.eps, inverse, kind or self.base, row_scale=scale, residual=residual)
 
 
 def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -230,12 +234,15 @@ def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([((a * scale) @ b.t()).softmax(-1) @ c for a, b, c in images])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, then: Reader) -> Tensor:
-    """Attention of q [B, Sq, H, d] to k, v [B, Sk, H, d] for the next layer: [B·Sq, H·d]."""
-    if q.dtype == torch.bfloat16 or then.kind is not None:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, then: Reader, lengths: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Attention of q [B, Sq, H, d] to k, v [B, Sk, K, d] for the next layer: [B·Sq, H·d]."""
+    plain = lengths is None and not causal and q.shape[2] == k.shape[2]
+    if plain and (q.dtype == torch.bfloat16 or then.kind is not None):
         return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return y.transpose(1, 2).flatten(2).flatten(0, 1)
+    y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)
+    return for_layer(y.flatten(0, 1), then)
 
 
 def for_layer(x: Tensor, then: Reader) -> Tensor:

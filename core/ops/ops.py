@@ -5,7 +5,7 @@ library's own modules, read for their names and parameters only. A lowering give
 computes them at once (`core.ops.reference`), a CPU writes them into a program of kernels (`core.ops.cpu`), a GPU
 launches fused kernels (`core.ops.cuda`).
 
-Arrays are opaque handles, channels last: maps [B, H, W, C], tokens [B, T, C], vectors [B, C], numbers int32 [B]. An
+Arrays are opaque handles, channels last: maps [B, H, W, C], tokens [B, T, C], vectors [B, C], int32 numbers [B]. An
 operation is given who reads its result (`to`), so that it can end in the 8 bits that a quantized reader wants.
 """
 
@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from core.kernels.cpu.arguments import Activation as Activation
+
 A = TypeVar("A")
 Layer = Any
 """A module of torch, diffusers, transformers or `core.quant`: a linear layer, a convolution or a norm."""
@@ -24,29 +26,31 @@ Walk = Callable[..., Any]
 """`walk(ops, *arrays)`: returns an array, or a tuple of arrays."""
 
 
+def rms_eps(norm: Layer) -> float:
+    """The epsilon of an RMSNorm of diffusers or transformers."""
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+
 def bind(walk: Callable[..., Any], weights: Any) -> Walk:
     """A walk with its weights: `walk(ops, weights, *arrays)` as `walk(ops, *arrays)`."""
     return lambda ops, *arrays: walk(ops, weights, *arrays)
 
 
-def norm_eps(norm: Layer) -> float:
-    """Of an RMSNorm as transformers, diffusers or torch name it."""
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-
-
 class Ops(Protocol[A]):
     """The operations. Each method is one entry of the vocabulary; a lowering implements those that its walks use."""
 
-    def linear(self, x: A, *layers: Layer, act: str = "", residual: A | None = None, out: A | None = None) -> A:
+    def linear(
+        self, x: A, *layers: Layer, act: Activation | None = None, residual: A | None = None, out: A | None = None
+    ) -> A:
         """act(x · Wᵀ + b + residual): one layer, or several side by side that read the same input.
 
-        A 1×1 convolution is a linear layer. `act` is "" or "silu". `out` is a slot of `joint`.
+        A 1×1 convolution is a linear layer. `act` is one of `Activation`. `out` is a slot of `joint`.
         """
 
     def biases(self, x: A, *layers: Layer) -> A:
         """x · Wᵀ + b of vectors, side by side, as `conv` adds them: in fp32."""
 
-    def gated(self, x: A, *layers: Layer, act: str, to: Layer) -> A:
+    def gated(self, x: A, *layers: Layer, act: Activation, to: Layer) -> A:
         """hidden · act(gate) for the layer `to`: `layers` give the hidden half and then the gate, as one or as two."""
 
     def conv(self, x: A, layer: Layer, *, bias: A | None = None, residual: A | None = None, out: A | None = None) -> A:
@@ -61,28 +65,30 @@ class Ops(Protocol[A]):
     def group_norm(self, x: A, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> A:
         """GroupNorm, and SiLU, for the layers `to`."""
 
-    def layer_norm(self, x: A, norm: Layer, *, to: Sequence[Layer] = ()) -> A:
-        """LayerNorm for the layers `to`."""
+    def layer_norm(self, x: A, norm: Layer, *, scale: A | None = None, to: Sequence[Layer] = ()) -> A:
+        """LayerNorm times `scale` [B, C], for the layers `to`."""
 
-    def rms_norm(self, x: A, norm: Layer, *, to: Sequence[Layer] = ()) -> A:
-        """RMSNorm for the layers `to`."""
-
-    def rotate_heads(
-        self, x: A, angles: A, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (), interleaved: bool = False
+    def rms_norm(
+        self, x: A, norm: Layer, *, scale: A | None = None, residual: A | None = None, to: Sequence[Layer] = ()
     ) -> A:
-        """x [..., (heads + kv_heads) · d or more], queries and then keys, rotated, perhaps in place; the rest stays.
+        """residual + RMSNorm(x) · scale [B, C], for the layers `to`."""
 
-        `angles` fp32 [..., d]: cosines, then sines, of each token. `norms`: the RMSNorms of queries' and keys' heads,
-        which come before. Channel c turns with channel c + d/2, or, `interleaved`, 2c with 2c + 1.
+    def rotate(
+        self, x: A, angles: A, *, heads: int, norms: tuple[Layer, Layer] | None = None, interleaved: bool = False
+    ) -> A:
+        """Queries, keys and values [B, T, 3·C] with rotary positions in the first two; x may be overwritten.
+
+        `angles` [B, T, d] fp32: d/2 cosines, then d/2 sines, for pairs of neighbours (`interleaved`) or of halves.
+        `norms` are RMSNorms of each head of queries and of keys before.
         """
 
     def attend(
-        self, q: A, k: A, v: A, *, heads: int, causal: bool = False, lengths: A | None = None, to: Sequence[Layer] = ()
+        self, q: A, k: A, v: A, *, heads: int, lengths: A | None = None, causal: bool = False, to: Sequence[Layer] = ()
     ) -> A:
         """softmax(q · kᵀ / √d) · v for the layers `to`. Maps count as tokens.
 
-        Keys may have fewer heads than queries. With `causal` a token attends up to itself; with `lengths` to so many
-        keys of its image, beyond which results are meaningless.
+        `lengths` [B]: of each image only so many of the first keys count. `causal`: to each token only itself and those
+        before.
         """
 
     def columns(self, x: A, start: int, count: int) -> A:
@@ -90,6 +96,18 @@ class Ops(Protocol[A]):
 
     def cat(self, x: A, y: A) -> A:
         """Channels of x, then of y. Where both lie in one `joint`, this is free."""
+
+    def join(self, x: A, y: A) -> A:
+        """Tokens of x [B, S, C], then of y [B, T, C]."""
+
+    def tokens(self, x: A, count: int) -> A:
+        """The first so many tokens of each image."""
+
+    def add(self, x: A, y: A) -> A:
+        """x + y."""
+
+    def shape(self, x: A) -> tuple[int, ...]:
+        """The shape of x, channels last."""
 
     def joint(self, like: A, channels: tuple[int, int], halvings: int) -> tuple[A | None, A | None]:
         """Slots side by side for two arrays that are concatenated later; None where that brings nothing.
@@ -109,12 +127,12 @@ class TokenOps(Ops[A], Protocol[A]):
     """
 
     def embed(self, tokens: A, embedding: Layer) -> A:
-        """Rows of the embedding's weight, [T, C]."""
+        """Rows of the embedding's weight, [T, C], by int32 numbers [T]."""
 
-    def rotate(self, qkv: A, rows: Any, layer: int, *, heads: int, kv_heads: int, norms: Sequence[Layer] = ()) -> A:
-        """Queries [T, heads · d] of qkv, rotated for their positions; keys, too, and values go into this layer's pages.
+    def rotate_paged(self, qkv: A, rows: Any, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None) -> A:
+        """Queries [T, heads · d] of queries, keys and values, rotated for their positions, in pairs of halves.
 
-        `norms` as in `rotate_heads`; channel c turns with channel c + d/2.
+        Keys, rotated, too, and values go into this layer's pages. `norms` as in `rotate`.
         """
 
     def attend_paged(self, q: A, rows: Any, layer: int, *, scale: float, to: Layer) -> A:
@@ -133,13 +151,10 @@ class Lowering(Protocol):
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """Pack all layers that the walk reads, on inputs of these shapes. Raises ValueError for unsupported ones."""
 
-    def lower(
-        self, walk: Walk, name: str, *, bound: int | None = None, exact: Sequence[int] = ()
-    ) -> Callable[..., tuple[Tensor, ...]]:
+    def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
         """The walk as a callable: tensors in, in the walk's layouts, a tuple of tensors out.
 
         The first result is the caller's own; the others may lie in buffers that the next call of any walk of this
         lowering overwrites. `name` is what its memory is listed under. `bound` is the number of an input that is read
-        where it lies, instead of being copied, and whose number of tokens may change freely. `exact`: the numbers of
-        inputs that keep their type.
+        where it lies, instead of being copied, and whose number of tokens may change freely.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from core.ops.ops import Layer, Walk
+from core.ops.ops import Activation, Layer, Walk
 
 Shape = tuple[int, ...]  # of an array, channels last
 
@@ -41,14 +41,19 @@ class TraceOps:
         self.calls: list[Call] = []
 
     def linear(
-        self, x: Shape, *layers: Layer, act: str = "", residual: Shape | None = None, out: Shape | None = None
+        self,
+        x: Shape,
+        *layers: Layer,
+        act: Activation | None = None,
+        residual: Shape | None = None,
+        out: Shape | None = None,
     ) -> Shape:
         return self._call("linear", layers, x, (*x[:-1], sum(_width(layer) for layer in layers)))
 
     def biases(self, x: Shape, *layers: Layer) -> Shape:
         return self._call("biases", layers, x, (*x[:-1], sum(_width(layer) for layer in layers)))
 
-    def gated(self, x: Shape, *layers: Layer, act: str, to: Layer) -> Shape:
+    def gated(self, x: Shape, *layers: Layer, act: Activation, to: Layer) -> Shape:
         return self._call("gated", layers, x, (*x[:-1], sum(_width(layer) for layer in layers) // 2))
 
     def conv(
@@ -66,20 +71,23 @@ class TraceOps:
     def group_norm(self, x: Shape, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Shape:
         return self._call("group_norm", (norm,), x, x)
 
-    def layer_norm(self, x: Shape, norm: Layer, *, to: Sequence[Layer] = ()) -> Shape:
+    def layer_norm(self, x: Shape, norm: Layer, *, scale: Shape | None = None, to: Sequence[Layer] = ()) -> Shape:
         return self._call("layer_norm", (norm,), x, x)
 
-    def rms_norm(self, x: Shape, norm: Layer, *, to: Sequence[Layer] = ()) -> Shape:
+    def rms_norm(
+        self, x: Shape, norm: Layer, *, scale: Shape | None = None, residual: Shape | None = None,
+        to: Sequence[Layer] = (),
+    ) -> Shape:  # fmt: skip
         return self._call("rms_norm", (norm,), x, x)
 
-    def rotate_heads(
-        self, x: Shape, angles: Shape, *, heads: int, kv_heads: int, norms: Sequence[Layer] = (),
+    def rotate(
+        self, x: Shape, angles: Shape, *, heads: int, norms: tuple[Layer, Layer] | None = None,
         interleaved: bool = False,
     ) -> Shape:  # fmt: skip
-        return self._call("rotate_heads", tuple(norms), x, x)
+        return self._call("rotate", norms or (), x, x)
 
     def attend(
-        self, q: Shape, k: Shape, v: Shape, *, heads: int, causal: bool = False, lengths: Shape | None = None,
+        self, q: Shape, k: Shape, v: Shape, *, heads: int, lengths: Shape | None = None, causal: bool = False,
         to: Sequence[Layer] = (),
     ) -> Shape:  # fmt: skip
         return self._call("attend", (), q, q)
@@ -87,13 +95,13 @@ class TraceOps:
     def embed(self, tokens: Shape, embedding: Layer) -> Shape:
         return self._call("embed", (embedding,), tokens, (*tokens, embedding.embedding_dim))
 
-    def rotate(
-        self, qkv: Shape, rows: Any, layer: int, *, heads: int, kv_heads: int, norms: Sequence[Layer] = ()
+    def rotate_paged(
+        self, qkv: Shape, rows: Any, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Shape:
-        return self._call("rotate", tuple(norms), qkv, (*qkv[:-1], qkv[-1] // (heads + 2 * kv_heads) * heads))
+        return self._call("rotate_paged", norms or (), qkv, qkv)
 
     def attend_paged(self, q: Shape, rows: Any, layer: int, *, scale: float, to: Layer) -> Shape:
-        return self._call("attend_paged", (), q, q)
+        return self._call("attend_paged", (), q, (*q[:-1], to.in_features))
 
     def head(self, x: Shape, layer: Layer, out: Any = None) -> Shape:
         return self._call("head", (layer,), x, (*x[:-1], _width(layer)))
@@ -103,6 +111,18 @@ class TraceOps:
 
     def cat(self, x: Shape, y: Shape) -> Shape:
         return (*x[:-1], x[-1] + y[-1])
+
+    def join(self, x: Shape, y: Shape) -> Shape:
+        return (x[0], x[1] + y[1], x[2])
+
+    def tokens(self, x: Shape, count: int) -> Shape:
+        return (x[0], count, x[2])
+
+    def add(self, x: Shape, y: Shape) -> Shape:
+        return x
+
+    def shape(self, x: Shape) -> Shape:
+        return x
 
     def joint(self, like: Shape, channels: tuple[int, int], halvings: int) -> tuple[Shape | None, Shape | None]:
         return None, None

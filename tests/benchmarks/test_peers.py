@@ -16,7 +16,8 @@ from core import graphs
 from core.config import Settings
 from core.kernels.cpu.library import KernelsUnavailable, library
 from pipeline import tiny
-from pipeline.denoise import UNetInputs
+from pipeline.denoise import DenoiserInputs
+from pipeline.families.sdxl import FAMILY
 from tests.core.quant.stage import CACHE
 
 NAME = "random:test-peers"
@@ -98,8 +99,8 @@ def test_compiled_code_is_that_of_the_stock_unet_in_bf16(
     given = peers._mixed(drawn, 2)
     with torch.inference_mode():
         (forward,) = peers._torch_compile(stage)(given).values()
-        found, truth = forward(), given.run(stage.model.unet)[0]
-    assert [type(function) for function in compiled] == [type(stage.model.unet)]
+        found, truth = forward(), FAMILY.call(stage.model.denoiser, given)[0]
+    assert [type(function) for function in compiled] == [type(stage.model.denoiser)]
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), truth, rtol=0, atol=0.02 * float(truth.abs().max()))
 
@@ -134,7 +135,7 @@ def test_optional_packages_run_the_same_unet(settings: Settings) -> None:
         bind = peers.CONTENDERS[name](stage)
         for rows in (4, 2):
             given = peers._mixed(drawn, rows)
-            truth = given.run(stage.model.unet)[0]
+            truth = FAMILY.call(stage.model.denoiser, given)[0]
             for forward in bind(given).values():
                 error = torch.linalg.vector_norm(forward() - truth) / torch.linalg.vector_norm(truth)
                 assert least <= error < most
@@ -167,7 +168,7 @@ def test_the_fastest_setting_counts() -> None:
 
 def test_who_fails_when_given_rows_is_left_out_too(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(stage: peers.Stage) -> peers.Bind:
-        def bind(inputs: UNetInputs) -> dict[str, peers.Forward]:
+        def bind(inputs: DenoiserInputs) -> dict[str, peers.Forward]:
             raise peers.Missing(f"cannot do {inputs.sample.shape[0]} rows")
 
         return bind

@@ -33,7 +33,7 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
     source = sources.model(MODEL)
     measured = sources.variant(source, "int8", sources.ranges(source))
     written = load(MODEL, precision="int8", device="cuda", unet=tmp_path / "unet-int8")
-    for part in quantized.PARTS:
+    for part in source.family.quantized:
         manifest = read_manifest(tmp_path / f"{part}-int8")
         assert manifest.source == source.digest and manifest.calibration["dtype"] == "bfloat16"
         found, wanted = layers(getattr(measured, part)), layers(getattr(written, part))
@@ -51,9 +51,9 @@ def test_the_fused_layers_in_int8_are_close_to_bf16() -> None:
     source = sources.model(MODEL)
     found = sources.ranges(source)
     given = sources.inputs(source, 4)
-    expected = sources.stock(source.unet, given)
+    expected = sources.stock(source.denoiser, given)
     assert expected.float().std() > 0.1, "of nothing all is close"
-    unet = on_gpu(sources.variant(source, "int8", found), 4).unet
-    out, *_ = sources.fused(unet, given, unet.keys(given["text"]))
+    unet = on_gpu(sources.variant(source, "int8", found), 4).denoiser
+    out, *_ = sources.fused(unet, given, unet.prepare_text(given["text"]))
     result = agreement(out, expected)
     assert result["finite"] == 1 and result["psnr_db"] > LEAST_DB, result

@@ -43,9 +43,7 @@ LAYERS: Mapping[str, Sequence[str]] = {
 
 def layer(model: ImageModel, part: str, name: str) -> Any:
     """The model's own layer, whether its text encoders have a level more or less."""
-    module = {"unet": model.unet, "text_encoder": model.text_encoders[0], "text_encoder_2": model.text_encoders[1]}[
-        part
-    ]
+    module = model.parts[part]
     try:
         return module.get_submodule(name)
     except AttributeError:

@@ -196,7 +196,7 @@ def test_prompts_are_remembered_for_each_lora_and_scale(runner: Watching) -> Non
 def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
     runner = runner_of(folder)
     assert runner._adapted is not None
-    own, twin = runner.model.unet, runner._adapted.model.unet
+    own, twin = runner.model.denoiser, runner._adapted.model.denoiser
     shared = dict(twin.named_parameters())
     assert all(shared[name] is parameter for name, parameter in own.named_parameters())
     before = {name: value.clone() for name, value in own.state_dict().items()}

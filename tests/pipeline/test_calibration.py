@@ -12,8 +12,10 @@ from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.statistics import Statistics
 from pipeline import quantized, sdxl, tiny
 from pipeline.calibration import collect, default_prompts
+from pipeline.families.sdxl import FAMILY
 from pipeline.load import ImageModel, load, weights_digest
 from unet_opt.calibrate import CalibrationSettings
+from unet_opt.recipe import ALPHA
 
 SHAPES = {
     "wide-heads": tiny.SDXLShape(channels=(16, 32), heads=(1, 2)),
@@ -51,16 +53,16 @@ def check_close(found: Statistics, wanted: Statistics) -> None:
 def test_the_cpu_kernels_find_the_ranges_that_torch_finds(model: ImageModel, kernels: ctypes.CDLL) -> None:
     plain, programs = ranges(model), ranges(model, kernels)
     assert {part: found.batches for part, found in plain.items()} == {"unet": [2] * QUICK.watched_steps, "vae": [2]}
-    for part in quantized.PARTS:
+    for part in FAMILY.quantized:
         check_close(programs[part], plain[part])
-        assert {*plain[part].largest} == {*quantized.recipes_of(model)[part].targets(getattr(model, part))}
+        assert {*plain[part].largest} == {*FAMILY.recipes(model.parts, ALPHA)[part].targets(model.parts[part])}
 
 
 def test_one_pass_finds_what_the_unet_alone_and_the_decoder_alone_read(kernels: ctypes.CDLL, tmp_path: Path) -> None:
     model = load(str(tiny.save(tmp_path / "model", SHAPES["deep"])))
     both = ranges(model, kernels)
-    for part, recipe in quantized.recipes_of(model).items():
-        layers = recipe.targets(getattr(model, part))
+    for part, recipe in FAMILY.recipes(model.parts, ALPHA).items():
+        layers = recipe.targets(model.parts[part])
         alone = collect(model, {part: layers}, PROMPTS, settings=QUICK, kernels=kernels)[part]
         assert alone.batches == both[part].batches
         assert all(torch.equal(alone.largest[name], both[part].largest[name]) for name in layers)
@@ -71,16 +73,16 @@ def test_the_model_is_left_as_it_was(
     model: ImageModel, kernels: ctypes.CDLL, with_kernels: bool, tmp_path: Path
 ) -> None:
     state = {
-        part: {name: tensor.clone() for name, tensor in getattr(model, part).state_dict().items()}
-        for part in quantized.PARTS
+        part: {name: tensor.clone() for name, tensor in model.parts[part].state_dict().items()}
+        for part in FAMILY.quantized
     }
-    processors = {name: type(processor) for name, processor in model.unet.attn_processors.items()}
+    processors = {name: type(processor) for name, processor in model.denoiser.attn_processors.items()}
     quantized.make(
         model, PROMPTS, tmp_path / "out", settings=QUICK, kernels=kernels if with_kernels else None
     )  # fmt: skip
-    assert {name: type(processor) for name, processor in model.unet.attn_processors.items()} == processors
+    assert {name: type(processor) for name, processor in model.denoiser.attn_processors.items()} == processors
     for part, before in state.items():
-        module = getattr(model, part)
+        module = model.parts[part]
         after = module.state_dict()
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
         assert not any(isinstance(layer, (Int8Linear, Int8Conv2d)) for layer in module.modules())
@@ -91,9 +93,9 @@ def test_a_quantized_part_shares_what_is_not_quantized(tmp_path: Path) -> None:
     """SDXL's UNet is 5 GB in bf16: a copy of it would not fit beside it on every device that holds it."""
     model = load(str(tiny.save(tmp_path / "model", SHAPES["deep"])))
     found = ranges(model)
-    for part in quantized.PARTS:
+    for part in FAMILY.quantized:
         made, report = quantized.in_8_bits(model, part, found)
-        own = dict(getattr(model, part).named_parameters())
+        own = dict(model.parts[part].named_parameters())
         kept = dict(made.named_parameters())
         assert report.changed and kept
         assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in kept.items())
@@ -107,7 +109,7 @@ def test_half_precision_is_calibrated_in_its_own_type(tmp_path: Path) -> None:
     loaded = load(str(folder), precision="int8", unet=tmp_path / "out" / "unet-int8")
     assert loaded.precision == "int8"
     exact, close = ranges(load(str(folder))), ranges(model)
-    for part in quantized.PARTS:
+    for part in FAMILY.quantized:
         for name, largest in exact[part].largest.items():
             error = (close[part].largest[name] - largest).norm() / largest.norm()
             assert error < 0.05, f"{part} {name}: bf16 finds other ranges than fp32"

@@ -280,7 +280,7 @@ def test_admission_waits_for_memory_and_says_what_never_fits(depth: str) -> None
 
 
 def test_what_is_counted_is_what_is_held() -> None:
-    """Latents, keys and values, and features, to the byte."""
+    """Latents, conditioning, and features, to the byte."""
     runner = runner_of()
     one = wanted(deepcache=DeepCache())
     crank = Crank(runner)
@@ -289,7 +289,7 @@ def test_what_is_counted_is_what_is_held() -> None:
     crank.turn()
     work = request.work
     trajectory = work.trajectory
-    held = [trajectory.x, trajectory.x0, work.x, trajectory.conditioning.kv, *work.features]
+    held = [trajectory.x, trajectory.x0, work.x, *trajectory.conditioning.tensors.values(), *work.features]
     assert runner.holdings.size_bytes(one) == runner.holdings.memory.taken == sum(tensor.nbytes for tensor in held)
     crank.run()
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from contract.image import ImageParameters
 from pipeline.encode import Embedding, Encoder
+from pipeline.families.sdxl.conditioning import CLIPPair
+from pipeline.families.sdxl.parts import tokenizers
 from pipeline.load import ImageModel
 from tests.pipeline.worlds import model, stock
 
@@ -27,16 +30,26 @@ PROMPTS = [
 ]
 
 
-class Counting(Encoder):
+class Watched(CLIPPair):
     """Notes which prompts went through the encoders together."""
 
-    def __init__(self, model: ImageModel, capacity: int = 256) -> None:
-        super().__init__(model, capacity)
+    def __init__(self, model: ImageModel) -> None:
+        super().__init__(model)
         self.batches: list[list[str]] = []
 
-    def _forward(self, prompts: Sequence[str]) -> list[Embedding]:
+    def plain(self, prompts: Sequence[str]) -> list[Embedding]:
         self.batches.append(list(prompts))
-        return super()._forward(prompts)
+        return super().plain(prompts)
+
+
+class Counting(Encoder):
+    def __init__(self, model: ImageModel, capacity: int = 256) -> None:
+        self.watched = Watched(model)
+        super().__init__(self.watched, capacity)
+
+    @property
+    def batches(self) -> list[list[str]]:
+        return self.watched.batches
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +61,26 @@ def plain() -> ImageModel:
 @pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
 def test_embeddings_are_those_of_diffusers(shape: str, prompt: str) -> None:
     hidden, _, pooled, _ = stock(shape).encode_prompt(prompt, do_classifier_free_guidance=False)
-    (found,) = Encoder(model(shape)).encode([prompt])
+    (found,) = Encoder(CLIPPair(model(shape))).encode([prompt])
     torch.testing.assert_close(found.hidden, hidden[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(found.pooled, pooled[0], rtol=0, atol=1e-6)
 
 
 def test_an_absent_negative_prompt_is_that_of_diffusers() -> None:
-    pipeline, encoder = stock("plain"), Encoder(model("plain"))
-    _, hidden, _, pooled = pipeline.encode_prompt("a fox", negative_prompt=None)
-    assert torch.equal(encoder.zero.hidden, hidden[0])
-    assert torch.equal(encoder.zero.pooled, pooled[0])
+    one = model("plain")
+    positive, hidden, pooled, pooled_negative = stock("plain").encode_prompt("a fox", negative_prompt=None)
+    wanted = ImageParameters("a fox", 0, one.native, one.native)
+    found = Encoder(CLIPPair(one)).encode(["a fox"])
+    made = one.family.condition(one, wanted, found, lambda hidden: hidden).tensors
+    for own, stock_rows in (("kv", (hidden, positive)), ("pooled", (pooled_negative, pooled))):
+        assert torch.equal(made[own][0], stock_rows[0][0])
+        torch.testing.assert_close(made[own][1], stock_rows[1][0], rtol=0, atol=1e-6)
 
 
 def test_a_prompt_is_encoded_alike_in_company(plain: ImageModel) -> None:
-    together = Encoder(plain).encode(PROMPTS)
+    together = Encoder(CLIPPair(plain)).encode(PROMPTS)
     for prompt, embedding in zip(PROMPTS, together, strict=True):
-        (alone,) = Encoder(plain).encode([prompt])
+        (alone,) = Encoder(CLIPPair(plain)).encode([prompt])
         torch.testing.assert_close(embedding.hidden, alone.hidden, rtol=0, atol=1e-5)
         torch.testing.assert_close(embedding.pooled, alone.pooled, rtol=0, atol=1e-5)
         assert embedding.dropped == alone.dropped
@@ -71,9 +88,9 @@ def test_a_prompt_is_encoded_alike_in_company(plain: ImageModel) -> None:
 
 @pytest.mark.parametrize("bucket", [2, 4])
 def test_in_a_bucket_bits_do_not_depend_on_companions(plain: ImageModel, bucket: int) -> None:
-    solo = {prompt: Encoder(plain).encode([prompt], bucket)[0] for prompt in PROMPTS}
+    solo = {prompt: Encoder(CLIPPair(plain)).encode([prompt], bucket)[0] for prompt in PROMPTS}
     for order in (PROMPTS, PROMPTS[::-1], PROMPTS[3:] + PROMPTS[:3]):
-        for prompt, embedding in zip(order, Encoder(plain).encode(order, bucket), strict=True):
+        for prompt, embedding in zip(order, Encoder(CLIPPair(plain)).encode(order, bucket), strict=True):
             assert torch.equal(embedding.hidden, solo[prompt].hidden)
             assert torch.equal(embedding.pooled, solo[prompt].pooled)
 
@@ -126,34 +143,34 @@ def words(tokens: int) -> str:
 @pytest.mark.parametrize("tokens", [2, 3, 75, 76, 77])
 def test_a_prompt_that_fits_is_not_called_cut(plain: ImageModel, tokens: int) -> None:
     prompt = words(tokens)
-    assert len(plain.tokenizers[0](prompt).input_ids) == tokens
-    assert Encoder(plain).encode([prompt])[0].dropped == ""
+    assert len(tokenizers(plain)[0](prompt).input_ids) == tokens
+    assert Encoder(CLIPPair(plain)).encode([prompt])[0].dropped == ""
 
 
 @pytest.mark.parametrize("over", [1, 2, 30, 1000])
 def test_what_was_beyond_reach_is_said_word_by_word(plain: ImageModel, over: int) -> None:
     prompt = words(77 + over)
-    (found,) = Encoder(plain).encode([prompt])
+    (found,) = Encoder(CLIPPair(plain)).encode([prompt])
     assert found.dropped == " ".join(prompt.split()[-over:])
     kept = " ".join(prompt.split()[:-over])
-    (fits,) = Encoder(plain).encode([kept])
+    (fits,) = Encoder(CLIPPair(plain)).encode([kept])
     assert torch.equal(found.hidden, fits.hidden) and torch.equal(found.pooled, fits.pooled)
 
 
 def test_only_the_prompt_that_was_cut_says_so(plain: ImageModel) -> None:
-    found = Encoder(plain).encode([words(77), words(80), "short"], bucket=4)
+    found = Encoder(CLIPPair(plain)).encode([words(77), words(80), "short"], bucket=4)
     assert [bool(embedding.dropped) for embedding in found] == [False, True, False]
 
 
 def test_a_character_that_is_cut_through_is_no_error(plain: ImageModel) -> None:
     for start in range(4):
-        (found,) = Encoder(plain).encode(["x" * start + "🦊" * 40])
+        (found,) = Encoder(CLIPPair(plain)).encode(["x" * start + "🦊" * 40])
         assert "🦊" in found.dropped
         found.dropped.encode()
 
 
 def test_what_is_remembered_does_not_keep_its_batch_alive(plain: ImageModel) -> None:
-    encoder = Encoder(plain, capacity=1)
+    encoder = Encoder(CLIPPair(plain), capacity=1)
     found = encoder.encode([f"prompt {i}" for i in range(16)])
     kept = found[-1]
     for tensor in (kept.hidden, kept.pooled):
@@ -166,4 +183,4 @@ def test_what_is_remembered_does_not_keep_its_batch_alive(plain: ImageModel) -> 
 
 @pytest.mark.parametrize("tail", ["[/red] [bold]:smile:", "It's  CAPITAL,\nand\tspaced!!", "🦊 café 一只狐狸", "a.b.c"])
 def test_what_was_cut_is_quoted_as_it_was_written(plain: ImageModel, tail: str) -> None:
-    assert Encoder(plain).encode([f"{words(77)} {tail}"])[0].dropped == tail
+    assert Encoder(CLIPPair(plain)).encode([f"{words(77)} {tail}"])[0].dropped == tail

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from contract.image import ImageParameters
 from contract.plan import DeepCache
-from pipeline import encode
 from pipeline.execution import BatchGroup, ExecutionPlan
+from pipeline.families.sdxl.conditioning import embed
+from pipeline.families.sdxl.parts import tokenizers
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
 from tests.core.tape import Tape
@@ -219,9 +220,9 @@ def test_prompts_are_encoded_at_the_next_width_in_their_order() -> None:
     prompts = ["a red hat", "an old cat", "two boats on a lake"]  # of four rows the fourth is padding
     ids = [
         tokenizer(prompts, padding="max_length", max_length=tokenizer.model_max_length, return_tensors="pt").input_ids
-        for tokenizer in runner.model.tokenizers
+        for tokenizer in tokenizers(runner.model)
     ]
-    expected = encode.embed(runner.model, ids)
+    expected = embed(runner.model, ids)
     for own, wanted in zip(runner.execution.embed(ids), expected, strict=True):
         assert own.shape == wanted.shape
         assert torch.allclose(own.float(), wanted.float(), atol=0.05 if CUDA else 1e-5)

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import folder as folders
 from pipeline import tiny
+from pipeline.families import sdxl
+from pipeline.families.sdxl.parts import text_encoders
 from pipeline.load import ImageModel, ModelError, load
 from pipeline.tiny import SDXLShape
 
@@ -143,8 +145,8 @@ def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], A
 
 def assert_equal_weights(one: ImageModel, other: ImageModel) -> None:
     for name in ("unet", "vae"):
-        assert_equal(getattr(one, name), getattr(other, name))
-    for a, b in zip(one.text_encoders, other.text_encoders, strict=True):
+        assert_equal(one.parts[name], other.parts[name])
+    for a, b in zip(text_encoders(one), text_encoders(other), strict=True):
         assert_equal(a, b)
 
 
@@ -316,13 +318,15 @@ def test_a_download_asks_for_one_variant_only(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda name, allow_patterns: (asked.append(allow_patterns), saved)[1]
     )
-    assert folders.find("owner/name", None) == folders.find("owner/name", "fp16") == saved
+    for variant in (None, "fp16"):
+        assert folders.find("owner/name", variant, lambda folder: sdxl.FAMILY.parts) == saved
     shards = "unet/diffusion_pytorch_model-00001-of-00002.safetensors"
     there = [UNET, VAE, TEXT, shards, "vae_decoder/model.onnx", "unet/config.json", "tokenizer/merges.txt", "big.ckpt"]
     there += ["unet/model.onnx", "unet/openvino_model.bin", "text_encoder/pytorch_model.bin"]
     there += [name.replace(".safetensors", ".fp16.safetensors") for name in (UNET, TEXT)]
-    plain, half = ({name for name in there if any(fnmatch.fnmatch(name, p) for p in one)} for one in asked)
+    index, plain, _, half = ({name for name in there if any(fnmatch.fnmatch(name, p) for p in one)} for one in asked)
     texts = {"unet/config.json", "tokenizer/merges.txt"}
+    assert index == set(), "first the index alone, which says what is needed"
     assert plain == {UNET, VAE, TEXT, shards} | texts
     assert half == {name for name in there if ".fp16." in name} | texts
 
@@ -344,31 +348,32 @@ def test_options_that_do_not_fit_are_named(saved: Path, options: dict[str, str],
 
 def test_a_saved_model_has_the_weights_that_it_was_saved_with(saved: Path) -> None:
     model = load(str(saved))
-    assert_equal(model.unet, tiny.make(SDXLShape()).unet)
+    assert_equal(model.denoiser, tiny.make(SDXLShape()).unet)
     assert (model.native, model.multiple, model.name) == (32, 16, "whole")
-    modules = (model.unet, model.vae, *model.text_encoders)
+    modules = (model.denoiser, model.vae, *text_encoders(model))
     assert not any(module.training for module in modules)
     assert not any(p.requires_grad for module in modules for p in module.parameters())
 
 
 def test_shards_give_the_same_model(saved: Path, folder: Path) -> None:
-    for part, stem in folders.WEIGHTS.items():
-        in_shards(folder, part, stem)
+    for name, part in sdxl.FAMILY.parts.items():
+        if part.stem:
+            in_shards(folder, name, part.stem)
     assert_equal_weights(load(str(folder)), load(str(saved)))
 
 
 def test_variants_give_the_model_that_they_hold(tmp_path: Path, saved: Path) -> None:
     half = tiny.save(tmp_path / "half", SDXLShape(), variant="fp16", dtype="float16")
     model = load(str(half), variant="fp16")
-    assert model.unet.dtype is torch.float32
-    weight = load(str(saved)).unet.conv_in.weight
-    assert torch.equal(model.unet.conv_in.weight, weight.half().float())
+    assert model.denoiser.dtype is torch.float32
+    weight = load(str(saved)).denoiser.conv_in.weight
+    assert torch.equal(model.denoiser.conv_in.weight, weight.half().float())
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_precisions(saved: Path, precision: str, dtype: torch.dtype) -> None:
     model = load(str(saved), precision=precision)
-    parts = (model.unet, model.vae, *model.text_encoders)
+    parts = (model.denoiser, model.vae, *text_encoders(model))
     assert {p.dtype for part in parts for p in part.parameters()} == {dtype} == {model.dtype}
 
 
@@ -376,7 +381,7 @@ def test_precisions(saved: Path, precision: str, dtype: torch.dtype) -> None:
 def test_a_vae_that_overflows_in_fp16_stays_in_fp32(folder: Path, saved: Path, upcast: bool) -> None:
     edit("vae/config.json", force_upcast=upcast)(folder)
     model = load(str(folder), precision="fp16")
-    assert model.unet.dtype is model.text_encoders[0].dtype is torch.float16
+    assert model.denoiser.dtype is model.parts["text_encoder"].dtype is torch.float16
     assert model.vae.dtype is (torch.float32 if upcast else torch.float16)
     if upcast:  # and was never rounded on its way
         assert_equal(model.vae, load(str(saved)).vae)
@@ -406,7 +411,7 @@ def test_the_digest_sees_a_change_in_any_tensor(
     folder: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
     monkeypatch.setattr(folders, "_HASH_WHOLE_BYTES", whole_bytes)  # the small model stands for a large one
-    _, files = folders.check(folder, None)
+    _, files = folders.check(folder, None, sdxl.FAMILY.parts, "SDXL")
     names = list(load_file(folder / UNET))
     seen = {folders.digest(folder, files)}
     for name in names[:: len(names) // 8]:
@@ -417,7 +422,7 @@ def test_the_digest_sees_a_change_in_any_tensor(
 
 @pytest.mark.parametrize("file", ["tokenizer/merges.txt", "scheduler/scheduler_config.json", "vae/config.json"])
 def test_the_digest_sees_every_file_that_matters(folder: Path, file: str) -> None:
-    _, files = folders.check(folder, None)
+    _, files = folders.check(folder, None, sdxl.FAMILY.parts, "SDXL")
     before = folders.digest(folder, files)
     with (folder / file).open("a") as stream:
         stream.write("\n")

@@ -107,8 +107,8 @@ def test_fused_weights_are_the_sum(tmp_path: Path) -> None:
     plain, files = load(tiny.TINY), [written(tmp_path, name, seed) for seed, name in enumerate(("a", "b"))]
     fused = load(tiny.TINY, loras=lora.find("a:0.5,b:-2", str(tmp_path)))
     for part, name in (("unet", UNET), ("text_encoder", f"text_model.{TEXT}")):
-        one = plain.unet if part == "unet" else plain.text_encoders[0]
-        two = fused.unet if part == "unet" else fused.text_encoders[0]
+        one = plain.parts[part]
+        two = fused.parts[part]
         own = name if part == "unet" or hasattr(one, "text_model") else TEXT
         expected = one.get_submodule(own).weight.clone()
         for path, scale in zip(files, (0.5, -2.0), strict=True):

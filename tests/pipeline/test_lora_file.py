@@ -28,19 +28,15 @@ def model() -> ImageModel:
     return load(tiny.TINY)
 
 
-def parts(model: ImageModel) -> dict[str, Any]:
-    return dict(zip(PARTS, (model.unet, *model.text_encoders), strict=True))
-
-
 def read(model: ImageModel, path: Path) -> dict[tuple[str, str], lora_file.LoraWeights]:
-    return lora_file.read(path.stem, path.read_bytes(), parts(model))
+    return lora_file.read(path.stem, path.read_bytes(), model.parts, model.family.adapters)
 
 
 def summed(model: ImageModel, factors: lora_file.Factors) -> dict[tuple[str, str], torch.Tensor]:
     """What each layer's weight gets."""
     made = {}
     for (part, name), factor in factors.items():
-        weight = parts(model)[part].get_submodule(name).weight
+        weight = model.parts[part].get_submodule(name).weight
         product = factor.up.float().flatten(1) @ factor.down.float().flatten(1)
         made[part, name] = factor.scale * product.view(weight.shape)
     return made
@@ -181,7 +177,7 @@ def test_a_damaged_file_is_refused_and_nothing_else_happens(
             packed = json.dumps(header).encode()
             damaged = struct.pack("<Q", len(packed)) + packed + whole[head:]
     try:
-        factors = lora_file.read("damaged", damaged, parts(model))
+        factors = lora_file.read("damaged", damaged, model.parts, model.family.adapters)
     except ModelError as error:
         assert str(error).startswith("lora damaged: does not fit (")
     else:  # a letter that says nothing, or one LoRA for another

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Pa
 
 
 def held(model: ImageModel) -> int:
-    return sum(t.nbytes for module in (model.unet, model.vae.decoder) for t in module.state_dict().values())
+    return sum(t.nbytes for module in (model.denoiser, model.vae.decoder) for t in module.state_dict().values())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pipeline import tiny
-from pipeline.load import PARTS, load
+from pipeline.families.sdxl.parts import PARTS, tokenizers
+from pipeline.load import load
 from pipeline.tiny import SDXLShape
 
 
@@ -51,7 +52,7 @@ def test_stock_diffusers_loads_the_saved_folder_and_draws(tmp_path: Path) -> Non
     stock.set_progress_bar_config(disable=True)
     assert stock("a fox", num_inference_steps=2, width=32, height=32).images[0].size == (32, 32)
     ours = load(str(folder))
-    for tokenizer, own in zip((stock.tokenizer, stock.tokenizer_2), ours.tokenizers, strict=True):
+    for tokenizer, own in zip((stock.tokenizer, stock.tokenizer_2), tokenizers(ours), strict=True):
         assert tokenizer("a fox 🦊").input_ids == own("a fox 🦊").input_ids
 
 

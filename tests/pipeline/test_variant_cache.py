@@ -33,7 +33,12 @@ class Opener:
 
 
 def place(cache: Path, **other: Any) -> CachedVariant:
-    given: dict[str, Any] = {"source": load(tiny.TINY).digest, "scheme": "int8", "precision": "fp32"}
+    given: dict[str, Any] = {
+        "source": load(tiny.TINY).digest,
+        "parts": ("unet", "vae"),
+        "scheme": "int8",
+        "precision": "fp32",
+    }
     return variant_cache.find(cache, **{**given, **other})
 
 
@@ -45,7 +50,7 @@ def test_a_variant_is_made_once_and_found_again(kernels: ctypes.CDLL, tmp_path: 
     assert found.is_made and place(tmp_path).is_made
     place(tmp_path).make(opener)
     assert opener.count == 1
-    model = load(tiny.TINY, precision="int8", unet=found.unet)
+    model = load(tiny.TINY, precision="int8", unet=found.denoiser)
     assert model.precision == "int8"
     assert {path.name for path in found.folder.iterdir()} == {"unet-int8", "vae-int8"}
 
@@ -65,7 +70,8 @@ model = load(tiny.TINY)
 def tell(done, total):
     if done == 24:
         os.kill(os.getpid(), signal.SIGKILL)
-variant_cache.find(Path(sys.argv[1]), model.digest, "int8", "fp32").make(lambda: (model, None), tell=tell)
+place = variant_cache.find(Path(sys.argv[1]), model.digest, model.family.quantized, "int8", "fp32")
+place.make(lambda: (model, None), tell=tell)
 """
 
 
@@ -127,7 +133,7 @@ from pipeline.load import load
 model = load(tiny.TINY)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-place = variant_cache.find(Path(sys.argv[1]), model.digest, "int8", "fp32")
+place = variant_cache.find(Path(sys.argv[1]), model.digest, model.family.quantized, "int8", "fp32")
 try:
     place.make(lambda: (model, None))
 except ModelError as error:
@@ -147,7 +153,7 @@ def test_a_cache_that_takes_no_more_is_said_by_its_setting(tmp_path: Path) -> No
 def test_a_model_that_cannot_be_quantized_is_not_blamed_on_the_cache(tmp_path: Path) -> None:
     def broken() -> tuple[ImageModel, None]:
         model = load(tiny.TINY)
-        model.unet.conv_in.weight.data.fill_(float("nan"))
+        model.denoiser.conv_in.weight.data.fill_(float("nan"))
         return model, None
 
     with pytest.raises(ModelError, match=r"cannot be quantized to int8: .*range is not finite") as caught:
@@ -157,4 +163,4 @@ def test_a_model_that_cannot_be_quantized_is_not_blamed_on_the_cache(tmp_path: P
 
 def test_int8_of_a_model_without_a_variant_still_names_the_command() -> None:
     with pytest.raises(ModelError, match="diptych quantize"):
-        quantized_parts.variant(None, "int8")
+        quantized_parts.variant(None, "int8", ("unet", "vae"))

@@ -19,7 +19,9 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
 from core.batching.request import Request
-from pipeline.encode import Embedding, Encoder, embed
+from pipeline.encode import Embedding, Encoder
+from pipeline.families.sdxl.conditioning import CLIPPair, embed
+from pipeline.families.sdxl.parts import text_encoders, tokenizers
 from pipeline.load import ImageModel
 from pipeline.runner import ImageRunner
 from tests.pipeline.worlds import Crank, levels, model, solo
@@ -39,7 +41,7 @@ def states(model: ImageModel, k: int, ids: list[int], hidden: Sequence[int] = ()
     mask = torch.ones(1, len(ids), dtype=torch.long)
     mask[0, list(hidden)] = 0
     with torch.inference_mode():
-        made = model.text_encoders[k](torch.tensor([ids]), attention_mask=mask, output_hidden_states=True)
+        made = text_encoders(model)[k](torch.tensor([ids]), attention_mask=mask, output_hidden_states=True)
     found: np.ndarray = made.hidden_states[-2][0].double().numpy()
     return found
 
@@ -47,7 +49,7 @@ def states(model: ImageModel, k: int, ids: list[int], hidden: Sequence[int] = ()
 def expected(model: ImageModel, parts: Parts) -> np.ndarray:
     """compel's arithmetic, token by token, for words that stand apart. No part may be cut."""
     sides = []
-    for k, tokenizer in enumerate(model.tokenizers):
+    for k, tokenizer in enumerate(tokenizers(model)):
         words = "".join(text for text, _ in parts)
         ids = tokenizer(words, padding="max_length", max_length=77).input_ids
         empty = states(model, k, tokenizer("", padding="max_length", max_length=77).input_ids)
@@ -87,9 +89,9 @@ def expected(model: ImageModel, parts: Parts) -> np.ndarray:
     ],
 )
 def test_embeddings_are_those_of_a_plain_computation(shape: str, text: str, parts: Parts) -> None:
-    (found,) = Encoder(model(shape)).encode([read(text)])
+    (found,) = Encoder(CLIPPair(model(shape))).encode([read(text)])
     np.testing.assert_allclose(found.hidden.double().numpy(), expected(model(shape), parts), rtol=0, atol=2e-6)
-    (words,) = Encoder(model(shape)).encode(["".join(word for word, _ in parts)])
+    (words,) = Encoder(CLIPPair(model(shape))).encode(["".join(word for word, _ in parts)])
     torch.testing.assert_close(found.pooled, words.pooled, rtol=0, atol=1e-6)  # of the words, without their marks
 
 
@@ -98,7 +100,7 @@ def distance(one: Embedding, other: Embedding) -> float:
 
 
 def test_a_weight_near_one_is_near_the_plain_prompt_and_further_away_further() -> None:
-    encoder = Encoder(model("plain"))
+    encoder = Encoder(CLIPPair(model("plain")))
     (words,) = encoder.encode(["a red fox"])
     for weights in ((1.001, 1.1, 1.5, 2.0), (0.999, 0.9, 0.5, 0.1)):
         found = encoder.encode([read(f"a (red){weight} fox") for weight in weights])
@@ -109,10 +111,10 @@ def test_a_weight_near_one_is_near_the_plain_prompt_and_further_away_further() -
 def test_bits_depend_on_nothing_but_the_prompt() -> None:
     prompts: list[str | WeightedPrompt] = [read("a (red)1.3 fox"), "a red fox", read("(x)0.5 y--"), "", read("z+")]
     for bucket in (0, 2, 4):
-        together = Encoder(model("plain")).encode(prompts, bucket)
+        together = Encoder(CLIPPair(model("plain"))).encode(prompts, bucket)
         for prompt, embedding in zip(prompts, together, strict=True):
             if isinstance(prompt, WeightedPrompt):
-                (alone,) = Encoder(model("plain")).encode([prompt])
+                (alone,) = Encoder(CLIPPair(model("plain"))).encode([prompt])
                 assert torch.equal(embedding.hidden, alone.hidden) and torch.equal(embedding.pooled, alone.pooled)
 
 
@@ -128,16 +130,16 @@ def test_what_computes_may_use_its_memory_again() -> None:
             memory[: len(one)] = one
         return kept[0][: len(ids[0])], kept[1][: len(ids[0])]
 
-    found = Encoder(plain, compute=compute).encode(prompts)
+    found = Encoder(CLIPPair(plain, compute)).encode(prompts)
     with torch.inference_mode():
         compute([torch.zeros(2, 77, dtype=torch.long)] * 2)
     for one, prompt in zip(found, prompts, strict=True):
-        (expected,) = Encoder(plain).encode([prompt])
+        (expected,) = Encoder(CLIPPair(plain)).encode([prompt])
         assert torch.equal(one.hidden, expected.hidden) and torch.equal(one.pooled, expected.pooled)
 
 
 def test_what_is_remembered_is_told_apart_by_weights() -> None:
-    encoder = Encoder(model("plain"))
+    encoder = Encoder(CLIPPair(model("plain")))
     first = encoder.encode([read("a (red)1.3 fox"), "a red fox", read("a (red)1.2 fox"), read("a red+ fox")])
     assert encoder.misses == 4
     again = encoder.encode([read("a (red)1.30 fox"), "a red fox", read("(a (red)1.2 fox)1"), read("a (red)1.1 fox")])
@@ -154,7 +156,7 @@ def letters(count: int) -> str:
 @pytest.mark.parametrize(("kept", "over"), [(75, 1), (75, 30), (40, 50), (0, 90)])
 def test_what_was_beyond_reach_is_said(weight: str, kept: int, over: int) -> None:
     """The cut goes between parts, through the second, or through the only one."""
-    encoder = Encoder(model("plain"))
+    encoder = Encoder(CLIPPair(model("plain")))
     text, tail = letters(kept), letters(over)
     found, plain = encoder.encode([read(f"{text} ({tail}){weight} end"), f"{text} {tail} end".strip()])
     assert found.dropped == plain.dropped and found.dropped.endswith("end")
@@ -162,7 +164,7 @@ def test_what_was_beyond_reach_is_said(weight: str, kept: int, over: int) -> Non
 
 
 def test_parts_out_of_reach_weigh_nothing() -> None:
-    encoder = Encoder(model("plain"))
+    encoder = Encoder(CLIPPair(model("plain")))
     cut, words = encoder.encode([read(f"{letters(75)} (far away)0.5 (and further)1.5"), letters(75)])
     assert torch.allclose(cut.hidden, words.hidden, rtol=0, atol=1e-6)
 

@@ -93,11 +93,11 @@ def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folde
         kernels.library(works.settings.compiled_kernels)
     except KernelsUnavailable as error:
         pytest.skip(str(error))
-    assert works.images.model.unet.conv_in.weight.numel() > 0
+    assert works.images.model.denoiser.conv_in.weight.numel() > 0
     assert works.images.model.vae.decoder.conv_in.weight.numel() == 0, "nothing is added to what decodes"
     bare = works.settings.model_copy(update={"lora_dir": ""})
     with build(bare) as other:
-        assert other.images.model.unet.conv_in.weight.numel() == 0
+        assert other.images.model.denoiser.conv_in.weight.numel() == 0
         assert handlers_of(other)["image"].card().loras == ()
         with pytest.raises(Invalid, match=r"^lora: no LoRA folder"):
             drawn(other, lora="ink")

@@ -6,7 +6,6 @@ Imports no torch itself.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,9 @@ def _folder(name: str) -> Path:
     """The tokenizers' folder; if `name` is a hub id and no folder, only they are downloaded first."""
     from pipeline import folder
 
-    if Path(name).expanduser().is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
-        return folder.find(name, None)  # it reports what is wrong
+    found = folder.local(name)  # it reports what is wrong
+    if found is not None:
+        return found
     from huggingface_hub import snapshot_download
 
     try:

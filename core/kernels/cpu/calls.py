@@ -108,10 +108,28 @@ class RotateHeads(ctypes.Structure):
     )
 
 
+class Embed(ctypes.Structure):
+    """rows.h"""
+
+    KIND: ClassVar[int] = 9
+    _fields_: ClassVar[Any] = _fields(
+        pointers="table indices positions floats", longs="rows channels tokens stride", ints="bf16"
+    )
+
+
+class Place(ctypes.Structure):
+    """rows.h"""
+
+    KIND: ClassVar[int] = 10
+    _fields_: ClassVar[Any] = _fields(pointers="x out", longs="images rows size x_row x_image out_row out_image")
+
+
 class Call(ctypes.Structure):
     """program.cpp"""
 
     _fields_: ClassVar[Any] = [("kind", ctypes.c_int64), ("arguments", ctypes.c_void_p)]
 
 
-STRUCTURES = (Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention, RotateHeads)
+STRUCTURES = (
+    Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention, RotateHeads, Embed, Place
+)  # fmt: skip

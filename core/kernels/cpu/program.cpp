@@ -5,6 +5,7 @@
 #include "norm.h"
 #include "product.h"
 #include "rotary.h"
+#include "rows.h"
 #include "tokens.h"
 
 #include <iterator>
@@ -21,7 +22,7 @@ int64_t diptych_size(int64_t kind) {
   using namespace diptych;
   const int64_t sizes[] = {sizeof(Product),   sizeof(Quantize), sizeof(LayerNorm), sizeof(GroupNorm),
                            sizeof(Attention), sizeof(RmsNorm),  sizeof(Rotate),    sizeof(PagedAttention),
-                           sizeof(RotateHeads)};
+                           sizeof(RotateHeads), sizeof(Embed), sizeof(Place)};
   return kind >= 0 && kind < static_cast<int64_t>(std::size(sizes)) ? sizes[kind] : -1;
 }
 
@@ -39,7 +40,9 @@ void diptych_run(const Call* calls, int64_t count) {
       case 5: rms_norm(*static_cast<const RmsNorm*>(calls[i].arguments)); break;
       case 6: rotate(*static_cast<const Rotate*>(calls[i].arguments)); break;
       case 7: paged_attention(*static_cast<const PagedAttention*>(calls[i].arguments)); break;
-      default: rotate_heads(*static_cast<const RotateHeads*>(calls[i].arguments));
+      case 8: rotate_heads(*static_cast<const RotateHeads*>(calls[i].arguments)); break;
+      case 9: embed(*static_cast<const Embed*>(calls[i].arguments)); break;
+      default: place(*static_cast<const Place*>(calls[i].arguments));
     }
 }
 }

@@ -1,4 +1,4 @@
-"""Program calls for transformers: RMSNorm, rotary positions, paged attention."""
+"""Program calls for transformers: RMSNorm, rotary positions, paged attention, rows gathered and moved."""
 
 from __future__ import annotations
 
@@ -156,6 +156,65 @@ class TokenProgram(Program):
             q, places, layer, inverse, out,
         )  # fmt: skip
         return out
+
+    def embed(
+        self, table: Tensor, indices: Tensor, *, positions: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Rows `indices` of `table` [n, channels] as floats [rows, channels]; the table is fp32 or bf16.
+
+        Indices are int32 [rows] and not checked when the program runs. `positions` [tokens, channels] is added to the
+        rows of each image. A buffer as table gathers its rows.
+        """
+        (rows,), (count, channels) = indices.shape, table.shape
+        dtype = torch.bfloat16 if table.dtype == torch.bfloat16 else torch.float32
+        check("table", table, count, channels, dtype=dtype, rows_apart=True)
+        check("indices", indices, rows, dtype=torch.int32)
+        tokens = rows if positions is None else positions.shape[0]
+        check("positions", positions, tokens, channels)
+        if not tokens or rows % tokens:
+            raise ValueError(f"embed: {rows} rows are no multiple of {tokens} positions")
+        out = self._out(out, rows, channels, None)
+        self._add(
+            calls.Embed(
+                table=table.data_ptr(), indices=indices.data_ptr(), positions=pointer(positions),
+                floats=out.data_ptr(), rows=rows, channels=channels, tokens=tokens, stride=table.stride(0),
+                bf16=int(dtype == torch.bfloat16),
+            ),
+            table, indices, positions, out,
+        )  # fmt: skip
+        return out
+
+    def place(self, x: Tensor, out: Tensor, *, images: int, at: int = 0) -> None:
+        """Write x [images · n, channels] into `out` [images · tokens, channels] from each image's row `at`.
+
+        Floats or bytes; both may be slices, so that `out` may also be some channels of a wider tensor.
+        """
+        self._place("place", x, out, images, x.shape[0] // images, 0, at)
+
+    def take(self, x: Tensor, *, images: int, at: int, rows: int) -> Tensor:
+        """Rows `at` to `at + rows` of each image of x [images · tokens, channels], [images · rows, channels]."""
+        out = self.buffer(images * rows, x.shape[1], dtype=x.dtype)
+        self._place("take", x, out, images, rows, at, 0)
+        return out
+
+    def _place(self, what: str, x: Tensor, out: Tensor, images: int, rows: int, first: int, at: int) -> None:
+        """Copy `rows` rows of each image, from row `first` of x to row `at` of `out`."""
+        dtype = torch.uint8 if x.dtype == torch.uint8 else torch.float32
+        check("x", x, *x.shape, dtype=dtype, rows_apart=True)
+        check("out", out, out.shape[0], x.shape[1], dtype=dtype, rows_apart=True)
+        held, room = x.shape[0] // images, out.shape[0] // images
+        if x.shape[0] % images or out.shape[0] % images:
+            raise ValueError(f"{what}: {x.shape[0]} and {out.shape[0]} rows are not those of {images} images")
+        if min(first, at) < 0 or not 0 < rows <= min(held - first, room - at):
+            raise ValueError(f"{what}: {rows} rows from {first} of {held} do not fit from {at} of {room}")
+        size, x_row, out_row = (count * dtype.itemsize for count in (x.shape[1], x.stride(0), out.stride(0)))
+        self._add(
+            calls.Place(
+                x=x.data_ptr() + first * x_row, out=out.data_ptr() + at * out_row, images=images, rows=rows,
+                size=size, x_row=x_row, x_image=held * x_row, out_row=out_row, out_image=room * out_row,
+            ),
+            x, out,
+        )  # fmt: skip
 
     @staticmethod
     def _paged(

@@ -137,6 +137,18 @@ def paged(p: Walled, channels: int, heads: int, d: int, length: int, *, int8: bo
         p.paged_attention(q, places, layer, heads=heads, scale=1.0, inverse=inverse)
 
 
+def rows(p: Walled, channels: int) -> None:
+    indices = p.wall(torch.tensor([2, 0, 2, 1], dtype=torch.int32))
+    for dtype in (torch.float32, torch.bfloat16):
+        table, positions = p.wall(torch.ones(3, channels, dtype=dtype)), p.wall(torch.ones(2, channels))
+        made = p.embed(table, indices, positions=positions)
+    for x in (made, p.wall(torch.ones(4, channels, dtype=torch.uint8))):
+        out = p.buffer(6, channels, dtype=x.dtype)
+        p.place(x, out, images=2, at=1)
+        p.place(x, out, images=2)
+        p.take(out, images=2, at=2, rows=1)
+
+
 def main(cache: str) -> None:
     kernels = library(Path(cache))
     if sys.argv[2:] == ["--touch"]:  # shows that the walls stand: a kernel is told of a row too many
@@ -153,6 +165,7 @@ def main(cache: str) -> None:
         for channels in (1, 5, 16, 31, 50):
             p = Walled(kernels, at_end=at_end)
             norms(p, channels)
+            rows(p, channels)
             p.run()
         for tokens, keys, d in itertools.product((1, 5, 6, 13), (1, 15, 32, 33), (16, 48)):
             p = Walled(kernels, at_end=at_end)

@@ -1,0 +1,1 @@
+"""Model families: what is particular to each kind of diffusion model that the pipeline runs."""

@@ -1,0 +1,225 @@
+"""Defines what the pipeline asks of a model family, and a loaded model of one.
+
+A family is a folder of `pipeline/families/` with an object `FAMILY`, and a line of `pipeline.families.registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from pipeline.folder import Part
+
+if TYPE_CHECKING:
+    import torch
+
+    from contract.image import ImageParameters
+    from core.ops.ops import Lowering
+    from core.quant.convert import Recipe
+    from pipeline.denoise import Conditioning, DenoiserInputs
+    from pipeline.encode import Embedding, TextEncoder
+
+Size = tuple[int, int]  # width and height in pixels
+
+
+@dataclass(eq=False)
+class ImageModel:
+    """One model's parts, in evaluation mode on one device. `digest` identifies its weights."""
+
+    name: str
+    digest: str
+    precision: str
+    device: torch.device
+    dtype: torch.dtype
+    family: Family
+    parts: Mapping[str, Any]  # by the names of `family.parts`
+    scheduler_config: dict[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)  # the family's own, of model_index.json
+
+    @property
+    def denoiser(self) -> Any:
+        """The network that is run at every step: a UNet or a transformer."""
+        return self.parts[self.family.denoiser]
+
+    @property
+    def vae(self) -> Any:
+        return self.parts["vae"]
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels per latent, along one side."""
+        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+    @property
+    def latent_channels(self) -> int:
+        return int(self.vae.config.latent_channels)
+
+    @property
+    def native(self) -> int:
+        """The native side length of a square image, in pixels."""
+        return self.family.native(self)
+
+    @property
+    def multiple(self) -> int:
+        """Every side must be a multiple of this many pixels."""
+        return self.family.multiple(self)
+
+    def with_parts(self, **parts: Any) -> ImageModel:
+        """The same model with these parts in place of its own."""
+        return replace(self, parts={**self.parts, **parts})
+
+
+Embed = Callable[..., "tuple[torch.Tensor, ...]"]
+"""A family's text encoders: token ids in the family's own form to the tensors of an embedding."""
+
+
+Prepare = Callable[["torch.Tensor"], "torch.Tensor"]
+"""What the denoiser computes of the text alone, once a request: [B, T, D] to [B, T, width]."""
+
+
+class Network(Protocol):
+    """A family's denoiser on one lowering.
+
+    text_width: channels of what `prepare_text` returns.
+    """
+
+    lowering: Any
+    text_width: int
+
+    def prepare_text(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the denoiser computes of the text alone, once a prompt: [B, T, D] to [B, T, width]."""
+        ...
+
+    def deep(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        """The whole network, with the arguments of `Family.call`: output [B, C, h, w], and features.
+
+        Features [B, …, channels] are what `shallow` reads of a deep step; the next call may overwrite them.
+        """
+        ...
+
+    def shallow(self, depth: str, features: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        """What a step of this depth computes anew, on features of an earlier deep one: the output [B, C, h, w]."""
+        ...
+
+    def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
+        """The shape of one row of each feature that a shallow step of this depth reads, for latents of this size."""
+        ...
+
+
+class Seeded(NamedTuple):
+    """A model with random weights that is built in code."""
+
+    build: Callable[[torch.device], dict[str, Any]]  # its parts, by name; the scheduler as an object
+    on_device: bool  # weights are drawn on the device, by its own generator
+    options: Mapping[str, Any]
+
+
+class Adapters(Protocol):
+    """How LoRA files of a family are read.
+
+    parts: the parts that they may change, the denoiser first.
+    models: the family's models in messages, with an article.
+    """
+
+    parts: tuple[str, ...]
+    models: str
+
+    def to_diffusers(
+        self, state: dict[str, torch.Tensor], parts: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """The file's tensors under diffusers' names, each beginning with its part's, and alphas by tensor name."""
+        ...
+
+    def to_peft(self, part: str, keys: Sequence[str]) -> dict[str, str]:
+        """Keys in one part under peft's names (`layer.lora_A.weight`), each with its name in the file."""
+        ...
+
+
+class Family(Protocol):
+    """A kind of diffusion model. Importing one imports no torch.
+
+    label: its name in messages.
+    pipelines: the `_class_name`s of model_index.json that it reads; the first is its own.
+    parts: the parts of a model's folder, in order.
+    denoiser: the part that is run at every step.
+    quantized: the parts that may have quantized variants, the denoiser first.
+    samplers: the entries of `pipeline.sigmas.SCHEDULERS` that it offers.
+    padded: the conditioning tensors of variable length (dimension 1), each with a number of which the length in a batch
+        is a multiple; they are padded with zeros.
+    """
+
+    label: str
+    pipelines: tuple[str, ...]
+    parts: Mapping[str, Part]
+    denoiser: str
+    quantized: tuple[str, ...]
+    samplers: tuple[str, ...]
+    padded: Mapping[str, int]
+    adapters: Adapters
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def seeded(self, name: str) -> Seeded | None:
+        """The seeded model of this name."""
+        ...
+
+    def options(self, index: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What model_index.json says beside the parts."""
+        ...
+
+    def check(self, name: str, parts: Mapping[str, Any]) -> None:
+        """Raise `ModelError` for parts that load but do not form a model together."""
+        ...
+
+    def native(self, model: ImageModel) -> int:
+        """The native side length of a square image, in pixels."""
+        ...
+
+    def multiple(self, model: ImageModel) -> int:
+        """Every side is a multiple of this many pixels."""
+        ...
+
+    def recipes(self, parts: Mapping[str, Any], alpha: float | None) -> dict[str, Recipe]:
+        """The quantization recipe of each part in `quantized`. `alpha` None: without SmoothQuant."""
+        ...
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def rows(self, model: ImageModel, wanted: ImageParameters) -> int:
+        """The rows of a request in a forward: 2 with classifier-free guidance, else 1."""
+        ...
+
+    def text_encoder(self, model: ImageModel, compute: Embed | None = None) -> TextEncoder:
+        """What encodes this model's prompts. `compute` replaces the text encoders' forward (default: on torch)."""
+        ...
+
+    def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
+        """The negative prompt of a request with two rows; None: no text is encoded for it."""
+        ...
+
+    def condition(
+        self, model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare
+    ) -> Conditioning:
+        """The conditioning of a request, from the embeddings of its negative prompt, if any, and its prompt."""
+        ...
+
+    # -- the denoiser -----------------------------------------------------------------------------------------------
+
+    def check_network(self, model: ImageModel, *, head_multiple: int = 1) -> None:
+        """Raise ValueError for a denoiser of an unsupported layout, or heads of a width unknown to the kernels."""
+        ...
+
+    def network(self, lowering: Lowering, model: ImageModel) -> Network:
+        """The denoiser on a lowering. Raises ValueError for an unsupported layout or layer."""
+        ...
+
+    def example(self, model: ImageModel, width: int, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Random conditioning tensors for rows of the longest prompt; `width` is the network's `text_width`."""
+        ...
+
+    def call(
+        self, network: Callable[..., tuple[torch.Tensor, ...]], inputs: DenoiserInputs, *before: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the denoiser: its output [B, C, h, w], and any further ones. `before` are arguments that come first."""
+        ...

@@ -1,0 +1,47 @@
+"""Finds the family of a model: a built-in one, or another package's.
+
+A package adds a family with an entry point of the group "diptych.families": its name is the `_class_name` of
+model_index.json, its object a `Family`.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from pipeline.families import sdxl
+from pipeline.families.family import Family, Seeded
+from pipeline.folder import ModelError, first_line, read_json
+
+BUILT_IN: tuple[Family, ...] = (sdxl.FAMILY,)
+GROUP = "diptych.families"
+
+
+def read(folder: Path) -> Family:
+    """The family of the model in this folder, by its model_index.json. Raises `ModelError`."""
+    found = read_json(folder / "model_index.json").get("_class_name")
+    for family in BUILT_IN:
+        if found in family.pipelines:
+            return family
+    added = entry_points(group=GROUP)
+    if str(found) not in added.names:
+        known = ", ".join([family.pipelines[0] for family in BUILT_IN] + sorted(added.names))
+        raise ModelError(f"{folder}/model_index.json: is a {found}; this engine runs {known}")
+    (entry, *_) = added.select(name=str(found))
+    try:
+        loaded: Family = entry.load()
+    except Exception as error:  # of another package
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(
+            f"{folder}/model_index.json: the family {found} ({entry.value}) does not load ({why})"
+        ) from error
+    return loaded
+
+
+def seeded(name: str) -> tuple[Family, Seeded] | None:
+    """The family and the seeded model of this name, if there is one."""
+    for family in BUILT_IN:
+        found = family.seeded(name)
+        if found is not None:
+            return family, found
+    return None

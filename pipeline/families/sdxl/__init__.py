@@ -1,0 +1,111 @@
+"""SDXL (Podell et al., 2023): a UNet that reads two CLIP text encoders, and models of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline import sdxl, tiny
+from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded
+from pipeline.families.sdxl.adapters import SDXLAdapters
+from pipeline.families.sdxl.parts import PARTS, check, multiple, native
+from pipeline.folder import Part
+
+if TYPE_CHECKING:
+    import torch
+
+    from contract.image import ImageParameters
+    from core.ops.ops import Lowering
+    from core.quant.convert import Recipe
+    from pipeline.denoise import Conditioning, DenoiserInputs
+    from pipeline.encode import Embedding, TextEncoder
+
+
+class SDXL:
+    """`Family` for SDXL. Options: `force_zeros`, whether an absent negative prompt is a zero embedding."""
+
+    label = "SDXL"
+    pipelines: tuple[str, ...] = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
+    parts: Mapping[str, Part] = PARTS
+    denoiser = "unet"
+    quantized: tuple[str, ...] = ("unet", "vae")
+    samplers: tuple[str, ...] = ("euler", "euler-ancestral", "dpm++2m", "lcm")
+    padded: Mapping[str, int] = {}
+    adapters: Adapters = SDXLAdapters()
+
+    def seeded(self, name: str) -> Seeded | None:
+        if name == sdxl.NAME:
+            return Seeded(sdxl.parts, True, {"force_zeros": True})
+        if name not in tiny.SHAPES:
+            return None
+        shape = tiny.SHAPES[name]
+        return Seeded(lambda device: tiny.parts(shape), False, {"force_zeros": shape.force_zeros})
+
+    def options(self, index: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"force_zeros": bool(index.get("force_zeros_for_empty_prompt", True))}
+
+    def check(self, name: str, parts: Mapping[str, Any]) -> None:
+        check(name, parts)
+
+    def native(self, model: ImageModel) -> int:
+        return native(model)
+
+    def multiple(self, model: ImageModel) -> int:
+        return multiple(model)
+
+    def recipes(self, parts: Mapping[str, Any], alpha: float | None) -> dict[str, Recipe]:
+        from unet_opt import recipe
+
+        return {"unet": recipe.unet(parts["unet"], alpha=alpha), "vae": recipe.decoder(parts["vae"])}
+
+    def rows(self, model: ImageModel, wanted: ImageParameters) -> int:
+        """Distilled models take the guidance scale as an input, in one row."""
+        return 2 if wanted.guidance_scale > 1 and model.denoiser.config.time_cond_proj_dim is None else 1
+
+    def text_encoder(self, model: ImageModel, compute: Embed | None = None) -> TextEncoder:
+        from pipeline.families.sdxl.conditioning import CLIPPair
+
+        return CLIPPair(model, compute)
+
+    def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
+        return "" if wanted.negative_prompt is None and not model.options["force_zeros"] else wanted.negative_prompt
+
+    def condition(
+        self, model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare
+    ) -> Conditioning:
+        from pipeline.families.sdxl.conditioning import condition
+
+        return condition(model, wanted, found, prepare, self.rows(model, wanted))
+
+    def check_network(self, model: ImageModel, *, head_multiple: int = 1) -> None:
+        from unet_opt.layout import check_unet
+
+        check_unet(model.denoiser, head_multiple=head_multiple)
+
+    def network(self, lowering: Lowering, model: ImageModel) -> Network:
+        from unet_opt.deepcache import SplitUNet
+
+        return SplitUNet(lowering, model.denoiser)
+
+    def example(self, model: ImageModel, width: int, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        from pipeline.families.sdxl.conditioning import example
+
+        return example(model, width, rows, generator)
+
+    def call(
+        self, network: Callable[..., tuple[torch.Tensor, ...]], inputs: DenoiserInputs, *before: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """As diffusers' UNet is called, with packed keys and values as its `encoder_hidden_states`."""
+        given = inputs.conditioning
+        return network(
+            *before,
+            inputs.sample,
+            inputs.timestep,
+            encoder_hidden_states=given["kv"],
+            timestep_cond=given.get("time_cond"),
+            added_cond_kwargs={"text_embeds": given["pooled"], "time_ids": given["time_ids"]},
+            return_dict=False,
+        )
+
+
+FAMILY: Family = SDXL()

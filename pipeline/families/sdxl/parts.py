@@ -1,0 +1,77 @@
+"""The parts of an SDXL: what its folder must hold, whether they fit together, and the sizes that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.families.family import ImageModel
+from pipeline.folder import ModelError, Part
+
+_TOKENIZER = Part("tokenizer", ("CLIPTokenizer", "CLIPTokenizerFast"), "transformers.models.clip.tokenization_clip")
+_ENCODERS = "transformers.models.clip.modeling_clip"
+PARTS = {
+    "tokenizer": _TOKENIZER,
+    "tokenizer_2": _TOKENIZER,
+    "text_encoder": Part("encoder", ("CLIPTextModel",), _ENCODERS),
+    "text_encoder_2": Part("encoder", ("CLIPTextModelWithProjection",), _ENCODERS),
+    "unet": Part(
+        "network", ("UNet2DConditionModel",), "diffusers.models.unets.unet_2d_condition", strict=True
+    ),
+    "vae": Part("network", ("AutoencoderKL",), "diffusers.models.autoencoders.autoencoder_kl"),
+    "scheduler": Part("scheduler"),
+}  # fmt: skip
+_SAMPLE_SIZE = 128  # diffusers' default for a UNet without a sample size
+
+
+def tokenizers(model: ImageModel) -> tuple[Any, Any]:
+    """The tokenizers of both text encoders."""
+    return model.parts["tokenizer"], model.parts["tokenizer_2"]
+
+
+def text_encoders(model: ImageModel) -> tuple[Any, Any]:
+    return model.parts["text_encoder"], model.parts["text_encoder_2"]
+
+
+def native(model: ImageModel) -> int:
+    """The native side length of a square image, in pixels."""
+    sample = model.denoiser.config.sample_size or _SAMPLE_SIZE
+    return int(sample if isinstance(sample, int) else max(sample)) * model.vae_scale
+
+
+def multiple(model: ImageModel) -> int:
+    """Sides are multiples of this many pixels, so that each UNet level halves evenly."""
+    return int(model.vae_scale * 2 ** (len(model.denoiser.config.block_out_channels) - 1))
+
+
+def check(name: str, loaded: Mapping[str, Any]) -> None:
+    """Reject parts that load but do not form an SDXL together, before the first image fails."""
+    unet, vae = loaded["unet"].config, loaded["vae"].config
+    widths = [loaded[part].config.hidden_size for part in ("text_encoder", "text_encoder_2")]
+    added = 6 * (unet.addition_time_embed_dim or 0) + loaded["text_encoder_2"].config.projection_dim
+    facts: list[tuple[str, Any, Any]] = [
+        ("unet addition_embed_type", unet.addition_embed_type, "text_time"),
+        ("unet cross_attention_dim (the text encoders' widths together)", unet.cross_attention_dim, sum(widths)),
+        (
+            "unet projection_class_embeddings_input_dim",
+            unet.projection_class_embeddings_input_dim,
+            added,
+        ),
+        ("unet encoder_hid_dim_type", unet.encoder_hid_dim_type, None),
+        ("unet class_embed_type", unet.class_embed_type, None),
+        ("unet in_channels (the VAE's latent_channels)", unet.in_channels, vae.latent_channels),
+        ("unet out_channels (the VAE's latent_channels)", unet.out_channels, vae.latent_channels),
+    ]
+    lengths = [loaded[part].model_max_length for part in ("tokenizer", "tokenizer_2")]
+    facts.append(("tokenizer_2 model_max_length", lengths[1], lengths[0]))
+    for what, found, wanted in facts:
+        if found != wanted:
+            raise ModelError(f"{name}: not a text-to-image SDXL: {what} is {found}, not {wanted}")
+    for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
+        config = loaded[encoder].config
+        for what, found, most in (
+            ("words", len(loaded[tokenizer]), config.vocab_size),
+            ("tokens a prompt", loaded[tokenizer].model_max_length, config.max_position_embeddings),
+        ):
+            if found > most:
+                raise ModelError(f"{name}: {tokenizer} has {found} {what}, and {encoder} has room for {most}")
