@@ -144,11 +144,9 @@ class CpuOps:
         d = angles.shape[-1]
         kv_heads = (x.shape[-1] // d - heads) // 2
         q, k = x.x[:, : heads * d], x.x[:, heads * d : (heads + kv_heads) * d]
-        q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
         self.program.rotate_heads(
-            q, k, angles.x, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
-            eps=0.0 if norms is None else rms_eps(norms[0]), interleaved=interleaved,
-        )  # fmt: skip
+            q, k, angles.x, heads=heads, kv_heads=kv_heads, interleaved=interleaved, **head_norms(norms)
+        )
         return x
 
     def attend(
@@ -248,6 +246,13 @@ class CpuOps:
         rows = pair.y.x.shape[0]
         self.program.product(pair.y.x, second.weights, grid=(1, 1, rows), residual=made.x, out=made.x)
         return made
+
+
+def head_norms(norms: tuple[Layer, Layer] | None) -> dict[str, Any]:
+    """The RMSNorms of queries' and keys' heads as arguments of a program's rotations."""
+    if norms is None:
+        return {}
+    return {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": rms_eps(norms[0])}
 
 
 def _of(x: Array | None) -> Tensor | None:

@@ -45,8 +45,7 @@ class CudaOps:
     def __init__(self, base: torch.dtype, rows: int) -> None:
         """`base` is the type of activations between layers; `rows` the most images of a call."""
         self._base, self._rows = base, rows
-        # The modules are kept with the result, so that no other object can take over their identity.
-        self._layers: dict[tuple[object, ...], tuple[Sequence[Layer], Any]] = {}
+        self._kept: dict[tuple[object, ...], Any] = {}  # what was made of modules, by what and whose
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
 
@@ -72,7 +71,7 @@ class CudaOps:
         return self.linear(x, *layers).float()
 
     def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
-        y = self._layer(Gated, *layers).gate(x.flatten(0, -2), Reader.of((to,)), act)
+        y = self._layer(Gated, *layers).gate(x.flatten(0, -2), self._reader((to,)), act)
         return y.view(*x.shape[:-1], -1)
 
     def conv(
@@ -96,8 +95,8 @@ class CudaOps:
         self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
         to: Sequence[Layer] = (),
     ) -> Tensor:  # fmt: skip
-        made = self._made(norm, "rms", lambda: RmsNorm(norm, self._base))
-        y: Tensor = made(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
+        made = self._made(lambda: RmsNorm(norm, self._base), RmsNorm, norm)
+        y = made(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
         return y.view(x.shape)
 
     def rotate(
@@ -175,29 +174,25 @@ class CudaOps:
         return x if layer.kind is None or x.dtype == layer.kind else for_layer(x, layer.reads)
 
     def _reader(self, to: Sequence[Layer]) -> Reader:
-        return Reader.of(to) if to else Reader(None, None)
+        """Made once: it compares the layers' scales, for which the host waits."""
+        return self._made(lambda: Reader.of(to) if to else Reader(None, None), Reader, *to)
 
     def _layer(self, kind: type[F_], *modules: Layer) -> F_:
-        key = (kind.__name__, *(id(module) for module in modules))
-        if key not in self._layers:
-            self._layers[key] = (modules, kind(modules, self._base))
-        made: F_ = self._layers[key][1]
-        return made
+        return self._made(lambda: kind(modules, self._base), kind, *modules)
 
     def _norm(self, module: Layer, silu: bool = False) -> Norm:
-        return self._made(module, silu, lambda: Norm(module, self._base, silu))
+        return self._made(lambda: Norm(module, self._base, silu), Norm, module, silu)
 
     def _head_norms(self, norms: tuple[Layer, Layer]) -> tuple[Tensor, float]:
         """Weights [2, d] of the norms of queries and keys, and their epsilon."""
         first, second = norms
-        weights = self._made(first, "heads", lambda: torch.stack([first.weight.detach(), second.weight.detach()]))
+        weights = self._made(lambda: torch.stack([first.weight.detach(), second.weight.detach()]), first, second)
         return weights, rms_eps(first)
 
-    def _made(self, module: Layer, what: object, make: Callable[[], T]) -> T:
-        key = (id(module), what)
-        if key not in self._layers:
-            self._layers[key] = ((module,), make())
-        made: T = self._layers[key][1]
+    def _made(self, make: Callable[[], T], *key: object) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+        made: T = self._kept[key]
         return made
 
 

@@ -26,8 +26,8 @@ from core.kernels.cuda.quantize import to_levels
 from core.kernels.cuda.stream_kernel import choose, gated, gated_reference, stream, stream_reference
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 from llm import tiny
+from llm.cuda import CudaDecoder
 from llm.execution import FusedTextExecution
-from llm.fused import FusedLlama
 from llm.load import TextModel, load
 from llm.quantized import quantize
 
@@ -224,7 +224,7 @@ def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> FusedText
     for s in range(sequences):
         cache.place(s, list(range(s * 10, s * 10 + 10)))
     cache.settle()
-    return FusedTextExecution(FusedLlama(model.network, cache), cache, sequences, 160)
+    return FusedTextExecution(CudaDecoder(model.network, cache), cache, sequences, 160)
 
 
 def read(run: FusedTextExecution, ids: list[list[int]], cuts: list[int]) -> list[list[Tensor]]:
@@ -285,7 +285,7 @@ def test_weights_are_held_once() -> None:
     attention = model.network.model.layers[0].self_attn
     assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
     assert torch.equal(wanted(model, TEXTS[0]), before)  # transformers' own forward still runs, on the same weights
-    held = run.model.weight_bytes
+    held = run.model.ops.weight_bytes
     config: Any = model.config
     width, inner, kv = config.hidden_size, config.intermediate_size, 2 * model.kv_heads * model.head_dim
     assert held == model.layers * (2 * width * 64 + width * kv + 3 * width * inner) + 4 * config.vocab_size * width // (

@@ -23,7 +23,8 @@ class CountedBackend(ImageBackend):
     def __init__(self, model: ImageModel, widths: Widths) -> None:
         self.model = model
         self.forwards: Counter[str] = Counter()
-        self.phases = {phase: self._counted(phase, run) for phase, run in on_torch(model).items()}
+        self.denoiser, _, phases = on_torch(model)
+        self.phases = {phase: self._counted(phase, run) for phase, run in phases.items()}
         self.kernels = KernelIdentity("counted", VERSION)
         self.costs = PhaseCosts()
         self.widths = widths
