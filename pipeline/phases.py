@@ -19,6 +19,7 @@ from pipeline import encode, vae
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel
 from unet_opt.deepcache import SplitUNet
+from unet_opt.layout import check_recorded
 from unet_opt.vae import VaeDecoder
 
 KERNELS = "kernels"  # our own, on a CPU
@@ -71,6 +72,10 @@ def on_torch(model: ImageModel) -> Networks:
 
 def on_gpu(model: ImageModel, rows: int) -> Networks:
     """On fused layers, at most so many rows at a time. Raises `ModelError` for parts that these do not support."""
+    try:
+        check_recorded(model.unet)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     unet, decoder = CudaLowering(model.dtype, rows), CudaLowering(model.vae.dtype, rows)
     # Constants as existing tensors: graphs cannot copy any from the host.
     none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)

@@ -50,6 +50,12 @@ def check_unet(unet: Any, *, head_multiple: int = 1) -> None:
         raise ValueError("unet: its last up block does not mirror its first down block, so it cannot be split")
 
 
+def check_recorded(unet: Any) -> None:
+    """Raise ValueError for a UNet whose shallow steps read the text, without which graphs of them are recorded."""
+    if getattr(unet.up_blocks[-1], "attentions", None):
+        raise ValueError("unet: its last up block has attention, which SDXL's has not")
+
+
 def check_decoder(vae: Any, *, head_multiple: int = 1) -> None:
     """Raise ValueError for a decoder of another layout than SDXL's, or heads of a width unknown to the kernels."""
     if getattr(vae.config, "up_block_types", None) is None or not hasattr(vae.decoder, "conv_norm_out"):

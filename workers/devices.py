@@ -62,7 +62,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
     from core.ops.cuda import HEAD_MULTIPLE
-    from unet_opt.layout import check_decoder, check_unet
+    from unet_opt.layout import check_decoder, check_recorded, check_unet
 
     if model.device.type != "cuda":
         return False, ""
@@ -75,6 +75,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
         check_unet(model.unet, head_multiple=HEAD_MULTIPLE)
+        check_recorded(model.unet)
         check_decoder(model.vae, head_multiple=HEAD_MULTIPLE)
     except ValueError as error:
         if in_8_bits:
