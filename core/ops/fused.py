@@ -51,18 +51,28 @@ class FusedLayer:
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
-        first = modules[0]
         self.base = base
         self.reads = Reader.of(modules)
         self.kind, self.inverse = self.reads
         self.weight = _joined(modules, "weight")
         self.scale = None if self.kind is None else _joined(modules, "scale")
-        self.bias = None if first.bias is None else torch.cat([m.bias.detach() for m in modules]).float()
+        self.bias = _biases(modules)
 
     @property
     def plain_bias(self) -> Tensor | None:
         """In the base type, for torch's own products."""
         return None if self.bias is None else self.bias.to(self.base)
+
+
+def _biases(modules: Sequence[Any]) -> Tensor | None:
+    """Concatenated, in fp32, zeros for a layer without; None if none has any."""
+    if all(module.bias is None for module in modules):
+        return None
+    return torch.cat([
+        torch.zeros(len(module.weight), device=module.weight.device) if module.bias is None
+        else module.bias.detach().float()
+        for module in modules
+    ])  # fmt: skip
 
 
 def _joined(modules: Sequence[Any], name: str) -> Tensor:
@@ -116,13 +126,16 @@ class GEGLU(Linear):
 
 
 class Conv(FusedLayer):
-    """A 3×3 convolution over NHWC with padding 1, in the base type."""
+    """A 3×3 convolution over NHWC as `core.ops.ops.Ops.conv`, in the base type."""
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         super().__init__(modules, base)
         (module,) = modules
         stride = module.stride if isinstance(module, ScaledConv2d) else module.stride[0]
         self.stride, self.out_channels = int(stride), int(self.weight.shape[0])
+        self.padding = int(module.padding if isinstance(module, ScaledConv2d) else module.padding[0])
+        if self.kind is not None and self.padding != 1:
+            raise ValueError("the 8-bit kernels pad convolutions on all sides")
         self._plain_bias = self.plain_bias
         if self.kind is None:
             module.weight.data = self.weight.contiguous(memory_format=torch.channels_last)
@@ -133,7 +146,9 @@ class Conv(FusedLayer):
     ) -> Tensor:
         """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image."""
         if self.kind is None:
-            y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, 1).permute(0, 2, 3, 1)
+            x = x if self.padding else F.pad(x, (0, 0, 0, 1, 0, 1))
+            y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, self.padding)
+            y = y.permute(0, 2, 3, 1)
             y = y if row_bias is None else y.add_(row_bias[:, None, None].to(y.dtype))
             y = y if residual is None else y.add_(residual)
             return y if out is None else out.copy_(y)
