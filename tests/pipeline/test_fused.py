@@ -24,6 +24,7 @@ from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.test_kernels import SHAPES, mixture, together
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
+from tests.unet_opt.shapes import unet
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -291,3 +292,6 @@ def test_what_is_wider_than_any_forward_costs_more() -> None:
 def test_a_model_that_the_layers_do_not_know_is_refused() -> None:
     with pytest.raises(ModelError, match="heads of width 8"):
         Watching(model("plain"), fused=True)
+    other = replace(served("wide-heads"), unet=unet("attention-last"))
+    with pytest.raises(ModelError, match="its last up block has attention, which SDXL's has not"):
+        Watching(other, fused=True)

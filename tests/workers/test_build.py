@@ -297,7 +297,7 @@ def test_widths_on_a_gpu_are_close_and_end_where_tiles_do(
     for rows in range(1, 33):
         padded = min(bucket for bucket in buckets if bucket >= rows)
         assert padded - rows <= max(1, rows / 5), "a forward costs what its rows cost, padding included"
-    monkeypatch.setattr("unet_opt.fused.widths.tuned_rows", lambda *_: 6)
+    monkeypatch.setattr("unet_opt.widths.tuned_rows", lambda *_: 6)
     with caplog.at_level(logging.INFO):
         options = drawn_with(on)
     assert options["max_rows"] == options["deterministic_rows"] == 6
