@@ -130,10 +130,10 @@ def _networks(
     return Networks(network, decoder, phases)
 
 
-def without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove the text input from a shallow step, which does not read it and whose graph would hold a copy. Other phases
-    are unchanged.
+def without_text(denoiser: Network, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Remove the text input from a shallow step that does not read it: its graph would hold a copy. Other phases are
+    unchanged.
     """
-    if phase not in SHALLOW.values():
+    if denoiser.shallow_reads_text or phase not in SHALLOW.values():
         return run
     return lambda features, sample, timestep, encoder_hidden_states, **rest: run(features, sample, timestep, **rest)

@@ -119,9 +119,9 @@ class GraphBackend(ImageBackend):
         """Record the graph on an example, and time it."""
         size: Any = key.size
         with torch.inference_mode():
-            self._timer.example(key.phase, key.rows, size)(without_text(key.phase, record))
+            self._timer.example(key.phase, key.rows, size)(without_text(self.denoiser, key.phase, record))
         if key.phase != TEXT:
             self._timer(key, self._function(key), True, runs=2)
 
     def _function(self, key: ExecutableKey) -> Callable[..., Any]:
-        return without_text(key.phase, self.graphs.function(key))
+        return without_text(self.denoiser, key.phase, self.graphs.function(key))

@@ -82,10 +82,12 @@ class Network(Protocol):
     """A family's denoiser on one lowering.
 
     text_width: channels of what `prepare_text` returns.
+    shallow_reads_text: whether `shallow` needs the text.
     """
 
     lowering: Any
     text_width: int
+    shallow_reads_text: bool
 
     def prepare_text(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the denoiser computes of the text alone, once a prompt: [B, T, D] to [B, T, width]."""

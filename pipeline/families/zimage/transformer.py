@@ -18,6 +18,8 @@ _TIME = 256  # channels of the time's sinusoids
 class ZImageNetwork:
     """`pipeline.families.family.Network` of a diffusers ZImageTransformer2DModel."""
 
+    shallow_reads_text = True
+
     def __init__(self, lowering: Lowering, model: Any) -> None:
         """Raises ValueError for a transformer whose layout, or one of whose layers, is not supported."""
         check(model)
