@@ -22,6 +22,7 @@ from contract.precision import Choice
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's architecture with random weights, where it is not installed
+AUTO = "auto"
 RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # count per period; empty: no limit
 SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # a number, or a percentage; empty: no limit
 _TLS = {"ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile"}  # query parameters allowed in redis_url
@@ -63,6 +64,11 @@ class Settings(BaseSettings):
     )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
+    backend: str = Field(
+        default=AUTO,
+        pattern=r"^[A-Za-z][\w.-]*$",
+        description="that draws pictures: auto, torch, programs (CPU kernels), graphs (GPU), or an installed package's",
+    )
     kernels: bool = Field(default=True, description="our own CPU kernels where processor and compiler allow")
     compile: bool = Field(default=True, description="else compile torch's in the background, with a C++ compiler")
     cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code and variants")

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from contract.card import ImageCard, ImageCosts, ImageLimits
 from contract.plan import OFF, DeepCache
 from core.kernels.device import KernelChoice, summary
-from pipeline.execution import BatchGroup
+from pipeline.backends.backend import BatchGroup
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
 
@@ -25,11 +25,11 @@ def image_card(
     cost curve changes during the call: then call again.
     """
     model = runner.model
-    recorded, wanted = runner.execution.graphs
+    recorded, wanted = runner.backend.graphs.counts
     native = (model.native, model.native)
     # Only measured sizes, and always the native one: clients estimate others by area.
     known: dict[str, set[tuple[int, int]]] = {DEEP: {native}}
-    for phase, size, _ in runner.execution.costs():
+    for phase, size, _ in runner.backend.costs.measured():
         known.setdefault(phase, set()).add(size)
     solo_s, row_s = _steps(runner, DEEP, known[DEEP])
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
@@ -54,7 +54,7 @@ def image_card(
         ),
         capacity_per_s=1 / (encode_s + 2 * _STEPS * row_s[_named(native)] + vae_s),
         deepcache=OFF if deepcache is None else asdict(deepcache),
-        kernels=runner.kernels.name,
+        kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
         loras=() if runner.adapters is None else tuple(runner.adapters.names()),
         graphs={"recorded": recorded, "wanted": wanted} if wanted else {},

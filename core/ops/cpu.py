@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cpu.program import Program
+from core.kernels.cpu.program import HEAD_MULTIPLE, Program
 from core.kernels.cpu.token_program import TokenProgram
 from core.ops.ops import Activation, Layer, Walk, rms_eps
 from core.ops.packed import PackedLayer, PackedLayers
@@ -64,6 +64,10 @@ class _Bound(NamedTuple):
     images: int
     channels: int
     start: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.images, self.channels
 
 
 class CpuOps:
@@ -155,11 +159,16 @@ class CpuOps:
             q.x, keys, values, images=q.images, heads=heads, kv_heads=keys.shape[-1] // d, scale=1 / math.sqrt(d),
             inverse=self._layers.inverse(*to), lengths=_of(lengths), causal=causal,
         )  # fmt: skip
-        if isinstance(k, _Bound) and isinstance(v, _Bound):
-            self.bound_calls.append((self.program.last, k, v))
+        bound = [part for part in (k, v) if isinstance(part, _Bound)]
+        if bound:
+            if len(bound) < 2 or any(part.shape != (q.images, q.shape[-1]) for part in bound):
+                raise ValueError(f"keys and values do not fit queries {[*q.shape]}")
+            self.bound_calls.append((self.program.last, bound[0], bound[1]))
         return self._own(made, q.shape[:-1])
 
     def columns(self, x: Array | _Bound, start: int, count: int) -> Array | _Bound:
+        if start + count > x.shape[-1]:
+            raise ValueError(f"there are no {count} channels from {start} on in {[*x.shape]}")
         if isinstance(x, _Bound):
             return _Bound(x.images, count, x.start + start)
         return Array(x.x[:, start : start + count], (*x.shape[:-1], count), None, x)
@@ -299,6 +308,7 @@ class CpuLowering:
 
     dtype = torch.float32
     odd_sides = False
+    head_multiple = HEAD_MULTIPLE
 
     def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
         """`half` as for `PackedLayers`."""

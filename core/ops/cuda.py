@@ -32,6 +32,7 @@ from core.ops.trace import trace
 
 F_ = TypeVar("F_", bound=FusedLayer)
 T = TypeVar("T")
+HEAD_MULTIPLE = 16  # of the width of attention's heads
 _WIDEST_HEAD = 256  # beyond it, attention's scores are materialized, one image at a time
 _KINDS: dict[str, type[FusedLayer]] = {
     "linear": Linear, "biases": Linear, "gated": Gated, "conv": Conv, "upsample": UpConv,
@@ -204,6 +205,7 @@ class CudaLowering:
     """Walks as calls of fused kernels, by one thread at a time; calls may be recorded as CUDA graphs."""
 
     odd_sides = False
+    head_multiple = HEAD_MULTIPLE
 
     def __init__(self, dtype: torch.dtype, rows: int) -> None:
         """`rows` is the most images that one call may have."""

@@ -20,7 +20,7 @@ from core.kernels.cuda import group_norm as group_norms
 from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
 from core.kernels.cuda import rms_norm as rms_norms
-from core.kernels.cuda.attention import attention_int8
+from core.kernels.cuda.attention import attention
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
 from core.kernels.cuda.tiles import Tile
 from core.ops.ops import Activation, rms_eps
@@ -238,9 +238,9 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, then: Reader, lengths: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """Attention of q [B, Sq, H, d] to k, v [B, Sk, K, d] for the next layer: [B·Sq, H·d]."""
-    plain = lengths is None and not causal and q.shape[2] == k.shape[2]
-    if plain and (q.dtype == torch.bfloat16 or then.kind is not None):
-        return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        made = attention(q, k, v, then.inverse, then.kind or q.dtype, lengths=lengths, causal=causal)
+        return made.flatten(0, 1)
     y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)
     return for_layer(y.flatten(0, 1), then)
 

@@ -147,6 +147,7 @@ class Lowering(Protocol):
 
     dtype: torch.dtype  # of activations
     odd_sides: bool  # whether a map's sides may be odd where the network halves them
+    head_multiple: int  # of the width of attention's heads
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """Pack all layers that the walk reads, on inputs of these shapes. Raises ValueError for unsupported ones."""

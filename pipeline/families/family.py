@@ -102,6 +102,10 @@ class Network(Protocol):
         """What a step of this depth computes anew, on features of an earlier deep one: the output [B, C, h, w]."""
         ...
 
+    def kept(self, features: Sequence[Any], depth: str) -> tuple[Any, ...]:
+        """Of all features that `deep` returns, what a shallow step of this depth reads."""
+        ...
+
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
         """The shape of one row of each feature that a shallow step of this depth reads, for latents of this size."""
         ...

@@ -84,7 +84,7 @@ from pipeline.fingerprint import KernelIdentity, fingerprint
 from pipeline.load import load
 model = load("random:tiny")
 found = library(Path(sys.argv[1])) if sys.argv[1] else None
-kernels = KernelIdentity.of(model, found, fused=False)
+kernels = KernelIdentity.on_cpu(found) if found else KernelIdentity()
 print(json.dumps(fingerprint(model, executable="kernels", bucket=None, kernels=kernels)))
 """
 

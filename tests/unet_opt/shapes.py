@@ -106,7 +106,7 @@ def ours(split: SplitUNet, given: Inputs) -> Tensor:
 @torch.inference_mode()
 def deep(split: SplitUNet, given: Inputs, kv: Tensor | None = None) -> tuple[Tensor, ...]:
     """The output and the features; `kv` are keys and values that were packed before."""
-    kv = split.keys(given.hidden) if kv is None else kv
+    kv = split.prepare_text(given.hidden) if kv is None else kv
     return split.deep(given.sample, given.timestep, kv, given.time_cond, added(given))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class ZImageNetwork:
         given = self._inputs(sample, timestep, text, lengths)
         (out,) = self._step("shallow", network.shallow, (*given, features[0]))
         return (self._latents(out, sample),)
+
+    def kept(self, features: Sequence[Any], depth: str) -> tuple[Any, ...]:
+        """All: every `depth` is the same cut."""
+        return tuple(features)
 
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
         """One row of the image's tokens."""
