@@ -27,7 +27,7 @@ class Denoiser:
         self._conditioner = Conditioner(model, Encoder(model.family.text_encoder(model), capacity=512), prepare)
         self._guidance, self._steps = guidance, steps
         name = sigmas.default_name(model.scheduler_config, model.family.samplers)
-        self._table = sigmas.table(model.scheduler_config, name, steps)
+        self._table = model.sampler_table(name, steps, (model.native, model.native))
 
     @torch.inference_mode()
     def latents(

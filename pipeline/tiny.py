@@ -203,13 +203,13 @@ def byte_tokenizer(pad: str = "<|endoftext|>") -> Any:
     """A CLIP tokenizer whose tokens are single bytes: it reads any text, and needs no file. Pads as SDXL's two do."""
     from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
-    letters = _byte_letters()
+    letters = byte_letters()
     tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     return CLIPTokenizer(vocab=vocabulary, merges=[], pad_token=pad, model_max_length=TOKENS)
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The printable letter that byte-level BPE writes for each byte (Radford et al., 2019)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
