@@ -17,7 +17,6 @@ from core.ops.ops import Lowering
 from core.ops.reference import TorchLowering
 from pipeline import vae
 from pipeline.families.family import ImageModel, Network
-from pipeline.families.sdxl.conditioning import embed
 from pipeline.folder import ModelError
 from unet_opt.vae import VaeDecoder
 
@@ -122,7 +121,7 @@ def _networks(
     shallow = {SHALLOW[depth]: partial(network.shallow, depth) for depth in DEPTHS}
     phases: Phases = {
         KEYS: torch.inference_mode()(network.prepare_text),
-        TEXT: partial(embed, model),
+        TEXT: partial(model.family.embed, model),
         DEEP: network.deep,
         **shallow,
         VAE: lambda latents: vae.levels(decoder(unscale(latents))),

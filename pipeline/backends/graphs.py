@@ -38,6 +38,8 @@ LAYERS = "layers"  # the same kernels without graphs, one by one
 class GraphBackend(ImageBackend):
     """Rows are padded to the next recorded width. Until a graph exists, its kernels run one by one."""
 
+    fixed_shapes = True
+
     def __init__(self, model: ImageModel, widths: Widths | None = None, *, recorder: Recorder | None = None) -> None:
         """`recorder` records the graphs; default: CUDA's on a GPU, elsewhere none are recorded. Raises `ModelError` for
         a model that the layers do not support.
@@ -46,7 +48,8 @@ class GraphBackend(ImageBackend):
         self.model = model
         self.widths = replace(widths, buckets=(*widths.buckets, widths.max_rows))
         self.denoiser, _, self._layers = on_gpu(model, self.widths.descending[0])
-        self.phases = {**self._layers, TEXT: self._embed}
+        # Prompts of different lengths have no graph in common.
+        self.phases = self._layers if model.family.padded else {**self._layers, TEXT: self._embed}
         self.kernels = KernelIdentity.on_gpu(model)
         self.costs = PhaseCosts(skip_first=True)
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
