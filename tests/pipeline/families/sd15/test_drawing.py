@@ -64,7 +64,9 @@ def parts(cross_width: int = 32) -> dict[str, Any]:
             vae.decoder.conv_out.weight.mul_(3.0)
     return {
         "unet": unet.eval(), "vae": vae.eval(), "text_encoder": text.eval(), "tokenizer": tokenizer,
-        "scheduler": EulerDiscreteScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1),
+        "scheduler": EulerDiscreteScheduler(
+            beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1
+        ),
     }  # fmt: skip
 
 
