@@ -33,6 +33,7 @@ from contract import plan
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.config import Settings
+from core.kernels.device import TORCH
 from workers.build import build
 
 LOAD = 0.7  # of what request-level batching can do on the same kernels
@@ -56,7 +57,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         runner = works.images
         order = Order(runner.model.native, steps, plan.parse(settings.deepcache))
         if settings.compile:
-            runner.execution.wait()
+            runner.backend.wait()
             runner.prepare(measure_s=15.0)
         pipeline = stock_pipeline(settings, steps, works.lane)
 
@@ -93,7 +94,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "model": Path(settings.model_name).name,
         "precision": precision,
         "deepcache": settings.deepcache,
-        "kernels": runner.execution.programs,
+        "kernels": runner.backend.kernels.name != TORCH,
     }
     _tabulate(
         f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of full static batches' {capacity:.2f}/s "

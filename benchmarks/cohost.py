@@ -20,7 +20,7 @@ from benchmarks import provenance, record
 from benchmarks.loop import Loop
 from core.batching.request import Request
 from llm.runner import GROUP
-from pipeline.execution import BatchGroup
+from pipeline.backends.backend import BatchGroup
 from pipeline.phases import DEEP
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
+from core.kernels.device import TORCH
 from pipeline.folder import ModelError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def run(
                 left_out[name] = str(error)
                 turns.say(f"{name} is left out: {error}")
                 continue
-            memory[name] = works.images.execution.size_bytes
+            memory[name] = works.images.backend.held_bytes()
             turns.begin(name, _closed_loop(works, name, steps))
         if not turns.rates:
             raise record.BenchError(f"no rung can be measured here: {left_out}")
@@ -223,10 +224,10 @@ def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile
         works = stack.enter_context(build(wanted, lane=lane, measure_s=10.0))
     except ModelError as error:
         raise LeftOut(str(error)) from error
-    if wanted.kernels and not works.images.execution.programs:
+    if wanted.kernels and works.images.backend.kernels.name == TORCH:
         raise LeftOut("our own kernels do not run here")
     if wanted.compile:
-        works.images.execution.wait()
+        works.images.backend.wait()
         works.images.prepare(measure_s=10.0)
     return works
 
@@ -236,7 +237,7 @@ def _compile(settings: Settings) -> None:
     from workers.build import build
 
     with build(settings) as works:
-        works.images.execution.wait()
+        works.images.backend.wait()
 
 
 def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:

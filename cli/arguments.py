@@ -47,6 +47,10 @@ def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> Non
         choices=CHOICES,
         help="of the computation; default: int8 where the model has such a variant and it pays, else fp32 or bf16",
     )
+    parser.add_argument(
+        "--backend", metavar="NAME",
+        help="that draws: torch, programs, graphs, or one of an installed package; default: the fastest that runs here",
+    )  # fmt: skip
     parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for --precision int8 or fp8; see `quantize`")
     if deepcache:
         parser.add_argument(

@@ -132,7 +132,7 @@ def _each_gpu(settings: Settings, options: argparse.Namespace) -> int:
     from deployment.devices import NoDevices, serve_each
 
     words = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if options.verbose else []), "worker"]
-    for name in ("model", "variant", "precision", "unet", "threads"):
+    for name in ("model", "variant", "precision", "backend", "unet", "threads"):
         if getattr(options, name) is not None:
             words += [f"--{name}", str(getattr(options, name))]
     if options.compile is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from contract.precision import Choice
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
 STAND_IN_MODEL = "random:emoji-xl"  # the embedded model's architecture with random weights, where it is not installed
+AUTO = "auto"
 RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # count per period; empty: no limit
 SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # a number, or a percentage; empty: no limit
 _TLS = {"ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile"}  # query parameters allowed in redis_url
@@ -63,6 +65,11 @@ class Settings(BaseSettings):
     )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
+    backend: str = Field(
+        default=AUTO,
+        pattern=r"^[A-Za-z][\w.-]*$",
+        description="that draws pictures: auto, torch, programs (CPU kernels), graphs (GPU), or an installed package's",
+    )
     kernels: bool = Field(default=True, description="our own CPU kernels where processor and compiler allow")
     compile: bool = Field(default=True, description="else compile torch's in the background, with a C++ compiler")
     cache_dir: Path = Field(default=Path("~/.cache/diptych"), description="compiled code and variants")
@@ -244,9 +251,14 @@ class Settings(BaseSettings):
 
     @property
     def model_name(self) -> str:
-        """The model to load: the configured one, the embedded one, or its stand-in."""
+        """The model to load: the configured one, the embedded one, or its stand-in.
+
+        A name without a folder of its own may be that of an embedded model, such as "emoji-z".
+        """
         if self.model:
-            return self.model
+            embedded = EMBEDDED_MODEL.parent / self.model
+            known = re.fullmatch(r"[\w.-]+", self.model) and (embedded / "model_index.json").is_file()
+            return str(embedded) if known and not Path(self.model).exists() else self.model
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
 
     @property

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from core.cuda_graphs import CAPTURE_LOCK
 from core.kernels.cuda.decode_kernel import PARTS, reach
-from llm.fused import FusedBatch, FusedLlama
+from core.ops.cuda_tokens import FusedBatch
+from llm.cuda import CudaDecoder
 from llm.sample import likeliest
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class DecodeGraphs:
     Called by one thread, on one stream. Graphs not captured by `prepare` are captured on first use.
     """
 
-    def __init__(self, model: FusedLlama, sequences: int, context: int, device: torch.device) -> None:
+    def __init__(self, model: CudaDecoder, sequences: int, context: int, device: torch.device) -> None:
         """For at most so many sequences, of at most `context` tokens."""
         self._model = model
         self._most = bucket(sequences) or BUCKETS[-1]

@@ -16,11 +16,12 @@ from core.kernels.cuda import decode_kernel, driver
 from core.kernels.cuda.chunk_kernel import tiles
 from core.kernels.device import HOPPER, TRITON
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
+from core.ops.cuda_tokens import FusedBatch
 from llm.attention import PagedContext
+from llm.cpu import CpuDecoder
+from llm.cuda import CudaDecoder
 from llm.decode_graphs import DecodeGraphs, rung
-from llm.fused import FusedBatch, FusedLlama, lacks
 from llm.load import TextModel, TextModelError
-from llm.program import LlamaPrograms
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +108,13 @@ class TextExecution:
             logits: Tensor = made.logits[0].float()
             return logits
 
-    def _on_kernels(self, kernels: ctypes.CDLL | None) -> LlamaPrograms | None:
+    def _on_kernels(self, kernels: ctypes.CDLL | None) -> CpuDecoder | None:
         model = self.model
         if not runs(model.precision, model.device.type):
             raise TextModelError(f"{model.precision} does not run on a CPU; take int8 or fp32")
         if model.device.type == "cpu" and model.precision in ("fp32", "bf16", "int8") and kernels is not None:
             try:
-                return LlamaPrograms(kernels, model.network, self.cache, half=model.precision != "fp32")
+                return CpuDecoder(kernels, model.network, self.cache, half=model.precision != "fp32")
             except ValueError as error:
                 if model.precision == "int8":
                     raise TextModelError(f"int8 does not run here: {error}; take fp32") from error
@@ -128,14 +129,13 @@ class TextExecution:
         model = self.model
         if model.device.type != "cuda":
             return None
-        why = "ours multiply bf16 and 8 bits, not fp32" if model.dtype == torch.float32 else None
-        why = why or lacks(model.network, self.cache)
+        if model.dtype == torch.float32:
+            self._on_torch("ours multiply bf16 and 8 bits, not fp32")
+            return None
         try:
-            if why is None:
-                return FusedTextExecution(FusedLlama(model.network, self.cache), self.cache, sequences, context)
+            return FusedTextExecution(CudaDecoder(model.network, self.cache), self.cache, sequences, context)
         except ValueError as error:
-            why = str(error)
-        self._on_torch(why)
+            self._on_torch(str(error))
         return None
 
     def _on_torch(self, why: str) -> None:
@@ -146,7 +146,7 @@ class TextExecution:
 class FusedTextExecution:
     """Runs a fused model: in CUDA graphs for decode steps with one row per sequence; otherwise kernel by kernel."""
 
-    def __init__(self, model: FusedLlama, cache: KVCache, sequences: int, context: int) -> None:
+    def __init__(self, model: CudaDecoder, cache: KVCache, sequences: int, context: int) -> None:
         self.model = model
         self._device = cache.table.device
         self.graphs = DecodeGraphs(model, sequences, context, self._device)

@@ -52,11 +52,14 @@ class KernelIdentity(NamedTuple):
     compiler: str = ""
 
     @classmethod
-    def of(cls, model: ImageModel, library_: ctypes.CDLL | None, *, fused: bool) -> KernelIdentity:
-        """The kernels of a model on the compiled CPU kernels, on fused layers, or, without either, on torch."""
-        if library_ is not None:
-            return cls(*library.identity(library_))
-        if not fused or model.device.type != "cuda":  # on a CPU fused layers run on torch
+    def on_cpu(cls, kernels: ctypes.CDLL) -> KernelIdentity:
+        """The compiled CPU kernels."""
+        return cls(*library.identity(kernels))
+
+    @classmethod
+    def on_gpu(cls, model: ImageModel) -> KernelIdentity:
+        """The kernels of fused layers; elsewhere than on a GPU they run on torch."""
+        if model.device.type != "cuda":
             return cls()
         found = describe(model.device, Path())  # of a GPU, for which nothing is compiled
         return cls(summary(decisions(found, model.precision))[0], digest(ROOT, _CUDA))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +11,14 @@ import torch
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
+from core.graphs import ExecutableKey
 from pipeline import denoise, edit, vae
-from pipeline.adapted import AdaptedModel
 from pipeline.adapters import named
+from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend, executables
+from pipeline.backends.timing import synchronize
 from pipeline.conditioning import Conditioner, Told
-from pipeline.execution import BatchGroup, ImageExecution
-from pipeline.families.family import ImageModel
-from pipeline.fingerprint import KernelIdentity, fingerprint
-from pipeline.phases import DEEP, ENCODE, IMAGE, KERNELS, VAE
+from pipeline.fingerprint import fingerprint
+from pipeline.phases import DEEP, ENCODE, IMAGE, VAE
 from pipeline.picture import Picture
 from pipeline.request_state import ImageState, gather, keep
 
@@ -36,21 +35,15 @@ class Iteration(NamedTuple):
 class IterationBuilder:
     """Turns a batch of requests of one group into an `Iteration`, which may be retried until it is committed."""
 
-    def __init__(
-        self,
-        model: ImageModel,
-        execution: ImageExecution,
-        conditioners: Mapping[bool, Conditioner],
-        adapted: AdaptedModel | None,
-        kernels: KernelIdentity,
-    ) -> None:
-        """`conditioners` by whether a group is adapted; without `adapted` none is."""
-        self._model = model
-        self._execution = execution
+    def __init__(self, backends: Mapping[str, ImageBackend], conditioners: Mapping[str, Conditioner]) -> None:
+        """Backends and conditioners by the names that groups have."""
+        self._main = backends[MAIN]
+        self._model = self._main.model
+        self._backends = backends
         self._conditioners = conditioners
-        self._adapted = adapted
-        self._kernels = kernels
-        self._gatherer = denoise.BatchGatherer(model.dtype, model.family.padded)
+        family = self._model.family
+        lengths = family.longest if self._main.fixed_shapes else family.padded
+        self._gatherer = denoise.BatchGatherer(self._model.dtype, lengths)
         self._previews: vae.Preview | None = None
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
 
@@ -73,7 +66,7 @@ class IterationBuilder:
         def compute() -> torch.Tensor:
             started = time.perf_counter()
             made = edit.latents(self._model, wanted, work.generator)  # one by one, so that a retry does not repeat it
-            self._execution.observe(group, 1, False, time.perf_counter() - started)
+            self._observe(group, 1, False, started)
             return made
 
         def commit(made: torch.Tensor) -> dict[str, Outcome]:
@@ -89,18 +82,17 @@ class IterationBuilder:
         works: list[ImageState] = [request.work for request in requests]
 
         def compute() -> list[Told]:
-            conditioner = self._conditioners[group.adapted]
+            conditioner = self._conditioners[group.backend]
             started, before = time.perf_counter(), conditioner.encoder.misses
             made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
             for w, work in zip(wanted, works, strict=True):
                 if work.x is None:  # a retry must not draw again
                     work.x, work.kept = self._prepare_latents(w, work)
-            self._execution.synchronize()
+            synchronize(self._model.device)
             weighted = any(w.prompt_weighting for w in wanted)
             # Cached prompts say nothing about the cost of encoding.
             if conditioner.encoder.misses > before and not weighted:
-                rows = sum(work.rows for work in works)
-                self._execution.observe(group, rows, False, time.perf_counter() - started)
+                self._observe(group, sum(work.rows for work in works), False, started)
             return made
 
         def commit(made: list[Told]) -> dict[str, Outcome]:
@@ -124,22 +116,24 @@ class IterationBuilder:
         assert all(rider is not None for rider in riders)
         present: list[denoise.DenoisingState] = [rider for rider in riders if rider is not None]
         call = self._model.family.call
+        backend = self._backends[group.backend]
+        owners = [work.uses for work in works for _ in range(work.rows)]
 
         def compute() -> tuple[list[denoise.DenoisingState], list[Any]]:
             started = time.perf_counter()
-            way = self._execution.choose(group, sum(rider.conditioning.rows for rider in present))
-            with torch.inference_mode(), self._apply_adapters(group, works):
+            way = backend.plan(group, sum(rider.conditioning.rows for rider in present), live=True)
+            with torch.inference_mode(), backend.adapt(owners, apart=bool(group.mode)):
                 inputs = self._gatherer.inputs(present, way.rows)
                 if group.phase == DEEP:
                     output, *features = call(way.function, inputs)
-                    keep(features, works)
+                    keep(backend.denoiser, features, works)
                 else:
                     (output,) = call(way.function, inputs, gather(works, way.rows))
                 noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
                 previews = [self._preview(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
-            self._execution.synchronize()
-            self._execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
+            synchronize(self._model.device)
+            self._observe(group, way.rows, way.compiled, started)
             return moved, previews
 
         def commit(made: tuple[list[denoise.DenoisingState], list[Any]]) -> dict[str, Outcome]:
@@ -158,12 +152,12 @@ class IterationBuilder:
 
         def compute() -> tuple[torch.Tensor, list[bool]]:
             started = time.perf_counter()
-            way = self._execution.choose(group, len(latents))
+            way = self._backends[group.backend].plan(group, len(latents), live=True)
             with torch.inference_mode():
                 padded = torch.cat(latents + latents[:1] * (way.rows - len(latents)))
                 pixels = vae.to_host(way.function(padded)[: len(latents)])
                 finite: list[bool] = torch.isfinite(padded[: len(latents)]).flatten(1).all(1).tolist()
-            self._execution.observe(group, way.rows, way.compiled, time.perf_counter() - started)
+            self._observe(group, way.rows, way.compiled, started)
             return pixels, finite
 
         def commit(made: tuple[torch.Tensor, list[bool]]) -> dict[str, Outcome]:
@@ -199,12 +193,10 @@ class IterationBuilder:
             return (noise * work.table.init_noise_sigma).to(self._model.device), None
         return edit.begin(wanted, work.table, work.image, noise.to(self._model.device), work.generator)
 
-    def _apply_adapters(self, group: BatchGroup, works: Sequence[ImageState]) -> AbstractContextManager[None]:
-        """Context: each row of a forward gets its request's LoRAs."""
-        if not group.adapted:
-            return nullcontext()
-        assert self._adapted is not None
-        return self._adapted.rows([work.uses for work in works for _ in range(work.rows)], apart=bool(group.mode))
+    def _observe(self, group: BatchGroup, rows: int, compiled: bool, started: float) -> None:
+        """Update the costs of the group's backend with an iteration that ends now."""
+        key = ExecutableKey(group.phase, rows, group.size)
+        self._backends[group.backend].costs.observe(key, compiled, time.perf_counter() - started)
 
     def _step_noise(self, work: ImageState, rider: denoise.DenoisingState) -> torch.Tensor | None:
         """The noise that the sampler adds after this step, if any."""
@@ -218,16 +210,17 @@ class IterationBuilder:
         if not wanted.preview_every or moved.step % wanted.preview_every or not moved.left:
             return None
         if self._previews is None:
-            self._previews = vae.Preview(self._model, self._execution.decode)
+            self._previews = vae.Preview(self._model, self._main.phases[VAE])
         return self._previews(moved.x0)
 
     def _picture(self, request: Request, pixels: torch.Tensor) -> Picture:
         from PIL import Image
 
         work: ImageState = request.work
-        bucket = None if work.mode in ("", KERNELS) else self._execution.deterministic_rows
-        told = self._execution.metadata(work.mode, adapted=bool(work.uses))
-        printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._kernels)
+        backend = self._backends[work.backend]
+        bucket = backend.widths.deterministic_rows if work.mode and not backend.batch_invariant else None
+        told = executables(work.mode, (backend, self._main))
+        printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._main.kernels)
         if work.uses:
             printed["lora"] = {use.name: use.digest for use in work.uses}
         if self.fixed_latent is not None:

@@ -17,13 +17,9 @@ from core.ops.ops import Lowering
 from core.ops.reference import TorchLowering
 from pipeline import vae
 from pipeline.families.family import ImageModel, Network
-from pipeline.families.sdxl.conditioning import embed
 from pipeline.folder import ModelError
 from unet_opt.vae import VaeDecoder
 
-KERNELS = "kernels"  # our own, on a CPU
-GRAPHS = "graphs"  # CUDA graphs of fused layers
-LAYERS = "layers"  # the same without graphs, kernel by kernel
 ENCODE, DEEP, VAE = "encode", "deep", "vae"
 IMAGE = "image"  # encodes an edit's source image
 SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
@@ -31,7 +27,13 @@ STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step fur
 VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch delays everyone
 VAE_WIDTHS = (1, 2, VAE_ROWS)  # of graphs
 TEXT = "text"  # the encoders' part of `ENCODE`
+KEYS = "keys"  # its other part: keys and values of cross-attention
 TEXT_WIDTHS = (1, 2, 4, 8, 16, 32)
+
+
+def fixed_rows(phase: str, rows: int) -> int:
+    """The rows of every forward of a deterministic request, where a row's bits depend on them; `rows` in steps."""
+    return rows if phase in STEPS else 1
 
 
 def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[ExecutableKey]:
@@ -53,7 +55,25 @@ def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[ExecutableK
     return [*one, *busy, *decodes, *texts, *steps]
 
 
+def timed(buckets: Sequence[int], size: tuple[int, int], decodes: Sequence[int]) -> list[ExecutableKey]:
+    """What is timed at start-up, the most likely widths first; other depths than DeepCache's default last. `decodes`
+    are the VAE's widths beside a single picture.
+    """
+    shallow = SHALLOW[AUTO.depth]
+    others = [phase for phase in SHALLOW.values() if phase != shallow]
+    steps = [(phase, rows) for phase in (DEEP, shallow) for rows in buckets]
+    wide = [(VAE, rows) for rows in decodes]
+    rare = [(phase, rows) for phase in others for rows in buckets]
+    return [ExecutableKey(*one, size) for one in [(VAE, 1), (DEEP, 2), (shallow, 2), *steps, *wide, *rare]]
+
+
 Phases = dict[str, Callable[..., Any]]
+"""A callable for `KEYS`, `TEXT`, `VAE` and each of `STEPS`.
+
+`KEYS`: embeddings [B, T, D] to what the denoiser reads of them, [B, T, width]. `TEXT`: token ids [B, T] of each
+encoder to embeddings [B, T, D] and [B, P]. `VAE`: finished latents [B, C, h, w] to pixels, uint8 [B, H, W, 3]. Steps:
+see `Network`.
+"""
 
 
 class Networks(NamedTuple):
@@ -76,9 +96,7 @@ def on_gpu(model: ImageModel, rows: int) -> Networks:
     none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
     shift = vae.unscale(none, model.vae.config)
     gain = vae.unscale(none + 1, model.vae.config) - shift
-    made = _networks(model, denoiser, decoder, lambda latents: latents * gain + shift)
-    made.phases[TEXT] = lambda ids: embed(model, ids)
-    return made
+    return _networks(model, denoiser, decoder, lambda latents: latents * gain + shift)
 
 
 def on_kernels(model: ImageModel, kernels: ctypes.CDLL) -> Networks:
@@ -101,14 +119,20 @@ def _networks(
         raise ModelError(str(error)) from error
     unscale = unscale or (lambda latents: vae.unscale(latents.to(decoder_on.dtype), model.vae.config))
     shallow = {SHALLOW[depth]: partial(network.shallow, depth) for depth in DEPTHS}
-    phases: Phases = {DEEP: network.deep, **shallow, VAE: lambda latents: vae.levels(decoder(unscale(latents)))}
+    phases: Phases = {
+        KEYS: torch.inference_mode()(network.prepare_text),
+        TEXT: partial(model.family.embed, model),
+        DEEP: network.deep,
+        **shallow,
+        VAE: lambda latents: vae.levels(decoder(unscale(latents))),
+    }
     return Networks(network, decoder, phases)
 
 
-def without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove the text input from a shallow step, which does not read it and whose graph would hold a copy. Other phases
-    are unchanged.
+def without_text(denoiser: Network, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Remove the text input from a shallow step that does not read it: its graph would hold a copy. Other phases are
+    unchanged.
     """
-    if phase not in SHALLOW.values():
+    if denoiser.shallow_reads_text or phase not in SHALLOW.values():
         return run
     return lambda features, sample, timestep, encoder_hidden_states, **rest: run(features, sample, timestep, **rest)

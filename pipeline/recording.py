@@ -18,6 +18,8 @@ from core.threads import UninterruptibleThread
 
 log = logging.getLogger(__name__)
 
+Record = Callable[[ExecutableKey, Callable[..., Any]], None]
+
 _SHARE = 0.1  # of the device's time that recording may take under load
 _POLL_S = 0.02  # interval of checks whether the load has ended
 
@@ -29,10 +31,13 @@ class GraphSet:
     one thread, the lane's; everything else may be called on any.
     """
 
-    def __init__(self, graphs: GraphCache, widths: Mapping[str, Sequence[int]]) -> None:
-        """`widths` are the numbers of rows that each phase is recorded at, ascending."""
+    def __init__(self, graphs: GraphCache, widths: Mapping[str, Sequence[int]], record: Record) -> None:
+        """`widths` are the numbers of rows that each phase is recorded at, ascending. `record(key, run)` calls `run`
+        with arguments of that shape, within `torch.inference_mode`: that records them.
+        """
         self._graphs = graphs
         self._widths = widths
+        self._record = record
         self._missed: dict[ExecutableKey, None] = {}
         self._planned: dict[ExecutableKey, None] = {}
         self._lock = threading.Lock()
@@ -84,26 +89,25 @@ class GraphSet:
         recorded = len(self._graphs)
         return recorded, recorded + waiting + len(self.failed)
 
-    def record_next(self, record: Callable[[ExecutableKey, Callable[..., Any]], None]) -> bool:
+    def record_next(self) -> bool:
         """Record the next one; False if none is left. A failed one is logged and runs without a graph.
 
-        `record(key, run)` calls `run` with arguments of that shape, within `torch.inference_mode`: that records them.
         Raises only if the device itself is lost.
         """
         with self._lock:
             key = next(iter(self._missed or self._planned), None)
         if key is None:
             return False
-        self.record_now(key, record)
+        self.record_now(key)
         return True
 
-    def record_now(self, key: ExecutableKey, record: Callable[[ExecutableKey, Callable[..., Any]], None]) -> None:
+    def record_now(self, key: ExecutableKey) -> None:
         """Record this one, as `record_next` does, unless it is recorded or has failed."""
         if self.has(key) or key in self.failed:
             return
         started = time.monotonic()
         try:
-            record(key, partial(self._graphs.record, key.phase, (key.rows, key.size)))
+            self._record(key, partial(self._graphs.record, key.phase, (key.rows, key.size)))
         except Exception as error:
             self._graphs.settle()
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +13,9 @@ from contract.image import ImageParameters
 from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
-from pipeline.execution import ImageExecution
-from pipeline.families.family import ImageModel
+from pipeline.backends.backend import LORA, MAIN, ImageBackend
+from pipeline.families.family import Network
 from pipeline.phases import DEEP, SHALLOW, VAE
-from unet_opt.deepcache import Features, kept
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +25,8 @@ class ImageState:
     slot: list[int]
     size_bytes: int
     rows: int
-    mode: str
+    backend: str  # of its prompts and steps
+    mode: str  # as this backend named it; "" unless the request is deterministic
     table: sigmas.SamplerTable
     generator: torch.Generator
     plan: tuple[bool, ...]  # which steps are deep
@@ -58,17 +58,18 @@ class MemoryLedger:
 
     def __init__(
         self,
-        model: ImageModel,
-        execution: ImageExecution,
+        backends: Mapping[str, ImageBackend],
         max_requests: int,
         memory_bytes: int | None,
         adapters: AdapterCache | None = None,
     ) -> None:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
-        self._model = model
-        self._execution = execution
-        row = model.family.example(model, execution.text_width, 1, torch.Generator(model.device))  # the longest prompt
+        main = backends[MAIN]
+        self._model = model = main.model
+        self._denoiser = main.denoiser
+        self._backends = backends
+        row = model.family.example(model, main.denoiser.text_width, 1, torch.Generator(model.device))  # longest prompt
         self._row_bytes = sum(tensor.nbytes for tensor in row.values())
         self._adapters = adapters
 
@@ -125,28 +126,34 @@ class MemoryLedger:
         """The shape of one row of each map."""
         if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.made)):
             return []
-        size = (wanted.width, wanted.height)
-        return self._execution.feature_shapes(wanted.deepcache.depth, size, adapted=bool(wanted.lora))
+        scale = self._model.vae_scale
+        return self._denoiser.feature_shapes(wanted.deepcache.depth, wanted.height // scale, wanted.width // scale)
 
     def _work(
         self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int, taken: AdapterLease | None
     ) -> ImageState:
-        table = sigmas.table(self._model.scheduler_config, scheduler, wanted.steps, wanted.skipped)
+        size = (wanted.width, wanted.height)
+        table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped)
         cached, rows = wanted.deepcache, self._rows(wanted)
         plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
-        size = (wanted.width, wanted.height)
-        mode = self._execution.deterministic_mode(size, depth, adapted=bool(taken)) if wanted.deterministic else ""
+        name, size = _backend(wanted), (wanted.width, wanted.height)
+        mode = self._backends[name].deterministic_mode(size, depth) if wanted.deterministic else ""
         features = [
             torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
             for shape in self._features(wanted)
         ]
         generator = torch.Generator().manual_seed(wanted.seed)
-        return ImageState(slot, size_bytes, rows, mode, table, generator, plan, depth, features, taken=taken)
+        return ImageState(slot, size_bytes, rows, name, mode, table, generator, plan, depth, features, taken=taken)
 
 
-def keep(features: Sequence[torch.Tensor], works: Sequence[ImageState]) -> None:
+def _backend(wanted: ImageParameters) -> str:
+    """The name of the backend that encodes the request's prompts and takes its steps."""
+    return LORA if wanted.lora else MAIN
+
+
+def keep(denoiser: Network, features: Sequence[torch.Tensor], works: Sequence[ImageState]) -> None:
     """Copy each request's rows of a deep step's features to where its shallow steps read them.
 
     Only if a shallow step comes next. A retry writes the same again, and nothing reads it before.
@@ -155,12 +162,12 @@ def keep(features: Sequence[torch.Tensor], works: Sequence[ImageState]) -> None:
     for work in works:
         end, following = start + work.rows, work.step + 1
         if following < len(work.plan) and not work.plan[following]:
-            for own, found in zip(work.features, kept(features, work.depth), strict=True):
+            for own, found in zip(work.features, denoiser.kept(features, work.depth), strict=True):
                 own.copy_(found[start:end])
         start = end
 
 
-def gather(works: Sequence[ImageState], rows: int) -> Features:
+def gather(works: Sequence[ImageState], rows: int) -> tuple[torch.Tensor, ...]:
     """The features of each request's last deep step, concatenated; padding repeats the first row."""
     missing = rows - sum(work.rows for work in works)
     parts = zip(*(work.features for work in works), strict=True)

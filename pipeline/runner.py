@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,18 +14,16 @@ from contract.errors import Invalid
 from contract.image import ImageParameters, check
 from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket
-from core.cuda_graphs import Recorder
 from core.failures import translate_device_errors
 from pipeline import sigmas
-from pipeline.adapted import AdaptedModel
-from pipeline.adapters import AdapterCache, check_loras, refused
+from pipeline.adapters import check_loras
+from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
+from pipeline.backends.lora import LoraBackend
 from pipeline.conditioning import AdaptedConditioner, Conditioner
 from pipeline.encode import Encoder
-from pipeline.execution import BatchGroup, ImageExecution
-from pipeline.families.family import ImageModel
-from pipeline.fingerprint import KernelIdentity, code_digest
+from pipeline.fingerprint import code_digest
 from pipeline.iterations import IterationBuilder
-from pipeline.phases import ENCODE, IMAGE, STEPS, VAE, VAE_ROWS
+from pipeline.phases import ENCODE, IMAGE, KEYS, STEPS, TEXT, VAE, VAE_ROWS, fixed_rows
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
 from pipeline.sizes import sizes
@@ -42,62 +38,37 @@ class ImageRunner:
 
     def __init__(
         self,
-        model: ImageModel,
+        backend: ImageBackend,
+        loras: LoraBackend | None = None,
         *,
         lane: Lane | None = None,
         max_requests: int = 32,
-        max_rows: int = 32,
-        deterministic_rows: int = 8,
-        buckets: Sequence[int] = (2, 4, 8, 16, 32),
-        compiled: bool = False,
-        cache: Path | None = None,
         patience_s: float = 20.0,
-        kernels: ctypes.CDLL | None = None,
-        fused: bool = False,
         memory_bytes: int | None = None,
-        frugal: bool = False,
-        adapters: AdapterCache | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
-        """`max_rows` limits one UNet forward; `max_requests` limits admitted requests. `cache` stores compiled code.
-
-        `memory_bytes` limits what requests hold together, mainly features (default: no limit). `kernels` are the CPU
-        kernels (core.kernels.cpu) to use instead of torch's; `fused`, `frugal` and `recorder` as for
-        `ImageExecution`. `adapters` are the LoRAs that requests may use; they need an unquantized model.
+        """`loras` is the backend for requests with LoRAs; without it they are rejected. `max_requests` limits admitted
+        requests, and `memory_bytes` what they hold together, mainly features (default: no limit).
         """
-        if deterministic_rows < 2 or max_rows < 2:
-            raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
-        self.model = model
+        self.backend = backend
+        self.model = model = backend.model
+        self.adapters = None if loras is None else loras.adapters
         self.patience_s = patience_s
         self.sizes = sizes(model.native, model.multiple)
         self.schedulers = model.family.samplers
         self.default_scheduler = sigmas.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
-        self._max_rows = max_rows
-        self.adapters = None if refused(model) else adapters
-        self._adapted = None if self.adapters is None else AdaptedModel(model)
+        self._loras = loras
+        self._backends: dict[str, ImageBackend] = {MAIN: backend}
+        encoder = Encoder(model.family.text_encoder(model, backend.phases[TEXT]))
+        conditioners = {MAIN: Conditioner(model, encoder, backend.phases[KEYS])}
+        if loras is not None:
+            self._backends[LORA] = loras
+            conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, loras.phases[KEYS])
         code_digest()  # of the sources as they are now; they may change before an image is done
-        self.kernels = KernelIdentity.of(model, kernels, fused=fused)
-        self.execution = ImageExecution(
-            model,
-            buckets=[*(bucket for bucket in buckets if bucket <= max_rows), *([max_rows] if fused else [])],
-            deterministic_rows=deterministic_rows,
-            compiled=compiled,
-            cache=cache,
-            kernels=kernels,
-            fused=fused,
-            frugal=frugal,
-            adapted=None if self._adapted is None else self._adapted.model,
-            recorder=recorder,
-        )
-        self.recording = BackgroundRecorder(self._lane, self.execution.record_next, lambda: self.held() > 0)
-        encoder = Encoder(model.family.text_encoder(model, self.execution.embed))
-        conditioners = {False: Conditioner(model, encoder, self.execution.prepare_text)}
-        if self._adapted is not None and self.adapters is not None:
-            conditioners[True] = AdaptedConditioner(self._adapted, self.adapters, self.execution.adapted_text)
-        self._builder = IterationBuilder(model, self.execution, conditioners, self._adapted, self.kernels)
-        self.holdings = MemoryLedger(model, self.execution, max_requests, memory_bytes, self.adapters)
+        self.recording = BackgroundRecorder(self._lane, backend.graphs.record_next, lambda: self.held() > 0)
+        self._builder = IterationBuilder(self._backends, conditioners)
+        self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.adapters)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -108,9 +79,11 @@ class ImageRunner:
         check(wanted, ImageOffer(self.sizes, self.schedulers))
         try:
             name = wanted.scheduler or self.default_scheduler
-            sigmas.table(self.model.scheduler_config, name, wanted.steps, wanted.skipped)
+            self.model.sampler_table(name, wanted.steps, (wanted.width, wanted.height), wanted.skipped)
         except ValueError as error:
             raise Invalid("scheduler", str(error)) from error
+        if wanted.prompt_weighting and not self.model.family.weighting:
+            raise Invalid("prompt_weighting", "is not supported by this model")
         if wanted.lora:
             check_loras(self.adapters, self.model, wanted.lora)
         self.holdings.check(wanted)
@@ -127,8 +100,8 @@ class ImageRunner:
     def release(self, request: Request) -> None:
         work, request.work = request.work, None
         self.holdings.give(work)
-        if self._adapted is not None and work.uses:
-            self._adapted.clear_cache()
+        if self._loras is not None and work.uses:
+            self._loras.adapted.clear_cache()
         if not self.held():
             self._builder.clear_cache()
 
@@ -139,13 +112,13 @@ class ImageRunner:
         return self._group(request, request.phase)
 
     def _group(self, request: Request, phase: str) -> BatchGroup:
-        wanted, mode = request.parameters, request.work.mode
-        adapted = bool(wanted.lora) and phase in (ENCODE, *STEPS)
+        wanted, work = request.parameters, request.work
+        name = work.backend if phase in (ENCODE, *STEPS) else MAIN
         if phase == ENCODE:
-            return BatchGroup(ENCODE, (0, 0), mode, adapted)
-        # On our own kernels bits do not depend on the batch: deterministic requests share it with all others.
-        free = self.execution.programs and not adapted
-        return BatchGroup(phase, (wanted.width, wanted.height), "" if free else mode, adapted)
+            return BatchGroup(ENCODE, (0, 0), work.mode, name)
+        # Where bits do not depend on the batch, deterministic requests share it with all others.
+        mode = "" if self._backends[name].batch_invariant else work.mode
+        return BatchGroup(phase, (wanted.width, wanted.height), mode, name)
 
     def rows(self, request: Request) -> int:
         return 1 if request.phase in (VAE, IMAGE) else request.work.rows
@@ -170,21 +143,24 @@ class ImageRunner:
 
     def limit(self, group: Hashable) -> int:
         assert isinstance(group, BatchGroup)
-        phase, mode = group.phase, group.mode
-        if phase in STEPS:
-            return self.execution.deterministic_rows if mode else self._max_rows
-        if phase == VAE:
-            return 1 if mode else VAE_ROWS
+        phase, widths = group.phase, self._backends[group.backend].widths
+        if phase == ENCODE:
+            return _ENCODE_ROWS
         if phase == IMAGE:
             return 1  # alone: on torch the last bits of a row depend on the batch size
-        return _ENCODE_ROWS
+        if group.mode:
+            return fixed_rows(phase, widths.deterministic_rows)
+        return VAE_ROWS if phase == VAE else widths.max_rows
 
     def lane(self, group: Hashable) -> str:
         return "device"
 
     def cost(self, group: Hashable, rows: int) -> float:
         assert isinstance(group, BatchGroup)
-        return self.execution.cheapest(group, rows).seconds
+        backend = self._backends[group.backend]
+        if group.phase in (ENCODE, IMAGE):  # several parts, without an executable of their own
+            return backend.costs.curve(group.phase, group.size, False)(rows)
+        return backend.plan(group, rows).seconds
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         group = self.group(requests[0])
@@ -192,7 +168,7 @@ class ImageRunner:
 
         def iteration() -> Any:
             made = translate_device_errors(compute)
-            if self.execution.pending:
+            if self.backend.graphs.pending:
                 self.recording.start()
             return made
 
@@ -210,16 +186,17 @@ class ImageRunner:
         self._builder.fixed_latent = (latent, digest)
 
     def prepare(self, *, measure_s: float = 0.0) -> None:
-        """`ImageExecution.prepare` at the native size, on the lane's thread; remaining graphs are recorded in the
+        """`ImageBackend.prepare` at the native size, on the lane's thread; remaining graphs are recorded in the
         background.
         """
-        self._lane.call(lambda: self.execution.prepare(measure_s=measure_s))
-        if self.execution.pending:
+        self._lane.call(lambda: self.backend.prepare(measure_s=measure_s))
+        if self.backend.graphs.pending:
             self.recording.start()
 
     def close(self) -> None:
         """Stop compiling and recording, and the lane if it is the runner's own."""
         self.recording.close()
-        self.execution.close()
+        for backend in self._backends.values():
+            backend.close()
         if self._own_lane:
             self._lane.close()

@@ -33,7 +33,7 @@ def input_shapes(unet: Any, height: int, width: int) -> tuple[tuple[int, ...], .
     """The shapes of one row of what `unet.deep` reads."""
     kv = sum(2 * attn.inner_dim for attn in network.cross_attentions(unet))
     added = getattr(unet, "add_embedding", None)
-    vector = (1, added.linear_1.in_features if added else 0)
+    vector = (1, added.linear_1.in_features if added else 1)  # else one number that nothing reads
     return (
         (1, height, width, unet.conv_in.in_channels),
         (1, unet.time_embedding.linear_1.in_features),
@@ -50,7 +50,7 @@ class SplitUNet:
 
     def __init__(self, lowering: Lowering, unet: Any) -> None:
         """Raises ValueError for a UNet whose layout, or one of whose layers, is not supported."""
-        check_unet(unet)
+        check_unet(unet, head_multiple=lowering.head_multiple)
         self.unet, self.lowering = unet, lowering
         attentions = network.cross_attentions(unet)
         self.text_width: int = sum(2 * attn.inner_dim for attn in attentions)
@@ -61,7 +61,7 @@ class SplitUNet:
         lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))
         self._deep = lowering.lower(deep, "deep", bound=3)
         self._keys = lowering.lower(keys, "keys")
-        self._reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
+        self.shallow_reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
         self._shallow: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
 
     def deep(
@@ -78,6 +78,7 @@ class SplitUNet:
         `encoder_hidden_states` [B, T, width] are of `prepare_text`. Raises ValueError for shapes that do not fit.
         """
         assert not return_dict
+        self._check_keys(sample, encoder_hidden_states)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
         out, *features = self._deep(self._map(sample), time, added, encoder_hidden_states)
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
@@ -98,7 +99,11 @@ class SplitUNet:
         if depth not in self._shallow:
             self._shallow[depth] = self._lower_shallow(depth)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        text = (encoder_hidden_states,) if self._reads_text else ()
+        text: tuple[Tensor, ...] = ()
+        if self.shallow_reads_text:
+            assert encoder_hidden_states is not None
+            self._check_keys(sample, encoder_hidden_states)
+            text = (encoder_hidden_states,)
         (out,) = self._shallow[depth](self._map(sample), time, added, *text, *features)
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
@@ -106,12 +111,21 @@ class SplitUNet:
         """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
         return self._keys(hidden)[0]
 
+    def kept(self, features: Sequence[Any], depth: str) -> tuple[Any, ...]:
+        """As the function."""
+        return kept(features, depth)
+
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
         """`shapes` of this UNet."""
         return shapes(self.unet, depth, height, width)
 
+    def _check_keys(self, sample: Tensor, kv: Tensor) -> None:
+        rows, width = sample.shape[0], self.text_width
+        if kv.dim() != 3 or (kv.shape[0], kv.shape[2]) != (rows, width):
+            raise ValueError(f"keys and values must be [{rows}, tokens, {width}], not {[*kv.shape]}")
+
     def _lower_shallow(self, depth: str) -> Callable[..., tuple[Tensor, ...]]:
-        if self._reads_text:
+        if self.shallow_reads_text:
             return self.lowering.lower(bind(network.shallow, self.unet), depth, bound=3)
 
         def without_text(ops: Any, sample: Any, time: Any, added: Any, *features: Any) -> Any:
@@ -134,7 +148,7 @@ class SplitUNet:
             time = time + unet.time_embedding.cond_proj(timestep_cond)
         dtype = self.lowering.dtype
         if getattr(unet, "add_embedding", None) is None:
-            return time.to(dtype), sample.new_empty(rows, 0)
+            return time.to(dtype), sample.new_zeros((rows, 1), dtype=dtype)
         assert added is not None
         sizes = unet.add_time_proj(added["time_ids"].flatten()).reshape(rows, -1)
         return time.to(dtype), torch.cat([added["text_embeds"].float(), sizes], dim=-1).to(dtype)

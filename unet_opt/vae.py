@@ -81,7 +81,7 @@ class VaeDecoder:
 
     def __init__(self, lowering: Lowering, vae: Any) -> None:
         """Raises ValueError for a decoder whose layout, or one of whose layers, is not supported."""
-        check_decoder(vae)
+        check_decoder(vae, head_multiple=lowering.head_multiple)
         self.vae, self.lowering = vae, lowering
         walk = bind(decode, vae)
         lowering.prepare(walk, (1, 1, 1, vae.config.latent_channels))

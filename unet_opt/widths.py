@@ -8,8 +8,11 @@ from typing import Any
 from core.kernels.cuda import tiles
 from core.ops.ops import bind
 from core.ops.trace import trace
+from unet_opt import recipe
 from unet_opt import unet as network
 from unet_opt.deepcache import input_shapes
+
+_PRODUCTS = ("conv", "upsample", "gated", "linear")
 
 
 def tuned_rows(unet: Any, height: int, width: int, device: str) -> int | None:
@@ -28,18 +31,22 @@ def tuned_rows(unet: Any, height: int, width: int, device: str) -> int | None:
 
 
 def products(unet: Any, height: int, width: int) -> Iterator[tuple[str, int, int, int]]:
-    """Each product of the UNet's blocks as tiles are looked up for it, with what one row of latents brings into it.
+    """Each product in 8 bits as tiles are looked up for it, with what one row of latents brings into it.
 
-    Yields (kernel, columns N, depth K, positions of one row): tokens of linear layers, pixels of convolutions' output
-    (of an upsampling one: its input).
+    Yields (kernel, columns N, depth K, positions of one row): tokens of linear layers, pixels of convolutions' output.
     """
+    rules, names = recipe.unet(unet), {id(module): name for name, module in unet.named_modules()}
     for call in trace(bind(network.deep, unet), *input_shapes(unet, height, width)).calls:
-        (*_, depth), (*_, columns), positions = call.given, call.made, call.given[1] * call.given[-2]
-        if call.operation == "conv":
-            yield "conv", columns, 9 * depth, call.made[1] * call.made[2]
-        elif call.operation == "upsample":
-            yield "upsample", columns, 4 * depth, positions
-        elif call.operation == "gated":
-            yield "geglu", 2 * columns, depth, positions
-        elif call.operation == "linear" and len(call.given) == 4:
-            yield "linear", columns, depth, positions
+        if call.operation not in _PRODUCTS or any(rules.rule(names[id(layer)]).reason for layer in call.layers):
+            continue  # computes no product, or one in floats
+        (*_, depth), (_, high, wide, columns) = call.given, call.made
+        positions = high * wide
+        match call.operation:
+            case "conv":
+                yield "conv", columns, 9 * depth, positions
+            case "upsample":
+                yield "upsample", columns, 4 * depth, positions
+            case "gated":
+                yield "geglu", 2 * columns, depth, positions
+            case "linear":
+                yield "linear", columns, depth, positions

@@ -20,14 +20,15 @@ from core.config import STAND_IN_MODEL, Settings
 from core.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
 from pipeline import lora
-from pipeline.adapters import AdapterCache
+from pipeline.adapters import AdapterCache, refused
+from pipeline.backends.lora import LoraBackend
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
-from workers import variants
+from workers import backends, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
-from workers.devices import check_gpu, choose_kernels, describe, fused, keep_compiled, kernels, widest
+from workers.devices import check_gpu, describe, fused, keep_compiled, kernels
 from workers.variants import Count, Say
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHARE = 0.7  # of free memory: the rest is for the forwards' own buffers
-_CPU_BUCKETS = (2, 4, 8, 16, 32)
-_GPU_BUCKETS = (*range(2, 17, 2), *range(20, 129, 4))  # a forward's cost follows its rows, padding included
 _TEXT_SHARE = 0.1  # of free memory, for the KV cache
 
 
@@ -145,8 +144,8 @@ def precision(settings: Settings, device: str) -> str:
     if not own and (settings.lora or not variants.cached(settings, device, "int8", plain).is_made):
         log.info("%s: the model has no int8 variant; `--precision int8` or `diptych quantize` makes one", plain)
         return plain
-    if not settings.kernels:
-        log.info("%s instead of int8: the native kernels are turned off", plain)
+    if declined := backends.without_int8(settings):
+        log.info("%s instead of int8: %s", plain, declined)
         return plain
     try:
         if on_cpu:
@@ -177,8 +176,8 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _adapters(settings: Settings, model: ImageModel) -> AdapterCache | None:
-    """The LoRAs that requests may use; None if no folder is set."""
-    if not settings.lora_dir:
+    """The LoRAs that requests may use; None if no folder is set, or the model supports none."""
+    if not settings.lora_dir or refused(model) is not None:
         return None
     return AdapterCache(Path(settings.lora_dir), model, settings.lora_mib * 2**20)
 
@@ -279,31 +278,24 @@ def build(
     On a GPU, CUDA graphs are recorded within this time, and the remaining ones while serving. With `text` the settings'
     text model is served too, by the same engine on the same device. `on_tick` is called after every iteration.
     """
+    backends.check(settings)
     checker = load_checker(settings.checker)
     lane = lane or Lane("device")
     beside = text_lane(settings) if text else None
     texts = text_runner(settings, beside or lane, say) if text else None
     say(f"loading {settings.model_name}")
     model = lane.call(lambda: load_model(settings, say, count))
-    compiled, why_torch = lane.call(lambda: kernels(settings, model))
-    fuse, why_eager = fused(settings, model)
-    decisions = choose_kernels(settings, model, why_torch or why_eager)
-    rows = widest(settings, model) if fuse else settings.max_rows
+    name, why_torch = lane.call(lambda: backends.select(settings, model))
+    adapters = _adapters(settings, model)
+    released = ("unet", "vae") if adapters is None else ("vae",)
+    backend, decisions = backends.make(name, settings, model, release=released, why_torch=why_torch)
     images = ImageRunner(
-        model,
+        backend,
+        None if adapters is None else LoraBackend(model, adapters, backend.widths),
         lane=lane,
         max_requests=settings.max_requests,
-        max_rows=rows,
-        deterministic_rows=min(settings.deterministic_rows, rows) if fuse else settings.deterministic_rows,
-        compiled=settings.compile,
-        cache=settings.compiled_code,
         patience_s=settings.image_objective_s,
-        kernels=compiled,
-        fused=fuse,
-        buckets=_GPU_BUCKETS if model.device.type == "cuda" else _CPU_BUCKETS,
         memory_bytes=memory_bytes(settings, model),
-        frugal=True,
-        adapters=_adapters(settings, model),
     )
     if texts is not None and measure_s:
         say("measuring what tokens cost")

@@ -60,6 +60,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
 
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
+    from core.ops.cuda import HEAD_MULTIPLE
     from unet_opt.layout import check_decoder
 
     if model.device.type != "cuda":
@@ -72,8 +73,8 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
             raise ValueError(f"the GPU kernels support bf16 and 8 bits, not {model.precision}")
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
-        model.family.check_network(model)
-        check_decoder(model.vae)
+        model.family.check_network(model, head_multiple=HEAD_MULTIPLE)
+        check_decoder(model.vae, head_multiple=HEAD_MULTIPLE)
     except ValueError as error:
         if in_8_bits:
             raise ModelError(f"{model.precision} does not run here: {error}; take bf16") from error
@@ -114,7 +115,7 @@ def choose_kernels(settings: Settings, model: ImageModel, why_torch: str) -> tup
         where, found = str(device), decisions(device, model.precision)
     log.info("%s runs in %s on %s", model.name, model.precision, where)
     for decision in found:
-        say(decision, asked=not settings.kernels)
+        say(decision, asked=not settings.kernels or settings.backend == TORCH)
     return found
 
 

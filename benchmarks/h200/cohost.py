@@ -32,6 +32,8 @@ from llm.parameters import TextParameters
 from llm.quantized import quantize
 from llm.runner import TextRunner
 from llm.tiny import LLAMA_8B
+from pipeline.backends.backend import Widths
+from pipeline.backends.graphs import GraphBackend
 from pipeline.runner import ImageRunner
 
 WARM_S, CONTEXT, WRITTEN = 3.0, 512, 256
@@ -40,7 +42,7 @@ WARM_S, CONTEXT, WRITTEN = 3.0, 512, 256
 def pictures() -> ImageRunner:
     source = sources.model()
     variant = sources.variant(source, "int8", sources.ranges(source))
-    runner = ImageRunner(variant, fused=True, max_rows=16, max_requests=64, buckets=(2, 4, 8, 12, 16))
+    runner = ImageRunner(GraphBackend(variant, Widths(16, 8, (2, 4, 8, 12, 16))), max_requests=64)
     runner.prepare(measure_s=60.0)
     return runner
 

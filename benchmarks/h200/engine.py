@@ -31,7 +31,8 @@ from contract.plan import AUTO, DeepCache
 from core.batching.engine import Engine, Tick
 from core.quant.convert import Scheme
 from pipeline import sdxl
-from pipeline.execution import BatchGroup
+from pipeline.backends.backend import BatchGroup, Widths
+from pipeline.backends.graphs import GraphBackend
 from pipeline.load import ImageModel
 from pipeline.phases import STEPS
 from pipeline.runner import ImageRunner
@@ -117,7 +118,7 @@ def rung(runner: ImageRunner, name: str, cached: DeepCache | None, pictures: int
             rate, seconds = closed_loop(engine, order, pictures, name)
         picture = engine.submit(order.request(f"{name}-look", 0)).result()
     levels = np.asarray(picture.image)
-    costs = runner.execution.costs()
+    costs = runner.backend.costs.measured()
     deep = next((c.get(ROWS) for key, c in costs.items() if key[0] == "deep" and key[2] and c.get(ROWS)), None)
     found = {
         "images_s": round(rate, 3),
@@ -150,9 +151,8 @@ def arrivals(runner: ImageRunner, cached: DeepCache | None, capacity: float, cou
 def runner_of(model: ImageModel) -> tuple[ImageRunner, float]:
     """A runner with all its graphs recorded, and the duration of the recording."""
     started = time.perf_counter()
-    runner = ImageRunner(
-        model, fused=True, max_rows=ROWS, max_requests=64, buckets=(2, 4, 6, 8, 10, 12, 14, 16), patience_s=20.0
-    )
+    widths = Widths(ROWS, buckets=(2, 4, 6, 8, 10, 12, 14, 16))
+    runner = ImageRunner(GraphBackend(model, widths), max_requests=64, patience_s=20.0)
     runner.prepare(measure_s=90.0)
     return runner, time.perf_counter() - started
 
@@ -182,7 +182,7 @@ def measure_variant(
     label = scheme or "bf16"
     costs = {
         f"{phase} × {rows}": round(1e3 * seconds, 2)
-        for (phase, _, compiled), curve in runner.execution.costs().items()
+        for (phase, _, compiled), curve in runner.backend.costs.measured().items()
         if compiled and phase in (*STEPS, "vae")
         for rows, seconds in curve.items()
     }

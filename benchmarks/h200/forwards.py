@@ -67,7 +67,7 @@ def breakdown(run: Callable[[], Any]) -> list[tuple[str, float, int]]:
         wrap(linear, "linear_geglu_int8", by_shape("geglu")),
         wrap(conv, "conv3x3_int8", by_shape("conv")),
         wrap(conv, "upsample_conv3x3_int8", by_shape("upsample")),
-        wrap(layers, "attention_int8", lambda q, k, *rest: f"attention {tuple(q.shape)} keys {k.shape[1]}"),
+        wrap(layers, "attention", lambda q, k, *rest: f"attention {tuple(q.shape)} keys {k.shape[1]}"),
         wrap(group_norm, "group_norm_int8", lambda x, *rest: f"group_norm {tuple(x.shape)}"),
         wrap(layer_norm, "layer_norm_int8", lambda x, *rest: f"layer_norm {tuple(x.shape)}"),
         wrap(layers, "quantize", lambda x, *rest: f"quantize {tuple(x.shape)}"),

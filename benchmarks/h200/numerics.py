@@ -29,6 +29,8 @@ from core.batching.request import Request
 from core.quant.convert import Scheme
 from core.quant.linear import ScaledWeights
 from pipeline import sdxl
+from pipeline.backends.backend import Widths
+from pipeline.backends.graphs import GraphBackend
 from pipeline.drawing import Denoiser
 from pipeline.load import ImageModel
 from pipeline.phases import on_gpu, on_torch
@@ -76,7 +78,7 @@ def layers(source: ImageModel, variant: ImageModel) -> dict[str, Any]:
 
 def company(variant: ImageModel, cached: DeepCache | None) -> dict[str, Any]:
     """Whether a deterministic request has equal pixels alone and among requests that join meanwhile."""
-    runner = ImageRunner(variant, fused=True, max_rows=16, deterministic_rows=8, buckets=(2, 4, 8, 16))
+    runner = ImageRunner(GraphBackend(variant, Widths(16, 8, (2, 4, 8, 16))))
     side = variant.native
 
     def wanted(seed: int, steps: int, deterministic: bool) -> ImageParameters:
@@ -107,7 +109,7 @@ def company(variant: ImageModel, cached: DeepCache | None) -> dict[str, Any]:
 
 def drawn(variant: ImageModel, prompts: Sequence[str], cached: DeepCache | None) -> list[Any]:
     """Images of the prompts from the engine, all in flight at once."""
-    runner = ImageRunner(variant, fused=True, max_rows=16, buckets=(2, 4, 8, 16))
+    runner = ImageRunner(GraphBackend(variant, Widths(16, 8, (2, 4, 8, 16))))
     side = variant.native
     with Engine([runner]) as engine:
         futures = [

@@ -146,7 +146,7 @@ def _engine(plan: Plan, unet: Path) -> None:
     settings = Settings(model=plan.model, device=plan.device, compile=False, **given)  # type: ignore[arg-type]
     started, found = time.monotonic(), dict[str, Any]()
     with build(settings, measure_s=90.0 if plan.device == "cuda" else 2.0) as works:
-        recorded, wanted = works.images.execution.graphs
+        recorded, wanted = works.images.backend.graphs.counts
         found |= {"ready_s": round(time.monotonic() - started, 2), "graphs": f"{recorded} of {wanted}"}
         print(f"ready after {found['ready_s']} s, graphs {found['graphs']}", flush=True)
         for schedule in _SCHEDULES:

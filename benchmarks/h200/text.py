@@ -200,7 +200,7 @@ class Bench:
                 for _ in range(20):
                     greedy_tokens(run(step), [], run.best)
                 wall = (time.perf_counter() - started) / 20 * 1e3
-                read = run._fused.model.weight_bytes + batch * context * _token_bytes(run.cache)
+                read = run._fused.model.ops.weight_bytes + batch * context * _token_bytes(run.cache)
                 floor = read / BANDWIDTH * 1e3
                 self.cost[kind, batch, context] = wall
                 name = f"{batch} rows, {context} tokens"

@@ -152,7 +152,7 @@ def early(bench: Any) -> dict[str, Any]:
         made: list[Tensor] = []
         for mode in (0, LATE, EAGER):
             run = bench.execution("int8", batch, 256)
-            run._fused.model.early = mode
+            run._fused.model.ops.early = mode
             step = step_of(batch, 192)
             made.append(run(step).clone())
             graph = run._fused.graphs._graph(*graph_size(batch, 192))

@@ -38,11 +38,11 @@ def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
                 offered = ", ".join(f"{width}x{height}" for width, height in runner.sizes)
                 raise CostError(f"--sizes: {size[0]}x{size[1]} is not offered; offered: {offered}")
         for size in sizes:
-            works.lane.call(partial(runner.execution.prepare, size))
-        runner.execution.wait()
+            works.lane.call(partial(runner.backend.prepare, size))
+        runner.backend.wait()
         for _ in range(_ROUNDS):
             for size in sizes:
-                works.lane.call(partial(runner.execution.prepare, size, measure_s=_ROUND_S))
+                works.lane.call(partial(runner.backend.prepare, size, measure_s=_ROUND_S))
             for size, together, depth in product(sizes, _TOGETHER, SHALLOW):
                 if together <= settings.max_requests:
                     _draw(runner, size, together, depth)
@@ -52,7 +52,7 @@ def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
 def table(runner: ImageRunner, sizes: Sequence[Size]) -> Costs:
     """The runner's current curves. If a width has eager and compiled code, the cheaper one counts, as in the runner."""
     measured: dict[tuple[str, Size], Seconds] = {}
-    for (phase, size, _), seconds in runner.execution.costs().items():
+    for (phase, size, _), seconds in runner.backend.costs.measured().items():
         known = measured.get((phase, size), {})
         least = {rows: min(known.get(rows, took_s), took_s) for rows, took_s in seconds.items()}
         measured[phase, size] = {**known, **least}

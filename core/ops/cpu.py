@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cpu.program import Program
+from core.kernels.cpu.program import HEAD_MULTIPLE, Program
 from core.kernels.cpu.token_program import TokenProgram
 from core.ops.ops import Activation, Layer, Walk, rms_eps
 from core.ops.packed import PackedLayer, PackedLayers
@@ -30,11 +30,12 @@ class Array:
     alive.
     """
 
-    __slots__ = ("_program", "_whole", "shape", "x")
+    __slots__ = ("_program", "_whole", "reader", "shape", "x")
 
     def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, whole: Array | None = None) -> None:
         self.x, self.shape = x, shape
         self._program, self._whole = program, whole  # a program: the buffer is this array's own
+        self.reader: PackedLayer | None = None  # of bytes
 
     def __del__(self) -> None:
         if self._program is not None:
@@ -64,6 +65,10 @@ class _Bound(NamedTuple):
     images: int
     channels: int
     start: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.images, self.channels
 
 
 class CpuOps:
@@ -140,11 +145,9 @@ class CpuOps:
         d = angles.shape[-1]
         kv_heads = (x.shape[-1] // d - heads) // 2
         q, k = x.x[:, : heads * d], x.x[:, heads * d : (heads + kv_heads) * d]
-        q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
         self.program.rotate_heads(
-            q, k, angles.x, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
-            eps=0.0 if norms is None else rms_eps(norms[0]), interleaved=interleaved,
-        )  # fmt: skip
+            q, k, angles.x, heads=heads, kv_heads=kv_heads, interleaved=interleaved, **head_norms(norms)
+        )
         return x
 
     def attend(
@@ -157,11 +160,16 @@ class CpuOps:
             q.x, keys, values, images=q.images, heads=heads, kv_heads=keys.shape[-1] // d, scale=1 / math.sqrt(d),
             inverse=self._layers.inverse(*to), lengths=_of(lengths), causal=causal,
         )  # fmt: skip
-        if isinstance(k, _Bound) and isinstance(v, _Bound):
-            self.bound_calls.append((self.program.last, k, v))
+        bound = [part for part in (k, v) if isinstance(part, _Bound)]
+        if bound:
+            if len(bound) < 2 or any(part.shape != (q.images, q.shape[-1]) for part in bound):
+                raise ValueError(f"keys and values do not fit queries {[*q.shape]}")
+            self.bound_calls.append((self.program.last, bound[0], bound[1]))
         return self._own(made, q.shape[:-1])
 
     def columns(self, x: Array | _Bound, start: int, count: int) -> Array | _Bound:
+        if start + count > x.shape[-1]:
+            raise ValueError(f"there are no {count} channels from {start} on in {[*x.shape]}")
         if isinstance(x, _Bound):
             return _Bound(x.images, count, x.start + start)
         return Array(x.x[:, start : start + count], (*x.shape[:-1], count), None, x)
@@ -221,6 +229,7 @@ class CpuOps:
     ) -> Array:  # fmt: skip
         if layer.inverse is not None and x.x.dtype == torch.float32:
             x = self._own(self.program.quantize(x.x, layer.inverse), x.shape[:-1])
+        _check_reader(x, layer)
         self._reads.append((len(self.program), layer, x.x))
         made = self.program.product(
             x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual),
@@ -241,8 +250,24 @@ class CpuOps:
         return made
 
 
+def head_norms(norms: tuple[Layer, Layer] | None) -> dict[str, Any]:
+    """The RMSNorms of queries' and keys' heads as arguments of a program's rotations."""
+    if norms is None:
+        return {}
+    return {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": rms_eps(norms[0])}
+
+
 def _of(x: Array | None) -> Tensor | None:
     return None if x is None else x.x
+
+
+def _check_reader(x: Array, layer: PackedLayer) -> None:
+    """Raise ValueError for bytes that another layer reads by other scales."""
+    if x.x.dtype != torch.uint8:
+        return
+    first = x.reader = x.reader or layer
+    if first.inverse is None or layer.inverse is None or not torch.equal(first.inverse, layer.inverse):
+        raise ValueError(f"layer {layer.names[0]}: {first.names[0]} reads the same input, by other scales")
 
 
 class _Written:
@@ -294,6 +319,7 @@ class CpuLowering:
 
     dtype = torch.float32
     odd_sides = False
+    head_multiple = HEAD_MULTIPLE
 
     def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
         """`half` as for `PackedLayers`."""

@@ -32,6 +32,7 @@ from core.ops.trace import trace
 
 F_ = TypeVar("F_", bound=FusedLayer)
 T = TypeVar("T")
+HEAD_MULTIPLE = 16  # of the width of attention's heads
 _WIDEST_HEAD = 256  # beyond it, attention's scores are materialized, one image at a time
 _KINDS: dict[str, type[FusedLayer]] = {
     "linear": Linear, "biases": Linear, "gated": Gated, "conv": Conv, "upsample": UpConv,
@@ -44,8 +45,7 @@ class CudaOps:
     def __init__(self, base: torch.dtype, rows: int) -> None:
         """`base` is the type of activations between layers; `rows` the most images of a call."""
         self._base, self._rows = base, rows
-        # The modules are kept with the result, so that no other object can take over their identity.
-        self._layers: dict[tuple[object, ...], tuple[Sequence[Layer], Any]] = {}
+        self._kept: dict[tuple[object, ...], Any] = {}  # what was made of modules, by what and whose
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
 
@@ -65,13 +65,17 @@ class CudaOps:
         rows = self._for(x, layer).flatten(0, -2)
         y = layer(rows, _flat(residual), _flat(out))
         y = y.view(*x.shape[:-1], -1) if out is None else out
-        return ACTIVATIONS[act](y) if act else y
+        if act is None:
+            return y
+        y = ACTIVATIONS[act](y)
+        return y if out is None else out.copy_(y)
 
     def biases(self, x: Tensor, *layers: Layer) -> Tensor:
         return self.linear(x, *layers).float()
 
     def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
-        y = self._layer(Gated, *layers).gate(x.flatten(0, -2), Reader.of((to,)), act)
+        layer = self._layer(Gated, *layers)
+        y = layer.gate(self._for(x, layer).flatten(0, -2), self._reader((to,)), act)
         return y.view(*x.shape[:-1], -1)
 
     def conv(
@@ -82,7 +86,9 @@ class CudaOps:
         return conv(self._for(x, conv), bias, residual, out)
 
     def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        conv = self._layer(UpConv, layer)
+        (height, width), conv = x.shape[1:3], self._layer(UpConv, layer)
+        if like is not None and like.shape[1:3] != (2 * height, 2 * width):
+            raise ValueError(f"a map of {height}×{width} does not double to {like.shape[1]}×{like.shape[2]}")
         return conv(self._for(x, conv), out=out)
 
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
@@ -95,8 +101,8 @@ class CudaOps:
         self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
         to: Sequence[Layer] = (),
     ) -> Tensor:  # fmt: skip
-        made = self._made(norm, "rms", lambda: RmsNorm(norm, self._base))
-        y: Tensor = made(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
+        made = self._made(lambda: RmsNorm(norm, self._base), RmsNorm, norm)
+        y = made(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
         return y.view(x.shape)
 
     def rotate(
@@ -174,29 +180,25 @@ class CudaOps:
         return x if layer.kind is None or x.dtype == layer.kind else for_layer(x, layer.reads)
 
     def _reader(self, to: Sequence[Layer]) -> Reader:
-        return Reader.of(to) if to else Reader(None, None)
+        """Made once: it compares the layers' scales, for which the host waits."""
+        return self._made(lambda: Reader.of(to) if to else Reader(None, None), Reader, *to)
 
     def _layer(self, kind: type[F_], *modules: Layer) -> F_:
-        key = (kind.__name__, *(id(module) for module in modules))
-        if key not in self._layers:
-            self._layers[key] = (modules, kind(modules, self._base))
-        made: F_ = self._layers[key][1]
-        return made
+        return self._made(lambda: kind(modules, self._base), kind, *modules)
 
     def _norm(self, module: Layer, silu: bool = False) -> Norm:
-        return self._made(module, silu, lambda: Norm(module, self._base, silu))
+        return self._made(lambda: Norm(module, self._base, silu), Norm, module, silu)
 
     def _head_norms(self, norms: tuple[Layer, Layer]) -> tuple[Tensor, float]:
         """Weights [2, d] of the norms of queries and keys, and their epsilon."""
         first, second = norms
-        weights = self._made(first, "heads", lambda: torch.stack([first.weight.detach(), second.weight.detach()]))
+        weights = self._made(lambda: torch.stack([first.weight.detach(), second.weight.detach()]), first, second)
         return weights, rms_eps(first)
 
-    def _made(self, module: Layer, what: object, make: Callable[[], T]) -> T:
-        key = (id(module), what)
-        if key not in self._layers:
-            self._layers[key] = ((module,), make())
-        made: T = self._layers[key][1]
+    def _made(self, make: Callable[[], T], *key: object) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+        made: T = self._kept[key]
         return made
 
 
@@ -209,6 +211,7 @@ class CudaLowering:
     """Walks as calls of fused kernels, by one thread at a time; calls may be recorded as CUDA graphs."""
 
     odd_sides = False
+    head_multiple = HEAD_MULTIPLE
 
     def __init__(self, dtype: torch.dtype, rows: int) -> None:
         """`rows` is the most images that one call may have."""

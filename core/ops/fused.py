@@ -20,8 +20,9 @@ from core.kernels.cuda import group_norm as group_norms
 from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
 from core.kernels.cuda import rms_norm as rms_norms
-from core.kernels.cuda.attention import attention_int8
+from core.kernels.cuda.attention import attention
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
+from core.kernels.cuda.tiles import Tile
 from core.ops.ops import Activation, rms_eps
 from core.ops.reference import ACTIVATIONS, TorchOps
 from core.quant.linear import ScaledConv2d, ScaledWeights
@@ -54,13 +55,12 @@ class FusedLayer:
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
-        first = modules[0]
         self.base = base
         self.reads = Reader.of(modules)
         self.kind, self.inverse = self.reads
         self.weight = _joined(modules, "weight")
         self.scale = None if self.kind is None else _joined(modules, "scale")
-        self.bias = None if first.bias is None else torch.cat([m.bias.detach() for m in modules]).float()
+        self.bias = _biases(modules)
 
     @property
     def plain_bias(self) -> Tensor | None:
@@ -68,12 +68,25 @@ class FusedLayer:
         return None if self.bias is None else self.bias.to(self.base)
 
 
+def _biases(modules: Sequence[Any]) -> Tensor | None:
+    """Concatenated, in fp32, zeros for a layer without; None if none has any."""
+    if all(module.bias is None for module in modules):
+        return None
+    return torch.cat([
+        torch.zeros(len(module.weight), device=module.weight.device) if module.bias is None
+        else module.bias.detach().float()
+        for module in modules
+    ])  # fmt: skip
+
+
 def _joined(modules: Sequence[Any], name: str) -> Tensor:
     """The modules' tensors concatenated; the modules become views of it, so that no weight is stored twice."""
     tensors: list[Tensor] = [getattr(module, name).detach() for module in modules]
     if len(tensors) == 1:
         return tensors[0]
-    whole = torch.cat(tensors)
+    # E4M3 as bytes: torch does not concatenate it everywhere.
+    plain = torch.uint8 if tensors[0].dtype == torch.float8_e4m3fn else tensors[0].dtype
+    whole = torch.cat([tensor.view(plain) for tensor in tensors]).view(tensors[0].dtype)
     at = 0
     for module, tensor in zip(modules, tensors, strict=True):
         part = whole[at : at + len(tensor)]
@@ -93,15 +106,19 @@ class Linear(FusedLayer):
         self.weight = self.weight.flatten(1)  # of a 1×1 convolution
         self._plain_bias = self.plain_bias
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`out` [M, N], whose rows may be strided, receives the result; `residual`'s rows may be strided too."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, tile: Tile | None = None
+    ) -> Tensor:
+        """`out` [M, N], whose rows may be strided, receives the result; it may be `residual`."""
         if self.kind is None:
             y = F.linear(x, self.weight, self._plain_bias)
-            y = y if residual is None else y.add_(residual)
-            return y if out is None else out.copy_(y)
+            if residual is not None:
+                y = residual.add_(y) if out is residual else y.add_(residual)
+            return y if out is None or out is residual else out.copy_(y)
         assert self.scale is not None
         if x.is_cuda:
-            return linears.linear_int8(x, self.weight, self.scale, self.bias, None, residual, self.base, out=out)
+            given = (x, self.weight, self.scale, self.bias, None, residual, self.base)
+            return linears.linear_int8(*given, out=out, tile=tile)
         y = linears.linear_int8_reference(x, self.weight, self.scale, self.bias, None, residual, self.base)
         return y if out is None else out.copy_(y)
 
@@ -229,9 +246,9 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, then: Reader, lengths: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """Attention of q [B, Sq, H, d] to k, v [B, Sk, K, d] for the next layer: [B·Sq, H·d]."""
-    plain = lengths is None and not causal and q.shape[2] == k.shape[2]
-    if plain and (q.dtype == torch.bfloat16 or then.kind is not None):
-        return attention_int8(q, k, v, then.inverse, then.kind or q.dtype).flatten(0, 1)
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        made = attention(q, k, v, then.inverse, then.kind or q.dtype, lengths=lengths, causal=causal)
+        return made.flatten(0, 1)
     y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)
     return for_layer(y.flatten(0, 1), then)
 

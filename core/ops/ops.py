@@ -5,8 +5,8 @@ library's own modules, read for their names and parameters only. A lowering give
 computes them at once (`core.ops.reference`), a CPU writes them into a program of kernels (`core.ops.cpu`), a GPU
 launches fused kernels (`core.ops.cuda`).
 
-Arrays are opaque handles, channels last: maps [B, H, W, C], tokens [B, T, C], vectors [B, C]. An operation is given who
-reads its result (`to`), so that it can end in the 8 bits that a quantized reader wants.
+Arrays are opaque handles, channels last: maps [B, H, W, C], tokens [B, T, C], vectors [B, C], int32 numbers [B]. An
+operation is given who reads its result (`to`), so that it can end in the 8 bits that a quantized reader wants.
 """
 
 from __future__ import annotations
@@ -119,11 +119,35 @@ class Ops(Protocol[A]):
         """x, written into a slot if there is one."""
 
 
+class TokenOps(Ops[A], Protocol[A]):
+    """The operations of a decoder whose rows are tokens [T] of any sequences, with a KV cache that the lowering holds.
+
+    `rows` says where the tokens are, in the lowering's own type. Of `linear` the `residual` is read the last time: the
+    result may take its place.
+    """
+
+    def embed(self, tokens: A, embedding: Layer) -> A:
+        """Rows of the embedding's weight, [T, C], by int32 numbers [T]."""
+
+    def rotate_paged(self, qkv: A, rows: Any, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None) -> A:
+        """Queries [T, heads · d] of queries, keys and values, rotated for their positions, in pairs of halves.
+
+        Keys, rotated, too, and values go into this layer's pages. `norms` as in `rotate`.
+        """
+
+    def attend_paged(self, q: A, rows: Any, layer: int, *, scale: float, to: Layer) -> A:
+        """softmax(q · kᵀ · scale) · v for the layer `to`, on the pages of each row's sequence up to its position."""
+
+    def head(self, x: A, layer: Layer, out: Any = None) -> A:
+        """x · Wᵀ + b in fp32: logits [T, V]. `out`, a tensor, may receive them."""
+
+
 class Lowering(Protocol):
     """Turns walks into callables on tensors."""
 
     dtype: torch.dtype  # of activations
     odd_sides: bool  # whether a map's sides may be odd where the network halves them
+    head_multiple: int  # of the width of attention's heads
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """Pack all layers that the walk reads, on inputs of these shapes. Raises ValueError for unsupported ones."""

@@ -39,6 +39,7 @@ class PackedLayers:
         self.blocks = ScratchArena()  # shared by all its programs: they run one at a time
         self._half = half
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._embeddings: dict[nn.Embedding, Tensor] = {}
         # The modules are kept with the result, so that no other object can take over their identity.
         self._made: dict[tuple[object, ...], tuple[Sequence[nn.Module], PackedLayer]] = {}
 
@@ -54,6 +55,10 @@ class PackedLayers:
             return PackedLayer(self._packed(weight, _biases([module]) if bias else None), None)
 
         return self._once([module], (first, count, bias), make)
+
+    def embedding(self, module: nn.Embedding) -> Tensor:
+        """Its weight [n, channels], which a layer may share that `release` drops."""
+        return self._embeddings.setdefault(module, module.weight.detach())
 
     def inverse(self, *modules: nn.Module) -> Tensor | None:
         """What the input of these layers, which read it side by side, is quantized with; None for floats."""
@@ -94,9 +99,10 @@ class PackedLayers:
         if not quantized:
             weight = torch.cat([_float_weight(module) for module in modules])
             return PackedLayer(self._packed(weight, _biases(modules), geglu=geglu), None)
+        inverse = _inverse(modules)
         weight = torch.cat([_taps(m.weight) for m in quantized])
         scale = torch.cat([m.scale for m in quantized])
-        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), _inverse(modules))
+        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), inverse)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
         return pack_float(self.library, weight.bfloat16() if self._half else weight, bias, geglu=geglu)

@@ -152,6 +152,7 @@ class TorchLowering:
     """Walks run by torch, in the type of their weights."""
 
     odd_sides = True
+    head_multiple = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

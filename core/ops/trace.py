@@ -92,6 +92,20 @@ class TraceOps:
     ) -> Shape:  # fmt: skip
         return self._call("attend", (), q, q)
 
+    def embed(self, tokens: Shape, embedding: Layer) -> Shape:
+        return self._call("embed", (embedding,), tokens, (*tokens, embedding.embedding_dim))
+
+    def rotate_paged(
+        self, qkv: Shape, rows: Any, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
+    ) -> Shape:
+        return self._call("rotate_paged", norms or (), qkv, qkv)
+
+    def attend_paged(self, q: Shape, rows: Any, layer: int, *, scale: float, to: Layer) -> Shape:
+        return self._call("attend_paged", (), q, (*q[:-1], to.in_features))
+
+    def head(self, x: Shape, layer: Layer, out: Any = None) -> Shape:
+        return self._call("head", (layer,), x, (*x[:-1], _width(layer)))
+
     def columns(self, x: Shape, start: int, count: int) -> Shape:
         return (*x[:-1], count)
 

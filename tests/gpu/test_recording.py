@@ -16,6 +16,8 @@ from core.batching.engine import Engine
 from core.batching.request import Request
 from core.graphs import ExecutableKey
 from pipeline import quantized, tiny
+from pipeline.backends.backend import Widths
+from pipeline.backends.graphs import GraphBackend
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
 
@@ -37,7 +39,7 @@ def model(folder: Path, precision: str) -> ImageModel:
 
 
 def runner_of(made: ImageModel) -> ImageRunner:
-    return ImageRunner(made, fused=True, max_rows=8, buckets=WIDTHS, deterministic_rows=8, max_requests=32)
+    return ImageRunner(GraphBackend(made, Widths(8, 8, WIDTHS)), max_requests=32)
 
 
 def cloned(made: Any) -> list[torch.Tensor]:
@@ -49,15 +51,16 @@ def test_a_replay_has_the_bits_of_the_same_kernels_one_by_one(folder: Path, prec
     runner = runner_of(model(folder, precision))
     try:
         runner.prepare(measure_s=600)
-        execution, size = runner.execution, (64, 64)
+        backend, size = runner.backend, (64, 64)
+        assert isinstance(backend, GraphBackend)
         for phase, rows in [*((p, r) for p in ("deep", "shallow", "shallow-resnet") for r in WIDTHS), ("vae", 4)]:
             key = ExecutableKey(phase, rows, size)
-            assert execution._recordings is not None and execution._recordings.has(key)
+            assert backend.graphs.has(key)
             for seed in range(3):
                 found = []
-                for function in (execution._executables.eager(phase), execution._function(key)):
+                for function in (backend._layers[phase], backend._function(key)):
                     with torch.inference_mode():
-                        found.append(cloned(execution._example(phase, rows, size, seed)(function)))
+                        found.append(cloned(backend._timer.example(phase, rows, size, seed)(function)))
                 for one, other in zip(*found, strict=True):
                     assert torch.isfinite(one.float()).all() and torch.equal(one, other), (phase, rows)
     finally:
@@ -92,8 +95,8 @@ def test_all_graphs_are_recorded_while_pictures_are_drawn(folder: Path, precisio
         meanwhile.prepare(measure_s=0.0)  # only says what is wanted
         found = drawn(meanwhile)
         assert meanwhile.recording.wait(120)
-        recorded, total = meanwhile.execution.graphs
-        assert recorded == total == beforehand.execution.graphs[0]
+        recorded, total = meanwhile.backend.graphs.counts
+        assert recorded == total == beforehand.backend.graphs.counts[0]
         for one, before, now in zip(wanted, expected, found, strict=True):
             if one.deterministic:  # what was begun before there were graphs ran without, and its fingerprint says so
                 assert before.png() == now.png() or before.fingerprint["executable"] != now.fingerprint["executable"]
@@ -111,7 +114,7 @@ def test_closing_while_graphs_are_recorded_leaves_the_device_usable(folder: Path
         runner = runner_of(model(folder, "bf16"))
         runner.prepare(measure_s=0.0)
         runner.close()
-        recorded, wanted = runner.execution.graphs
+        recorded, wanted = runner.backend.graphs.counts
         assert recorded < wanted, "it was closed in the middle"
     assert float(torch.ones(8, device="cuda").sum()) == 8.0
 
@@ -120,8 +123,7 @@ def test_memory_that_runs_out_costs_a_graph_and_no_picture(folder: Path, caplog:
     one = replace(orders(1)[0], deepcache=None)
     runner = runner_of(model(folder, "bf16"))
     try:
-        recordings = runner.execution._recordings
-        assert recordings is not None
+        recordings = runner.backend.graphs
         deep = recordings._graphs._phases["deep"]
 
         def greedy(*arguments: Any, **options: Any) -> Any:
@@ -135,7 +137,7 @@ def test_memory_that_runs_out_costs_a_graph_and_no_picture(folder: Path, caplog:
             assert runner.recording.wait(120)
             second = engine.submit(Request("second", "image", one)).result(120)
         assert "deep at 8 rows" in caplog.text and "runs without a graph (OutOfMemoryError" in caplog.text
-        assert runner.execution.graphs[0] == runner.execution.graphs[1] - 1 > 0
+        assert runner.backend.graphs.counts[0] == runner.backend.graphs.counts[1] - 1 > 0
         assert first.png() == second.png()
     finally:
         runner.close()

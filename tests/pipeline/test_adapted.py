@@ -19,6 +19,7 @@ from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
 from contract.plan import AUTO, DeepCache
 from core.batching.request import State
+from core.ops.reference import TorchLowering
 from pipeline import lora, quantized, tiny
 from pipeline.adapters import AdapterCache
 from pipeline.load import load
@@ -195,8 +196,8 @@ def test_prompts_are_remembered_for_each_lora_and_scale(runner: Watching) -> Non
 
 def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
     runner = runner_of(folder)
-    assert runner._adapted is not None
-    own, twin = runner.model.denoiser, runner._adapted.model.denoiser
+    assert runner._loras is not None
+    own, twin = runner.model.denoiser, runner._loras.model.denoiser
     shared = dict(twin.named_parameters())
     assert all(shared[name] is parameter for name, parameter in own.named_parameters())
     before = {name: value.clone() for name, value in own.state_dict().items()}
@@ -205,9 +206,10 @@ def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
     assert not any(module._forward_hooks for module in own.modules()), "others' forwards meet none of it"
     x, t = torch.randn(1, 4, 4, 4), torch.tensor([5.0])
     given = {"text_embeds": torch.randn(1, 24), "time_ids": torch.ones(1, 6)}
-    text = torch.randn(1, 77, 2 * runner.execution._kv_width)[..., : runner.execution._kv_width]
+    splits = [SplitUNet(TorchLowering(torch.float32), unet) for unet in (own, twin)]
+    text = torch.randn(1, 77, splits[0].text_width)
     with torch.inference_mode():
-        outputs = [SplitUNet(unet).deep(x, t, text, None, given)[0] for unet in (own, twin)]
+        outputs = [split.deep(x, t, text, None, given)[0] for split in splits]
     assert torch.equal(*outputs), "with no LoRA it is the model"
 
 

@@ -43,7 +43,7 @@ def test_frugal_lets_go_of_what_is_packed_and_draws_the_same(
     assert np.array_equal(levels(frugal), levels(plain))
     # What stays: vectors, and the keys' and values' layers, which are read when a prompt is encoded.
     assert held(model) < 0.25 * whole
-    weights = runner.execution.size_bytes
+    weights = runner.backend.held_bytes()
     assert weights["unet weights"] > 0 and weights["vae weights"] > 0
     assert {"deep × 2, latents 8x8"} <= weights.keys()
 
@@ -53,5 +53,5 @@ def test_int8_holds_little_of_what_fp32_does(folder: Path, kernels: ctypes.CDLL)
     sizes = {}
     for precision in ("fp32", "int8"):
         runner = Watching(load(str(folder), precision=precision), kernels=kernels, frugal=True)
-        sizes[precision] = runner.execution.size_bytes["unet weights"]
+        sizes[precision] = runner.backend.held_bytes()["unet weights"]
     assert sizes["int8"] < 0.4 * sizes["fp32"]

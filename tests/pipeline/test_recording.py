@@ -20,42 +20,34 @@ from tests.core.tape import Tape
 WIDTHS = {"double": (1, 2, 4)}
 
 
-def recordings(tape: Tape, *, capacity: int = 128) -> GraphSet:
-    return GraphSet(GraphCache({"double": lambda x: x * 2}, tape, capacity=capacity), WIDTHS)
-
-
 def key(rows: int) -> ExecutableKey:
     return ExecutableKey("double", rows, (8, 8))
 
 
-class Log:
+class Recordings(GraphSet):
     """Records by an example, and notes in which order."""
 
-    def __init__(self, of: GraphSet) -> None:
-        self.of = of
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(GraphCache({"double": lambda x: x * 2}, tape), WIDTHS, self._example)
         self.order: list[int] = []
 
-    def __call__(self) -> bool:
-        return self.of.record_next(self._record)
-
-    def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
+    def _example(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
         self.order.append(key.rows)
         with torch.inference_mode():
             record(torch.ones(key.rows, 3))
 
 
 def test_what_traffic_missed_comes_before_what_was_planned() -> None:
-    made = recordings(Tape())
-    record = Log(made)
+    made = Recordings(Tape())
     made.plan([key(4), key(2), key(1)])
     assert made.counts == (0, 3)
-    assert record()
+    assert made.record_next()
     for rows in (1, 8, 1, 4):  # 4 is there, 1 was missed twice, 8 is wider than was planned
         made.missed(key(rows))
     assert made.counts == (1, 4)
-    while record():
+    while made.record_next():
         pass
-    assert record.order == [4, 1, 8, 2]
+    assert made.order == [4, 1, 8, 2]
     assert made.counts == (4, 4) and not made.pending
     made.plan([key(2)])
     made.missed(key(2))
@@ -63,14 +55,13 @@ def test_what_traffic_missed_comes_before_what_was_planned() -> None:
 
 
 def test_widths_are_the_next_ones() -> None:
-    made = recordings(Tape())
+    made = Recordings(Tape())
     assert [made.width("double", rows) for rows in range(1, 7)] == [1, 2, 4, 4, 5, 6]
-    record = Log(made)
     assert made.wider(key(1)) is None
     made.plan([key(4), key(2)])
-    record()
+    made.record_next()
     assert made.wider(key(1)) == key(4) and made.wider(key(4)) is None
-    record()
+    made.record_next()
     assert made.wider(key(1)) == key(2)
 
 
@@ -95,11 +86,10 @@ class Breaking(Tape):
 
 def test_one_that_cannot_be_recorded_runs_without_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     tape = Breaking()
-    made = recordings(tape)
-    record = Log(made)
+    made = Recordings(tape)
     made.plan([key(4), key(2), key(1)])
     with caplog.at_level(logging.INFO):
-        while record():
+        while made.record_next():
             pass
     assert "double at 2 rows, (8, 8), runs without a graph (OutOfMemoryError: CUDA out of memory." in caplog.text
     assert "recorded 2 of 3 graphs" in caplog.text
@@ -111,26 +101,26 @@ def test_one_that_cannot_be_recorded_runs_without_and_the_log_says_why(caplog: p
 
 
 def test_a_lost_device_is_not_taken_for_one_graph_that_fails() -> None:
-    made = recordings(Breaking(lost=True))
+    made = Recordings(Breaking(lost=True))
     made.plan([key(2)])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        Log(made)()
+        made.record_next()
     assert not made.failed
 
 
 class Stage:
     """A background recorder of real threads, whose clock and whose traffic the test has in its hands."""
 
-    def __init__(self, recordings: GraphSet, lane: Lane) -> None:
+    def __init__(self, recordings: Recordings, lane: Lane) -> None:
         self.now = 0.0
         self.busy = True
         self.asked = threading.Semaphore(0)  # released whenever it is asked whether there is traffic
-        self.log = Log(recordings)
+        self.recordings = recordings
         self.recorder = BackgroundRecorder(lane, self._record, self._traffic, share=0.1, clock=lambda: self.now)
 
     def _record(self) -> bool:
         self.now += 1.0  # which is what a recording takes
-        return self.log()
+        return self.recordings.record_next()
 
     def _traffic(self) -> bool:
         self.asked.release()
@@ -150,7 +140,7 @@ def lane() -> Iterator[Lane]:
 
 
 @contextmanager
-def stage(made: GraphSet, lane: Lane) -> Iterator[Stage]:
+def stage(made: Recordings, lane: Lane) -> Iterator[Stage]:
     found = Stage(made, lane)
     try:
         yield found
@@ -160,50 +150,49 @@ def stage(made: GraphSet, lane: Lane) -> Iterator[Stage]:
 
 
 def test_beside_traffic_it_takes_a_tenth_of_the_time(lane: Lane) -> None:
-    made = recordings(Tape())
+    made = Recordings(Tape())
     made.plan([key(4), key(2), key(1)])
     with stage(made, lane) as on:
         on.recorder.start()
         on.look()
-        assert on.log.order == [4]
+        assert made.order == [4]
         on.now += 8.9
         while on.asked.acquire(blocking=False):
             pass
         on.look()
-        assert on.log.order == [4], "nine times as long as the recording took has not passed"
+        assert made.order == [4], "nine times as long as the recording took has not passed"
         on.now += 0.2
         assert on.asked.acquire(timeout=60)
-        while len(on.log.order) < 2:
+        while len(made.order) < 2:
             on.look()
-        assert on.log.order == [4, 2]
+        assert made.order == [4, 2]
         on.busy = False  # traffic ends: the rest at once
-        assert on.recorder.wait(60) and on.log.order == [4, 2, 1]
+        assert on.recorder.wait(60) and made.order == [4, 2, 1]
 
 
 def test_without_traffic_it_goes_straight_on_and_begins_again_when_more_is_missed(lane: Lane) -> None:
-    made = recordings(Tape())
+    made = Recordings(Tape())
     made.plan([key(4), key(2)])
     with stage(made, lane) as on:
         on.busy = False
         on.recorder.start()
-        assert on.recorder.wait(60) and on.log.order == [4, 2]
+        assert on.recorder.wait(60) and made.order == [4, 2]
         lane.call(lambda: made.missed(key(1)))
         on.recorder.start()
-        assert on.recorder.wait(60) and on.log.order == [4, 2, 1]
+        assert on.recorder.wait(60) and made.order == [4, 2, 1]
 
 
 def test_traffic_gets_the_lane_between_two_recordings(lane: Lane) -> None:
     """One recording is on the lane at a time: an iteration waits for one at most."""
-    made = recordings(Tape())
+    made = Recordings(Tape())
     made.plan([key(4), key(2), key(1)])
     under_way, go_on = threading.Event(), threading.Event()
     order: list[str] = []
-    log = Log(made)
 
     def record() -> bool:
         under_way.set()
         assert go_on.wait(60)
-        found = log()
+        found = made.record_next()
         if found:
             order.append("graph")
         return found
@@ -220,15 +209,14 @@ def test_traffic_gets_the_lane_between_two_recordings(lane: Lane) -> None:
 
 
 def test_closing_ends_after_the_recording_under_way(lane: Lane) -> None:
-    made = recordings(Tape())
+    made = Recordings(Tape())
     made.plan([key(4), key(2), key(1)])
     under_way, go_on = threading.Event(), threading.Event()
-    log = Log(made)
 
     def record() -> bool:
         under_way.set()
         assert go_on.wait(60)
-        return log()
+        return made.record_next()
 
     recorder = BackgroundRecorder(lane, record, lambda: False)
     recorder.start()
@@ -237,9 +225,9 @@ def test_closing_ends_after_the_recording_under_way(lane: Lane) -> None:
     closing.start()
     go_on.set()
     closing.join(60)
-    assert not closing.is_alive() and 1 <= len(log.order) <= 2
+    assert not closing.is_alive() and 1 <= len(made.order) <= 2
     recorder.start()
-    assert recorder.wait(60) and len(log.order) <= 2, "what is closed stays closed"
+    assert recorder.wait(60) and len(made.order) <= 2, "what is closed stays closed"
 
 
 def test_an_error_of_recording_is_logged_and_ends_it(lane: Lane, caplog: pytest.LogCaptureFixture) -> None:

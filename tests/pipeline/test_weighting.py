@@ -19,6 +19,7 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
 from core.batching.request import Request
+from pipeline.backends.eager import TorchBackend
 from pipeline.encode import Embedding, Encoder
 from pipeline.families.sdxl.conditioning import CLIPPair, embed
 from pipeline.families.sdxl.parts import text_encoders, tokenizers
@@ -171,7 +172,7 @@ def test_parts_out_of_reach_weigh_nothing() -> None:
 
 @pytest.fixture
 def runner() -> ImageRunner:
-    return ImageRunner(model("plain"))
+    return ImageRunner(TorchBackend(model("plain")))
 
 
 def bits(picture: Any) -> bytes:
@@ -185,7 +186,7 @@ def test_a_plain_prompt_is_drawn_alike_with_weighting_on(
 ) -> None:
     plain = replace(FOX, prompt="a red fox, half-baked", negative_prompt=negative, deterministic=deterministic)
     off = solo(runner, replace(plain, prompt_weighting=False))
-    on = solo(ImageRunner(model("plain")), plain)
+    on = solo(ImageRunner(TorchBackend(model("plain"))), plain)
     assert bits(on) == bits(off) and on.fingerprint == off.fingerprint
 
 
@@ -212,7 +213,9 @@ def test_weights_change_the_picture_and_are_in_its_file(runner: ImageRunner, fie
 
 
 def test_same_seed_same_picture_in_any_company(runner: ImageRunner) -> None:
-    alone = {one: solo(ImageRunner(model("plain")), replace(FOX, deterministic=one)) for one in (False, True)}
+    alone = {
+        one: solo(ImageRunner(TorchBackend(model("plain"))), replace(FOX, deterministic=one)) for one in (False, True)
+    }
     crank = Crank(runner)
     for number in range(4):
         prompt = "a (b)0.4 c" if number % 2 else "x"

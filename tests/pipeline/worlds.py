@@ -6,6 +6,7 @@ by the test and not by the clock.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import threading
@@ -18,9 +19,16 @@ import torch
 from contract.image import ImageParameters
 from core.batching.batcher import Batch
 from core.batching.request import Request, State
-from core.batching.runner import Ticket
+from core.batching.runner import Lane, Ticket
 from core.batching.scheduler import Scheduler
+from core.cuda_graphs import Recorder
 from pipeline import tiny
+from pipeline.adapters import AdapterCache, refused
+from pipeline.backends.backend import ImageBackend, Widths
+from pipeline.backends.eager import TorchBackend
+from pipeline.backends.graphs import GraphBackend
+from pipeline.backends.lora import LoraBackend
+from pipeline.backends.programs import ProgramBackend
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
 from pipeline.tiny import SDXLShape
@@ -101,14 +109,51 @@ def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
+def backend_of(
+    model: ImageModel,
+    *,
+    kernels: ctypes.CDLL | None = None,
+    fused: bool = False,
+    recorder: Recorder | None = None,
+    release: Sequence[str] = (),
+    max_rows: int = 32,
+    deterministic_rows: int = 8,
+    buckets: Sequence[int] = (2, 4, 8, 16, 32),
+    **options: Any,
+) -> ImageBackend:
+    """On these kernels, on fused layers or, without either, on torch."""
+    widths = Widths(max_rows, deterministic_rows, tuple(buckets))
+    if kernels is not None:
+        return ProgramBackend(model, kernels, widths, release=release, **options)
+    if fused:
+        return GraphBackend(model, widths, recorder=recorder, **options)
+    return TorchBackend(model, widths, **options)
+
+
 class Watching(ImageRunner):
     """The real runner, which also notes who rode in each forward, at which step.
 
     Its cost curve is flat, so that every batch is as wide as can be, however the machine feels today.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        model: ImageModel,
+        *,
+        adapters: AdapterCache | None = None,
+        frugal: bool = False,
+        lane: Lane | None = None,
+        max_requests: int = 32,
+        memory_bytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        """On `backend_of` the model with these options; `frugal` releases all weights that nothing else reads."""
+        used = None if refused(model) else adapters
+        if frugal:
+            options["release"] = ("unet", "vae") if used is None else ("vae",)
+        backend = backend_of(model, **options)
+        loras = None if used is None else LoraBackend(model, used, backend.widths)
+        super().__init__(backend, loras, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes)
         self.rides: list[tuple[str, list[tuple[str, int]]]] = []
 
     def cost(self, group: Hashable, rows: int) -> float:

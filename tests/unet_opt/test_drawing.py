@@ -12,8 +12,8 @@ import torch
 from contract.image import ImageParameters
 from core.batching.runner import Lane
 from pipeline import sigmas, vae
-from pipeline.denoise import PackedKeys
 from pipeline.drawing import Denoiser
+from pipeline.phases import on_torch
 from tests.pipeline.worlds import SHAPES, Watching, levels, model, solo
 
 LANE = Lane("tests-drawing")
@@ -25,7 +25,7 @@ def test_a_prompt_is_drawn_as_a_request_is(shape: str, guidance: float) -> None:
     """Alone and among others: with any sampler, distilled models too."""
     one = model(shape)
     runner = Watching(one, lane=LANE)
-    drawing = Denoiser(one, PackedKeys(one.denoiser), guidance=guidance, steps=4)
+    drawing = Denoiser(one, on_torch(one).denoiser, guidance=guidance, steps=4)
     prompts, seeds = ["a red cat", "two dogs", "a boat"], [1, 2, 3]
     latents = drawing.latents(prompts, seeds)
     pixels = vae.decode(one, latents).int()
@@ -44,7 +44,7 @@ def test_every_sampler_draws_the_requests_noise(name: str, monkeypatch: pytest.M
     one = model("plain")
     monkeypatch.setattr(sigmas, "default_name", lambda config, offered: name)
     runner = Watching(one, lane=LANE)
-    latents = Denoiser(one, PackedKeys(one.denoiser), guidance=3.0, steps=5).latents(["a red cat"], [7])
+    latents = Denoiser(one, on_torch(one).denoiser, guidance=3.0, steps=5).latents(["a red cat"], [7])
     wanted = ImageParameters(
         prompt="a red cat", seed=7, width=one.native, height=one.native, steps=5, guidance_scale=3.0, scheduler=name
     )
@@ -55,7 +55,8 @@ def test_every_sampler_draws_the_requests_noise(name: str, monkeypatch: pytest.M
 
 def test_forwards_are_seen_step_by_step_and_may_be_anothers() -> None:
     one = model("plain")
-    drawing = Denoiser(one, PackedKeys(one.denoiser), steps=6)
+    split = on_torch(one).denoiser
+    drawing = Denoiser(one, split, steps=6)
     seen: list[tuple[int, int]] = []
 
     @contextmanager
@@ -68,7 +69,7 @@ def test_forwards_are_seen_step_by_step_and_may_be_anothers() -> None:
 
     def forward(*arguments: Any, **options: Any) -> Any:
         calls.append(len(arguments[0]))
-        return one.denoiser(*arguments, **options)
+        return split.deep(*arguments, **options)
 
     latents = drawing.latents(["a", "b"], [1, 2], forward=forward, until=3, around=around)
     assert seen == [(0, 1), (1, 1), (2, 1)] and calls == [4, 4, 4]

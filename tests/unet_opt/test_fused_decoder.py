@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.ops.cuda import CudaLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
 from tests.core.quant.stage import check_close
-from tests.unet_opt.fused.test_network import BASE, CUDA, DEVICE, error
 from tests.unet_opt.shapes import KNOWN, vae
-from tests.unet_opt.test_decoder import CONFIGS, latents, stock
+from tests.unet_opt.test_fused_unet import BASE, CUDA, DEVICE, error
+from tests.unet_opt.test_vae import CONFIGS, latents, stock
 from unet_opt import recipe
-from unet_opt.fused.decoder import FusedDecoder
+from unet_opt.vae import VaeDecoder
 
 
 @torch.inference_mode()
 def fused(of: Any, x: Tensor) -> Tensor:
-    return FusedDecoder(of.to(DEVICE, BASE))(x.to(DEVICE)).float().cpu()
+    return VaeDecoder(CudaLowering(BASE, 4), of.to(DEVICE, BASE))(x.to(DEVICE)).float().cpu()
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *KNOWN])
@@ -53,8 +54,19 @@ def test_in_8_bits_it_is_as_far_from_floats_as_the_quantized_modules(name: str, 
     assert error(fused(of, x), floats) < 1.6 * error(wanted, floats) + 0.005
 
 
-def test_a_middle_with_several_heads_is_refused() -> None:
-    of = vae("plain", mid_block_add_attention=True, block_out_channels=(8, 16, 16, 32))
-    of.decoder.mid_block.attentions[0].heads = 2
-    with pytest.raises(ValueError, match="several heads"):
-        FusedDecoder(of)
+@pytest.mark.skipif(CUDA, reason="parity in fp32")
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_in_the_middle_at_any_width(heads: int) -> None:
+    """With several heads, and with one so wide that its scores are materialized."""
+    channels = {1: (8, 16, 16, 272), 2: (8, 16, 16, 32)}[heads]
+    of, x = vae("plain", mid_block_add_attention=True, block_out_channels=channels), latents(2, 4, 6)
+    of.decoder.mid_block.attentions[0].heads = heads
+    check_close(fused(of, x), stock(of, x), relative=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_head_that_is_no_multiple_of_16_is_refused(heads: int) -> None:
+    of = vae("plain", mid_block_add_attention=True, block_out_channels=(8, 8, 16, 24 * heads))
+    of.decoder.mid_block.attentions[0].heads = heads
+    with pytest.raises(ValueError, match=r"vae decoder\.mid_block\.attentions\.0: heads of width 24 are no multiple"):
+        fused(of, latents(1, 2, 2))

@@ -5,7 +5,6 @@ On a GPU the kernels run, elsewhere their plain twins.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor
 
 from contract.plan import DEPTHS
+from core.ops.cuda import CudaLowering
+from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
-from pipeline.denoise import PackedKeys
 from tests.core.quant.stage import check_close
-from tests.unet_opt.shapes import KNOWN, Inputs, inputs, stock, unet
+from tests.unet_opt.shapes import UNETS, Inputs, added, deep, inputs, stock, unet
 from unet_opt import recipe
-from unet_opt.deepcache import kept, shapes
-from unet_opt.fused.network import FusedUNet
+from unet_opt.deepcache import SplitUNet, kept, shapes
 
 CUDA = torch.cuda.is_available()
 DEVICE, BASE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -34,13 +33,8 @@ def placed(given: Inputs) -> Inputs:
     return Inputs(sample, timestep.to(DEVICE), hidden, pooled, ids, cond)
 
 
-@torch.inference_mode()
-def fused(one: FusedUNet, given: Inputs) -> tuple[Tensor, ...]:
-    return one(given.sample, given.timestep, one.keys(given.hidden), given.time_cond, _added(given))
-
-
-def _added(given: Inputs) -> dict[str, Tensor]:
-    return {"text_embeds": given.pooled, "time_ids": given.time_ids}
+def on_fused(of: Any, rows: int) -> SplitUNet:
+    return SplitUNet(CudaLowering(BASE, rows), of)
 
 
 def eight(of: Any, scheme: str) -> Any:
@@ -58,13 +52,13 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", UNETS)
 @pytest.mark.parametrize("size", [(8, 8), (4, 12)])
 def test_in_floats_it_is_diffusers(name: str, size: tuple[int, int]) -> None:
     of = unet(name).to(DEVICE, BASE)
     given = placed(inputs(of, 3, *size))
     wanted = stock(of, given)
-    out, *_ = fused(FusedUNet(of, rows=4), given)
+    out, *_ = deep(on_fused(of, rows=4), given)
     assert wanted.float().std() > 0.02
     if CUDA:
         assert error(out, wanted) < 0.03
@@ -73,14 +67,14 @@ def test_in_floats_it_is_diffusers(name: str, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", UNETS)
 def test_in_8_bits_it_is_the_quantized_modules(name: str, scheme: str) -> None:
     """But for upsampling convolutions, whose summed taps are rounded once more."""
     of = eight(unet(name), scheme)
     given = inputs(of, 3, 8, 8)
     wanted = stock(of, given)
     floats = stock(unet(name), given)
-    out, *_ = fused(FusedUNet(of.to(DEVICE, BASE), rows=3), placed(given))
+    out, *_ = deep(on_fused(of.to(DEVICE, BASE), rows=3), placed(given))
     # Levels at an edge fall either way, and each moves what follows: within the error of the 8 bits themselves, and of
     # the type that is computed in.
     rounding = error(stock(unet(name).to(DEVICE, BASE), placed(given)).cpu(), floats) if CUDA else 0.0
@@ -89,46 +83,44 @@ def test_in_8_bits_it_is_the_quantized_modules(name: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["floats", "int8", "fp8"])
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", UNETS)
 def test_shallow_on_fresh_features_is_deep(name: str, scheme: str) -> None:
     of = unet(name) if scheme == "floats" else eight(unet(name), scheme)
-    one, given = FusedUNet(of.to(DEVICE, BASE), rows=5), placed(inputs(of, 3, 8, 4))
-    out, *views = fused(one, given)
+    one, given = on_fused(of.to(DEVICE, BASE), rows=5), placed(inputs(of, 3, 8, 4))
+    out, *views = deep(one, given)
     eps, features = out.clone(), [view.clone() for view in views]
-    fused(one, placed(inputs(of, 5, 8, 4, seed=7)))  # others use the buffers meanwhile
+    deep(one, placed(inputs(of, 5, 8, 4, seed=7)))  # others use the buffers meanwhile
     for depth in DEPTHS:
         read = kept(features, depth)
-        assert [part.shape[1:] for part in read] == [
-            torch.Size((height, width, channels)) for channels, height, width in shapes(of, depth, 8, 4)
-        ]
+        assert [part.shape[1:] for part in read] == [torch.Size(shape) for shape in shapes(of, depth, 8, 4)]
         with torch.inference_mode():
-            (again,) = one.shallow(depth, read, given.sample, given.timestep, None, given.time_cond, _added(given))
+            (again,) = one.shallow(depth, read, given.sample, given.timestep, None, given.time_cond, added(given))
         assert torch.equal(again, eps)
 
 
 @pytest.mark.parametrize("scheme", ["floats", "int8"])
 def test_rows_are_the_same_in_any_company(scheme: str) -> None:
     of = unet("three-levels") if scheme == "floats" else eight(unet("three-levels"), scheme)
-    one, given = FusedUNet(of.to(DEVICE, BASE), rows=8), placed(inputs(of, 6, 8, 8))
-    together = fused(one, given)[0].clone()
-    alone = torch.cat([fused(one, given.rows([row]))[0].clone() for row in range(6)])
+    one, given = on_fused(of.to(DEVICE, BASE), rows=8), placed(inputs(of, 6, 8, 8))
+    together = deep(one, given)[0].clone()
+    alone = torch.cat([deep(one, given.rows([row]))[0].clone() for row in range(6)])
     assert error(alone, together) < (0.02 if CUDA or scheme == "int8" else 1e-5)
 
 
-def test_keys_are_packed_as_the_pipeline_packs_them() -> None:
+def test_keys_are_packed_as_torch_packs_them() -> None:
     of = unet("three-levels").to(DEVICE, BASE)
     hidden = placed(inputs(of, 2, 8, 8)).hidden
-    wanted = PackedKeys(copy.deepcopy(of))(hidden)
-    one = FusedUNet(of, rows=2)
     with torch.inference_mode():
-        found = one.keys(hidden)
-    assert one.kv_width == wanted.shape[-1]
+        wanted = SplitUNet(TorchLowering(BASE), of).prepare_text(hidden)
+        one = on_fused(of, rows=2)
+        found = one.prepare_text(hidden)
+    assert one.text_width == wanted.shape[-1]
     check_close(found.float(), wanted.float(), relative=0.01 if CUDA else 1e-5)
 
 
 def test_weights_that_are_multiplied_together_are_not_held_twice() -> None:
     of = eight(unet("three-levels"), "int8")
-    FusedUNet(of, rows=1)
+    on_fused(of, rows=1)
     attention = of.mid_block.attentions[0].transformer_blocks[0].attn1
     q, k, v = (layer.weight.untyped_storage().data_ptr() for layer in (attention.to_q, attention.to_k, attention.to_v))
     assert q == k == v
@@ -137,18 +129,16 @@ def test_weights_that_are_multiplied_together_are_not_held_twice() -> None:
 def test_what_does_not_fit_is_refused_by_name() -> None:
     of = unet("plain")
     with pytest.raises(ValueError, match="3 rows, and there is room for 2"):
-        fused(FusedUNet(of, rows=2), inputs(of, 3, 8, 8))
+        deep(on_fused(of, rows=2), inputs(of, 3, 8, 8))
     with pytest.raises(ValueError, match="sides that are multiples of 2"):
-        fused(FusedUNet(of, rows=2), inputs(of, 2, 8, 5))
-    with pytest.raises(ValueError, match="entered by convolutions"):
-        FusedUNet(unet("conv1x1"), rows=1)
+        deep(on_fused(of, rows=2), inputs(of, 2, 8, 5))
     of.register_to_config(act_fn="gelu")
     with pytest.raises(ValueError, match="act_fn"):
-        FusedUNet(of, rows=1)
+        on_fused(of, rows=1)
 
 
 def test_layers_that_read_one_input_must_be_quantized_alike() -> None:
     of = eight(unet("plain"), "int8")
     of.mid_block.attentions[0].transformer_blocks[0].attn1.to_k.inverse.mul_(2)
     with pytest.raises(ValueError, match="quantized in different ways"):
-        FusedUNet(of, rows=1)
+        on_fused(of, rows=1)

@@ -18,10 +18,9 @@ from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.statistics import Statistics
 from core.quant.store import Manifest, load_, round_, save
 from pipeline import tiny
-from tests.core.quant.stage import ROOT, kernels
-from tests.unet_opt.shapes import UNETS, inputs, ours, quantized, stock, unet, vae
+from tests.core.quant.stage import ROOT
+from tests.unet_opt.shapes import UNETS, inputs, on_kernels, ours, quantized, stock, unet, vae
 from unet_opt import recipe
-from unet_opt.program import UNetPrograms
 
 
 @pytest.mark.parametrize("name", UNETS)
@@ -145,11 +144,11 @@ def test_what_is_stored_is_small_and_comes_back_equal(tmp_path: Path) -> None:
     rounded = copy.deepcopy(made)
     round_(rounded)
     given = inputs(plain, 3, 16, 16, tokens=77, seed=5)
-    wanted = ours(UNetPrograms(kernels(), rounded, half=True), given)
+    wanted = ours(on_kernels(rounded, half=True), given)
     for folder in ("weights", "scales"):
         again = copy.deepcopy(plain)
         load_(again, tmp_path / folder, source="digest")
-        assert torch.equal(ours(UNetPrograms(kernels(), again, half=True), given), wanted)
+        assert torch.equal(ours(on_kernels(again, half=True), given), wanted)
     exact = stock(plain, given)
     assert (wanted - exact).norm() < 0.08 * exact.norm()
 
@@ -157,4 +156,4 @@ def test_what_is_stored_is_small_and_comes_back_equal(tmp_path: Path) -> None:
 def test_the_embedded_models_shape_in_floats() -> None:
     plain, _, _ = emoji()
     given = inputs(plain, 2, 16, 16, tokens=77, seed=7)
-    assert (ours(UNetPrograms(kernels(), plain), given) - stock(plain, given)).abs().max() <= 1e-4
+    assert (ours(on_kernels(plain), given) - stock(plain, given)).abs().max() <= 1e-4

@@ -1,8 +1,9 @@
-"""Decoder programs: equal to diffusers' decoder in floats, near it in INT8, bits of a picture its own."""
+"""The decoder on the CPU kernels: equal to diffusers' in floats, near it in INT8, bits of a picture its own."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import shlex
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +15,25 @@ from torch import Tensor, nn
 from core.kernels.cpu.library import _compiler as compiler
 from core.kernels.cpu.library import _processor_flags as flags
 from core.kernels.cpu.library import library
+from core.ops.cpu import CpuLowering
+from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
 from tests.core.quant.stage import CACHE, check_close, kernels, normal, threads
 from tests.unet_opt.shapes import KNOWN, vae
 from unet_opt import recipe
-from unet_opt.decoder import DecoderPrograms, check
+from unet_opt.layout import check_decoder
+from unet_opt.vae import VaeDecoder
 
 
 @torch.inference_mode()
 def stock(of: Any, latents: Tensor) -> Tensor:
     """[B, H, W, 3] as diffusers decodes."""
     return of.decode(latents, return_dict=False)[0].permute(0, 2, 3, 1)  # type: ignore[no-any-return]
+
+
+def on_kernels(of: Any, *, half: bool = False, library: ctypes.CDLL | None = None) -> VaeDecoder:
+    return VaeDecoder(CpuLowering(library or kernels(), of, half=half), of)
 
 
 def latents(rows: int, height: int, width: int, seed: int = 0) -> Tensor:
@@ -56,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_in_floats_it_equals_diffusers(name: str) -> None:
     one = vae("plain", **CONFIGS[name])
-    programs = DecoderPrograms(kernels(), one)
+    programs = on_kernels(one)
     for rows, height, width in ((1, 4, 4), (3, 5, 2), (2, 1, 7), (3, 5, 2)):
         x = latents(rows, height, width, rows)
         found, wanted = programs(x), stock(one, x)
@@ -67,7 +75,23 @@ def test_in_floats_it_equals_diffusers(name: str) -> None:
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_pipelines_decoders(name: str) -> None:
     one, x = vae(name), latents(2, 4, 6)
-    check_close(DecoderPrograms(kernels(), one)(x), stock(one, x), relative=1e-5)
+    check_close(on_kernels(one)(x), stock(one, x), relative=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_on_torch_too(name: str) -> None:
+    one, x = vae("plain", **CONFIGS[name]), latents(2, 5, 3)
+    decoder = VaeDecoder(TorchLowering(torch.float32), one)
+    check_close(decoder(x), stock(one, x), relative=1e-5)
+
+
+def test_a_middle_may_have_several_heads() -> None:
+    one, x = vae("plain", mid_block_add_attention=True, block_out_channels=(8, 16, 16, 64)), latents(2, 4, 6)
+    alone = stock(one, x)
+    one.decoder.mid_block.attentions[0].heads = 4
+    wanted = stock(one, x)
+    assert (wanted - alone).abs().max() > 1e-4, "it would prove nothing"
+    check_close(on_kernels(one)(x), wanted, relative=1e-5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -75,7 +99,7 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
     plain = vae("plain", **CONFIGS[name])
     one = quantized(copy.deepcopy(plain))
     x = latents(16, 2, 2, seed=50)  # small: a value on the edge of two levels may fall either way, and few do here
-    found, modules, wanted = DecoderPrograms(kernels(), one)(x), stock(one, x), stock(plain, x)
+    found, modules, wanted = on_kernels(one)(x), stock(one, x), stock(plain, x)
 
     def off(a: Tensor, b: Tensor) -> Tensor:
         return (a - b).flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)
@@ -95,7 +119,7 @@ def test_avx2_says_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Non
     one = vae("plain", mid_block_add_attention=True)
     x = latents(4, 2, 2)
     found, wanted = (
-        DecoderPrograms(which, quantized(copy.deepcopy(one)) if scheme == "int8" else one, half=scheme == "half")(x)
+        on_kernels(quantized(copy.deepcopy(one)) if scheme == "int8" else one, half=scheme == "half", library=which)(x)
         for which in (narrow, wide)
     )
     check_close(found, wanted, relative=1e-5)
@@ -104,7 +128,7 @@ def test_avx2_says_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
 def test_a_pictures_bits_depend_on_nothing_but_its_latents(scheme: str) -> None:
     one = vae("plain", mid_block_add_attention=True)
-    programs = DecoderPrograms(kernels(), quantized(one) if scheme == "int8" else one, half=scheme == "half")
+    programs = on_kernels(quantized(one) if scheme == "int8" else one, half=scheme == "half")
     x = latents(4, 4, 6)
     together = programs(x)
     for which in ([0], [3], [2, 1], [3, 3, 0]):
@@ -114,11 +138,11 @@ def test_a_pictures_bits_depend_on_nothing_but_its_latents(scheme: str) -> None:
 
 
 def test_results_are_the_callers_own() -> None:
-    programs = DecoderPrograms(kernels(), vae("plain"))
+    programs = on_kernels(vae("plain"))
     first = programs(latents(1, 2, 2))
     before = first.clone()
     assert not torch.equal(programs(latents(1, 2, 2, seed=9)), first) and torch.equal(first, before)
-    assert programs.size_bytes > 0
+    assert isinstance(programs.lowering, CpuLowering) and programs.lowering.size_bytes[0] > 0
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -127,26 +151,26 @@ def test_results_are_the_callers_own() -> None:
 def test_other_decoders_are_refused() -> None:
     one = vae("plain")
     other: Any = SimpleNamespace(config=SimpleNamespace(**one.config), decoder=one.decoder)
-    check(other)
+    check_decoder(other)
     other.config.up_block_types = ["UpDecoderBlock2D", "AttnUpDecoderBlock2D"]
-    with pytest.raises(ValueError, match="vae: the native kernels do not support AttnUpDecoderBlock2D"):
-        check(other)
+    with pytest.raises(ValueError, match="vae: unsupported blocks: AttnUpDecoderBlock2D"):
+        check_decoder(other)
     other.config.up_block_types = ["UpDecoderBlock2D"]
     for name in ("act_fn", "norm_type"):
         setattr(other.config, name, "other")
-        with pytest.raises(ValueError, match=f"vae: {name} is 'other'"):
-            check(other)
+        with pytest.raises(ValueError, match=f"vae: {name} is 'other'; supported is "):
+            check_decoder(other)
         delattr(other.config, name)
-    with pytest.raises(ValueError, match="vae: the native kernels support AutoencoderKL, not SimpleNamespace"):
-        check(SimpleNamespace(config=SimpleNamespace(), decoder=nn.Identity()))
+    with pytest.raises(ValueError, match="vae: is a SimpleNamespace; supported is AutoencoderKL"):
+        check_decoder(SimpleNamespace(config=SimpleNamespace(), decoder=nn.Identity()))
 
 
 def test_a_head_that_is_no_multiple_of_16_is_refused() -> None:
     one = vae("plain", mid_block_add_attention=True, block_out_channels=(8, 8, 16, 24))
     with pytest.raises(ValueError, match=r"vae decoder\.mid_block\.attentions\.0: heads of width 24 are no multiple"):
-        DecoderPrograms(kernels(), one)
+        on_kernels(one)
 
 
 def test_latents_of_other_channels_are_refused() -> None:
     with pytest.raises(ValueError, match="vae: latents have 1 channels, not 4"):
-        DecoderPrograms(kernels(), vae("plain"))(torch.zeros(1, 1, 4, 4))
+        on_kernels(vae("plain"))(torch.zeros(1, 1, 4, 4))

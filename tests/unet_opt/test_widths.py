@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from core.kernels.cuda import tiles
+from core.ops import fused as layers
+from core.ops.cuda import CudaLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
 from pipeline import sdxl, tiny
 from unet_opt import recipe
-from unet_opt.fused import layers
-from unet_opt.fused.network import FusedUNet
-from unet_opt.fused.widths import products, tuned_rows
+from unet_opt.deepcache import SplitUNet
+from unet_opt.widths import products, tuned_rows
 
 SHAPE = tiny.SDXLShape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
 
@@ -86,8 +87,8 @@ def test_products_are_those_that_the_fused_layers_ask_tiles_for(monkeypatch: pyt
     watch(layers.linears, "linear_geglu_int8_reference", "geglu", lambda made: made.shape[0])
     watch(layers.convs, "conv3x3_int8_reference", "conv", lambda made: made.shape[:3].numel())
     watch(layers.convs, "upsample_conv3x3_int8_reference", "upsample", lambda made: made.shape[:3].numel())
-    fused = FusedUNet(unet, rows=2)
-    fused(sample, times, torch.randn(2, 77, fused.kv_width), **given)
+    split = SplitUNet(CudaLowering(torch.float32, 2), unet)
+    split.deep(sample, times, torch.randn(2, 77, split.text_width), **given)
     told = set(products(unet, 8, 8))
     assert told == set(products(plain, 8, 8)), "whether it is quantized or not"
     assert {kernel for kernel, *_ in asked} == {"linear", "geglu", "conv", "upsample"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,14 @@ from llm import tiny as texts
 from llm.load import load as load_text
 from llm.quantized import make as quantize_text
 from pipeline import quantized, tiny
+from pipeline.backends.backend import ImageBackend, Widths
+from pipeline.backends.eager import TorchBackend
+from pipeline.backends.programs import ProgramBackend
 from pipeline.folder import ModelError
-from pipeline.load import load
+from pipeline.load import ImageModel, load
 from tests.core.kernels.test_device import H200
 from tests.core.quant.stage import CACHE
-from workers import app, variants
+from workers import app, backends, variants
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision, text_runner
 from workers.serving_runtime import ModelRuntime, handlers_of
@@ -66,7 +70,7 @@ def test_auto_takes_int8_where_the_model_has_it_and_the_kernels_run(model: Path,
     assert precision(settings(model, cache), "cpu") == "int8"
     assert precision(settings(tiny.TINY, cache), "cpu") == "fp32", "no such variant"
     with build(settings(model, cache)) as works:
-        assert works.images.model.precision == "int8" and works.images.execution.programs
+        assert works.images.model.precision == "int8" and isinstance(works.images.backend, ProgramBackend)
 
 
 def test_without_a_compiler_auto_is_fp32_and_the_log_says_why(
@@ -79,7 +83,7 @@ def test_without_a_compiler_auto_is_fp32_and_the_log_says_why(
         assert precision(settings(model, tmp_path), "cpu") == "fp32"
     assert "fp32 instead of int8" in caplog.text
     with build(settings(model, tmp_path, compile=False)) as works:
-        assert works.images.model.precision == "fp32" and not works.images.execution.programs
+        assert works.images.model.precision == "fp32" and isinstance(works.images.backend, TorchBackend)
     with pytest.raises(ModelError, match="int8 does not run here"):
         build(settings(model, tmp_path, precision="int8"))
 
@@ -111,7 +115,7 @@ def test_int8_of_a_model_without_a_variant_makes_one_in_the_cache_which_auto_tak
     assert "no int8 variant; `--precision int8` or `diptych quantize` makes one" in caplog.text
     said: list[str] = []
     with build(settings(plain, mine, precision="int8"), say=said.append) as works:
-        assert works.images.model.precision == "int8" and works.images.execution.programs
+        assert works.images.model.precision == "int8" and isinstance(works.images.backend, ProgramBackend)
         digest = works.images.model.digest
     assert [line for line in said if "to int8: 0 of 64 prompts" in line or "to int8: 64 of 64 prompts" in line]
     caplog.clear()
@@ -122,6 +126,15 @@ def test_int8_of_a_model_without_a_variant_makes_one_in_the_cache_which_auto_tak
     with build(settings(plain, mine, precision="int8"), say=again.append) as works:
         assert works.images.model.digest == digest
     assert not [line for line in again if "quantizing" in line]
+
+
+@pytest.mark.usefixtures("has_kernels")
+def test_a_model_in_8_bits_takes_no_loras_and_keeps_no_weights_for_any(
+    model: Path, cache: Path, tmp_path: Path
+) -> None:
+    with build(settings(model, cache, lora_dir=str(tmp_path))) as works:
+        assert works.images.model.precision == "int8" and works.images.adapters is None
+        assert works.images.model.unet.conv_in.weight.numel() == 0
 
 
 @pytest.mark.usefixtures("has_kernels")
@@ -196,7 +209,7 @@ def test_a_worker_measures_what_forwards_cost_before_its_first_job(cache: Path) 
     given = settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False)
     with closing(app._build(given, said.append)) as equipment:
         assert isinstance(equipment, ModelRuntime)
-        curves = equipment.works.images.execution.costs()
+        curves = equipment.works.images.backend.costs.measured()
         assert {key[0] for key in curves} >= {"deep", "vae"}
         assert all(seconds > 0 for curve in curves.values() for seconds in curve.values())
         deep = [rows for key, curve in curves.items() if key[0] == "deep" for rows in curve]
@@ -225,15 +238,22 @@ def test_a_schedule_that_is_none_is_refused_by_name(text: str) -> None:
 
 
 class Built(Exception):
-    """The runner would be made with these options."""
+    """The backend of this name would be made with these widths."""
+
+    def __init__(self, name: str, widths: Widths) -> None:
+        super().__init__(name)
+        self.name, self.widths = name, widths
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What decides how pictures are drawn finds an H200 with Triton, and goes as far as the runner."""
+    """What decides how pictures are drawn finds an H200 with Triton, and goes as far as the backend."""
 
-    def runner(model: Any, **options: Any) -> None:
-        raise Built(options)
+    def maker(name: str) -> Callable[..., ImageBackend]:
+        def make(model: ImageModel, widths: Widths, **options: Any) -> ImageBackend:
+            raise Built(name, widths)
+
+        return make
 
     def load_on(name: str, *, device: str, **options: Any) -> Any:
         return replace(load(name, **options), device=torch.device(device))
@@ -246,15 +266,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/users/own")
     say.cache_clear()
     monkeypatch.setattr(build_module, "load", load_on)
-    monkeypatch.setattr(build_module, "ImageRunner", runner)
+    monkeypatch.setattr(backends, "TorchBackend", maker("torch"))
+    monkeypatch.setattr(backends, "GraphBackend", maker("graphs"))
 
 
-def drawn_with(given: Settings) -> dict[str, Any]:
-    """What the runner of these settings is made with."""
+def drawn_with(given: Settings) -> Built:
+    """What the backend of these settings is made with."""
     with pytest.raises(Built) as caught:
         build(given)
-    options: dict[str, Any] = caught.value.args[0]
-    return options
+    return caught.value
 
 
 @pytest.mark.usefixtures("gpu")
@@ -264,7 +284,7 @@ def test_a_gpu_draws_on_fused_layers_in_what_auto_finds(model: Path, cache: Path
     plain = tiny.save(tmp_path / "plain", SHAPE)
     assert precision(Settings(model=str(plain), **on), "cuda") == "bf16"  # type: ignore[arg-type]
     for asked in ("auto", "bf16"):
-        assert drawn_with(Settings(model=str(plain), precision=asked, **on))["fused"]  # type: ignore[arg-type]
+        assert drawn_with(Settings(model=str(plain), precision=asked, **on)).name == "graphs"  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -280,7 +300,7 @@ def test_a_gpu_without_fused_layers_says_why(
 ) -> None:
     plain = tiny.save(tmp_path / "plain", SHAPE)
     with caplog.at_level(logging.INFO):
-        assert not drawn_with(Settings(model=str(plain), device="cuda", cache_dir=tmp_path, **given))["fused"]
+        assert drawn_with(Settings(model=str(plain), device="cuda", cache_dir=tmp_path, **given)).name == "torch"
     assert "all layers: torch: " in caplog.text and why in caplog.text
 
 
@@ -291,14 +311,15 @@ def test_widths_on_a_gpu_are_close_and_end_where_tiles_do(
     plain = tiny.save(tmp_path / "plain", SHAPE)
     on = Settings(model=str(plain), device="cuda", cache_dir=cache, max_rows=32)
     with caplog.at_level(logging.INFO):
-        options = drawn_with(on)
-    assert options["max_rows"] == 32 and "no tiles were measured on NVIDIA H200" in caplog.text
-    buckets = [rows for rows in options["buckets"] if rows <= 32]
+        widths = drawn_with(on).widths
+    assert widths.max_rows == 32 and "no tiles were measured on NVIDIA H200" in caplog.text
+    buckets = widths.descending
+    assert max(buckets) == 32
     for rows in range(1, 33):
         padded = min(bucket for bucket in buckets if bucket >= rows)
         assert padded - rows <= max(1, rows / 5), "a forward costs what its rows cost, padding included"
-    monkeypatch.setattr("unet_opt.fused.widths.tuned_rows", lambda *_: 6)
+    monkeypatch.setattr("unet_opt.widths.tuned_rows", lambda *_: 6)
     with caplog.at_level(logging.INFO):
-        options = drawn_with(on)
-    assert options["max_rows"] == options["deterministic_rows"] == 6
+        widths = drawn_with(on).widths
+    assert widths.max_rows == widths.deterministic_rows == 6
     assert "at most 6 rows, not 32" in caplog.text

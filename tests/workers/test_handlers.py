@@ -25,7 +25,7 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane
 from core.config import Settings
 from core.jobs.record import to_json
-from pipeline.execution import BatchGroup
+from pipeline.backends.backend import BatchGroup
 from pipeline.load import load
 from pipeline.phases import SHALLOW
 from pipeline.tiny import TINY
@@ -137,6 +137,7 @@ def test_the_card_tells_what_the_runner_offers(works: Runtime) -> None:
     assert (32, 32) in card.sizes
     assert set(card.sizes) == set(runner.sizes)
     assert card.default_scheduler in card.schedulers
+    assert card.defaults == runner.model.family.defaults
     assert card.limits.max_images == MAX_IMAGES
     assert card.limits.max_seed == MAX_SEED
     assert to_json(dataclasses.asdict(card))  # it goes to Redis
@@ -165,7 +166,7 @@ def test_the_card_counts_the_graphs_that_are_recorded(works: Runtime) -> None:
         runner.recording.close()  # what is left to be recorded is recorded here
         runner.prepare(measure_s=0.0)
         assert image_card(runner).graphs == {"recorded": 0, "wanted": 12}
-        assert runner.execution.record_next()
+        assert runner.backend.graphs.record_next()
         assert image_card(runner).graphs == {"recorded": 1, "wanted": 12}
     finally:
         runner.close()

@@ -171,7 +171,8 @@ class Program:
             found = free.pop()
         else:
             size_bytes = count * dtype.itemsize
-            found = self._blocks.take(size_bytes, self._taken)[:size_bytes].view(dtype)
+            with torch.inference_mode(False):  # else calls outside of it could not write here
+                found = self._blocks.take(size_bytes, self._taken)[:size_bytes].view(dtype)
             self.size_bytes += size_bytes
         self._lent[found.data_ptr()] = count
         return found.view(shape)

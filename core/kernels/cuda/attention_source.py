@@ -1,15 +1,16 @@
-"""CUDA C++ source of attention for Hopper, heads of 64, with bf16, int8 or E4M3 output, compiled by NVRTC.
+"""CUDA C++ source of attention for Hopper, heads of 64 or 128, with bf16, int8 or E4M3 output, compiled by NVRTC.
 
 Follows FlashAttention-3 (Shah et al., 2024): a producer warp loads keys and values with TMA; each consumer warpgroup
 owns 64 queries, and the product with one block's values overlaps the softmax of the next. From FlashAttention-4: the
-running maximum is only raised, and the sums only rescaled, when it has grown by 2^8. `attention.py` prepares the
-arguments.
+running maximum is only raised, and the sums only rescaled, when it has grown by 2^8. A head of 128 lies in shared
+memory as two slices of 64 dimensions. `attention.py` prepares the arguments.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.kernels.cuda.attention_output_source import OUTPUT
 from core.kernels.cuda.device_source import DEVICE
 
 
@@ -19,7 +20,8 @@ class AttentionVariant:
 
     `consumers`: warpgroups of 64 queries each (2 or 3). `keys`: per block. `stages`: blocks in flight. `output`: bf16,
     int8 or e4m3. `emulated`: how many of every 8 exponentials are computed on the FMA units instead of the special
-    ones.
+    ones. `head`: 64 or 128 dimensions. `lengths`: each image has its own number of tokens; what lies beyond is not read
+    as a key, and gets zeros as a query.
     """
 
     consumers: int
@@ -27,11 +29,14 @@ class AttentionVariant:
     stages: int
     output: str = "bf16"
     emulated: int = 0
+    head: int = 64
+    lengths: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's name, as profilers show it."""
-        return f"attention_{self.rows}x{self.keys}_{self.output}_emulated{self.emulated}"
+        marks = "_head128" * (self.head == 128) + "_lengths" * self.lengths
+        return f"attention_{self.rows}x{self.keys}_{self.output}_emulated{self.emulated}{marks}"
 
     @property
     def rows(self) -> int:
@@ -44,11 +49,11 @@ class AttentionVariant:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: two tiles' queries, the ring of keys and values, barriers, and room to align it."""
-        return 2 * self.rows * 128 + self.stages * 2 * self.keys * 128 + 32 * self.stages + 32 + 1024
+        return 4 * self.head * (self.rows + self.stages * self.keys) + 32 * self.stages + 32 + 1024
 
 
 def scores(keys: int) -> str:
-    """The C++ wrapper of S = Q·Kᵀ over 16 of the head's 64 dimensions: 64 queries × `keys`."""
+    """The C++ wrapper of S = Q·Kᵀ over 16 of the head's dimensions: 64 queries × `keys`."""
     count = keys // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -62,14 +67,16 @@ __device__ __forceinline__ void scores(float (&d)[{count}], u64 a, u64 b, int ke
 """
 
 
-def values() -> str:
-    """The C++ wrapper of O += P·V over 16 keys: 64 queries × the head's 64 dimensions."""
-    registers = ", ".join(f"%{i}" for i in range(32))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(32))
-    kind = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
+def values(head: int) -> str:
+    """The C++ wrapper of O += P·V over 16 keys: 64 queries × the head's dimensions."""
+    count = head // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    left = ", ".join(f"%{count + i}" for i in range(4))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    kind = f"wgmma.mma_async.sync.aligned.m64n{head}k16.f32.bf16.bf16"
     return f"""
-__device__ __forceinline__ void values(float (&d)[32], const u32* a, u64 b) {{
-  asm volatile("{kind} {{{registers}}}, {{%32, %33, %34, %35}}, %36, 1, 1, 1, 1;"
+__device__ __forceinline__ void values(float (&d)[{count}], const u32* a, u64 b) {{
+  asm volatile("{kind} {{{registers}}}, {{{left}}}, %{count + 4}, 1, 1, 1, 1;"
     : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }}
 """
@@ -85,11 +92,13 @@ def source(variant: AttentionVariant) -> str:
         "STAGES": variant.stages,
         "OUTPUT": {"bf16": 0, "int8": 1, "e4m3": 2}[variant.output],
         "EMULATED": variant.emulated,
+        "HEAD": variant.head,
+        "LENGTHS": int(variant.lengths),
         "PRODUCER_REGISTERS": f'"{producer}"',
         "CONSUMER_REGISTERS": f'"{consumer}"',
     }
     head = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return head + DEVICE + _PROBLEM + scores(variant.keys) + values() + _SOFTMAX + _OUTPUT + _KERNEL
+    return head + DEVICE + _PROBLEM + scores(variant.keys) + values(variant.head) + _SOFTMAX + OUTPUT + _KERNEL
 
 
 _PROBLEM = r"""
@@ -99,10 +108,17 @@ struct Problem {
   long long out_image, out_row, out_head;      // strides of the output, in elements
   int images, heads, queries, keys;
   float scale;                                 // softmax scale · log2(e)
-  int inverse_step;                            // 0: out_inv_scale is one number, 1: one a channel of [heads · 64]
+  int inverse_step;                            // 0: out_inv_scale is one number, 1: one a channel of [heads · HEAD]
+#if LENGTHS
+  const int* lengths;                          // tokens of each image, at most `queries`, which are as many as `keys`
+#endif
 };
 #define ROWS (64 * CONSUMERS)
-#define BLOCK_BYTES (KEYS * 128)
+#define SLICES (HEAD / 64)
+#define QUERY_BYTES (ROWS * SLICES * 128)
+#define BLOCK_BYTES (KEYS * SLICES * 128)
+// Values as an operand: beyond its first 64 dimensions lies the next slice.
+#define VALUES(address) (operand(address) + ((u64)(SLICES == 1 ? 0 : KEYS * 8 - 1) << 16))
 """
 
 _SOFTMAX = r"""
@@ -118,9 +134,15 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
 }
 struct State { float maximum[2], sum[2]; };
 
+// Rows beyond the image's length have no say in when sums are rescaled: `rows` are left from this thread's first on.
+#if LENGTHS
+#define REAL(i) (8 * (i) < rows)
+#else
+#define REAL(i) true
+#endif
 // Scores of one block to probabilities in place. `rescale` receives what the sums so far must be multiplied by.
 __device__ __forceinline__ bool softmax(float (&s)[KEYS / 2], State& state, float (&rescale)[2], float scale,
-                                        int left, bool first) {
+                                        int left, int rows, bool first) {
   int q = threadIdx.x & 3;
   if (left < KEYS) {
     #pragma unroll
@@ -139,7 +161,8 @@ __device__ __forceinline__ bool softmax(float (&s)[KEYS / 2], State& state, floa
     top[i] = fmaxf(top[i], __shfl_xor_sync(0xFFFFFFFFu, top[i], 1));
     top[i] = fmaxf(top[i], __shfl_xor_sync(0xFFFFFFFFu, top[i], 2));
   }
-  bool grown = first || (top[0] - state.maximum[0]) * scale > 8.0f || (top[1] - state.maximum[1]) * scale > 8.0f;
+  bool grown = first || (REAL(0) && (top[0] - state.maximum[0]) * scale > 8.0f)
+    || (REAL(1) && (top[1] - state.maximum[1]) * scale > 8.0f);
   grown = __any_sync(0xFFFFFFFFu, grown);
   if (grown) {
     #pragma unroll
@@ -175,75 +198,20 @@ __device__ __forceinline__ u32 pack(float lo, float hi) {
 }
 """
 
-_OUTPUT = r"""
-#if OUTPUT
-__device__ __forceinline__ u32 quantize2(float a, float b) {  // two bytes
-#if OUTPUT == 2
-  u32 r;
-  asm("{\n.reg .b16 r;\ncvt.rn.satfinite.e4m3x2.f32 r, %2, %1;\nmov.b32 %0, {r, 0};\n}" : "=r"(r) : "f"(a), "f"(b));
-  return r;
-#else
-  const float magic = 12582912.0f;  // 1.5 · 2^23: the sum's low byte is the integer, rounded half to even
-  u32 x = __float_as_uint(fminf(fmaxf(a, -127.0f), 127.0f) + magic);
-  u32 y = __float_as_uint(fminf(fmaxf(b, -127.0f), 127.0f) + magic);
-  return __byte_perm(x, y, 0x0040) & 0xFFFFu;
-#endif
-}
-#endif
-// Lane q of a quad gives word w to lane w and receives the words q of all four.
-__device__ __forceinline__ void transpose(u32 (&w)[4]) {
-  int q = threadIdx.x & 3;
-  bool odd = q & 1, high = q & 2;
-  u32 a = __shfl_xor_sync(0xFFFFFFFFu, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(0xFFFFFFFFu, odd ? w[2] : w[3], 1);
-  if (odd) { w[0] = a; w[2] = b; } else { w[1] = a; w[3] = b; }
-  a = __shfl_xor_sync(0xFFFFFFFFu, high ? w[0] : w[2], 2); b = __shfl_xor_sync(0xFFFFFFFFu, high ? w[1] : w[3], 2);
-  if (high) { w[0] = a; w[1] = b; } else { w[2] = a; w[3] = b; }
-}
-__device__ __forceinline__ void store(const Problem& p, float (&o)[32], State& state, int image, int head, int row) {
-  int q = threadIdx.x & 3;
-  #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float total = state.sum[i];
-    total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
-    total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-    float factor = 1.0f / total;
-    bool valid = row + 8 * i < p.queries;
-    long long at = image * p.out_image + (row + 8 * i) * p.out_row + head * p.out_head + 16 * q;
-#if OUTPUT
-    u32 w[4];
-    #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float* f = p.out_inv_scale + p.inverse_step * (head * 64 + 16 * j + 2 * q);
-      float f0 = factor * f[0], f1 = factor * f[p.inverse_step];
-      float f2 = factor * f[8 * p.inverse_step], f3 = factor * f[9 * p.inverse_step];
-      w[j] = quantize2(o[8 * j + 2 * i] * f0, o[8 * j + 2 * i + 1] * f1)
-        | quantize2(o[8 * j + 4 + 2 * i] * f2, o[8 * j + 5 + 2 * i] * f3) << 16;
-    }
-    transpose(w);
-    if (valid) *(uint4*)((u8*)p.out + at) = make_uint4(__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410),
-      __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632));
-#else
-    u32 lo[4], hi[4];
-    #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      lo[j] = pack(o[8 * j + 2 * i] * factor, o[8 * j + 2 * i + 1] * factor);
-      hi[j] = pack(o[8 * j + 4 + 2 * i] * factor, o[8 * j + 5 + 2 * i] * factor);
-    }
-    transpose(lo); transpose(hi);
-    if (valid) {
-      *(uint4*)((u8*)p.out + at * 2) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-      *(uint4*)((u8*)p.out + at * 2 + 16) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-    }
-#endif
-  }
-}
-"""
-
 _KERNEL = r"""
+template <int COUNT>  // of rows
 __device__ __forceinline__ void load(u32 to, const Map* map, u32 bar, int head, int row, int image) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    " [%0], [%1, {%3, %4, %5, %6}], [%2];"
-    :: "r"(to), "l"(map), "r"(bar), "r"(0), "r"(head), "r"(row), "r"(image) : "memory");
+  #pragma unroll
+  for (int slice = 0; slice < SLICES; ++slice)
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" :: "r"(to + slice * COUNT * 128), "l"(map), "r"(bar), "r"(64 * slice),
+      "r"(head), "r"(row), "r"(image) : "memory");
+}
+// S = Q·Kᵀ of one block: `q` and `k` are the operands of the first 16 dimensions.
+__device__ __forceinline__ void all_scores(float (&s)[KEYS / 2], u64 q, u64 k) {
+  #pragma unroll
+  for (int step = 0; step < HEAD / 16; ++step)
+    scores(s, q + (step >> 2) * (ROWS * 8) + 2 * (step & 3), k + (step >> 2) * (KEYS * 8) + 2 * (step & 3), step);
 }
 #define FENCE_ALL(x) \
   { _Pragma("unroll") for (int i_ = 0; i_ < sizeof(x) / 4; ++i_) asm volatile("" : "+f"(x[i_]) :: "memory"); }
@@ -254,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const __grid_constant__ Map map_v,
      const __grid_constant__ Problem p) {
   extern __shared__ u8 memory[];
-  u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + 2 * ROWS * 128;
+  u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + 2 * QUERY_BYTES;
   u32 full_k = ring + STAGES * 2 * BLOCK_BYTES, empty_k = full_k + 8 * STAGES;
   u32 full_v = empty_k + 8 * STAGES, empty_v = full_v + 8 * STAGES, full_q = empty_v + 8 * STAGES;
   u32 empty_q = full_q + 16;
@@ -267,7 +235,8 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  int blocks = (p.keys + KEYS - 1) / KEYS, per_head = (p.queries + ROWS - 1) / ROWS;
+  int keys = p.keys, limit = p.queries;
+  int blocks = (keys + KEYS - 1) / KEYS, per_head = (p.queries + ROWS - 1) / ROWS;
   int tiles = p.images * p.heads * per_head;
   u32 stage = 0, parity = 0, turn = 0, parity_q = 0;
   if (threadIdx.x < 128) {
@@ -276,19 +245,23 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
       for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         int pair = tile / per_head, row = (tile - pair * per_head) * ROWS;
         int image = pair / p.heads, head = pair - image * p.heads;
+#if LENGTHS
+        keys = p.lengths[image]; blocks = (keys + KEYS - 1) / KEYS;
+        if (row >= keys) continue;
+#endif
         barrier_wait(empty_q + 8 * turn, parity_q ^ 1);
-        barrier_expect(full_q + 8 * turn, ROWS * 128);
-        load(queries + turn * ROWS * 128, &map_q, full_q + 8 * turn, head, row, image);
+        barrier_expect(full_q + 8 * turn, QUERY_BYTES);
+        load<ROWS>(queries + turn * QUERY_BYTES, &map_q, full_q + 8 * turn, head, row, image);
         parity_q ^= turn; turn ^= 1;
         #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
           u32 k = ring + stage * 2 * BLOCK_BYTES;
           barrier_wait(empty_k + 8 * stage, parity ^ 1);
           barrier_expect(full_k + 8 * stage, BLOCK_BYTES);
-          load(k, &map_k, full_k + 8 * stage, head, block * KEYS, image);
+          load<KEYS>(k, &map_k, full_k + 8 * stage, head, block * KEYS, image);
           barrier_wait(empty_v + 8 * stage, parity ^ 1);
           barrier_expect(full_v + 8 * stage, BLOCK_BYTES);
-          load(k + BLOCK_BYTES, &map_v, full_v + 8 * stage, head, block * KEYS, image);
+          load<KEYS>(k + BLOCK_BYTES, &map_v, full_v + 8 * stage, head, block * KEYS, image);
           if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
       }
@@ -301,7 +274,12 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       int pair = tile / per_head, row = (tile - pair * per_head) * ROWS;
       int image = pair / p.heads, head = pair - image * p.heads;
-      if (row + consumer * 64 >= p.queries) {  // no queries are left for this consumer: the others get its share
+#if LENGTHS
+      keys = limit = p.lengths[image]; blocks = (keys + KEYS - 1) / KEYS;
+      if (row + consumer * 64 >= keys) clear(p, image, head, row + consumer * 64 + warp * 16 + (lane >> 2));
+      if (row >= keys) continue;
+#endif
+      if (row + consumer * 64 >= limit) {  // no queries are left for this consumer: the others get its share
         barrier_wait(full_q + 8 * turn, parity_q);
         for (int block = 0; block < blocks; ++block) {
           barrier_wait(full_k + 8 * stage, parity);
@@ -315,23 +293,23 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
         continue;
       }
       State state = {};
-      float o[32], s[KEYS / 2], rescale[2];
+      float o[HEAD / 2], s[KEYS / 2], rescale[2];
       u32 probabilities[KEYS / 4];
       #pragma unroll
-      for (int i = 0; i < 32; ++i) o[i] = 0.0f;
-      u64 q = operand(queries + turn * ROWS * 128 + consumer * 8192);
+      for (int i = 0; i < HEAD / 2; ++i) o[i] = 0.0f;
+      u64 q = operand(queries + turn * QUERY_BYTES + consumer * 8192);
       barrier_wait(full_q + 8 * turn, parity_q);
       barrier_wait(full_k + 8 * stage, parity);
       u64 k = operand(ring + stage * 2 * BLOCK_BYTES);
       FENCE_ALL(s);
       product_fence();
-      #pragma unroll
-      for (int step = 0; step < 4; ++step) scores(s, q + 2 * step, k + 2 * step, step);
+      all_scores(s, q, k);
       product_commit();
       product_wait<0>();
       FENCE_ALL(s);
       if (thread == 0) barrier_arrive_local(empty_k + 8 * stage);
-      softmax(s, state, rescale, p.scale, p.keys, true);
+      int rows = keys - (row + consumer * 64 + warp * 16 + (lane >> 2));
+      softmax(s, state, rescale, p.scale, keys, rows, true);
       #pragma unroll
       for (int i = 0; i < KEYS / 4; ++i) probabilities[i] = pack(s[2 * i], s[2 * i + 1]);
       #pragma unroll 1
@@ -342,11 +320,10 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
         k = operand(ring + stage * 2 * BLOCK_BYTES);
         FENCE_ALL(s);
         product_fence();
-        #pragma unroll
-        for (int step = 0; step < 4; ++step) scores(s, q + 2 * step, k + 2 * step, step);
+        all_scores(s, q, k);
         product_commit();
         barrier_wait(full_v + 8 * before, parity_before);
-        u64 v = operand(ring + before * 2 * BLOCK_BYTES + BLOCK_BYTES);
+        u64 v = VALUES(ring + before * 2 * BLOCK_BYTES + BLOCK_BYTES);
         FENCE_ALL(o);
         #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step) values(o, probabilities + 4 * step, v + 128 * step);
@@ -354,14 +331,14 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
         product_wait<1>();
         FENCE_ALL(s);
         if (thread == 0) barrier_arrive_local(empty_k + 8 * stage);
-        bool grown = softmax(s, state, rescale, p.scale, p.keys - block * KEYS, false);
+        bool grown = softmax(s, state, rescale, p.scale, keys - block * KEYS, rows, false);
         finish(state.sum[0] + state.sum[1]);
         product_wait<0>();
         FENCE_ALL(o);
         if (thread == 0) barrier_arrive_local(empty_v + 8 * before);
         if (grown) {
           #pragma unroll
-          for (int i = 0; i < 32; ++i) o[i] *= rescale[(i >> 1) & 1];
+          for (int i = 0; i < HEAD / 2; ++i) o[i] *= rescale[(i >> 1) & 1];
         }
         #pragma unroll
         for (int i = 0; i < KEYS / 4; ++i) probabilities[i] = pack(s[2 * i], s[2 * i + 1]);
@@ -369,7 +346,7 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
       if (thread == 0) barrier_arrive_local(empty_q + 8 * turn);
       parity_q ^= turn; turn ^= 1;
       barrier_wait(full_v + 8 * stage, parity);
-      u64 v = operand(ring + stage * 2 * BLOCK_BYTES + BLOCK_BYTES);
+      u64 v = VALUES(ring + stage * 2 * BLOCK_BYTES + BLOCK_BYTES);
       FENCE_ALL(o);
       product_fence();
       #pragma unroll
@@ -379,7 +356,7 @@ NAME(const __grid_constant__ Map map_q, const __grid_constant__ Map map_k, const
       FENCE_ALL(o);
       if (thread == 0) barrier_arrive_local(empty_v + 8 * stage);
       if (++stage == STAGES) { stage = 0; parity ^= 1; }
-      store(p, o, state, image, head, row + consumer * 64 + warp * 16 + (lane >> 2));
+      store(p, o, state, image, head, row + consumer * 64 + warp * 16 + (lane >> 2), keys);
     }
   }
 }

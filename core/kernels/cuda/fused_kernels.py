@@ -85,10 +85,18 @@ def _unit(lo, hi, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(largest > 0, tl.div_rn(largest, TOP), 1.0)
 
 
+@kernel()
+def _head_norm(lo, hi, weight, eps, AXIS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """RMSNorm along AXIS of heads whose halves are `lo` and `hi`; `weight` points to those of the first half."""
+    squares = tl.sum(lo * lo, AXIS, keep_dims=True) + tl.sum(hi * hi, AXIS, keep_dims=True)
+    unit = tl.rsqrt(squares / (2 * HALF) + eps)
+    return lo * (unit * tl.load(weight).to(tl.float32)), hi * (unit * tl.load(weight + HALF).to(tl.float32))
+
+
 @kernel("rows", "table_stride")
 def _rotate(  # type: ignore[no-untyped-def]
-    parts, scale, bias, angles, positions, sequences, table, q, keys, values, key_scales, value_scales, rows,
-    table_stride, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    parts, scale, bias, q_norm, k_norm, angles, positions, sequences, table, q, keys, values, key_scales, value_scales,
+    rows, table_stride, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, SIZE: tl.constexpr, INT8: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per row and key head: rotates and writes its query heads, writes key and value into their page."""
@@ -113,6 +121,11 @@ def _rotate(  # type: ignore[no-untyped-def]
     second = _summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
     v_lo = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
     v_hi = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + HALF + c, every, N, SPLITS)
+
+    if q_norm is not None:
+        q_lo, q_hi = _head_norm(q_lo, q_hi, q_norm + c[None], eps, 1, HALF)
+    if k_norm is not None:
+        first, second = _head_norm(first, second, k_norm + c, eps, 0, HALF)
 
     to = q + row * (H * D) + column
     tl.store(to, (q_lo * cosine[None] - q_hi * sine[None]).to(q.dtype.element_ty), own)
@@ -195,11 +208,15 @@ def rotate(
     heads: int,
     dtype: torch.dtype,
     *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
     early: int = 0,
 ) -> Tensor:
     """Rotated queries [T, heads, d] as `dtype` from a product's `sums`; keys and values go into the cache.
 
     `angles` [positions, d] fp32: cosines of the first half, then sines. Rows at position -1 write nothing there.
+    `q_norm` and `k_norm` [d]: weights of the RMSNorm, with `eps`, of each head before its rotation (Qwen3).
     """
     splits, rows, _ = sums.parts.shape
     kv_heads, d = cache.kv_heads, cache.head_dim
@@ -208,9 +225,9 @@ def rotate(
     keys, values, key_scales, value_scales = cache.layer(layer)
     int8 = keys.dtype == torch.int8
     _rotate[(rows, kv_heads)](
-        sums.parts, sums.scale, sums.bias, angles, positions, sequences, cache.table, q, keys, values, key_scales,
-        value_scales, rows, cache.table.stride(0), heads, kv_heads, d, group, power(group), splits, PAGE,
-        int8, cache.top, early, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
+        sums.parts, sums.scale, sums.bias, q_norm, k_norm, angles, positions, sequences, cache.table, q, keys, values,
+        key_scales, value_scales, rows, cache.table.stride(0), eps, heads, kv_heads, d, group, power(group), splits,
+        PAGE, int8, cache.top, early, num_warps=1 if d <= 128 and group <= 4 else 4, **options(early),
     )  # fmt: skip
     return q
 
@@ -234,10 +251,22 @@ def add_norm_reference(
     return kept, y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)
 
 
-def rotate_reference(y: Tensor, angles: Tensor, positions: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+def rotate_reference(
+    y: Tensor,
+    angles: Tensor,
+    positions: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, ...]:
     """Queries, keys and values [T, heads, d] of y [T, (heads + 2 · kv_heads) · d], the first two rotated."""
     d = angles.shape[1]
     q, k, v = y.float().unflatten(1, (-1, d)).split([heads, kv_heads, kv_heads], dim=1)
+    q = q if q_norm is None else F.rms_norm(q, (d,), q_norm.float(), eps)
+    k = k if k_norm is None else F.rms_norm(k, (d,), k_norm.float(), eps)
     cosine, sine = angles[positions.long()][:, None].chunk(2, dim=-1)
 
     def turned(x: Tensor) -> Tensor:

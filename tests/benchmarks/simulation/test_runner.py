@@ -11,6 +11,8 @@ from benchmarks.simulation.traffic import picture
 from contract.plan import DeepCache
 from core.batching.request import Request
 from core.batching.runner import Runner
+from pipeline.backends.backend import Widths
+from pipeline.backends.eager import TorchBackend
 from pipeline.load import load
 from pipeline.runner import ImageRunner
 from tests.benchmarks.simulation.tables import SIZE, affine
@@ -20,7 +22,7 @@ CACHED = [None, DeepCache(2), DeepCache(3, "resnet", first=1, last=1), DeepCache
 
 @pytest.fixture(scope="module")
 def real() -> ImageRunner:
-    runner = ImageRunner(load("random:tiny"), max_requests=4, max_rows=8)
+    runner = ImageRunner(TorchBackend(load("random:tiny"), Widths(max_rows=8)), max_requests=4)
     yield runner
     runner.close()
 

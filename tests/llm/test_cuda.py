@@ -26,8 +26,8 @@ from core.kernels.cuda.quantize import to_levels
 from core.kernels.cuda.stream_kernel import choose, gated, gated_reference, stream, stream_reference
 from core.kernels.kv_cache import Kind, KVCache, TokenBatch
 from llm import tiny
+from llm.cuda import CudaDecoder
 from llm.execution import FusedTextExecution
-from llm.fused import FusedLlama
 from llm.load import TextModel, load
 from llm.quantized import quantize
 
@@ -144,7 +144,8 @@ KINDS: list[Kind] = ["float", "int8", "fp8"] if len(EIGHT) > 1 else ["float", "i
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 1, 32), (4, 4, 64)])
-def test_rotate(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotate(kind: Kind, heads: int, kv_heads: int, d: int, normed: bool) -> None:
     generator, rows = draw(4), 7
     positions = torch.tensor([0, 15, 16, 17, 255, -1, 100], dtype=torch.int32, device=DEVICE)
     sequences = torch.tensor([0, 1, 2, 3, 4, 0, 5], dtype=torch.int32, device=DEVICE)
@@ -152,9 +153,12 @@ def test_rotate(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
     angle = normal(generator, 256, d // 2)
     angles = torch.cat([angle.cos(), angle.sin()], dim=1)
     found, wanted = cache_of(kind, kv_heads, d), cache_of(kind, kv_heads, d)
-    q = rotate(SplitSums(parts), angles, positions, sequences, found, 0, heads, DTYPE)
+    norms: dict[str, Any] = {}
+    if normed:  # Qwen3's
+        norms = {name: (1 + 0.3 * normal(generator, d)).to(DTYPE) for name in ("q_norm", "k_norm")} | {"eps": 1e-6}
+    q = rotate(SplitSums(parts), angles, positions, sequences, found, 0, heads, DTYPE, **norms)
     real = positions >= 0
-    wanted_q, k, v = rotate_reference(parts.sum(0), angles, positions.clamp_min(0), heads, kv_heads)
+    wanted_q, k, v = rotate_reference(parts.sum(0), angles, positions.clamp_min(0), heads, kv_heads, **norms)
     close(q, wanted_q.to(DTYPE))
     step = TokenBatch(positions[real], positions[real], sequences[real], positions[:0])
     wanted.write(0, k[real], v[real], step)
@@ -224,7 +228,7 @@ def fused(model: TextModel, kv: Kind = "float", sequences: int = 4) -> FusedText
     for s in range(sequences):
         cache.place(s, list(range(s * 10, s * 10 + 10)))
     cache.settle()
-    return FusedTextExecution(FusedLlama(model.network, cache), cache, sequences, 160)
+    return FusedTextExecution(CudaDecoder(model.network, cache), cache, sequences, 160)
 
 
 def read(run: FusedTextExecution, ids: list[list[int]], cuts: list[int]) -> list[list[Tensor]]:
@@ -285,7 +289,7 @@ def test_weights_are_held_once() -> None:
     attention = model.network.model.layers[0].self_attn
     assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
     assert torch.equal(wanted(model, TEXTS[0]), before)  # transformers' own forward still runs, on the same weights
-    held = run.model.weight_bytes
+    held = run.model.ops.weight_bytes
     config: Any = model.config
     width, inner, kv = config.hidden_size, config.intermediate_size, 2 * model.kv_heads * model.head_dim
     assert held == model.layers * (2 * width * 64 + width * kv + 3 * width * inner) + 4 * config.vocab_size * width // (

@@ -16,15 +16,18 @@ from torch.utils._pytree import tree_leaves
 
 from contract.image import ImageParameters
 from contract.plan import DeepCache
-from pipeline.execution import BatchGroup, ExecutionPlan
+from core.graphs import ExecutableKey
+from pipeline.backends.backend import BatchGroup, ExecutionPlan
 from pipeline.families.sdxl.conditioning import embed
 from pipeline.families.sdxl.parts import tokenizers
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
+from pipeline.phases import TEXT
 from tests.core.tape import Tape
 from tests.pipeline import worlds
-from tests.pipeline.test_kernels import SHAPES, mixture, together
+from tests.pipeline.backends.test_programs import SHAPES, mixture, together
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
+from tests.unet_opt.shapes import unet
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -55,8 +58,8 @@ def runner_of(shape: str, *, recorded: bool = True, **options: Any) -> Watching:
     RUNNERS.append(runner)
     if recorded:
         runner.prepare(measure_s=600)
-        recorded_, wanted = runner.execution.graphs
-        assert recorded_ == wanted > 0 and not runner.execution.pending
+        recorded_, wanted = runner.backend.graphs.counts
+        assert recorded_ == wanted > 0 and not runner.backend.graphs.pending
     return runner
 
 
@@ -113,8 +116,8 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
     never = runner_of(shape, recorded=False)
     never.recording.close()
     mixed, meanwhile, without = (together(one, parameters) for one in (runner, recording, never))
-    assert never.execution.pending
-    assert recording.recording.wait(600) and recording.execution.graphs[0] > 0
+    assert never.backend.graphs.pending
+    assert recording.recording.wait(600) and recording.backend.graphs.counts[0] > 0
     for one, *pictures in zip(parameters, mixed, meanwhile, without, strict=True):
         if not one.deterministic:
             continue
@@ -130,10 +133,10 @@ def test_deterministic_pictures_have_their_bytes_in_any_company_recorded_or_not(
 def test_padding_repeats_a_row_and_changes_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three pictures of one row each that begin and end together: steps of six rows, a VAE of four."""
     runner = runner_of("wide-heads")
-    choose, seen = runner.execution.choose, list[tuple[str, int, list[torch.Tensor]]]()
+    plan, seen = runner.backend.plan, list[tuple[str, int, list[torch.Tensor]]]()
 
-    def watched(group: BatchGroup, rows: int) -> ExecutionPlan:
-        way = choose(group, rows)
+    def watched(group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
+        way = plan(group, rows, live=live)
 
         def function(*arguments: Any, **options: Any) -> Any:
             tensors = [leaf.clone() for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)]
@@ -142,7 +145,7 @@ def test_padding_repeats_a_row_and_changes_no_picture(monkeypatch: pytest.Monkey
 
         return way._replace(function=function)
 
-    monkeypatch.setattr(runner.execution, "choose", watched)
+    monkeypatch.setattr(runner.backend, "plan", watched)
     side = runner.model.native
     one = ImageParameters("a red hat", 1, side, side, steps=4, guidance_scale=1.0, deepcache=DeepCache(2))
     wanted = [replace(one, seed=seed, prompt=f"{seed} red hats") for seed in range(3)]
@@ -168,32 +171,34 @@ def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
     solo(runner, one)
     assert runner.recording.wait(600)
     group = BatchGroup("deep", (side, side))
-    assert runner.execution.cheapest(group, 2).compiled and not runner.execution.cheapest(group, 16).compiled
-    assert runner.execution.graphs == (3, 3), "the encoders for two prompts, deep steps of two rows, one picture's VAE"
-    assert runner.execution.costs()["deep", (side, side), True].keys() == {2}, "it was timed"
+    assert runner.backend.plan(group, 2).compiled and not runner.backend.plan(group, 16).compiled
+    assert runner.backend.graphs.counts == (3, 3), (
+        "the encoders for two prompts, deep steps of two rows, one picture's VAE"
+    )
+    assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "it was timed"
 
 
 def test_while_a_graph_is_missing_a_wider_one_serves_where_it_costs_less() -> None:
     runner = runner_of("wide-heads", recorded=False)
     runner.recording.close()
-    execution, side = runner.execution, runner.model.native
+    backend, side = runner.backend, runner.model.native
     group = BatchGroup("deep", (side, side))
-    execution.choose(group, 8)
-    while execution.record_next():
+    backend.plan(group, 8, live=True)
+    while backend.graphs.record_next():
         pass
     for seconds in (0.010, 0.010):  # of the graph, until it is known
         for _ in range(20):
-            execution.observe(group, 8, True, seconds)
-    way = execution.cheapest(group, 5)
+            backend.costs.observe(ExecutableKey(group.phase, 8, group.size), True, seconds)
+    way = backend.plan(group, 5)
     assert (way.compiled, way.rows) == (False, 6), "what was never timed is, once"
-    execution.observe(group, 6, False, 9.0)
-    assert not execution.cheapest(group, 5).compiled, "the first run compiles its kernels, and does not count"
-    execution.observe(group, 6, False, 0.020)
-    assert (execution.cheapest(group, 5).compiled, execution.cheapest(group, 5).rows) == (True, 8)
+    backend.costs.observe(ExecutableKey(group.phase, 6, group.size), False, 9.0)
+    assert not backend.plan(group, 5).compiled, "the first run compiles its kernels, and does not count"
+    backend.costs.observe(ExecutableKey(group.phase, 6, group.size), False, 0.020)
+    assert (backend.plan(group, 5).compiled, backend.plan(group, 5).rows) == (True, 8)
     for _ in range(40):
-        execution.observe(group, 6, False, 0.005)
-    assert (execution.cheapest(group, 5).compiled, execution.cheapest(group, 5).rows) == (False, 6)
-    fixed = execution.cheapest(group._replace(mode="graphs"), 2)
+        backend.costs.observe(ExecutableKey(group.phase, 6, group.size), False, 0.005)
+    assert (backend.plan(group, 5).compiled, backend.plan(group, 5).rows) == (False, 6)
+    fixed = backend.plan(group._replace(mode="graphs"), 2)
     assert (fixed.compiled, fixed.rows) == (True, 8), "deterministic requests have the one width"
 
 
@@ -201,16 +206,16 @@ def test_deterministic_requests_never_take_a_wider_graph() -> None:
     """However slow their own kernels are: other widths have other bits."""
     runner = runner_of("wide-heads", recorded=False)
     runner.recording.close()
-    execution, side = runner.execution, runner.model.native
+    backend, side = runner.backend, runner.model.native
     group = BatchGroup("deep", (side, side))
-    execution.choose(group, 16)
-    while execution.record_next():
+    backend.plan(group, 16, live=True)
+    while backend.graphs.record_next():
         pass
     for seconds in (9.0, 0.5):  # the first does not count
-        execution.observe(group, 8, False, seconds)
+        backend.costs.observe(ExecutableKey(group.phase, 8, group.size), False, seconds)
     for _ in range(20):
-        execution.observe(group, 16, True, 0.010)
-    free, fixed = execution.cheapest(group, 8), execution.cheapest(group._replace(mode="graphs"), 2)
+        backend.costs.observe(ExecutableKey(group.phase, 16, group.size), True, 0.010)
+    free, fixed = backend.plan(group, 8), backend.plan(group._replace(mode="graphs"), 2)
     assert (free.compiled, free.rows) == (True, 16) and (fixed.compiled, fixed.rows) == (False, 8)
 
 
@@ -223,7 +228,7 @@ def test_prompts_are_encoded_at_the_next_width_in_their_order() -> None:
         for tokenizer in tokenizers(runner.model)
     ]
     expected = embed(runner.model, ids)
-    for own, wanted in zip(runner.execution.embed(ids), expected, strict=True):
+    for own, wanted in zip(runner.backend.phases[TEXT](ids), expected, strict=True):
         assert own.shape == wanted.shape
         assert torch.allclose(own.float(), wanted.float(), atol=0.05 if CUDA else 1e-5)
         assert not torch.allclose(wanted[0].float(), wanted[1].float(), atol=0.05 if CUDA else 1e-5)
@@ -232,8 +237,7 @@ def test_prompts_are_encoded_at_the_next_width_in_their_order() -> None:
 def test_a_graph_that_cannot_be_recorded_costs_no_picture(caplog: pytest.LogCaptureFixture) -> None:
     """As where memory runs out for the widest."""
     runner = runner_of("wide-heads", recorded=False)
-    recordings = runner.execution._recordings
-    assert recordings is not None
+    recordings = runner.backend.graphs
     record = recordings._graphs.record
 
     def failing(phase: str, *rest: Any, **options: Any) -> None:
@@ -247,7 +251,7 @@ def test_a_graph_that_cannot_be_recorded_costs_no_picture(caplog: pytest.LogCapt
     first = solo(runner, one)
     assert runner.recording.wait(600)
     assert "deep at 8 rows" in caplog.text and "runs without a graph (OutOfMemoryError" in caplog.text
-    assert runner.execution.graphs == (2, 3)
+    assert runner.backend.graphs.counts == (2, 3)
     assert first.fingerprint["executable"] == "layers" and solo(runner, one).png() == first.png()
     assert near(first, solo(runner_of("wide-heads"), one))
 
@@ -257,17 +261,17 @@ def test_forwards_run_at_the_next_bucket() -> None:
     side = runner.model.native
     one = ImageParameters("a red hat", 1, side, side, steps=2, guidance_scale=1.0)
     together(runner, [replace(one, seed=seed) for seed in range(3)])
-    widths = {rows for key, curve in runner.execution.costs().items() if key[0] == "deep" for rows in curve}
+    widths = {rows for key, curve in runner.backend.costs.measured().items() if key[0] == "deep" for rows in curve}
     assert widths <= {2, 6, 8, 16} and widths
 
 
 def test_preparing_records_and_measures_all() -> None:
     runner = runner_of("wide-heads", buckets=(2, 6, 8))
-    measured = {(key[0], rows) for key, curve in runner.execution.costs().items() if key[2] for rows in curve}
+    measured = {(key[0], rows) for key, curve in runner.backend.costs.measured().items() if key[2] for rows in curve}
     phases = ("deep", "shallow", "shallow-resnet")
     steps = {(phase, rows) for phase in phases for rows in (2, 6, 8, 16)}
     assert measured == steps | {("vae", 1), ("vae", 2), ("vae", 4)}
-    assert runner.execution.graphs == (len(measured) + 6, len(measured) + 6), "and the text encoders at six widths"
+    assert runner.backend.graphs.counts == (len(measured) + 6, len(measured) + 6), "and the text encoders at six widths"
 
 
 def test_what_preparing_leaves_is_recorded_beside_traffic() -> None:
@@ -276,8 +280,8 @@ def test_what_preparing_leaves_is_recorded_beside_traffic() -> None:
     side = runner.model.native
     solo(runner, ImageParameters("a red hat", 1, side, side, steps=3))
     assert runner.recording.wait(600)
-    recorded, wanted = runner.execution.graphs
-    assert recorded == wanted and not runner.execution.pending
+    recorded, wanted = runner.backend.graphs.counts
+    assert recorded == wanted and not runner.backend.graphs.pending
 
 
 def test_what_is_wider_than_any_forward_costs_more() -> None:
@@ -292,3 +296,12 @@ def test_what_is_wider_than_any_forward_costs_more() -> None:
 def test_a_model_that_the_layers_do_not_know_is_refused() -> None:
     with pytest.raises(ModelError, match="heads of width 8"):
         Watching(model("plain"), fused=True)
+
+
+def test_shallow_steps_that_read_the_text_are_drawn_as_on_torch() -> None:
+    other = served("wide-heads").with_parts(unet=unet("attention-last"))
+    wanted = ImageParameters(
+        prompt="a red hat", seed=3, width=other.native, height=other.native, steps=4, deepcache=DeepCache()
+    )
+    drawn, plain = (levels(solo(Watching(other, fused=fused), wanted)) for fused in (True, False))
+    assert abs(drawn.astype(int) - plain.astype(int)).max() <= (8 if CUDA else 1)

@@ -9,7 +9,8 @@ import pytest
 
 from contract.image import ImageParameters
 from core.graphs import ExecutableKey, compiler
-from pipeline.execution import BatchGroup
+from pipeline.backends.backend import BatchGroup
+from pipeline.backends.eager import TorchBackend
 from pipeline.phases import DEEP, VAE
 from pipeline.tiny import SDXLShape
 from tests.pipeline import worlds
@@ -31,6 +32,8 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monke
     monkeypatch.delattr("os.setpriority", raising=False)  # nothing is served here that compiling should give way to
     runner = Watching(model(SHAPE), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
     eager = Watching(model(SHAPE), deterministic_rows=4)
+    backend = runner.backend
+    assert isinstance(backend, TorchBackend)
     bytes_of = {"eager": solo(eager, wanted(3, True)).png()}
     crank = Crank(runner)
     for seed in (1, 2):
@@ -40,11 +43,9 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monke
             crank.turn()
     assert {r.work.mode for r in crank.scheduler.live.values() if r.work} == {"", "eager"}
     for phase, rows in ((DEEP, 4), (VAE, 1)):  # as `prepare` asks, less what this test does not use
-        runner.execution._executables.want(
-            ExecutableKey(phase, rows, SIZE), runner.execution._example(phase, rows, SIZE)
-        )
-    assert runner.execution.wait(900)
-    assert not runner.execution._executables.failed
+        backend._executables.want(ExecutableKey(phase, rows, SIZE), backend._timer.example(phase, rows, SIZE))
+    assert backend.wait(900)
+    assert not backend._executables.failed
     crank.submit("late", wanted(3, True))
     pictures = crank.pictures()
 
@@ -67,26 +68,27 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monke
 def test_a_free_request_takes_whichever_is_cheaper_by_what_was_seen() -> None:
     """Compiled once it is there, so that it is timed, and only if a bucket is wide enough."""
     runner = Watching(model("plain"), buckets=(4,), deterministic_rows=4)
-    execution, group = runner.execution, BatchGroup(DEEP, SIZE)
-    execution._executables._compiled[ExecutableKey(DEEP, 4, SIZE)] = lambda *_: None  # chosen here, and not called
+    backend, group = runner.backend, BatchGroup(DEEP, SIZE)
+    assert isinstance(backend, TorchBackend)
+    backend._executables._compiled[ExecutableKey(DEEP, 4, SIZE)] = lambda *_: None  # chosen here, and not called
     for _ in range(3):
-        execution.observe(group, 3, False, 0.001)
-        execution.observe(group, 5, False, 0.001)
-    assert execution.cheapest(group, 3).compiled and execution.cheapest(group, 3).rows == 4
-    assert not execution.cheapest(group, 5).compiled and execution.cheapest(group, 5).rows == 5
-    execution.observe(group, 4, True, 0.002)
-    assert not execution.cheapest(group, 3).compiled
+        backend.costs.observe(ExecutableKey(DEEP, 3, SIZE), False, 0.001)
+        backend.costs.observe(ExecutableKey(DEEP, 5, SIZE), False, 0.001)
+    assert backend.plan(group, 3).compiled and backend.plan(group, 3).rows == 4
+    assert not backend.plan(group, 5).compiled and backend.plan(group, 5).rows == 5
+    backend.costs.observe(ExecutableKey(DEEP, 4, SIZE), True, 0.002)
+    assert not backend.plan(group, 3).compiled
     for _ in range(30):
-        execution.observe(group, 3, False, 0.004)
-    assert execution.cheapest(group, 3).compiled
+        backend.costs.observe(ExecutableKey(DEEP, 3, SIZE), False, 0.004)
+    assert backend.plan(group, 3).compiled
     runner.close()
 
 
 def test_measuring_fills_the_curves_within_its_budget() -> None:
     runner = Watching(model("plain"), buckets=(2, 4), deterministic_rows=4)
-    runner.execution.prepare(measure_s=0.0)
-    assert runner.execution.costs() == {}
-    runner.execution.prepare(measure_s=60.0)
-    assert set(runner.execution.costs()[DEEP, SIZE, False]) == {2, 4}
-    assert set(runner.execution.costs()[VAE, SIZE, False]) == {1, 4}
+    runner.backend.prepare(measure_s=0.0)
+    assert runner.backend.costs.measured() == {}
+    runner.backend.prepare(measure_s=60.0)
+    assert set(runner.backend.costs.measured()[DEEP, SIZE, False]) == {2, 4}
+    assert set(runner.backend.costs.measured()[VAE, SIZE, False]) == {1, 4}
     runner.close()

@@ -1,0 +1,47 @@
+"""The CPU lowering of decoders: rotation and attention on a KV cache, as calls of a program."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from core.kernels.cpu.token_program import PagedLayer, TokenPositions
+from core.kernels.kv_cache import KVCache
+from core.ops.cpu import Array, CpuOps, head_norms
+from core.ops.ops import Layer
+from core.ops.packed import PackedLayers
+
+
+class CpuTokenOps(CpuOps):
+    """`core.ops.ops.TokenOps` on arrays of one program. Rows are `TokenPositions`."""
+
+    def __init__(self, library: ctypes.CDLL, layers: PackedLayers, cache: KVCache, angles: Tensor) -> None:
+        """`angles` fp32 [positions, d]: cosines, then sines."""
+        super().__init__(library, layers)
+        self._cache, self._angles = cache, angles
+
+    def rows(self, count: int) -> TokenPositions:
+        """Buffers of positions and sequences, to be filled before each run."""
+        positions, sequences = (self.program.buffer(count, dtype=torch.int32) for _ in range(2))
+        return TokenPositions(positions, sequences, self._cache.table)
+
+    def embed(self, tokens: Array, embedding: Layer) -> Array:
+        return self._own(self.program.embed(self._layers.embedding(embedding), tokens.x), tokens.shape)
+
+    def rotate_paged(
+        self, qkv: Array, rows: TokenPositions, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
+    ) -> Array:
+        pages = PagedLayer(*self._cache.layer(layer))
+        q = self.program.rotate(qkv.x, self._angles, rows, pages, heads=heads, **head_norms(norms))
+        return Array(q, (*qkv.shape[:-1], q.shape[-1]), None, qkv)
+
+    def attend_paged(self, q: Array, rows: TokenPositions, layer: int, *, scale: float, to: Layer) -> Array:
+        pages, heads = PagedLayer(*self._cache.layer(layer)), q.shape[-1] // self._cache.head_dim
+        inverse = self._layers.inverse(to)
+        made = self.program.paged_attention(q.x, rows, pages, heads=heads, scale=scale, inverse=inverse)
+        return self._own(made, q.shape[:-1])
+
+    def head(self, x: Array, layer: Layer, out: None = None) -> Array:
+        return self.linear(x, layer)

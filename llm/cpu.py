@@ -1,0 +1,99 @@
+"""A decoder as programs of CPU kernels, one for each number of tokens: embeddings to logits in two calls.
+
+A row's bits depend neither on the other rows, nor on their number, nor on which pages it uses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.kernels.cpu.token_program import TokenPositions
+from core.kernels.kv_cache import PAGE, KVCache, TokenBatch
+from core.ops.cpu import Array
+from core.ops.cpu_tokens import CpuTokenOps
+from core.ops.ops import bind
+from core.ops.packed import PackedLayers
+from llm import family
+from llm.network import Decoder, logits, trunk
+
+
+class _Trunk(NamedTuple):
+    """Tokens to hidden states."""
+
+    ops: CpuTokenOps
+    tokens: Array  # [T]
+    rows: TokenPositions
+    x: Array  # [T, C]
+
+
+class _Head(NamedTuple):
+    """Hidden states to logits."""
+
+    ops: CpuTokenOps
+    x: Array  # [L, C]
+    logits: Array  # [L, V]
+
+
+class CpuDecoder:
+    """Runs a model on a cache, for any number of tokens, by one thread at a time.
+
+    Weights are packed at once; programs are built on first use, in milliseconds, and kept. They share their memory.
+    """
+
+    def __init__(self, library: ctypes.CDLL, network: Any, cache: KVCache, *, half: bool = False) -> None:
+        """Raises ValueError for a model that the kernels do not support. `half` as for `PackedLayers`."""
+        family.check(network)
+        if cache.keys.dtype == torch.float8_e4m3fn:
+            raise ValueError("our CPU kernels read keys and values in floats or int8, not in E4M3")
+        self._layers = PackedLayers(library, network, half=half)
+        decoder = Decoder.of(network)
+        self._walks = bind(trunk, decoder), bind(logits, decoder)
+        self._width, self._vocabulary = int(network.config.hidden_size), int(network.config.vocab_size)
+        angles = family.angles(network, cache.table.shape[1] * PAGE, cache.table.device)
+        self._ops = partial(CpuTokenOps, library, self._layers, cache, angles)
+        self._trunks: dict[int, _Trunk] = {}
+        self._heads: dict[int, _Head] = {}
+        self._trunk(1)  # packs all layers, and finds any that are unsupported
+        self._head(1)
+
+    @torch.inference_mode()
+    def __call__(self, step: TokenBatch) -> Tensor:
+        """Logits [L, V] of the step's picked rows, in fp32. They are overwritten by the next call."""
+        made = self._trunks.get(len(step.tokens)) or self._trunk(len(step.tokens))
+        made.tokens.x.copy_(step.tokens)
+        made.rows.positions.copy_(step.positions)
+        made.rows.sequences.copy_(step.sequences)
+        made.ops.run(None)
+        count = len(step.picked)
+        if not count:
+            return torch.empty(0, self._vocabulary)
+        head = self._heads.get(count) or self._head(count)
+        head.x.x.copy_(torch.index_select(made.x.x, 0, step.picked))
+        head.ops.run(None)
+        return head.logits.x
+
+    def release(self) -> None:
+        """Drop the original weights of packed layers: the model's own forward cannot be used afterwards."""
+        self._layers.release()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of packed weights."""
+        return self._layers.size_bytes
+
+    def _trunk(self, count: int) -> _Trunk:
+        ops = self._ops()
+        tokens, rows = ops.input((count,)), ops.rows(count)
+        made = self._trunks[count] = _Trunk(ops, tokens, rows, self._walks[0](ops, tokens, rows))
+        return made
+
+    def _head(self, count: int) -> _Head:
+        ops = self._ops()
+        x = ops.input((count, self._width))
+        made = self._heads[count] = _Head(ops, x, self._walks[1](ops, x))
+        return made

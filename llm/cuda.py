@@ -1,0 +1,54 @@
+"""A decoder on a GPU as a sequence of fused kernels. Weights stay in transformers' modules, which become views of the
+joined ones, so that they are stored once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.kernels.cuda import decode_kernel
+from core.kernels.kv_cache import PAGE, KVCache
+from core.ops.cuda_tokens import CudaTokenOps, FusedBatch, Residual
+from core.ops.ops import bind
+from core.ops.trace import TraceOps
+from llm import family
+from llm.network import Decoder, logits, trunk
+
+
+class CudaDecoder:
+    """Runs a model on a cache, by one thread at a time, on the current stream."""
+
+    def __init__(self, network: Any, cache: KVCache) -> None:
+        """Raises ValueError for a model or a cache that the kernels do not support."""
+        family.check(network)
+        if (why := decode_kernel.lacks(cache)) is not None:
+            raise ValueError(why)
+        if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
+            raise ValueError("keys and values in E4M3 want compute capability 8.9")
+        decoder = Decoder.of(network)
+        self._trunk, self._logits = bind(trunk, decoder), bind(logits, decoder)
+        embeddings = network.model.embed_tokens.weight
+        self.cache, self.dtype = cache, embeddings.dtype
+        self.group = int(network.config.num_attention_heads) // cache.kv_heads
+        self.vocabulary = len(network.lm_head.weight)
+        angles = family.angles(network, cache.table.shape[1] * PAGE, embeddings.device)
+        self.ops = CudaTokenOps(self.dtype, cache, angles)
+        followed = TraceOps()
+        self._logits(followed, self._trunk(followed, (1,), None))
+        for call in followed.calls:  # joined weights exist before anything is recorded
+            self.ops.pack(call.operation, call.layers)
+
+    @torch.inference_mode()
+    def __call__(self, rows: FusedBatch, out: Tensor | None = None) -> Tensor:
+        """Logits [L, V] in fp32 of the picked rows. `out` may receive them."""
+        x: Residual = self._trunk(self.ops, rows.tokens, rows)
+        x.picked = rows.picked
+        made: Tensor = self._logits(self.ops, x, out)
+        return made
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()

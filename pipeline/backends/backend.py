@@ -1,0 +1,132 @@
+"""The protocol that the image runner needs of a backend, and the values that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from core.cuda_graphs import GraphCache
+from pipeline.adapters import ScaledAdapter
+from pipeline.backends.timing import PhaseCosts
+from pipeline.families.family import ImageModel, Network
+from pipeline.fingerprint import KernelIdentity
+from pipeline.phases import Phases
+from pipeline.recording import GraphSet
+
+MAIN = ""  # the backend of all requests
+LORA = "lora"  # the one beside it, of prompts and steps of requests with their own LoRAs
+
+
+class BatchGroup(NamedTuple):
+    """Requests that may share a forward."""
+
+    phase: str
+    size: tuple[int, int]  # (width, height) in pixels; (0, 0) where irrelevant
+    mode: str = ""  # of deterministic requests, as their backend named it
+    backend: str = MAIN
+
+
+class ExecutionPlan(NamedTuple):
+    """A way to run an iteration: `rows` includes padding, `seconds` is the expected time."""
+
+    function: Callable[..., Any]
+    compiled: bool  # or recorded: timed separately from the same phase without
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of rows of a backend's step forwards. Raises ValueError for fewer than guidance needs."""
+
+    max_rows: int = 32  # of one forward
+    deterministic_rows: int = 8  # of every forward of deterministic requests, where bits depend on it
+    buckets: tuple[int, ...] = (2, 4, 8, 16, 32)  # to be compiled, recorded or timed
+
+    def __post_init__(self) -> None:
+        if self.deterministic_rows < 2 or self.max_rows < 2:
+            raise ValueError("max_rows and deterministic_rows must be at least 2: guidance brings two rows")
+
+    @property
+    def descending(self) -> list[int]:
+        """All widths that are prepared, the widest first."""
+        allowed = (rows for rows in self.buckets if rows <= self.max_rows)
+        return sorted({*allowed, self.deterministic_rows}, reverse=True)
+
+
+NO_GRAPHS = GraphSet(GraphCache({}, None), {}, lambda key, run: None)
+"""Of a backend that records none."""
+
+
+class ImageBackend(Protocol):
+    """Runs the phases of one image model.
+
+    `plan` and properties may be used on any thread; phases run on one, the lane's.
+    """
+
+    model: ImageModel
+    denoiser: Network
+    phases: Phases  # launched directly at any number of rows; the next call of any may overwrite what one returned
+    kernels: KernelIdentity
+    costs: PhaseCosts
+    widths: Widths
+    graphs: GraphSet = NO_GRAPHS
+    fixed_shapes: bool = False  # every input of a width and size has one shape: texts are padded to the longest
+    batch_invariant: bool = False  # a row's bits do not depend on the other rows, nor on their number
+
+    def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
+        """The cheapest way to run so many rows of a group whose phase is in `phases`. For a mode, always the same
+        bucket and executable. `live`: the iteration runs now, and what it lacks is made next.
+        """
+        ...
+
+    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+        """The mode for a deterministic request that begins now, which it keeps to its end; not empty.
+
+        `depth` is that of its shallow steps; "" without any.
+        """
+        ...
+
+    def executable(self, mode: str) -> str:
+        """What a request of this mode may have run on, for its fingerprint."""
+        ...
+
+    def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
+        """Request executables at a size (default: the native one), and time what runs now, for at most `measure_s`
+        seconds, the most likely widths first. Not to be called while the engine runs.
+        """
+        ...
+
+    def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
+        """Context: row i of every forward gets the LoRAs `owners[i]`. `apart`: its bits depend on nothing but the row.
+
+        Backends other than `LORA` have requests without LoRAs only.
+        """
+        return nullcontext()
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what it holds beside the model's own weights, by name, as far as it knows them."""
+        return {}
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until all requested executables are compiled or have failed; False after `timeout_s`."""
+        return True
+
+    def close(self) -> None:
+        """Drop what is still to be compiled."""
+        return
+
+
+def planned(
+    backend: ImageBackend, group: BatchGroup, rows: int, function: Callable[..., Any], compiled: bool = False
+) -> ExecutionPlan:
+    """So many rows with this function, and the seconds that it is known to take."""
+    return ExecutionPlan(function, compiled, rows, backend.costs.curve(group.phase, group.size, compiled)(rows))
+
+
+def executables(mode: str, backends: Iterable[ImageBackend]) -> str:
+    """What a request of this mode that ran on all of these may have run on; what another text includes is left out."""
+    told = [*dict.fromkeys(backend.executable(mode) for backend in backends)]
+    return " and ".join(one for one in told if not any(one != other and one in other for other in told))

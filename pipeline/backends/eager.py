@@ -1,0 +1,81 @@
+"""The torch backend: the model's own modules, eagerly, and compiled in the background where that pays."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from contract.plan import AUTO
+from core.graphs import CompiledCache, ExecutableKey
+from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
+from pipeline.backends.timing import PhaseCosts, PhaseTimer
+from pipeline.families.family import ImageModel
+from pipeline.fingerprint import KernelIdentity
+from pipeline.phases import DEEP, SHALLOW, VAE, VAE_ROWS, fixed_rows, on_torch, timed
+
+EAGER, COMPILED = "eager", "compiled"
+
+
+class TorchBackend(ImageBackend):
+    """On a CPU also compiled, one executable per shape: free requests take what is cheaper by measured times."""
+
+    def __init__(
+        self, model: ImageModel, widths: Widths | None = None, *, compiled: bool = False, cache: Path | None = None
+    ) -> None:
+        """`cache` stores compiled code. Raises `ModelError` for a UNet without SDXL's layout."""
+        self.model = model
+        self.denoiser, _, self.phases = on_torch(model)
+        self.kernels = KernelIdentity()
+        self.costs = PhaseCosts()
+        self.widths = widths or Widths()
+        self._timer = PhaseTimer(model, self.costs, self.denoiser)
+        self._executables = CompiledCache(self.phases, compiled=compiled and model.device.type == "cpu", cache=cache)
+        self.fixed_shapes = self._executables.enabled
+
+    def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
+        phase, size, mode, _ = group
+        eager = self.phases[phase]
+        if mode:
+            bucket = fixed_rows(phase, self.widths.deterministic_rows)
+            fixed = self._executables.find(ExecutableKey(phase, bucket, size)) if mode == COMPILED else None
+            return planned(self, group, bucket, fixed or eager, fixed is not None)
+        best = planned(self, group, rows, eager)
+        for bucket in self._executables.buckets(phase, size):
+            if bucket < rows:
+                continue
+            found = self._executables.find(ExecutableKey(phase, bucket, size))
+            if found is not None:
+                plan = planned(self, group, bucket, found, True)
+                # An executable without a measured time is used once, to measure it.
+                if bucket not in self.costs.curve(phase, size, True).measured or plan.seconds < best.seconds:
+                    best = plan
+            break
+        return best
+
+    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+        """Compiled, if all that it needs is compiled by now."""
+        phases = (DEEP, SHALLOW[depth], VAE) if depth else (DEEP, VAE)
+        keys = [ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases]
+        return EAGER if any(self._executables.find(key) is None for key in keys) else COMPILED
+
+    def executable(self, mode: str) -> str:
+        return mode or (f"{EAGER} or {COMPILED}" if self._executables.enabled else EAGER)
+
+    def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
+        size, widths = size or (self.model.native, self.model.native), self.widths.descending
+        steps = [(phase, rows) for phase in (DEEP, SHALLOW[AUTO.depth]) for rows in widths]
+        for phase, rows in [*steps, (VAE, 1), (VAE, VAE_ROWS)]:
+            self._executables.want(ExecutableKey(phase, rows, size), self._timer.example(phase, rows, size))
+        until = time.monotonic() + measure_s
+        for key in timed(widths, size, (VAE_ROWS,)):
+            if not self._timer(key, self.phases[key.phase], False, until=until):
+                return
+            found = self._executables.find(key)
+            if found is not None and not self._timer(key, found, True, until=until):
+                return
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._executables.wait(timeout_s)
+
+    def close(self) -> None:
+        self._executables.close()

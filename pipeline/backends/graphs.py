@@ -1,0 +1,129 @@
+"""The backend of fused layers in CUDA graphs, which are recorded in the background of live requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from core.cuda_graphs import CudaRecorder, GraphCache, Recorder
+from core.graphs import ExecutableKey
+from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
+from pipeline.backends.timing import PhaseCosts, PhaseTimer
+from pipeline.families.family import ImageModel
+from pipeline.fingerprint import KernelIdentity
+from pipeline.phases import (
+    DEEP,
+    SHALLOW,
+    STEPS,
+    TEXT,
+    TEXT_WIDTHS,
+    VAE,
+    VAE_WIDTHS,
+    fixed_rows,
+    likeliest,
+    on_gpu,
+    timed,
+    without_text,
+)
+from pipeline.recording import GraphSet
+
+GRAPHS = "graphs"
+LAYERS = "layers"  # the same kernels without graphs, one by one
+
+
+class GraphBackend(ImageBackend):
+    """Rows are padded to the next recorded width. Until a graph exists, its kernels run one by one."""
+
+    fixed_shapes = True
+
+    def __init__(self, model: ImageModel, widths: Widths | None = None, *, recorder: Recorder | None = None) -> None:
+        """`recorder` records the graphs; default: CUDA's on a GPU, elsewhere none are recorded. Raises `ModelError` for
+        a model that the layers do not support.
+        """
+        widths = widths or Widths()
+        self.model = model
+        self.widths = replace(widths, buckets=(*widths.buckets, widths.max_rows))
+        self.denoiser, _, self._layers = on_gpu(model, self.widths.descending[0])
+        # Prompts of different lengths have no graph in common.
+        self.phases = self._layers if model.family.padded else {**self._layers, TEXT: self._embed}
+        self.kernels = KernelIdentity.on_gpu(model)
+        self.costs = PhaseCosts(skip_first=True)
+        self._timer = PhaseTimer(model, self.costs, self.denoiser)
+        if recorder is None and model.device.type == "cuda":
+            recorder = CudaRecorder(model.device)
+        steps = dict.fromkeys(STEPS, self.widths.descending[::-1])
+        recorded = {**steps, VAE: VAE_WIDTHS, TEXT: TEXT_WIDTHS}
+        self.graphs = GraphSet(GraphCache(self._layers, recorder), recorded, self._record)
+
+    def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
+        """The graph; while it is missing, the next wider one if that is known to cost less, else the same kernels at
+        the same width one by one. A mode keeps one width, and either graphs or none.
+        """
+        phase, size, mode, _ = group
+        # Costs are queried for more rows than any forward has; nothing wider than the widest graph ever runs.
+        width = fixed_rows(phase, self.widths.deterministic_rows) if mode else self.graphs.width(phase, rows)
+        key = ExecutableKey(phase, width, size)
+        if live:
+            self.graphs.missed(key)
+        if mode == LAYERS:
+            return planned(self, group, width, self._layers[phase])
+        if self.graphs.has(key):
+            return planned(self, group, width, self._function(key), True)
+        graph, direct = self.costs.curve(phase, size, True), self.costs.curve(phase, size, False)
+        # Until it is timed it is assumed as fast as a graph, and so is timed.
+        measured = width in direct.measured
+        seconds = direct(width) if measured or not graph.measured else graph(width)
+        wider = None if mode or not measured else self.graphs.wider(key)
+        if wider is not None and graph(wider.rows) < seconds:
+            return planned(self, group, wider.rows, self._function(wider), True)
+        return ExecutionPlan(self._function(key), False, width, seconds)
+
+    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+        """Graphs, if all that it needs are recorded by now.
+
+        cuBLAS and cuDNN may choose other algorithms while a graph is recorded, so that bits differ from the same
+        kernels launched one by one.
+        """
+        phases = (DEEP, SHALLOW[depth], VAE) if depth else (DEEP, VAE)
+        keys = (ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases)
+        return GRAPHS if all(self.graphs.has(key) for key in keys) else LAYERS
+
+    def executable(self, mode: str) -> str:
+        return LAYERS if mode == LAYERS else GRAPHS
+
+    def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
+        """Also records within this time; what remains stays `graphs.pending`."""
+        size, widths = size or (self.model.native, self.model.native), self.widths.descending
+        until = time.monotonic() + measure_s
+        if self.graphs.records:
+            self.graphs.plan(likeliest(widths, size))
+            while time.monotonic() < until and self.graphs.record_next():
+                pass
+            return
+        for key in timed(widths, size, VAE_WIDTHS[1:]):
+            if not self._timer(key, self._function(key), True, until=until):
+                return
+
+    def _embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """`TEXT`, at the next width of a graph."""
+        rows = len(ids[0])
+        key = ExecutableKey(TEXT, self.graphs.width(TEXT, rows), (0, 0))
+        padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self.model.device) for part in ids]
+        # Not later: embeddings are cached, and must not depend on when they were computed.
+        self.graphs.record_now(key)
+        return tuple(part[:rows] for part in self.graphs.function(key)(padded))
+
+    def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
+        """Record the graph on an example, and time it."""
+        size: Any = key.size
+        with torch.inference_mode():
+            self._timer.example(key.phase, key.rows, size)(without_text(self.denoiser, key.phase, record))
+        if key.phase != TEXT:
+            self._timer(key, self._function(key), True, runs=2)
+
+    def _function(self, key: ExecutableKey) -> Callable[..., Any]:
+        return without_text(self.denoiser, key.phase, self.graphs.function(key))

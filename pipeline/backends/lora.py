@@ -1,0 +1,25 @@
+"""The backend of requests with LoRAs of their own: torch on a copy of the model in which each row applies its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from pipeline.adapted import AdaptedModel
+from pipeline.adapters import AdapterCache, ScaledAdapter
+from pipeline.backends.backend import Widths
+from pipeline.backends.eager import TorchBackend
+from pipeline.families.family import ImageModel
+
+
+class LoraBackend(TorchBackend):
+    """Encodes such requests' prompts and takes their steps, eagerly; what decodes them has no LoRA."""
+
+    def __init__(self, model: ImageModel, adapters: AdapterCache, widths: Widths | None = None) -> None:
+        """`model` is unquantized, and keeps its UNet's weights. `adapters` are the LoRAs that requests may use."""
+        self.adapters = adapters
+        self.adapted = AdaptedModel(model)
+        super().__init__(self.adapted.model, widths)
+
+    def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
+        return self.adapted.rows(owners, apart=apart)

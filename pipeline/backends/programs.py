@@ -1,0 +1,78 @@
+"""The backend of a CPU's own kernels: UNet and VAE as programs, one per number of rows."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Collection
+
+from core.ops.cpu import CpuLowering
+from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
+from pipeline.backends.timing import PhaseCosts, PhaseTimer
+from pipeline.families.family import ImageModel
+from pipeline.fingerprint import KernelIdentity
+from pipeline.phases import SHALLOW, VAE_ROWS, on_kernels, timed
+
+KERNELS = "kernels"
+
+
+class ProgramBackend(ImageBackend):
+    """Deterministic requests share forwards with all others, unpadded."""
+
+    batch_invariant = True
+
+    def __init__(
+        self,
+        model: ImageModel,
+        kernels: ctypes.CDLL,
+        widths: Widths | None = None,
+        *,
+        release: Collection[str] = (),
+    ) -> None:
+        """`kernels` are those of `core.kernels.cpu`. `release`: parts whose own weights are dropped once
+        they are packed. Raises `ModelError` for a model that the kernels do not support.
+        """
+        self.model = model
+        self.denoiser, self._decoder, self.phases = on_kernels(model, kernels)
+        self.kernels = KernelIdentity.on_cpu(kernels)
+        self.costs = PhaseCosts()
+        self.widths = widths or Widths()
+        self._timer = PhaseTimer(model, self.costs, self.denoiser)
+        self._lowerings: dict[str, CpuLowering] = {}
+        for name, network in ((model.family.denoiser, self.denoiser), ("vae", self._decoder)):
+            assert isinstance(network.lowering, CpuLowering)
+            self._lowerings[name] = network.lowering
+        for name in release:
+            self._lowerings[name].layers.release()
+
+    def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
+        return planned(self, group, rows, self.phases[group.phase])
+
+    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+        return KERNELS
+
+    def executable(self, mode: str) -> str:
+        return KERNELS
+
+    def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
+        until = time.monotonic() + measure_s
+        for key in timed(self.widths.descending, size or (self.model.native, self.model.native), (VAE_ROWS,)):
+            if not self._timer(key, self.phases[key.phase], False, until=until):
+                return
+
+    def held_bytes(self) -> dict[str, int]:
+        """Of packed weights, and of each program's buffers.
+
+        Programs of one network share buffers: together they use what the largest needs.
+        """
+        weights = {f"{part} weights": lowering.size_bytes[0] for part, lowering in self._lowerings.items()}
+        _, buffers = self._lowerings[self.model.family.denoiser].size_bytes
+        held = {
+            f"{SHALLOW.get(name, name)} × {shape[0]}, {_sides(shape)}": size for (name, shape), size in buffers.items()
+        }
+        return {**weights, **held}
+
+
+def _sides(shape: tuple[int, ...]) -> str:
+    """Of an input: latents' sides, or tokens."""
+    return f"latents {shape[2]}x{shape[1]}" if len(shape) == 4 else f"{shape[1]} tokens"

@@ -1,0 +1,111 @@
+"""Cost curves of a backend's phases, and their measurement with random inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from core.batching.cost import CostCurve, CostTable
+from core.graphs import ExecutableKey
+from pipeline import denoise
+from pipeline.families.family import ImageModel, Network
+from pipeline.phases import DEEP, SHALLOW, TEXT, VAE
+
+Size = tuple[int, int]
+_GUESS_S = 0.05
+_RUNS = 3
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work this thread has submitted, so that measured times include it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class PhaseCosts:
+    """Seconds by rows for each phase and size; compiled and recorded code has curves of its own."""
+
+    def __init__(self, *, skip_first: bool = False) -> None:
+        """`skip_first`: the first run of a shape that is neither compiled nor recorded is not counted, because it
+        compiles kernels.
+        """
+        self._table = CostTable(_GUESS_S)
+        self._skip_first = skip_first
+        self._seen: set[ExecutableKey] = set()
+
+    def curve(self, phase: str, size: Size, compiled: bool) -> CostCurve:
+        return self._table[phase, size, compiled]
+
+    def observe(self, key: ExecutableKey, compiled: bool, seconds: float) -> None:
+        """Update a curve with an iteration's time."""
+        if self._skip_first and not compiled and key not in self._seen:
+            self._seen.add(key)
+            return
+        self._table[key.phase, key.size, compiled].observe(key.rows, seconds)
+
+    def measured(self) -> dict[Any, Mapping[int, float]]:
+        """Measured seconds by rows, for each (phase, size, compiled)."""
+        return {**self._table.measured()}
+
+
+class PhaseTimer:
+    """Times a model's phases on examples."""
+
+    def __init__(self, model: ImageModel, costs: PhaseCosts, denoiser: Network) -> None:
+        self._model = model
+        self._costs = costs
+        self._denoiser = denoiser
+
+    def __call__(
+        self,
+        key: ExecutableKey,
+        function: Callable[..., Any],
+        compiled: bool,
+        *,
+        runs: int = _RUNS,
+        until: float = float("inf"),
+    ) -> bool:
+        """Observe the times of all runs but the first, which is warm-up. False if `until` came before the last."""
+        size: Any = key.size
+        example = self.example(key.phase, key.rows, size)
+        for run in range(runs):
+            if time.monotonic() >= until:
+                return False
+            started = time.perf_counter()
+            with torch.inference_mode():
+                example(function)
+                synchronize(self._model.device)
+            if run:  # also the first replay of a graph is slow: it uploads the graph to the device
+                self._costs.observe(key, compiled, time.perf_counter() - started)
+        return True
+
+    def example(self, phase: str, rows: int, size: Size, seed: int = 0) -> Callable[[Callable[..., Any]], Any]:
+        """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
+        model = self._model
+        height, width = size[1] // model.vae_scale, size[0] // model.vae_scale
+        # A generator of its own: a failed recording may leave the device's default one unusable.
+        generator = torch.Generator(model.device).manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator)
+
+        def call(function: Callable[..., Any]) -> Any:
+            if phase == TEXT:
+                return function(model.family.example_ids(model, rows))
+            latents = random(rows, model.latent_channels, height, width)
+            if phase == VAE:
+                return function(latents.float())
+            inputs = denoise.DenoiserInputs(
+                latents,
+                torch.full((rows,), 500.0, device=model.device),
+                model.family.example(model, self._denoiser.text_width, rows, generator),
+            )
+            before = [] if phase == DEEP else [tuple(random(rows, *shape) for shape in features)]
+            return model.family.call(function, inputs, *before)
+
+        depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
+        features = [] if depth is None else self._denoiser.feature_shapes(depth, height, width)
+        return call

@@ -1,0 +1,84 @@
+"""Cost curves of phases: what is counted, and that examples have the shapes of requests."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from contract.plan import DEPTHS
+from core.graphs import ExecutableKey
+from pipeline.backends.timing import PhaseCosts, PhaseTimer
+from pipeline.phases import DEEP, KEYS, SHALLOW, STEPS, TEXT, VAE, on_torch
+from tests.pipeline.worlds import SHAPES, model
+
+SIZE = (32, 32)
+
+
+def key(rows: int, phase: str = DEEP) -> ExecutableKey:
+    return ExecutableKey(phase, rows, SIZE)
+
+
+def test_compiled_and_other_code_have_curves_of_their_own() -> None:
+    costs = PhaseCosts()
+    costs.observe(key(2), False, 0.4)
+    costs.observe(key(2), True, 0.1)
+    assert costs.curve(DEEP, SIZE, False)(2) == 0.4 and costs.curve(DEEP, SIZE, True)(2) == 0.1
+    assert costs.measured() == {(DEEP, SIZE, False): {2: 0.4}, (DEEP, SIZE, True): {2: 0.1}}
+
+
+def test_the_first_run_without_a_graph_is_not_counted_where_it_compiles() -> None:
+    costs = PhaseCosts(skip_first=True)
+    for rows in (2, 4):
+        costs.observe(key(rows), False, 9.0)
+    assert costs.measured() == {}
+    costs.observe(key(2), False, 0.5)
+    costs.observe(key(8), True, 0.1)
+    assert costs.measured() == {(DEEP, SIZE, False): {2: 0.5}, (DEEP, SIZE, True): {8: 0.1}}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.inference_mode()
+def test_examples_run_every_phase(shape: str) -> None:
+    made = model(shape)
+    denoiser, _, phases = on_torch(made)
+    timer = PhaseTimer(made, PhaseCosts(), denoiser)
+    side, scale = made.native, made.vae_scale
+    channels = made.denoiser.config.in_channels
+    for phase in STEPS:
+        output, *_ = timer.example(phase, 3, (side, side))(phases[phase])
+        assert output.shape == (3, channels, side // scale, side // scale) and output.isfinite().all()
+    assert timer.example(VAE, 2, (side, side))(phases[VAE]).shape == (2, side, side, 3)
+    hidden, pooled = timer.example(TEXT, 2, (0, 0))(phases[TEXT])
+    assert hidden.shape[0] == pooled.shape[0] == 2
+    assert phases[KEYS](hidden).shape == (2, hidden.shape[1], denoiser.text_width)
+
+
+def test_an_example_is_the_same_for_a_seed() -> None:
+    timer = PhaseTimer(model("plain"), PhaseCosts(), on_torch(model("plain")).denoiser)
+
+    def sample(seed: int) -> torch.Tensor:
+        def look(*arguments: Any, **options: Any) -> tuple[torch.Tensor]:
+            return (arguments[-2],)  # the sample, before the timestep
+
+        return timer.example(SHALLOW[DEPTHS[0]], 2, SIZE, seed)(look)[0]
+
+    assert torch.equal(sample(1), sample(1)) and not torch.equal(sample(1), sample(2))
+
+
+def test_timing_leaves_out_the_first_run_and_ends_when_time_is_up() -> None:
+    costs, ran = PhaseCosts(), list[int]()
+    timer = PhaseTimer(model("plain"), costs, on_torch(model("plain")).denoiser)
+
+    def slow(*_: Any, **__: Any) -> tuple[torch.Tensor]:
+        ran.append(1)
+        if len(ran) == 1:
+            time.sleep(0.2)
+        return (torch.zeros(1),)
+
+    assert timer(key(2), slow, False) and len(ran) == 3
+    assert costs.measured()[DEEP, SIZE, False].keys() == {2}
+    assert not timer(key(4), slow, False, until=time.monotonic()) and len(ran) == 3
+    assert costs.measured()[DEEP, SIZE, False].keys() == {2}
