@@ -98,7 +98,7 @@ def stepping(schedule: DeepCache, steps: int) -> Iterator[None]:
 
     def forward(sample: Any, timestep: Any, **options: Any) -> Any:
         arguments = {name: options.get(name) for name in ("timestep_cond", "added_cond_kwargs")}
-        arguments["encoder_hidden_states"] = split.keys(options["encoder_hidden_states"])
+        arguments["encoder_hidden_states"] = split.prepare_text(options["encoder_hidden_states"])
         if next(plan):
             eps, *features[:] = split.deep(sample, timestep, **arguments)
         else:

@@ -134,7 +134,7 @@ def test_a_model_in_8_bits_takes_no_loras_and_keeps_no_weights_for_any(
 ) -> None:
     with build(settings(model, cache, lora_dir=str(tmp_path))) as works:
         assert works.images.model.precision == "int8" and works.images.adapters is None
-        assert works.images.model.unet.conv_in.weight.numel() == 0
+        assert works.images.model.denoiser.conv_in.weight.numel() == 0
 
 
 @pytest.mark.usefixtures("has_kernels")
