@@ -167,8 +167,12 @@ BAD: dict[str, tuple[Damage, str]] = {
     "index a list": (write("model_index.json", b"[]"), "model_index.json: must hold a JSON object"),
     "index nested": (write("model_index.json", b"[" * 100_000), "model_index.json: is not JSON"),
     "another pipeline": (
+        edit("model_index.json", _class_name="KandinskyPipeline"),
+        "is a KandinskyPipeline; this engine runs StableDiffusionXLPipeline",
+    ),
+    "another family's pipeline": (
         edit("model_index.json", _class_name="StableDiffusionPipeline"),
-        "is a StableDiffusionPipeline; this engine runs StableDiffusionXLPipeline",
+        "not a text-to-image Stable Diffusion 1: unet addition_embed_type is text_time",
     ),
     "refiner": (edit("model_index.json", **REFINER), "names no tokenizer"),
     "part not listed": (edit("model_index.json", text_encoder_2=None), "names no text_encoder_2"),

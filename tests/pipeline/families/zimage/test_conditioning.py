@@ -7,6 +7,7 @@ import torch
 
 from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
+from core.ops.reference import TorchLowering
 from pipeline.conditioning import Conditioner
 from pipeline.encode import Encoder
 from pipeline.families.zimage import FAMILY
@@ -42,7 +43,9 @@ def test_what_was_left_out_is_told_without_the_template(excess: int) -> None:
     head = len(tokenizer("<|im_start|>user\n").input_ids)
     prompt = "p" * (512 - head) + "q" * excess
     wanted = ImageParameters(prompt, 0, 32, 32, guidance_scale=0.0)
-    ((_, warnings),) = Conditioner(model("tiny"), encoder("tiny"), FAMILY.prepare(model("tiny"))).conditions([wanted])
+    ((_, warnings),) = Conditioner(
+        model("tiny"), encoder("tiny"), FAMILY.network(TorchLowering(torch.float32), model("tiny")).prepare_text
+    ).conditions([wanted])
     left_out = f"prompt: only the first 512 tokens were read; left out: {'q' * excess!r}"
     assert warnings == ([left_out] if excess else [])
 
@@ -52,7 +55,7 @@ def test_guidance_has_two_rows_above_zero_and_the_usual_form(scale: float, negat
     """diffusers: positive + s · (positive - negative)."""
     one = model("tiny")
     wanted = ImageParameters("a red cat", 0, 32, 32, guidance_scale=scale, negative_prompt=negative)
-    ((made, _),) = Conditioner(one, encoder("tiny"), FAMILY.prepare(one)).conditions([wanted])
+    ((made, _),) = Conditioner(one, encoder("tiny"), lambda hidden: hidden).conditions([wanted])
     assert made.rows == FAMILY.rows(one, wanted) == (2 if scale else 1)
     expected, others = stock("tiny").encode_prompt(
         "a red cat", negative_prompt=negative, device="cpu", do_classifier_free_guidance=scale > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from core.ops.reference import TorchLowering
 from pipeline import vae
 from pipeline.drawing import Denoiser
 from pipeline.families.zimage import FAMILY
@@ -26,7 +27,7 @@ def by_diffusers(name: str, prompt: str, seed: int, steps: int, guidance: float)
 @pytest.mark.parametrize(("steps", "guidance"), [(8, 0.0), (2, 0.0), (4, 3.0)])
 def test_latents_are_those_of_diffusers(name: str, steps: int, guidance: float) -> None:
     one = model(name)
-    drawing = Denoiser(one, FAMILY.prepare(one), guidance=guidance, steps=steps)
+    drawing = Denoiser(one, FAMILY.network(TorchLowering(torch.float32), one), guidance=guidance, steps=steps)
     together = drawing.latents(PROMPTS, [1, 2, 3])
     for index, prompt in enumerate(PROMPTS):
         expected = by_diffusers(name, prompt, index + 1, steps, guidance)
