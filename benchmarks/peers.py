@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -242,7 +243,7 @@ def _set(settings: Settings) -> tuple[Stage, list[DenoiserInputs]]:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     model = load(settings.model_name, precision="fp32", device="cpu", variant=settings.variant)
-    unpacked: Any = lambda hidden: hidden  # noqa: E731  # stock cross-attention reads the hidden states themselves
+    unpacked: Any = SimpleNamespace(prepare_text=lambda hidden: hidden)  # stock cross-attention reads hidden states
     drawing = Denoiser(model, unpacked)
     seen: list[DenoiserInputs] = []
     drawn: list[DenoiserInputs] = []

@@ -89,9 +89,9 @@ def cut_short(model: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def of_sd15(model: Path) -> None:
+def of_kandinsky(model: Path) -> None:
     index = json.loads((model / "model_index.json").read_text())
-    (model / "model_index.json").write_text(json.dumps({**index, "_class_name": "StableDiffusionPipeline"}))
+    (model / "model_index.json").write_text(json.dumps({**index, "_class_name": "KandinskyPipeline"}))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def of_sd15(model: Path) -> None:
     [
         (without_vae, "my-model: the part vae is missing"),
         (cut_short, "my-model/unet/diffusion_pytorch_model.safetensors: is damaged"),
-        (of_sd15, "my-model/model_index.json: is a StableDiffusionPipeline"),
+        (of_kandinsky, "my-model/model_index.json: is a KandinskyPipeline"),
         (shutil.rmtree, "my-model: no such folder"),
     ],
 )
