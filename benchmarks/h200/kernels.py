@@ -177,8 +177,8 @@ def _check_attention(note: Note) -> None:
                 query, key, value = qkv[:, :sq, 0], qkv[:, :sk, 1], qkv[:, :sk, 2]
                 given = None if dtype == BF16 else torch.rand(320, device="cuda") * 60
                 variant = attention_source.AttentionVariant(consumers, keys, 2, output, emulated)
-                y = attention.attention_int8(query, key, value, given, dtype, variant=variant)
-                expected = attention.attention_int8_reference(query, key, value, given, dtype)
+                y = attention.attention(query, key, value, given, dtype, variant=variant)
+                expected = attention.attention_reference(query, key, value, given, dtype)
                 note(f"attention {consumers}x{keys} {output} emulated {emulated}", y, expected, 0.04)
 
 
@@ -319,9 +319,7 @@ def measure_attention() -> dict[str, Any]:
                     variant = attention_source.AttentionVariant(consumers, keys, stages, output, emulated)
                     name = f"{consumers}x{keys} s{stages} e{emulated} {output}"
                     given = one if dtype == INT8 else None
-                    times[name] = milliseconds(
-                        lambda i: attention.attention_int8(q, k, v, given, dtype, variant=variant)
-                    )
+                    times[name] = milliseconds(lambda i: attention.attention(q, k, v, given, dtype, variant=variant))
             q_, k_, v_ = (t.transpose(1, 2) for t in (q, k, v))
             for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
                 try:

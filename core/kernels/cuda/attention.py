@@ -159,19 +159,6 @@ def attention(
     return out
 
 
-def attention_int8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out_inv_scale: Tensor | None,
-    dtype: torch.dtype = torch.int8,
-    *,
-    variant: AttentionVariant | None = None,
-) -> Tensor:
-    """`attention` without lengths, in int8 by default."""
-    return attention(q, k, v, out_inv_scale, dtype, variant=variant)
-
-
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -194,9 +181,3 @@ def attention_reference(
     y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)
     y = y if lengths is None else y.masked_fill(beyond[:, :, None], 0.0)
     return y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)
-
-
-def attention_int8_reference(
-    q: Tensor, k: Tensor, v: Tensor, out_inv_scale: Tensor | None, dtype: torch.dtype = torch.int8
-) -> Tensor:
-    return attention_reference(q, k, v, out_inv_scale, dtype)

@@ -8,7 +8,7 @@ import torch
 from tests.interpreted import CUDA
 
 # isort: split
-from core.kernels.cuda.attention import attention_int8, attention_int8_reference
+from core.kernels.cuda.attention import attention, attention_reference
 from core.kernels.cuda.conv import (
     conv3x3_int8,
     conv3x3_int8_reference,
@@ -223,7 +223,7 @@ def test_attention(dtype: torch.dtype, queries: int, keys: int) -> None:
     k, v = kv[:, :, 0], kv[:, :, 1]
     for inverse in (torch.full((1,), 60.0, device=DEVICE), torch.rand(192, generator=g, device=DEVICE) * 60):
         given = None if dtype == BF16 else inverse
-        expected, actual = attention_int8_reference(q, k, v, given, dtype), attention_int8(q, k, v, given, dtype)
+        expected, actual = attention_reference(q, k, v, given, dtype), attention(q, k, v, given, dtype)
         assert actual.dtype == dtype and actual.shape == (2, queries, 192)
         error = (actual.float() - expected.float()).norm() / expected.float().norm()
         assert error < (0.01 if dtype != E4M3 else 0.02), error

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.kernels.cpu.library import identity
 from core.kernels.cuda import driver, language
-from core.kernels.cuda.attention import attention_int8
+from core.kernels.cuda.attention import attention
 from core.kernels.describe import describe, digest
 from core.kernels.device import AVX2, AVX512, say
 from tests.core.quant import stage
@@ -49,7 +49,7 @@ def test_a_fall_back_says_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     q = torch.randn(1, 4, 2, 64)
     with caplog.at_level("INFO"):
         for _ in range(2):
-            attention_int8(q, q, q, None, torch.float32)
+            attention(q, q, q, None, torch.float32)
     assert [record.getMessage() for record in caplog.records] == ["attention: torch: no CUDA device"]
 
 
