@@ -108,9 +108,8 @@ def train(run: TrainingRun) -> loop.Outcome:
 def load(run: TrainingRun) -> CLIPLoss:
     """The trained towers with averaged weights; raises `FileNotFoundError` when they are not trained."""
     towers = CLIPLoss(run).to(run.device)
-    if not loop.restore_average("clip", {"towers": towers}, run):
-        raise FileNotFoundError("clip/state.pt: train the stage clip first")
-    return towers.eval().requires_grad_(False)
+    loop.load_average("clip", {"towers": towers}, run)
+    return towers
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from training import loop, phrases, pictures, tokens
@@ -131,11 +130,8 @@ def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
 def load(run: TrainingRun, draft: bool = False) -> Any:
     """The trained target or draft; raises `FileNotFoundError` when it is not trained."""
     model = build(run, draft)
-    modules: dict[str, nn.Module] = {"lm": model}
-    name = "draft" if draft else "lm"
-    if not loop.restore_average(name, modules, run):
-        raise FileNotFoundError(f"{name}/state.pt: train the stage {name} first")
-    return model.eval().requires_grad_(False)
+    loop.load_average("draft" if draft else "lm", {"lm": model}, run)
+    return model
 
 
 def main() -> None:

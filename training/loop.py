@@ -109,6 +109,14 @@ def restore_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) 
     return True
 
 
+def load_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> None:
+    """`restore_average` for inference; raises `FileNotFoundError` where the stage is not trained."""
+    if not restore_average(name, modules, run):
+        raise FileNotFoundError(f"{name}/state.pt: train the stage {name} first")
+    for module in modules.values():
+        module.eval().requires_grad_(False)
+
+
 def _clock(run: TrainingRun) -> float:
     # On a CPU that others use too, wall time says little about how far training is; its own processor time does.
     return time.monotonic() if run.on_gpu else time.process_time() / torch.get_num_threads()

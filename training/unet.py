@@ -172,10 +172,7 @@ def train(run: TrainingRun) -> loop.Outcome:
 def load(run: TrainingRun) -> TrainedModules:
     """The trained parts with averaged weights; raises `FileNotFoundError` when they are not trained."""
     parts = build(run)
-    if not loop.restore_average("unet", parts.modules(), run):
-        raise FileNotFoundError("unet/state.pt: train the stage unet first")
-    for part in parts.modules().values():
-        part.eval().requires_grad_(False)
+    loop.load_average("unet", parts.modules(), run)
     return parts
 
 

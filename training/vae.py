@@ -5,7 +5,6 @@ It uses no trained perceptual network: a loss on gradients at three scales keeps
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,9 +94,8 @@ def load(run: TrainingRun) -> Any:
     trained.
     """
     vae = build(run)
-    if not loop.restore_average("vae", {"vae": vae}, run):
-        raise FileNotFoundError(f"{Path('vae') / 'state.pt'}: train the stage vae first")
-    return vae.eval().requires_grad_(False)
+    loop.load_average("vae", {"vae": vae}, run)
+    return vae
 
 
 def main() -> None:
