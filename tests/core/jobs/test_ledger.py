@@ -52,7 +52,7 @@ def test_a_place_in_the_queue(store: JobStore) -> None:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(["ann", "bob", ""]), st.booleans()), max_size=25), st.integers(1, 7))
-def test_pages_hold_every_job_once(redis_url: str, made: list[tuple[str, bool]], limit: int) -> None:
+def test_pages_hold_every_job_once_and_newest_first(redis_url: str, made: list[tuple[str, bool]], limit: int) -> None:
     with redis.Redis.from_url(redis_url) as client:
         client.flushall()
     store = JobStore(redis_url)
@@ -70,11 +70,11 @@ def test_pages_hold_every_job_once(redis_url: str, made: list[tuple[str, bool]],
                 assert page is not None and len(page.jobs) <= limit
                 found += [job.id for job in page.jobs]
                 after, more = page.after, page.more
-            wanted = {
-                id for id, whose, cancelled in ids
+            newest_first = [
+                id for id, whose, cancelled in reversed(ids)
                 if owner in (None, whose) and state in (None, JobState.CANCELLED if cancelled else JobState.QUEUED)
-            }  # fmt: skip
-            assert len(found) == len(set(found)) and set(found) == wanted
+            ]  # fmt: skip
+            assert found == newest_first
     store.close()
 
 
