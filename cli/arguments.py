@@ -47,7 +47,7 @@ def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> Non
         choices=CHOICES,
         help="of the computation; default: int8 where the model has such a variant and it pays, else fp32 or bf16",
     )
-    parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for --precision int8 or fp8; see `quantize`")
+    parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for a --precision of 8 bits; see `quantize`")
     if deepcache:
         parser.add_argument(
             "--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet; default: off"

@@ -1,4 +1,4 @@
-"""Creates a model's quantized parts: calibrates on prompts, quantizes, and writes them.
+"""Creates a model's quantized parts: calibrates on prompts if the scheme wants it, quantizes, and writes them.
 
 `pipeline.quantized_parts` finds and loads them.
 """
@@ -13,8 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contract.precision import Scheme, is_calibrated
 from core.quant import store
-from core.quant.convert import QuantizationReport, Recipe, Scheme, quantize_
+from core.quant.convert import QuantizationReport, Recipe, quantize_
 from core.quant.statistics import Statistics
 from pipeline.calibration import collect
 from pipeline.quantized_parts import folder
@@ -37,12 +38,13 @@ def in_8_bits(
 ) -> tuple[Any, QuantizationReport]:
     """The part in 8 bits, and a report. The model's own part is unchanged.
 
-    Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory.
+    Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory. `found` and
+    `alpha` are for schemes with calibration.
     """
-    own = model.parts[part]
+    own, alpha = model.parts[part], alpha if is_calibrated(scheme) else None
     module = copy.deepcopy(own, {id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())})
     report = quantize_(
-        module, model.family.recipes(model.parts, alpha)[part], found[part], scheme=scheme, digest=model.digest
+        module, model.family.recipes(model.parts, alpha)[part], found.get(part), scheme=scheme, digest=model.digest
     )
     return module, report
 
@@ -61,17 +63,21 @@ def make(
 ) -> dict[str, tuple[QuantizationReport, int]]:
     """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumable.
 
-    The model is in fp32, bf16 or fp16, and is not changed. `kernels` are the CPU's. Returns the report and the bytes
-    written, by part. Raises what calibration, recipes and the store raise: `StatisticsError`, `RecipeError`,
-    `QuantizedStoreError`; and OSError if `out` cannot be created.
+    Schemes without calibration read neither prompts, `alpha` nor `settings`. The model is in fp32, bf16 or fp16, and is
+    not changed. `kernels` are the CPU's. Returns the report and the bytes written, by part. Raises what calibration,
+    recipes and the store raise: `StatisticsError`, `RecipeError`, `QuantizedStoreError`; and OSError if `out` cannot be
+    created.
     """
     settings = settings or CalibrationSettings()
     made: dict[str, tuple[QuantizationReport, int]] = {}
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = {part: out / f".{part}-{scheme}.statistics" for part in model.family.quantized}
-    found = ranges(
-        model, prompts, alpha=alpha, settings=settings, kernels=kernels, checkpoints=checkpoints, tell=tell
-    )  # fmt: skip
+    found: Ranges = {}
+    alpha = alpha if is_calibrated(scheme) else None
+    if is_calibrated(scheme):
+        found = ranges(
+            model, prompts, alpha=alpha, settings=settings, kernels=kernels, checkpoints=checkpoints, tell=tell
+        )  # fmt: skip
     for part, recipe in model.family.recipes(model.parts, alpha).items():
         module, report = in_8_bits(model, part, found, scheme=scheme, alpha=alpha)
         manifest = store.Manifest(
@@ -80,7 +86,7 @@ def make(
             source=model.digest,
             layers={name: type(module.get_submodule(name)).__name__ for name in report.changed},
             skipped=report.skipped,
-            calibration=calibration_of(prompts, settings) | {"dtype": str(model.dtype).removeprefix("torch.")},
+            calibration=calibration_of(scheme, prompts, settings) | {"dtype": str(model.dtype).removeprefix("torch.")},
         )
         made[part] = report, store.save(module, folder(out, part, scheme), manifest, weights=weights)
     for checkpoint in checkpoints.values():
@@ -88,8 +94,10 @@ def make(
     return made
 
 
-def calibration_of(prompts: Sequence[str], settings: CalibrationSettings) -> dict[str, Any]:
-    """The manifest's description of the calibration."""
+def calibration_of(scheme: Scheme, prompts: Sequence[str], settings: CalibrationSettings) -> dict[str, Any]:
+    """The manifest's description of the calibration; empty for a scheme without."""
+    if not is_calibrated(scheme):
+        return {}
     said = "\n".join(prompts).encode("utf-8", "surrogatepass")
     return asdict(settings) | {"prompts": len(prompts), "prompts_sha256": hashlib.sha256(said).hexdigest()}
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
+from contract.precision import Scheme
 from core.quant import store
-from core.quant.convert import RecipeError, Scheme
+from core.quant.convert import RecipeError
 from core.quant.statistics import StatisticsError
 from pipeline import quantized
 from pipeline.calibration import default_prompts
@@ -104,7 +105,7 @@ def find(cache: Path, source: str, parts: tuple[str, ...], scheme: Scheme, preci
         "scheme": scheme,
         "alpha": ALPHA,
         "precision": precision,
-        **quantized.calibration_of(default_prompts(), CalibrationSettings()),
+        **quantized.calibration_of(scheme, default_prompts(), CalibrationSettings()),
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     return CachedVariant(cache / "quantized" / digest, scheme, parts)
