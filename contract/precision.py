@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Scheme = Literal["int8", "fp8"]
+Scheme = Literal["int8", "fp8", "int8-dynamic"]
 Name = Literal["fp32", "bf16", "fp16", Scheme]
 Choice = Literal["auto", Name]
 """As a setting names one; "auto" is resolved where the device and the model's variants are known."""
@@ -39,6 +39,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp16", "float16"),
         Precision("int8", scheme="int8", cpu_kernels=True, gpu_kernels=(8, 0)),
         Precision("fp8", scheme="fp8", devices=("cuda",), gpu_kernels=(8, 9)),
+        Precision("int8-dynamic", scheme="int8-dynamic", calibrated=False),
     )
 }
 CHOICES: tuple[str, ...] = get_args(Choice)

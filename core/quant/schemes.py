@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from contract.precision import Scheme as Name
+from core.quant.dynamic import Int8DynamicConv2d, Int8DynamicLinear
 from core.quant.fp8 import Fp8Conv2d, Fp8Linear
 from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear, ScaledWeights
 
@@ -43,6 +44,7 @@ SCHEMES: dict[str, Scheme] = {
     for scheme in (
         Scheme("int8", Int8Linear, Int8Conv2d),
         Scheme("fp8", Fp8Linear, Fp8Conv2d),
+        Scheme("int8-dynamic", Int8DynamicLinear, Int8DynamicConv2d),
     )
 }
 LAYERS: dict[str, type[ScaledLinear] | type[ScaledConv2d]] = {
