@@ -39,7 +39,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp16", "float16"),
         Precision("int8", scheme="int8", cpu_kernels=True, gpu_kernels=(8, 0)),
         Precision("fp8", scheme="fp8", devices=("cuda",), gpu_kernels=(8, 9)),
-        Precision("int8-dynamic", scheme="int8-dynamic", calibrated=False),
+        Precision("int8-dynamic", scheme="int8-dynamic", calibrated=False, cpu_kernels=True),
     )
 }
 CHOICES: tuple[str, ...] = get_args(Choice)

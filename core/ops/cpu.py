@@ -219,7 +219,11 @@ class CpuOps:
         self, x: Array, layer: PackedLayer, shape: tuple[int, ...], grid: tuple[int, int, int] | None = None, *,
         residual: Array | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        if layer.inverse is not None and x.x.dtype == torch.float32:
+        if layer.weights.by_row:
+            quantized, scales = self.program.quantize_rows(x.x)
+            x, by = self._own(quantized, x.shape[:-1]), Array(scales, scales.shape, self.program)
+            options["a_scale"] = by.x
+        elif layer.inverse is not None and x.x.dtype == torch.float32:
             x = self._own(self.program.quantize(x.x, layer.inverse), x.shape[:-1])
         self._reads.append((len(self.program), layer, x.x))
         made = self.program.product(

@@ -3,7 +3,8 @@
 Weights are int8 by output channel, as in `core.quant.linear`. A row is a token of a linear layer, or a pixel of a
 convolution's input (ZeroQuant's token-wise quantization: Yao et al., 2022, section 4.1). No calibration is needed.
 
-On torch the sums are exact, so that a row's bits depend on nothing but the row.
+Sums of levels are exact, so that a row's bits depend on nothing but the row. A kernel of `core.kernels.cpu` computes
+them or, as here, floats that hold them; in a convolution each tap's are scaled before they are added up.
 """
 
 from __future__ import annotations
