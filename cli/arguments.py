@@ -51,7 +51,7 @@ def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> Non
         "--backend", metavar="NAME",
         help="that draws: torch, programs, graphs, or one of an installed package; default: the fastest that runs here",
     )  # fmt: skip
-    parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for --precision int8 or fp8; see `quantize`")
+    parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for a --precision of 8 bits; see `quantize`")
     if deepcache:
         parser.add_argument(
             "--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet; default: off"

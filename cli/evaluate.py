@@ -45,7 +45,7 @@ exit codes: 0 drawn and scored; 1 some pictures failed; 2 the input cannot be us
 """
 
 
-_VARIANTS = """A variant is a precision (auto, fp32, bf16, fp16, int8, fp8), then perhaps + and a DeepCache schedule,
+_VARIANTS = f"""A variant is a precision ({", ".join(CHOICES)}), then perhaps + and a DeepCache schedule,
 then perhaps @ and a seed offset: fp32@1000000 is fp32 with other seeds, whose distance from fp32 gates allow.
 
   diptych evaluate sweep --prompts captions.tsv --limit 1000 --real real --out runs --variants fp32 fp32@1000000 int8

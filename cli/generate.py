@@ -75,7 +75,7 @@ def add(commands: Commands) -> None:
     )
     generate.add_argument(
         "--lora", dest="loras", default="", metavar="NAMES",
-        help="LoRAs of the folder to draw with: name, name:0.8, or several with commas; not with int8 or fp8",
+        help="LoRAs of the folder to draw with: name, name:0.8, or several with commas; not in 8 bits",
     )  # fmt: skip
     generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")

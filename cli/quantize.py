@@ -1,4 +1,4 @@
-"""`diptych quantize`: calibrates a model on prompts and writes its INT8 or FP8 variant."""
+"""`diptych quantize`: writes a model's variant in 8 bits, calibrated on prompts if the scheme wants it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from cli.arguments import Commands, StartupProgress, UsageError, model_errors, read_settings
-from contract.precision import SCHEMES
+from contract.precision import SCHEMES, is_calibrated
 
 _ABOUT = """The variant goes into DIR as unet-int8 and vae-int8 (unet-fp8). `--precision int8` finds it where DIR is the
 model's own folder, and else with `--unet DIR/unet-int8`. Without -o it goes into the cache, where `--precision int8`
@@ -15,13 +15,14 @@ and `auto` find it; `--precision int8` does the same by itself with a model that
 was stopped goes on where it was, with the same model, prompts and DIR.
 """
 _LIMIT = 64
-_OWN = ("prompts", "limit", "alpha", "plain", "scales_only")  # of a variant that is looked for nowhere else than in DIR
+_CALIBRATION = ("prompts", "limit", "alpha", "plain")
+_OWN = (*_CALIBRATION, "scales_only")  # of a variant that is looked for nowhere else than in DIR
 
 
 def add(commands: Commands) -> None:
     quantize = commands.add_parser(
         "quantize",
-        help="make a model's INT8 or FP8 variant",
+        help="make a model's variant in 8 bits",
         description="Watch a model draw prompts, then write its layers in 8 bits.",
         epilog=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -56,6 +57,9 @@ def _quantize(options: argparse.Namespace) -> int:
         raise UsageError(f"--limit: must be at least 1, not {options.limit}")
     if options.alpha is not None and not 0 <= options.alpha <= 1:
         raise UsageError(f"--alpha: must be between 0 and 1, not {options.alpha:g}")
+    given = _given(options, _CALIBRATION)
+    if given and not is_calibrated(options.scheme):
+        raise UsageError(f"{given[0]}: is for calibration, and {options.scheme} needs none")
     if options.text_model is not None:
         return _quantize_text(options, _prompts(options))
     if options.out is None:
@@ -63,8 +67,15 @@ def _quantize(options: argparse.Namespace) -> int:
     return _into_folder(options, _prompts(options))
 
 
+def _given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
+    """Those of these options that were given, as they are written."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False)]
+
+
 def _prompts(options: argparse.Namespace) -> list[str]:
-    """The first prompts of the file, or of the bundled ones."""
+    """The first prompts of the file, or of the bundled ones; none for a scheme without calibration."""
+    if not is_calibrated(options.scheme):
+        return []
     from pipeline.prompts import PromptsError, read
 
     limit = options.limit or _LIMIT
@@ -82,9 +93,9 @@ def _into_cache(options: argparse.Namespace) -> int:
     """Create the variant that `--precision int8` looks for, unless it exists."""
     from rich.console import Console
 
-    given = [name for name in _OWN if getattr(options, name) not in (None, False)]
+    given = _given(options, _OWN)
     if given:
-        raise UsageError(f"--out: is needed with --{given[0].replace('_', '-')}: in the cache all is as by default")
+        raise UsageError(f"--out: is needed with {given[0]}: in the cache all is as by default")
     settings = read_settings(options)
     with model_errors(), StartupProgress(Console(stderr=True)) as starting:
         from contract.precision import unquantized

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Scheme = Literal["int8", "fp8"]
+Scheme = Literal["int8", "fp8", "int8-dynamic"]
 Name = Literal["fp32", "bf16", "fp16", Scheme]
 Choice = Literal["auto", Name]
 """As a setting names one; "auto" is resolved where the device and the model's variants are known."""
@@ -17,22 +17,29 @@ class Precision:
 
     `scheme` is the quantization scheme; None: all layers are floating point. `dtype` is torch's name of the type for
     unquantized layers; None: the device's own (`unquantized`). `devices` are the kinds of device that run it.
+    `calibrated`: models are quantized by what they compute on prompts. `cpu_kernels`: ours run it. `gpu_kernels`: ours
+    run it from this compute capability on; None: not at all.
     """
 
     name: Name
     dtype: str | None = None
     scheme: Scheme | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
+    calibrated: bool = True
+    cpu_kernels: bool = False
+    gpu_kernels: tuple[int, int] | None = None
 
 
 PRECISIONS: dict[str, Precision] = {
     precision.name: precision
     for precision in (
-        Precision("fp32", "float32"),
-        Precision("bf16", "bfloat16"),
+        # bf16 and int8 from Triton's own minimum on (Ampere); fp8 (E4M3) where tensor cores multiply it (Ada).
+        Precision("fp32", "float32", cpu_kernels=True),
+        Precision("bf16", "bfloat16", gpu_kernels=(8, 0)),
         Precision("fp16", "float16"),
-        Precision("int8", scheme="int8"),
-        Precision("fp8", scheme="fp8", devices=("cuda",)),
+        Precision("int8", scheme="int8", cpu_kernels=True, gpu_kernels=(8, 0)),
+        Precision("fp8", scheme="fp8", devices=("cuda",), gpu_kernels=(8, 9)),
+        Precision("int8-dynamic", scheme="int8-dynamic", calibrated=False, cpu_kernels=True),
     )
 }
 CHOICES: tuple[str, ...] = get_args(Choice)
@@ -42,6 +49,18 @@ SCHEMES: tuple[str, ...] = get_args(Scheme)
 def is_quantized(precision: str) -> bool:
     """Whether it has quantized layers."""
     return precision in SCHEMES
+
+
+def is_calibrated(scheme: str) -> bool:
+    """Whether models are quantized by what they compute on prompts."""
+    return PRECISIONS[scheme].calibrated
+
+
+def cpu_kernels_lack(precision: str) -> str | None:
+    """Why our CPU kernels do not run it, or None if they do."""
+    *most, last = (name for name, known in PRECISIONS.items() if known.cpu_kernels)
+    supported = f"{', '.join(most)} and {last}"
+    return None if PRECISIONS[precision].cpu_kernels else f"the CPU kernels support {supported}, not {precision}"
 
 
 def unquantized(device: str) -> str:

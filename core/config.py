@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     precision: Choice = Field(
         default="auto",
         description="auto: int8 where the model, or the cache, has such a variant and the kernels run, else fp32 or "
-        "bf16; int8 and fp8 of a model without a variant make one, once",
+        "bf16; 8 bits of a model without a variant make one, once",
     )
     unet: str = Field(
         default="",

@@ -84,7 +84,7 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
 
     Args:
         name: a folder as `save_pretrained` lays it out, a hub id, or a seeded model of `llm.tiny.SHAPES`.
-        precision: fp32, bf16, fp16, or int8 or fp8 for a model whose folder holds `model-int8` or `model-fp8`.
+        precision: of `contract.precision`; one of 8 bits is for a model whose folder holds it, such as `model-int8`.
 
     Raises:
         TextModelError: if it is missing, damaged, no decoder-only language model, or the device does not exist.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from contract.precision import SCHEMES, is_quantized
+from contract.precision import SCHEMES, is_calibrated, is_quantized
 
 if TYPE_CHECKING:
     from llm.load import TextModel
@@ -21,7 +21,10 @@ def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lac
         capability: the GPU's compute capability; None for a CPU.
         lacks: why our kernels do not run on the device; None if they do.
     """
-    runs = [scheme for scheme in SCHEMES if scheme in variants]
+    variants = [
+        scheme for scheme in SCHEMES if scheme in variants and is_calibrated(scheme)
+    ]  # others must be asked for
+    runs = [*variants]
     if capability is None or capability < _E4M3:
         runs = [scheme for scheme in runs if scheme != "fp8"]
     if runs and lacks is None:

@@ -1,4 +1,4 @@
-"""Creates a language model's INT8 or FP8 variant: calibrates it on texts, then quantizes by the recipe."""
+"""Creates a language model's variant in 8 bits: calibrates it on texts, then quantizes by the recipe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from contract.precision import Scheme, is_calibrated
 from core.quant import store
-from core.quant.convert import QuantizationReport, Recipe, Scheme, quantize_
+from core.quant.convert import QuantizationReport, Recipe, quantize_
 from core.quant.statistics import Statistics, StatisticsError
 from llm.attention import NAME
 from llm.load import TextModel, variant
@@ -40,12 +41,11 @@ def calibrate(model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe) 
 def quantize(
     model: TextModel, texts: Sequence[Sequence[int]], *, recipe: Recipe | None = None, scheme: Scheme = "int8"
 ) -> TextModel:
-    """A copy of the model in INT8 or FP8; layers to be quantized are not copied first.
+    """A copy of the model in 8 bits; layers to be quantized are not copied first.
 
     Raises what `calibrate` and `quantize_` raise.
     """
-    recipe = recipe or llama()
-    statistics = calibrate(model, texts, recipe)
+    recipe, statistics = _calibrated(model, texts, recipe, scheme)
     targets = {id(model.network.get_submodule(name)) for name in recipe.targets(model.network)}
     shared = {i: layer for layer in model.network.modules() if (i := id(layer)) in targets}
     network = copy.deepcopy(model.network, dict(shared))
@@ -63,9 +63,11 @@ def make(
     recipe: Recipe | None = None,
     scheme: Scheme = "int8",
 ) -> QuantizationReport:
-    """Calibrate and write the scheme's variant under `out`. Raises what calibration, recipe and store raise."""
-    recipe = recipe or llama()
-    statistics = calibrate(model, texts, recipe)
+    """Calibrate, if the scheme wants it, and write its variant under `out`.
+
+    Raises what calibration, recipe and store raise.
+    """
+    recipe, statistics = _calibrated(model, texts, recipe, scheme)
     network = copy.deepcopy(model.network)
     report = quantize_(network, recipe, statistics, scheme=scheme, digest=model.digest)
     manifest = store.Manifest(
@@ -74,7 +76,17 @@ def make(
         source=model.digest,
         layers={name: type(network.get_submodule(name)).__name__ for name in report.changed},
         skipped=report.skipped,
-        calibration={"texts": len(texts), "tokens": sum(map(len, texts))},
+        calibration={"texts": len(texts), "tokens": sum(map(len, texts))} if statistics else {},
     )
     store.save(network, out / variant(scheme), manifest)
     return report
+
+
+def _calibrated(
+    model: TextModel, texts: Sequence[Sequence[int]], recipe: Recipe | None, scheme: Scheme
+) -> tuple[Recipe, Statistics | None]:
+    """The recipe, by default the family's, and statistics for it; none, and no smoothing, without calibration."""
+    if not is_calibrated(scheme):
+        return llama(None), None
+    recipe = recipe or llama()
+    return recipe, calibrate(model, texts, recipe)

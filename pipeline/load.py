@@ -43,7 +43,7 @@ def load(
 
     Args:
         name: a folder as `save_pretrained` lays it out, a hub id, or a `seeded` model.
-        precision: fp32, bf16, fp16, or int8 or fp8 for a model with a quantized variant. A VAE that says
+        precision: of `contract.precision`; one of 8 bits is for a model with such a variant. A VAE that says
             `force_upcast` stays in fp32 where fp16 is asked for.
         variant: of the weight files, such as "fp16" in `diffusion_pytorch_model.fp16.safetensors`.
         unet: folder of the quantized denoiser; default: such as `unet-int8` in the model's own folder.

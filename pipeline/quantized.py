@@ -1,4 +1,4 @@
-"""Creates a model's quantized parts: calibrates on prompts, quantizes, and writes them.
+"""Creates a model's quantized parts: calibrates on prompts if the scheme wants it, quantizes, and writes them.
 
 `pipeline.quantized_parts` finds and loads them.
 """
@@ -13,8 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contract.precision import Scheme, is_calibrated
 from core.quant import store
-from core.quant.convert import QuantizationReport, Recipe, Scheme, quantize_
+from core.quant.convert import QuantizationReport, Recipe, quantize_
 from core.quant.statistics import Statistics
 from pipeline.calibration import collect
 from pipeline.quantized_parts import folder
@@ -42,11 +43,13 @@ def in_8_bits(
 ) -> tuple[Any, QuantizationReport]:
     """The part in 8 bits, and a report. The model's own part is unchanged.
 
-    Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory.
+    Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory. `found` is
+    for schemes with calibration, as is the alpha of the default recipe.
     """
     own = model.parts[part]
     module = copy.deepcopy(own, {id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())})
-    report = quantize_(module, recipe or recipes_of(model)[part], found[part], scheme=scheme, digest=model.digest)
+    recipe = recipe or recipes_of(model, plain=not is_calibrated(scheme))[part]
+    report = quantize_(module, recipe, found.get(part), scheme=scheme, digest=model.digest)
     return module, report
 
 
@@ -65,18 +68,20 @@ def make(
 ) -> dict[str, tuple[QuantizationReport, int]]:
     """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumable.
 
-    `alpha` and `plain` are as for `recipes_of`. The model is in fp32, bf16 or fp16, and is not changed. `kernels` are
-    the CPU's. Returns the report and the bytes written, by part. Raises what calibration, recipes and the store raise:
-    `StatisticsError`, `RecipeError`, `QuantizedStoreError`; and OSError if `out` cannot be created.
+    `alpha` and `plain` are as for `recipes_of`; schemes without calibration read neither them, nor prompts, nor
+    `settings`. The model is in fp32, bf16 or fp16, and is not changed. `kernels` are the CPU's. Returns the report and
+    the bytes written, by part. Raises what calibration, recipes and the store raise: `StatisticsError`, `RecipeError`,
+    `QuantizedStoreError`; and OSError if `out` cannot be created.
     """
     settings = settings or CalibrationSettings(**model.family.calibration)
     made: dict[str, tuple[QuantizationReport, int]] = {}
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = {part: out / f".{part}-{scheme}.statistics" for part in model.family.quantized}
-    of = recipes_of(model, alpha, plain=plain)
-    found = collect(
-        model, _targets(model, of), prompts, settings=settings, kernels=kernels, checkpoints=checkpoints, tell=tell
-    )
+    of, found = recipes_of(model, alpha, plain=plain or not is_calibrated(scheme)), dict[str, Statistics]()
+    if is_calibrated(scheme):
+        found = collect(
+            model, _targets(model, of), prompts, settings=settings, kernels=kernels, checkpoints=checkpoints, tell=tell
+        )
     for part, recipe in of.items():
         module, report = in_8_bits(model, part, found, scheme=scheme, recipe=recipe)
         manifest = store.Manifest(
@@ -85,7 +90,7 @@ def make(
             source=model.digest,
             layers={name: type(module.get_submodule(name)).__name__ for name in report.changed},
             skipped=report.skipped,
-            calibration=calibration_of(prompts, settings) | {"dtype": str(model.dtype).removeprefix("torch.")},
+            calibration=calibration_of(scheme, prompts, settings) | {"dtype": str(model.dtype).removeprefix("torch.")},
         )
         made[part] = report, store.save(module, folder(out, part, scheme), manifest, weights=weights)
     for checkpoint in checkpoints.values():
@@ -93,8 +98,10 @@ def make(
     return made
 
 
-def calibration_of(prompts: Sequence[str], settings: CalibrationSettings) -> dict[str, Any]:
-    """The manifest's description of the calibration."""
+def calibration_of(scheme: Scheme, prompts: Sequence[str], settings: CalibrationSettings) -> dict[str, Any]:
+    """The manifest's description of the calibration; empty for a scheme without."""
+    if not is_calibrated(scheme):
+        return {}
     said = "\n".join(prompts).encode("utf-8", "surrogatepass")
     return asdict(settings) | {"prompts": len(prompts), "prompts_sha256": hashlib.sha256(said).hexdigest()}
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
+from contract.precision import Scheme
 from core.quant import store
-from core.quant.convert import RecipeError, Scheme
+from core.quant.convert import RecipeError
 from core.quant.statistics import StatisticsError
 from pipeline import quantized
 from pipeline.calibration import default_prompts
@@ -100,7 +101,7 @@ def find(cache: Path, source: str, family: Family, scheme: Scheme, precision: st
         "scheme": scheme,
         "alpha": family.alpha,
         "precision": precision,
-        **quantized.calibration_of(default_prompts(), CalibrationSettings(**family.calibration)),
+        **quantized.calibration_of(scheme, default_prompts(), CalibrationSettings(**family.calibration)),
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     return CachedVariant(cache / "quantized" / digest, scheme, family.quantized)

@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from contract.precision import is_quantized
+from contract.precision import cpu_kernels_lack, is_quantized
 from core.config import Settings
 from core.kernels import describe as description
 from core.kernels.cuda import driver, language
@@ -44,8 +44,8 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
         return None, ""
     if not (settings.kernels or model.precision == "int8"):
         return None, "the native kernels are turned off"
-    if model.precision not in ("fp32", "int8"):
-        return None, f"the CPU kernels support fp32 and int8, not {model.precision}"
+    if (why := cpu_kernels_lack(model.precision)) is not None:
+        return None, why
     try:
         model.family.check_network(model, head_multiple=HEAD_MULTIPLE)
         return library(settings.compiled_kernels), ""

@@ -7,10 +7,10 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, cast
 
+from contract.precision import Scheme, is_quantized
 from core.config import Settings
-from core.quant.convert import Scheme
 from pipeline.folder import ModelError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def unet_of(
     if settings.unet:
         return Path(settings.unet)
     # With LoRAs a variant must hold only scales, but the cache's holds weights: so there is none, as `load` reports.
-    if chosen not in get_args(Scheme) or settings.lora or has_own(settings, chosen):
+    if not is_quantized(chosen) or settings.lora or has_own(settings, chosen):
         return None
     place = cached(settings, device, cast(Scheme, chosen), plain)
     if not place.is_made:

@@ -28,8 +28,8 @@ from benchmarks.h200 import sources
 from benchmarks.h200.timing import Clocks, table
 from benchmarks.traces import BATCH, Order, RequestLevel, StepLevel, draw_batch, play, poisson, summary
 from contract.plan import AUTO, DeepCache
+from contract.precision import Scheme
 from core.batching.engine import Engine, Tick
-from core.quant.convert import Scheme
 from pipeline import sdxl
 from pipeline.backends.backend import BatchGroup, Widths
 from pipeline.backends.graphs import GraphBackend

@@ -24,9 +24,9 @@ from benchmarks.h200 import sources
 from benchmarks.h200.timing import table
 from contract.image import ImageParameters
 from contract.plan import AUTO, DEPTHS, DeepCache
+from contract.precision import Scheme
 from core.batching.engine import Engine
 from core.batching.request import Request
-from core.quant.convert import Scheme
 from core.quant.linear import ScaledWeights
 from pipeline import sdxl
 from pipeline.backends.backend import Widths

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.quant.convert import Scheme
+from contract.precision import Scheme
 from pipeline import quantized, sdxl
 from pipeline.calibration import default_prompts
 from pipeline.load import ImageModel, load

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from contract.precision import PRECISIONS, cpu_kernels_lack
+
 log = logging.getLogger(__name__)
 
 Capability = tuple[int, int]
@@ -24,9 +26,7 @@ EVERY_LAYER = "all layers"
 LINEAR, GEGLU, CONV, UPSAMPLE = "linear", "geglu", "conv", "upsample conv"
 LAYER_NORM, GROUP_NORM, ATTENTION, QUANTIZE = "layer norm", "group norm", "attention", "quantize"
 
-# The minimum compute capability for a precision in Triton. bf16 and int8: Triton's own minimum (Ampere). fp8: E4M3,
-# supported by tensor cores since Ada.
-_LEAST: dict[str, Capability] = {"bf16": (8, 0), "int8": (8, 0), "fp8": (8, 9)}
+_LEAST = {name: known.gpu_kernels for name, known in PRECISIONS.items() if known.gpu_kernels is not None}
 _HOPPER: Capability = (9, 0)  # `wgmma` exists only here: neither older nor newer GPUs have it
 
 
@@ -67,8 +67,8 @@ class KernelChoice:
 def lacks(device: DeviceInfo, precision: str) -> str | None:
     """Why our kernels cannot run a model of this precision on the device, or None if they can."""
     if device.kind == "cpu":
-        if precision not in ("fp32", "int8"):
-            return f"the CPU kernels support fp32 and int8, not {precision}"
+        if (why := cpu_kernels_lack(precision)) is not None:
+            return why
         return None if device.instructions is not None else device.cpu_lacks or "there are no CPU kernels"
     if precision not in _LEAST:
         return f"the GPU kernels support {', '.join(_LEAST)}, not {precision}"

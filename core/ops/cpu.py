@@ -227,7 +227,11 @@ class CpuOps:
         self, x: Array, layer: PackedLayer, shape: tuple[int, ...], grid: tuple[int, int, int] | None = None, *,
         residual: Array | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        if layer.inverse is not None and x.x.dtype == torch.float32:
+        if layer.weights.by_row:
+            quantized, scales = self.program.quantize_rows(x.x)
+            x, by = self._own(quantized, x.shape[:-1]), Array(scales, scales.shape, self.program)
+            options["a_scale"] = by.x
+        elif layer.inverse is not None and x.x.dtype == torch.float32:
             x = self._own(self.program.quantize(x.x, layer.inverse), x.shape[:-1])
         _check_reader(x, layer)
         self._reads.append((len(self.program), layer, x.x))
@@ -266,6 +270,8 @@ def _check_reader(x: Array, layer: PackedLayer) -> None:
     if x.x.dtype != torch.uint8:
         return
     first = x.reader = x.reader or layer
+    if first.weights.by_row and layer.weights.by_row:
+        return
     if first.inverse is None or layer.inverse is None or not torch.equal(first.inverse, layer.inverse):
         raise ValueError(f"layer {layer.names[0]}: {first.names[0]} reads the same input, by other scales")
 

@@ -39,6 +39,8 @@ class Reader(NamedTuple):
         """Of layers that read one input. Raises ValueError for layers that cannot share it."""
         first = modules[0]
         quantized = isinstance(first, ScaledWeights)
+        if quantized and not first.STATIC:
+            raise ValueError(f"the GPU kernels do not support {type(first).__name__}: its inputs have no static scales")
         for other in modules[1:]:
             alike = type(other) is type(first)
             if not alike or (quantized and not torch.equal(other.inverse, first.inverse)):

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from core.kernels.cpu.program import ScratchArena, Weights, pack_float, pack_int8
+from core.quant.dynamic import Int8DynamicConv2d, Int8DynamicLinear
 from core.quant.linear import Int8Conv2d, Int8Linear, steps
+
+Int8Layer = Int8Linear | Int8Conv2d | Int8DynamicLinear | Int8DynamicConv2d
 
 
 class PackedLayer(NamedTuple):
-    """A packed layer. `inverse` [channels] quantizes its input; None for a layer in floats.
+    """A packed layer. `inverse` [channels] quantizes its input; None for one in floats, or with dynamic scales.
 
     `names` are those of the modules that it was packed from.
     """
@@ -95,34 +98,37 @@ class PackedLayers:
         return self._made[key][1]
 
     def _pack(self, modules: Sequence[nn.Module], geglu: bool) -> PackedLayer:
-        quantized = [m for m in modules if isinstance(m, (Int8Linear, Int8Conv2d))]
+        quantized, inverse = _quantized(modules), _inverse(modules)
         if not quantized:
             weight = torch.cat([_float_weight(module) for module in modules])
             return PackedLayer(self._packed(weight, _biases(modules), geglu=geglu), None)
-        inverse = _inverse(modules)
         weight = torch.cat([_taps(m.weight) for m in quantized])
         scale = torch.cat([m.scale for m in quantized])
-        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), inverse)
+        by_row = inverse is None
+        packed = pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu, by_row=by_row)
+        return PackedLayer(packed, inverse)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
         return pack_float(self.library, weight.bfloat16() if self._half else weight, bias, geglu=geglu)
 
 
+def _quantized(modules: Sequence[nn.Module]) -> list[Int8Layer]:
+    return [m for m in modules if isinstance(m, Int8Layer)]
+
+
 def _inverse(modules: Sequence[nn.Module]) -> Tensor | None:
-    quantized = [m for m in modules if isinstance(m, (Int8Linear, Int8Conv2d))]
-    if not quantized:
-        return None
-    inverse = quantized[0].inverse
-    if len(quantized) < len(modules) or any(not torch.equal(m.inverse, inverse) for m in quantized):
+    static = [m.inverse for m in _quantized(modules) if m.STATIC]
+    kinds = {m.STATIC if isinstance(m, Int8Layer) else None for m in modules}
+    if len(kinds) > 1 or any(not torch.equal(inverse, static[0]) for inverse in static):
         raise ValueError("it and what reads the same input must all be quantized, and by the same scales, or none")
-    return inverse.contiguous()
+    return static[0].contiguous() if static else None
 
 
 def _biases(modules: Sequence[nn.Module]) -> Tensor:
     """Concatenated, [n]; zeros for a layer without one."""
     found = []
     for module in modules:
-        assert isinstance(module, (nn.Linear, nn.Conv2d, Int8Linear, Int8Conv2d))
+        assert isinstance(module, nn.Linear | nn.Conv2d | Int8Layer)
         bias = torch.zeros(module.weight.shape[0]) if module.bias is None else module.bias.detach().float()
         found.append(bias)
     return torch.cat(found)

@@ -1,4 +1,4 @@
-"""`quantize_`: replaces a model's layers with INT8 or FP8 ones in place, as a recipe says, and reports what it
+"""`quantize_`: replaces a model's layers with those of a scheme in place, as a recipe says, and reports what it
 changed.
 """
 
@@ -8,17 +8,14 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from core.quant.fp8 import Fp8Conv2d, Fp8Linear
-from core.quant.linear import Int8Conv2d, Int8Linear
+from contract.precision import Scheme
+from core.quant.schemes import SCHEMES
 from core.quant.smoothing import inverse_scales, smoothing
 from core.quant.statistics import Method, Statistics, StatisticsError
-
-Scheme = Literal["int8", "fp8"]
 
 
 class RecipeError(ValueError):
@@ -79,17 +76,23 @@ class QuantizationReport:
 
 
 def quantize_(
-    model: nn.Module, recipe: Recipe, statistics: Statistics, *, scheme: Scheme = "int8", digest: str | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    statistics: Statistics | None,
+    *,
+    scheme: Scheme = "int8",
+    digest: str | None = None,
 ) -> QuantizationReport:
     """Replace layers of `model` as `recipe` says, with scales from `statistics`. Works in place; returns a report.
 
-    `digest` of the model's weights, where given, must be the one that the statistics were collected on. Raises
-    `RecipeError` and `StatisticsError`, and then has changed nothing.
+    Schemes without calibration read no statistics. `digest` of the model's weights, where given, must be the one that
+    the statistics were collected on. Raises `RecipeError` and `StatisticsError`, and then has changed nothing.
     """
-    if digest is not None and digest != statistics.model:
-        raise StatisticsError("the statistics were collected on another model: their weights' digest differs")
-    if not statistics.largest:
-        raise StatisticsError("there are no statistics: calibration saw no data")
+    if SCHEMES[scheme].static:
+        if statistics is not None and digest not in (None, statistics.model):
+            raise StatisticsError("the statistics were collected on another model: their weights' digest differs")
+        if statistics is None or not statistics.largest:
+            raise StatisticsError("there are no statistics: calibration saw no data")
     targets = recipe.targets(model)
     families: dict[str, list[str]] = defaultdict(list)
     for name in targets:
@@ -116,51 +119,56 @@ def swap_(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
 
 
 def _family(
-    model: nn.Module, family: list[str], recipe: Recipe, statistics: Statistics, scheme: Scheme
+    model: nn.Module, family: list[str], recipe: Recipe, statistics: Statistics | None, scheme: Scheme
 ) -> dict[str, nn.Module]:
-    """New modules for layers that read one input: they share its scales."""
+    """New modules for layers that read one input: they share its scales, if these are static."""
     layers = {name: model.get_submodule(name) for name in family}
-    first, rule = family[0], recipe.rule(family[0])
-    if not first:
+    if not family[0]:
         raise RecipeError(f"{recipe.name}: the model is itself a layer, and cannot be replaced in place")
-    weights: list[Tensor] = []
-    seen: list[Tensor] = []
-    for name, layer in layers.items():
-        other = recipe.rule(name)
-        if (other.alpha, other.method, recipe.halves(name)) != (rule.alpha, rule.method, recipe.halves(first)):
-            raise RecipeError(f"{recipe.name}: {first} and {name} share an input but have different rules")
-        largest, ranges = _largest(layer), statistics.ranges(name, rule.method)
-        if len(largest) != len(ranges):
-            raise StatisticsError(f"{name}: has {len(largest)} input channels, the statistics {len(ranges)}")
-        if weights and len(largest) != len(weights[0]):
-            raise RecipeError(f"{recipe.name}: {name} cannot read what {first} reads: {len(largest)} input channels")
-        if not torch.isfinite(largest).all():
-            raise StatisticsError(f"{name}: its weights are not finite")
-        weights.append(largest)
-        seen.append(ranges.to(largest.device))
-    name = first
+    largest = {name: _largest(name, layer) for name, layer in layers.items()}
+    inverse = None
+    if SCHEMES[scheme].static:
+        assert statistics is not None
+        inverse = _inverse(largest, recipe, statistics)
+    name = family[0]
     try:
-        activations = torch.stack(seen).amax(0)
-        smooth = None if rule.alpha is None else smoothing(activations, torch.stack(weights).amax(0), rule.alpha)
-        inverse = inverse_scales(activations, smooth, recipe.halves(first))
-        made = {}
+        made: dict[str, nn.Module] = {}
         for name, layer in layers.items():
-            made[name] = replacement(layer, inverse, scheme)
+            made[name] = SCHEMES[scheme].quantize(layer, inverse)
     except ValueError as error:
         raise RecipeError(f"{name}: {error}") from error
     return made
 
 
-def replacement(layer: nn.Module, inverse: Tensor, scheme: Scheme) -> nn.Module:
-    """The quantized layer with inputs scaled by `inverse` [K]. Raises ValueError for unsupported layers."""
-    if isinstance(layer, nn.Conv2d):
-        return Int8Conv2d.of(layer, inverse) if scheme == "int8" else Fp8Conv2d.of(layer, inverse)
-    assert isinstance(layer, nn.Linear)
-    return Int8Linear.of(layer, inverse) if scheme == "int8" else Fp8Linear.of(layer, inverse)
+def _inverse(largest: Mapping[str, Tensor], recipe: Recipe, statistics: Statistics) -> Tensor:
+    """What multiplies the one input [K] of layers whose input channels' weights have these largest magnitudes [K]."""
+    first, *_ = largest
+    rule = recipe.rule(first)
+    seen: list[Tensor] = []
+    for name, weights in largest.items():
+        other = recipe.rule(name)
+        if (other.alpha, other.method, recipe.halves(name)) != (rule.alpha, rule.method, recipe.halves(first)):
+            raise RecipeError(f"{recipe.name}: {first} and {name} share an input but have different rules")
+        ranges = statistics.ranges(name, rule.method)
+        if len(weights) != len(ranges):
+            raise StatisticsError(f"{name}: has {len(weights)} input channels, the statistics {len(ranges)}")
+        if len(weights) != len(largest[first]):
+            raise RecipeError(f"{recipe.name}: {name} cannot read what {first} reads: {len(weights)} input channels")
+        seen.append(ranges.to(weights.device))
+    try:
+        activations = torch.stack(seen).amax(0)
+        weights = torch.stack([*largest.values()]).amax(0)
+        smooth = None if rule.alpha is None else smoothing(activations, weights, rule.alpha)
+        return inverse_scales(activations, smooth, recipe.halves(first))
+    except ValueError as error:
+        raise RecipeError(f"{first}: {error}") from error
 
 
-def _largest(layer: nn.Module) -> Tensor:
-    """Largest magnitude of the weights of each input channel, [K]."""
+def _largest(name: str, layer: nn.Module) -> Tensor:
+    """Largest magnitude of the weights of each input channel, [K]. Raises `StatisticsError` for NaN and infinity."""
     assert isinstance(layer, (nn.Linear, nn.Conv2d))
     weight = layer.weight.detach().float().abs()
-    return weight.amax(0) if weight.dim() == 2 else weight.amax((0, 2, 3))
+    found = weight.amax(0) if weight.dim() == 2 else weight.amax((0, 2, 3))
+    if not torch.isfinite(found).all():
+        raise StatisticsError(f"{name}: its weights are not finite")
+    return found

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from core.quant.linear import LEVELS, ScaledConv2d, ScaledLinear, steps
+from core.quant.linear import ScaledConv2d, ScaledLinear
 
 E4M3_MAX = 448.0
 
@@ -28,22 +28,18 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 weight and fp32 scale of each row of [N, ...], by its largest magnitude. A row of zeros gets scale 1."""
+    scale = weight.flatten(1).abs().amax(dim=1) / E4M3_MAX
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return to_e4m3(weight / scale.view(-1, *[1] * (weight.dim() - 1))), scale
+
+
 class Fp8Linear(ScaledLinear):
     """y[n] = scale[n] · Σ_k e4m3(x[k] · inverse[k]) · weight[n, k] + bias[n]."""
 
-    @classmethod
-    def of(cls, layer: nn.Linear, inverse: Tensor) -> Fp8Linear:
-        """The layer with inputs scaled by `inverse` [K] as for INT8, whose levels are stretched to E4M3's range."""
-        return cls.scaled(layer, inverse.float() * (E4M3_MAX / LEVELS))
-
-    @classmethod
-    def scaled(cls, layer: nn.Linear, inverse: Tensor) -> Fp8Linear:
-        """The layer with this `inverse` [K] in place of its own."""
-        folded = layer.weight.detach().float() / inverse
-        scale = folded.abs().amax(dim=1) / E4M3_MAX
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        bias = None if layer.bias is None else layer.bias.detach().float()
-        return cls(to_e4m3(folded / scale[:, None]), scale, inverse, bias)
+    TOP = E4M3_MAX
+    rounded = staticmethod(round_weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N] of x's type."""
@@ -63,24 +59,8 @@ class Fp8Linear(ScaledLinear):
 class Fp8Conv2d(ScaledConv2d):
     """A convolution with input and weights in E4M3, as `Fp8Linear`; `inverse` has one value for each input channel."""
 
-    @classmethod
-    def of(cls, layer: nn.Conv2d, inverse: Tensor) -> Fp8Conv2d:
-        """The layer with inputs scaled by `inverse` [C] as for INT8, whose levels are stretched to E4M3's range.
-
-        Raises ValueError for what `linear.steps` rejects.
-        """
-        return cls.scaled(layer, inverse.float() * (E4M3_MAX / LEVELS))
-
-    @classmethod
-    def scaled(cls, layer: nn.Conv2d, inverse: Tensor) -> Fp8Conv2d:
-        """The layer with this `inverse` [C] in place of its own."""
-        stride, padding = steps(layer)
-        folded = layer.weight.detach().float().permute(0, 2, 3, 1) / inverse
-        scale = folded.flatten(1).abs().amax(dim=1) / E4M3_MAX
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        bias = None if layer.bias is None else layer.bias.detach().float()
-        weight = to_e4m3(folded / scale.view(-1, 1, 1, 1)).contiguous()
-        return cls(weight, scale, inverse, bias, stride=stride, padding=padding)
+    TOP = E4M3_MAX
+    rounded = staticmethod(round_weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, C, h, w] to [B, N, H, W] of x's type."""

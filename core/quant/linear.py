@@ -1,13 +1,13 @@
 """INT8 linear layers and convolutions as modules: weights by output channel, activations by a vector of static scales.
 
 They store integers and scales, and multiply with a kernel of `core.kernels` or, without one, with the same
-arithmetic in floats.
+arithmetic in floats. What all 8-bit layers share is here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,27 +43,57 @@ class FixedDtypeModule(nn.Module):
 
 
 class ScaledWeights(FixedDtypeModule):
-    """8-bit weights with a scale for each output channel, and a vector that multiplies inputs."""
+    """8-bit weights with a scale for each output channel, and a vector that multiplies inputs.
+
+    STATIC: the vector exists; otherwise inputs are scaled by what they are, and `inverse` is None. TOP: the largest
+    level of inputs.
+    """
+
+    STATIC: ClassVar[bool] = True
+    TOP: ClassVar[float] = LEVELS
 
     weight: Tensor  # [N, ...], int8 or E4M3
     scale: Tensor  # fp32 [N]
     inverse: Tensor  # fp32 [K]
     bias: Tensor | None  # fp32 [N]
 
-    def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("inverse", inverse)
         self.register_buffer("bias", bias)
 
+    @staticmethod
+    def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The 8-bit weight and the fp32 scale of each row of [N, ...]."""
+        return quantize_weight(weight)
+
 
 class ScaledLinear(ScaledWeights):
     """Of a linear layer; weight [N, K]."""
 
-    def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor | None, bias: Tensor | None) -> None:
         super().__init__(weight, scale, inverse, bias)
         self.out_features, self.in_features = weight.shape
+
+    @classmethod
+    def of(cls, layer: nn.Linear, inverse: Tensor | None) -> Self:
+        """The layer with inputs scaled by `inverse` [K] to INT8's levels, stretched to its own."""
+        return cls.scaled(layer, _stretched(inverse, cls.TOP))
+
+    @classmethod
+    def scaled(cls, layer: nn.Linear, inverse: Tensor | None) -> Self:
+        """The layer with this `inverse` [K] as its own."""
+        weight, scale = cls.rounded(_folded(layer.weight.detach().float(), inverse))
+        return cls(weight, scale, inverse, _bias(layer))
+
+    @classmethod
+    def restored(cls, layer: nn.Linear, tensors: Mapping[str, Tensor]) -> Self:
+        """The stored layer with these tensors; without a weight, `layer` quantized by them."""
+        if "weight" not in tensors:
+            return cls.scaled(layer, tensors.get("inverse"))
+        return cls(tensors["weight"], tensors["scale"], tensors.get("inverse"), tensors.get("bias"))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -73,11 +103,33 @@ class ScaledConv2d(ScaledWeights):
     """Of a convolution; weight [N, kh, kw, C], channels last, as the kernels read it."""
 
     def __init__(
-        self, weight: Tensor, scale: Tensor, inverse: Tensor, bias: Tensor | None, *, stride: int, padding: int
+        self, weight: Tensor, scale: Tensor, inverse: Tensor | None, bias: Tensor | None, *, stride: int, padding: int
     ) -> None:
         super().__init__(weight, scale, inverse, bias)
         self.out_channels, self.in_channels = weight.shape[0], weight.shape[-1]
         self.stride, self.padding = stride, padding
+
+    @classmethod
+    def of(cls, layer: nn.Conv2d, inverse: Tensor | None) -> Self:
+        """As `ScaledLinear.of`; `inverse` is [C]. Raises ValueError for what `steps` rejects."""
+        return cls.scaled(layer, _stretched(inverse, cls.TOP))
+
+    @classmethod
+    def scaled(cls, layer: nn.Conv2d, inverse: Tensor | None) -> Self:
+        """As `ScaledLinear.scaled`. Raises ValueError for what `steps` rejects."""
+        stride, padding = steps(layer)
+        folded = _folded(layer.weight.detach().float().permute(0, 2, 3, 1), inverse)
+        weight, scale = cls.rounded(folded.contiguous())
+        return cls(weight, scale, inverse, _bias(layer), stride=stride, padding=padding)
+
+    @classmethod
+    def restored(cls, layer: nn.Conv2d, tensors: Mapping[str, Tensor]) -> Self:
+        """As `ScaledLinear.restored`. Raises ValueError for what `steps` rejects."""
+        if "weight" not in tensors:
+            return cls.scaled(layer, tensors.get("inverse"))
+        stride, padding = steps(layer)
+        inverse, bias = tensors.get("inverse"), tensors.get("bias")
+        return cls(tensors["weight"], tensors["scale"], inverse, bias, stride=stride, padding=padding)
 
     def extra_repr(self) -> str:
         kernel = tuple(self.weight.shape[1:3])
@@ -91,12 +143,6 @@ class Int8Linear(ScaledLinear):
     the scales of a concatenation's halves, and the weights were divided by it before they were quantized.
     """
 
-    @classmethod
-    def of(cls, layer: nn.Linear, inverse: Tensor) -> Int8Linear:
-        """The layer with inputs quantized by `inverse` [K]."""
-        weight, scale = quantize_weight(layer.weight.detach().float() / inverse)
-        return cls(weight, scale, inverse.float().clone(), None if layer.bias is None else layer.bias.detach().float())
-
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N] of x's type. Sums are exact to 1,040 inputs, then as exact as fp32."""
         y = F.linear(quantize(x, self.inverse).float(), self.weight.float()) * self.scale
@@ -105,15 +151,6 @@ class Int8Linear(ScaledLinear):
 
 class Int8Conv2d(ScaledConv2d):
     """A convolution with input and weights in int8, as `Int8Linear`; `inverse` has one value for each input channel."""
-
-    @classmethod
-    def of(cls, layer: nn.Conv2d, inverse: Tensor) -> Int8Conv2d:
-        """The layer with inputs quantized by `inverse` [C]. Raises ValueError for what `steps` rejects."""
-        stride, padding = steps(layer)
-        folded = layer.weight.detach().float().permute(0, 2, 3, 1) / inverse
-        weight, scale = quantize_weight(folded.contiguous())
-        bias = None if layer.bias is None else layer.bias.detach().float()
-        return cls(weight, scale, inverse.float().clone(), bias, stride=stride, padding=padding)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, C, h, w] to [B, N, H, W] of x's type."""
@@ -131,3 +168,16 @@ def steps(layer: nn.Conv2d) -> tuple[int, int]:
             "only plain convolutions are quantized: no groups, no dilation, equal strides, equal padding with zeros"
         )
     return int(layer.stride[0]), int(layer.padding[0])
+
+
+def _stretched(inverse: Tensor | None, top: float) -> Tensor | None:
+    return None if inverse is None else inverse.float() * (top / LEVELS)
+
+
+def _folded(weight: Tensor, inverse: Tensor | None) -> Tensor:
+    """A weight [..., K] for inputs that are multiplied by `inverse` [K] before."""
+    return weight if inverse is None else weight / inverse
+
+
+def _bias(layer: nn.Linear | nn.Conv2d) -> Tensor | None:
+    return None if layer.bias is None else layer.bias.detach().float()

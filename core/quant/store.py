@@ -19,13 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.quant.convert import swap_
-from core.quant.fp8 import Fp8Conv2d, Fp8Linear
-from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, steps
+from core.quant.linear import ScaledConv2d, ScaledLinear, ScaledWeights
+from core.quant.schemes import LAYERS
 
 MANIFEST, WEIGHTS = "quantization.json", "model.safetensors"
 _FORMAT = 1
-_QUANTIZED = (Int8Linear, Int8Conv2d, Fp8Linear, Fp8Conv2d)
-_KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in _QUANTIZED}
 
 
 class QuantizedStoreError(ValueError):
@@ -56,13 +54,13 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
     Without `weights` only the layers' input scales are stored, a hundredth of the size; then loading needs the weights
     that the model was quantized from.
     """
-    quantized = {name: module for name, module in model.named_modules() if isinstance(module, _QUANTIZED)}
+    quantized = {name: module for name, module in model.named_modules() if isinstance(module, ScaledWeights)}
     if manifest.layers != {name: type(module).__name__ for name, module in quantized.items()}:
         raise QuantizedStoreError(f"{folder}: the manifest names other layers than those that are quantized")
     if weights:
         tensors = {name: _kept(model, name, tensor) for name, tensor in model.state_dict().items()}
     else:
-        tensors = {f"{name}.inverse": module.get_buffer("inverse") for name, module in quantized.items()}
+        tensors = {f"{name}.inverse": module.inverse for name, module in quantized.items() if module.STATIC}
     tensors = _apart({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     partial = folder / (WEIGHTS + ".part")
     try:
@@ -133,7 +131,7 @@ def load_(model: nn.Module, folder: Path, *, source: str | None = None) -> Manif
 def _kept(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """The stored form: matrices of unquantized layers in bf16; vectors are small and unchanged."""
     owner = model.get_submodule(name.rpartition(".")[0])
-    whole = isinstance(owner, _QUANTIZED) or not tensor.is_floating_point() or tensor.dim() < 2
+    whole = isinstance(owner, ScaledWeights) or not tensor.is_floating_point() or tensor.dim() < 2
     return tensor if whole else tensor.bfloat16()
 
 
@@ -148,7 +146,7 @@ def _read(path: Path, manifest: Manifest) -> dict[str, Tensor]:
 
 def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The quantized layer of this name, on the device of the model's own."""
-    kind = _KINDS.get(manifest.layers[name])
+    kind = LAYERS.get(manifest.layers[name])
     if kind is None:
         raise QuantizedStoreError(f"{folder / MANIFEST}: layer {name} is of the unknown kind {manifest.layers[name]!r}")
     try:
@@ -174,11 +172,15 @@ def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensor
 
 
 def _made(
-    kind: type[nn.Module], layer: nn.Linear | nn.Conv2d, parts: Mapping[str, Tensor | None], *, weights: bool
+    kind: type[ScaledLinear] | type[ScaledConv2d],
+    layer: nn.Linear | nn.Conv2d,
+    parts: Mapping[str, Tensor | None],
+    *,
+    weights: bool,
 ) -> nn.Module:
     """Raises KeyError for a part that is missing, and ValueError for one of another shape."""
     n, k, *kernel = layer.weight.shape
-    shapes: dict[str, tuple[int, ...]] = {"inverse": (k,)}
+    shapes: dict[str, tuple[int, ...]] = {"inverse": (k,)} if kind.STATIC else {}
     if weights:
         shapes |= {"weight": (n, *kernel, k), "scale": (n,)} | ({} if layer.bias is None else {"bias": (n,)})
     found: dict[str, Tensor] = {}
@@ -189,19 +191,11 @@ def _made(
         if tensor.shape != shape:
             raise ValueError(f"{part} is {[*tensor.shape]}, not {[*shape]}")
         found[part] = tensor.to(layer.weight.device)
-    if not weights:
-        inverse = found["inverse"]
-        if isinstance(layer, nn.Conv2d):
-            return Int8Conv2d.of(layer, inverse) if kind is Int8Conv2d else Fp8Conv2d.scaled(layer, inverse)
-        return Int8Linear.of(layer, inverse) if kind is Int8Linear else Fp8Linear.scaled(layer, inverse)
-    if isinstance(layer, nn.Conv2d):
-        stride, padding = steps(layer)
-        conv = Int8Conv2d if kind is Int8Conv2d else Fp8Conv2d
-        return conv(
-            found["weight"], found["scale"], found["inverse"], found.get("bias"), stride=stride, padding=padding
-        )
-    plain = Int8Linear if kind is Int8Linear else Fp8Linear
-    return plain(found["weight"], found["scale"], found["inverse"], found.get("bias"))
+    if issubclass(kind, ScaledConv2d):
+        assert isinstance(layer, nn.Conv2d)
+        return kind.restored(layer, found)
+    assert isinstance(layer, nn.Linear)
+    return kind.restored(layer, found)
 
 
 def _rest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_scales_alone_are_for_models_that_draw(shell: Shell, model: Path) -> Non
     prompts = str(shell.folder / "prompts.txt")
     said = shell("quantize", "--text-model", str(model), "--scales-only", "--prompts", prompts, "-o", "out")
     assert said.code == 2 and "--scales-only: " in said.err
+
+
+def test_a_scheme_without_calibration_takes_none(shell: Shell, model: Path) -> None:
+    given = ("quantize", "--text-model", str(model), "--scheme", "int8-dynamic", "-o", str(model))
+    for option in ("--prompts prompts.txt", "--limit 2", "--alpha 0.5", "--plain"):
+        said = shell(*given, *option.split())
+        assert said.code == 2 and f"{option.split()[0]}: is for calibration, and int8-dynamic needs none" in said.err
+    assert shell(*given).code == 0
+    about = json.loads((model / "model-int8-dynamic" / "quantization.json").read_text())
+    assert about["calibration"] == {} and about["recipe"] == "llama-plain"
+    assert load(str(model), precision="int8-dynamic").precision == "int8-dynamic"
 
 
 # -- models that draw ----------------------------------------------------------------------------------------------
@@ -96,6 +108,25 @@ def test_int8_of_a_plain_model_quantizes_it_once_into_the_cache(
     assert "quantizing" not in second.err
     assert len(list((cached / "quantized").glob("*/unet-int8"))) == 1
     assert precisions(shell) == {"int8"}
+
+
+def test_without_calibration_a_model_is_quantized_at_once_with_or_without_its_weights(
+    shell: Shell, cached: Path
+) -> None:
+    made = shell("quantize", "--model", TINY, "--scheme", "int8-dynamic", "--scales-only", "-o", "variant")
+    assert made.code == 0 and "layers in int8-dynamic" in made.out, made.err
+    about = json.loads((shell.folder / "variant" / "unet-int8-dynamic" / "quantization.json").read_text())
+    assert about["calibration"] == {"dtype": "float32"} and not about["weights"]
+    seen = []
+    for options in (["--unet", "variant/unet-int8-dynamic"], []):
+        drawn = shell.generate("a cat", "--precision", "int8-dynamic", "--seed", "1", *options)
+        assert drawn.code == 0, drawn.err
+        assert bool([*cached.glob("quantized/*/unet-int8-dynamic")]) == (not options)
+        seen.append(shell.pictures()[-1].read_bytes())
+        shell.pictures()[-1].unlink()
+    with Image.open(BytesIO(seen[0])) as image, Image.open(BytesIO(seen[1])) as other:
+        assert json.loads(image.text["fingerprint"])["precision"] == "int8-dynamic"  # type: ignore[attr-defined]
+        assert image.tobytes() == other.tobytes()
 
 
 def test_without_a_folder_it_goes_into_the_cache_where_auto_finds_it(shell: Shell, cached: Path) -> None:

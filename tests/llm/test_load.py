@@ -20,6 +20,7 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.t5.configuration_t5 import T5Config
 
+from contract.precision import PRECISIONS
 from core.kernels.kv_cache import TokenBatch
 from llm import tiny
 from llm.execution import KERNELS, TORCH, TextExecution
@@ -181,7 +182,7 @@ def test_names_devices_and_precisions_that_are_none(tmp_path: Path) -> None:
     for name, options, said in (
         ("no/where/at all", {}, "no such folder, and not a hub id"),
         (str(tmp_path / "none"), {}, "no such folder"),
-        (tiny.TINY, {"precision": "fp4"}, "precision: must be one of fp32, bf16, fp16, int8, fp8, not 'fp4'"),
+        (tiny.TINY, {"precision": "fp4"}, f"precision: must be one of {', '.join(PRECISIONS)}, not 'fp4'"),
         (tiny.TINY, {"device": "toaster"}, "no device that torch knows"),
         (tiny.TINY, {"precision": "int8"}, "there is no quantized model"),
     ):

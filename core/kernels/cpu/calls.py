@@ -17,7 +17,7 @@ class Product(ctypes.Structure):
 
     KIND: ClassVar[int] = 0
     _fields_: ClassVar[Any] = _fields(
-        pointers="a w offset scale bias row_bias residual inverse bytes floats",
+        pointers="a w offset scale bias row_bias residual inverse a_scale bytes floats",
         longs="images height width channels n a_stride row_stride",
         ints="kind taps stride before upsample geglu act",
     )
@@ -27,7 +27,7 @@ class Quantize(ctypes.Structure):
     """norm.h"""
 
     KIND: ClassVar[int] = 1
-    _fields_: ClassVar[Any] = _fields(pointers="x inverse bytes", longs="rows channels")
+    _fields_: ClassVar[Any] = _fields(pointers="x inverse bytes scales", longs="rows channels")
 
 
 _MODULATION = _fields(pointers="row_scale residual", longs="tokens scale_stride")

@@ -4,7 +4,35 @@
 
 namespace diptych {
 
+namespace {
+
+// Returns the scale of the bytes that it writes. The smallest magnitude replaces zero, which has no reciprocal.
+float quantize_row(const float* x, uint8_t* bytes, int64_t channels) {
+  Vec largest = all(1e-30f), unbounded = zero();
+  for (int64_t c = 0; c < channels; c += LANES) {
+    const Vec v = load(x + c, lanes(channels - c));
+    largest = max(largest, abs(v));
+    unbounded = fma(v, zero(), unbounded);  // NaN of NaN, which max may lose, and of infinity
+  }
+  const float most = greatest(largest);
+  const Vec inverse = all(127.0f / most);
+  for (int64_t c = 0; c < channels; c += LANES) {
+    const Mask mask = lanes(channels - c);
+    const Vec v = load(x + c, mask) * inverse;
+    save_bytes(bytes + c, min(max(v, all(-127.0f)), all(127.0f)), mask);
+  }
+  return most / 127.0f + total(unbounded);
+}
+
+}  // namespace
+
 void quantize(const Quantize& q) {
+  if (!q.inverse) {
+#pragma omp parallel for schedule(static)
+    for (int64_t m = 0; m < q.rows; ++m)
+      q.scales[m] = quantize_row(q.x + m * q.channels, q.bytes + m * q.channels, q.channels);
+    return;
+  }
 #pragma omp parallel for schedule(static)
   for (int64_t m = 0; m < q.rows; ++m)
     for (int64_t c = 0; c < q.channels; c += LANES) {

@@ -6,10 +6,13 @@
 
 namespace diptych {
 
-struct Quantize {  // x [rows, channels] · inverse[channels] → bytes
+// x [rows, channels] · inverse[channels] → bytes; without `inverse` each row by its own largest magnitude, with the scale
+// that its bytes then have in scales[row]: NaN for a row with NaN or infinity.
+struct Quantize {
   const float* x;
-  const float* inverse;
+  const float* inverse;  // or null
   uint8_t* bytes;
+  float* scales;  // if `inverse` is null
   int64_t rows, channels;
 };
 

@@ -8,6 +8,8 @@
 
 #include "product.h"
 
+#include <type_traits>
+
 namespace diptych {
 namespace {
 
@@ -26,6 +28,12 @@ struct Geometry {
   }
 };
 
+// INT8 whose rows of inputs have a scale each, so that the exact sums of the taps are added up in floats.
+struct Int8ByRow : Int8 {
+  using Sum = Vec;
+  static Vec value(Vec sum) { return sum; }
+};
+
 template <class Kind, int MR, int NV>
 inline __attribute__((always_inline)) void multiply(const typename Kind::Element* const* a, int taps, int64_t steps,
                                                     const char* b, const int32_t* offset, int64_t n,
@@ -41,6 +49,26 @@ inline __attribute__((always_inline)) void multiply(const typename Kind::Element
         for (int j = 0; j < NV; ++j) sums[i][j] = Kind::add(sums[i][j], x, v[j]);
       }
     }
+}
+
+// The same, where `by` are the scales of the inputs' rows, or null for other kinds than Int8ByRow.
+template <class Kind, int MR, int NV>
+inline __attribute__((always_inline)) void multiply(const Product& p, const typename Kind::Element* const* a,
+                                                    const float* by, int64_t steps, const char* b, int64_t n,
+                                                    typename Kind::Sum (&sums)[MR][NV]) {
+  if constexpr (std::is_same_v<Kind, Int8ByRow>) {
+    const int64_t columns = (p.n + LANES - 1) / LANES * LANES;
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NV; ++j) sums[i][j] = zero();
+    for (int t = 0; t < p.taps; ++t, a += MR, by += MR, b += steps * NV * Kind::BYTES) {
+      Int8::Sum parts[MR][NV];
+      multiply<Int8, MR, NV>(a, 1, steps, b, p.offset + t * columns, n, parts);
+      for (int i = 0; i < MR; ++i)
+        for (int j = 0; j < NV; ++j) sums[i][j] = fma(Int8::value(parts[i][j]), all(by[i]), sums[i][j]);
+    }
+  } else {
+    multiply<Kind, MR, NV>(a, p.taps, steps, b, p.offset, n, sums);
+  }
 }
 
 inline Vec activated(Vec v, int32_t act) {
@@ -74,13 +102,13 @@ template <int NV>
 constexpr bool APART = NV == 1 && WIDEST == 1;
 
 template <class Kind, int MR, int NV>
-void tile(const Product& p, const Geometry& g, const typename Kind::Element* const* a, int64_t first, int count,
-          int64_t n0, const char* b, int64_t depth) {
+void tile(const Product& p, const Geometry& g, const typename Kind::Element* const* a, const float* by, int64_t first,
+          int count, int64_t n0, const char* b, int64_t depth) {
   const int64_t steps = p.channels / Kind::DEPTH;
   typename Kind::Sum sums[MR][NV], gates[APART<NV> ? MR : 1][1];
-  multiply<Kind, MR, NV>(a, p.taps, steps, b, p.offset, n0, sums);
+  multiply<Kind, MR, NV>(p, a, by, steps, b, n0, sums);
   if constexpr (APART<NV>)
-    if (p.geglu) multiply<Kind, MR, NV>(a, p.taps, steps, b + depth, p.offset, n0 + LANES, gates);
+    if (p.geglu) multiply<Kind, MR, NV>(p, a, by, steps, b + depth, n0 + LANES, gates);
   for (int i = 0; i < count; ++i) {
     const int64_t m = first + i;
     if (p.geglu) {
@@ -152,6 +180,7 @@ void run(const Product& p, int64_t n16) {
   {
     const Stored* from[9 * MR];
     const Element* a[9 * MR];
+    float by[9 * MR];
     std::vector<Element> wide(WIDENED ? p.taps * MR * p.channels : 0);
     int64_t gathered = -1;
 #pragma omp for schedule(static)
@@ -160,6 +189,8 @@ void run(const Product& p, int64_t n16) {
       if (t != gathered) {
         gather<Stored, MR>(p, g, first, zero.data(), from), gathered = t;
         for (int i = 0; i < p.taps * MR; ++i) {
+          if constexpr (std::is_same_v<Kind, Int8ByRow>)
+            by[i] = from[i] == zero.data() ? 0.0f : p.a_scale[(from[i] - static_cast<const Stored*>(p.a)) / p.a_stride];
           if constexpr (WIDENED) {
             std::copy_n(from[i], p.channels, wide.data() + i * p.channels);
             a[i] = wide.data() + i * p.channels;
@@ -170,7 +201,7 @@ void run(const Product& p, int64_t n16) {
       }
       const int count = static_cast<int>(std::min<int64_t>(MR, g.rows - first));
       const char* w = static_cast<const char*>(p.w) + block * depth;
-      tile<Kind, MR, NV>(p, g, a, first, count, block * NV * LANES, w, depth);
+      tile<Kind, MR, NV>(p, g, a, by, first, count, block * NV * LANES, w, depth);
     }
   }
 }
@@ -205,7 +236,7 @@ void arrange(const T* w, T* packed, int64_t n, int64_t taps, int64_t channels, b
 
 void product(const Product& p) {
   switch (p.kind) {
-    case 0: return choose<Int8>(p);
+    case 0: return p.a_scale ? choose<Int8ByRow>(p) : choose<Int8>(p);
     case 1: return choose<Fp32>(p);
     default: return choose<Bf16>(p);
   }

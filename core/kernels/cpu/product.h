@@ -12,16 +12,18 @@ namespace diptych {
 // `upsample` 1 reads the input upsampled 2× (nearest neighbour). For a linear layer taps is 1 and the number of rows is
 // images · height · width. `a_stride` is the distance between input pixels in elements; `diptych_pack` packs weights,
 // and scale and bias are padded to a multiple of 16 columns. GEGLU takes no row_bias or residual; its gate
-// passes through `act`, through GELU if there is none (with SiLU it is SwiGLU).
+// passes through `act`, through GELU if there is none (with SiLU it is SwiGLU). With `a_scale` the sum is
+// Σ a_scale[row] · Σ a[m, tap, k] · w[n, tap, k] over the taps, whose inputs lie in different rows of `a`.
 struct Product {
   const void* a;
   const void* w;
-  const int32_t* offset;  // [n]: −128 · the sum of a column's weights; INT8 only
+  const int32_t* offset;  // [n]: −128 · the sum of a column's weights, with `a_scale` [taps, n]; INT8 only
   const float* scale;     // or null
   const float* bias;
   const float* row_bias;  // or null; images are `row_stride` floats apart
   const float* residual;  // or null
   const float* inverse;   // reciprocals of the output scales; for bytes
+  const float* a_scale;   // or null: the scale of each row of `a`; INT8 only
   uint8_t* bytes;
   float* floats;  // output instead of bytes
   int64_t images, height, width, channels, n, a_stride, row_stride;

@@ -48,12 +48,14 @@ class Weights:
     taps: int
     channels: int
     geglu: bool
+    by_row: bool  # each row of the input comes with a scale of its own
 
 
 def pack_int8(
-    library: ctypes.CDLL, weight: Tensor, scale: Tensor, bias: Tensor | None, *, geglu: bool = False
-) -> Weights:
-    """Pack an INT8 layer: int8 [n, taps, channels], fp32 scale [n] (input scale included) and bias [n].
+    library: ctypes.CDLL, weight: Tensor, scale: Tensor, bias: Tensor | None, *, geglu: bool = False,
+    by_row: bool = False,
+) -> Weights:  # fmt: skip
+    """Pack an INT8 layer: int8 [n, taps, channels], fp32 scale [n] (static input scale included) and bias [n].
 
     For `geglu` the first half of n is the hidden half and n / 2 must be a multiple of 16. Raises ValueError for shapes
     that the kernels do not support: channels must be a multiple of 4.
@@ -66,8 +68,8 @@ def pack_int8(
     if taps * channels * 127 * 127 >= _MOST:
         raise ValueError(f"INT8 weights of {taps} × {channels} inputs do not fit the kernels: sums could overflow")
     # Activations come as x + 128: subtract the weights' share of that.
-    offset = -128 * weight.sum(dim=(1, 2), dtype=torch.int32)
-    return _pack(library, weight.contiguous(), INT8, offset, scale, bias, geglu)
+    offset = -128 * weight.sum(dim=2 if by_row else (1, 2), dtype=torch.int32)
+    return _pack(library, weight.contiguous(), INT8, offset, scale, bias, geglu, by_row)
 
 
 def pack_float(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
@@ -81,14 +83,9 @@ def pack_float(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, *, geg
 
 
 def _pack(
-    library: ctypes.CDLL,
-    weight: Tensor,
-    kind: int,
-    offset: Tensor | None,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    geglu: bool,
-) -> Weights:
+    library: ctypes.CDLL, weight: Tensor, kind: int, offset: Tensor | None, scale: Tensor | None, bias: Tensor | None,
+    geglu: bool, by_row: bool = False,
+) -> Weights:  # fmt: skip
     n, taps, channels = weight.shape
     if weight.device.type != "cpu":
         raise ValueError(f"weights are on {weight.device}, not on the CPU")
@@ -109,10 +106,10 @@ def _pack(
 
     return Weights(
         packed,
-        None if offset is None else reach("offset", offset),
+        None if offset is None else torch.cat([reach("offset", each) for each in offset.view(n, -1).T]),
         None if scale is None else reach("scale", scale.detach().float()),
         reach("bias", torch.zeros(n) if bias is None else bias.detach().float()),
-        kind, n, taps, channels, geglu,
+        kind, n, taps, channels, geglu, by_row,
     )  # fmt: skip
 
 
@@ -198,6 +195,7 @@ class Program:
         weights: Weights,
         *,
         grid: tuple[int, int, int],
+        a_scale: Tensor | None = None,
         row_bias: Tensor | None = None,
         residual: Tensor | None = None,
         inverse: Tensor | None = None,
@@ -209,9 +207,9 @@ class Program:
     ) -> Tensor:
         """A linear layer or 3×3 convolution of `a`, whose (images, height, width) is `grid`, to [rows, columns].
 
-        `a` is [images · height · width, channels]. With `inverse` [columns] the result is bytes for the next layer,
-        else floats. `row_bias` is [images, n], `residual` [rows, n]; `out` may be `residual`. `act` is applied to the
-        sum, or to GEGLU's gate (default: GELU). The rest as in product.h.
+        `a` is [images · height · width, channels], for weights `by_row` with each row's scale, `a_scale`. The result is
+        bytes for the next layer with `inverse` [columns], else floats. `row_bias` is [images, n], `residual` [rows, n];
+        `out` may be `residual`. `act` acts on the sum, or on GEGLU's gate (default: GELU). The rest as in product.h.
         """
         images, height, width = grid
         h, w = output_size(height, width, weights.taps, stride, before, upsample)
@@ -222,6 +220,9 @@ class Program:
             raise ValueError("product: nothing else is added to GEGLU")
         columns = weights.n // 2 if weights.geglu else weights.n
         check("a", a, images * height * width, weights.channels, dtype=dtype_for(weights.kind == INT8), rows_apart=True)
+        if weights.by_row != (a_scale is not None):
+            raise ValueError("product: weights by row, and no others, need scales of the input's rows")
+        check("a_scale", a_scale, a.shape[0])
         check("row_bias", row_bias, images, weights.n, rows_apart=True)
         check("residual", residual, rows, weights.n)
         check("inverse", inverse, columns)
@@ -230,13 +231,13 @@ class Program:
             calls.Product(
                 a=a.data_ptr(), w=weights.packed.data_ptr(), offset=pointer(weights.offset),
                 scale=pointer(weights.scale), bias=weights.bias.data_ptr(),
-                row_bias=pointer(row_bias), residual=pointer(residual), **ends(out, inverse),
+                a_scale=pointer(a_scale), row_bias=pointer(row_bias), residual=pointer(residual), **ends(out, inverse),
                 images=images, height=height, width=width, channels=weights.channels, n=weights.n,
                 a_stride=a.stride(0), row_stride=0 if row_bias is None else row_bias.stride(0), kind=weights.kind,
                 taps=weights.taps, stride=stride, before=before, upsample=int(upsample), geglu=int(weights.geglu),
                 act=ACTIVATIONS[act],
             ),
-            a, weights, row_bias, residual, inverse, out,
+            a, weights, a_scale, row_bias, residual, inverse, out,
         )  # fmt: skip
         return out
 

@@ -41,6 +41,17 @@ class PagedLayer:
 class TokenProgram(Program):
     """A program whose rows are tokens. Positions, sequences and page numbers are not checked when it runs."""
 
+    def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Floats [rows, channels] to bytes, each row by its own largest magnitude, and the scales [rows] of these."""
+        rows, channels = x.shape
+        check("x", x, rows, channels)
+        out, scales = self.buffer(rows, channels, dtype=torch.uint8), self.buffer(rows)
+        call = calls.Quantize(
+            x=x.data_ptr(), bytes=out.data_ptr(), scales=scales.data_ptr(), rows=rows, channels=channels
+        )
+        self._add(call, x, out, scales)
+        return out, scales
+
     def rms_norm(
         self,
         x: Tensor,

@@ -14,15 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from contract.precision import SCHEMES
 from core.quant import store
 from core.quant.convert import quantize_
+from core.quant.linear import ScaledWeights
 from core.quant.store import MANIFEST, WEIGHTS, Manifest, QuantizedStoreError, load_, read_manifest, round_, save
 from tests.core.quant.blocks import Block, block, inputs, observed, recipe
 
 
 def manifest(model: nn.Module, scheme: str = "int8") -> Manifest:
-    kinds = {"Int8Linear", "Int8Conv2d", "Fp8Linear", "Fp8Conv2d"}
-    layers = {name: type(m).__name__ for name, m in model.named_modules() if type(m).__name__ in kinds}
+    layers = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, ScaledWeights)}
     return Manifest(scheme, "block", "digest", layers, {"head": "left"}, {"prompts": 3})
 
 
@@ -50,7 +51,7 @@ def check_equal(found: nn.Module, wanted: nn.Module) -> None:
         assert torch.equal(found(inputs(9)), wanted(inputs(9)))
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("weights", [True, False])
 def test_what_was_saved_comes_back_bit_for_bit(weights: bool, scheme: str, tmp_path: Path) -> None:
     """But for the matrices of layers that are not quantized, which a file has in bf16."""

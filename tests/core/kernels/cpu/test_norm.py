@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from core.kernels.cpu.program import Program
+from core.quant.dynamic import quantize_rows
 from core.quant.linear import quantize
 from tests.core.quant.stage import as_bytes, called, check_bytes, check_close, kernels, normal, threads
 
@@ -45,6 +46,24 @@ def exact_group_norm(x: Tensor, norm: nn.GroupNorm, images: int) -> Tensor:
 def test_quantize_is_pytorchs(rows: int, channels: int, scale: float, seed: int) -> None:
     x, inverse = normal(seed, rows, channels), normal(seed + 1, channels, scale=scale)
     assert torch.equal(called(lambda p: p.quantize(x, inverse)), as_bytes(quantize(x, inverse)))
+
+
+@few
+@given(rows=st.integers(1, 20), channels=widths, scale=st.sampled_from((1e-30, 1e-3, 300.0)), seed=st.integers(0, 99))
+def test_quantize_rows_is_pytorchs(rows: int, channels: int, scale: float, seed: int) -> None:
+    x = normal(seed, rows, channels, scale=scale) * normal(seed + 1, rows, 1).exp()
+    x[::3] = 0
+    levels, scales = quantize_rows(x)
+    assert torch.equal(called(lambda p: p.quantize_rows(x)[0]), as_bytes(levels))
+    assert torch.equal(called(lambda p: p.quantize_rows(x)[1]), scales[:, 0])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 15, 16, 18])
+def test_the_scale_of_a_row_that_is_not_finite_is_nan(bad: float, place: int) -> None:
+    x = torch.ones(3, 19)
+    x[1, place] = bad
+    assert called(lambda p: p.quantize_rows(x)[1]).isnan().tolist() == [False, True, False]
 
 
 def test_quantize_rounds_half_to_even_and_clamps_what_no_integer_holds() -> None:

@@ -83,9 +83,9 @@ class Case:
             return pack_int8(kernels(), weight, torch.ones(self.n) if scale is None else scale, bias)
         return pack_float(kernels(), weight.bfloat16() if self.kind == "bf16" else weight, bias)
 
-    def sums(self, x: Tensor) -> Tensor:
-        """Σ a · w as plain PyTorch has it, [rows, n] in 64 bits."""
-        weight = self.weight()
+    def sums(self, x: Tensor, *, magnitudes: bool = False) -> Tensor:
+        """Σ a · w as plain PyTorch has it, [rows, n] in 64 bits; with `magnitudes` Σ a · |w|."""
+        weight = self.weight().abs() if magnitudes else self.weight()
         exact = (weight.bfloat16() if self.kind == "bf16" else weight).double()
         if self.taps == 1:
             return x.permute(0, 2, 3, 1).reshape(-1, self.channels) @ exact[:, 0].t()
@@ -127,6 +127,29 @@ def test_sums_of_bytes_are_exact(case: Case) -> None:
     a, x = case.input()
     found = called(lambda p: p.product(a, case.packed(), grid=case.grid, **case.options))
     assert torch.equal(found.double(), case.sums(x))
+
+
+@few
+@given(st.one_of(linear, convolution))
+def test_rows_of_inputs_may_have_a_scale_each(case: Case) -> None:
+    case = dataclasses.replace(case, kind="int8")
+    a, x = case.input()
+    a_scale, scale, bias = normal(7, len(a), scale=2).exp(), normal(2, case.n).abs() / 1e3, normal(3, case.n)
+    weights = pack_int8(kernels(), case.weight(), scale, bias, by_row=True)
+    found = called(lambda p: p.product(a, weights, grid=case.grid, a_scale=a_scale, **case.options)).double()
+    scaled = x * a_scale.double().view(case.images, 1, case.height, case.width)
+    terms = case.sums(scaled.abs(), magnitudes=True) * scale.double() + bias.double().abs()
+    assert ((found - case.sums(scaled) * scale.double() - bias.double()).abs() <= 1e-6 * terms).all()
+
+
+def test_geglu_of_rows_with_scales() -> None:
+    case = Case("int8", 1, 1, 9, 5, 96, 1)
+    a, x = case.input()
+    a_scale, scale, bias = normal(7, 9).exp(), normal(2, case.n).abs() / 1e4, normal(3, case.n)
+    weights = pack_int8(kernels(), case.weight(), scale, bias, geglu=True, by_row=True)
+    hidden, gate = (case.sums(x * a_scale.double()) * scale.double() + bias.double()).chunk(2, dim=-1)
+    found = called(lambda p: p.product(a, weights, grid=case.grid, a_scale=a_scale))
+    check_close(found, hidden * F.gelu(gate))
 
 
 @few
@@ -185,23 +208,30 @@ def test_geglu(kind: str, rows: int, fours: int, pairs: int, floats: bool, act: 
 
 
 @pytest.mark.parametrize("n", [4, 16, 32, 48, 64, 80])  # every way in which vectors stand side by side
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "int8 by row"])
 @pytest.mark.parametrize("taps", [1, 9])
 def test_a_rows_bits_depend_neither_on_its_companions_nor_its_place_nor_threads(kind: str, n: int, taps: int) -> None:
-    case = Case(kind, 5, 3, 5, 6, n, taps)
+    by_row = kind == "int8 by row"
+    case = Case("int8" if by_row else kind, 5, 3, 5, 6, n, taps)
     a, _ = case.input()
-    weights = case.packed(normal(2, n).abs() / 1e3 if kind == "int8" else None, normal(3, n))
+    scale = normal(2, n).abs() / 1e3 if case.kind == "int8" else None
+    weights = case.packed(scale, normal(3, n))
+    if by_row:
+        assert scale is not None
+        weights = pack_int8(kernels(), case.weight(), scale, normal(3, n), by_row=True)
     pixels = case.height * case.width
+    scales = normal(7, len(a)).exp() if by_row else None
 
-    def run(a: Tensor, images: int) -> Tensor:
-        return called(lambda p: p.product(a, weights, grid=(images, case.height, case.width), act="silu"))
+    def run(rows: slice, images: int) -> Tensor:
+        own, grid = None if scales is None else scales[rows].contiguous(), (images, case.height, case.width)
+        return called(lambda p: p.product(a[rows].contiguous(), weights, grid=grid, a_scale=own, act="silu"))
 
-    together = run(a, 5)
+    together = run(slice(None), 5)
     for image in range(5):
         rows = slice(image * pixels, (image + 1) * pixels)
-        assert torch.equal(run(a[rows].contiguous(), 1), together[rows])
+        assert torch.equal(run(rows, 1), together[rows])
     with threads(2):
-        assert torch.equal(run(a, 5), together)
+        assert torch.equal(run(slice(None), 5), together)
 
 
 def test_a_product_may_be_added_to_what_it_is_written_over() -> None:
@@ -268,6 +298,7 @@ def test_extremes_of_bytes_do_not_overflow() -> None:
         ({"inverse": torch.zeros(16)}, r"inverse: must be torch.float32 \[20\]"),
         ({"out": torch.zeros(8, 20, dtype=torch.uint8)}, "out: must be torch.float32"),
         ({"out": torch.zeros(8, 20), "inverse": torch.ones(20)}, "out: must be torch.uint8"),
+        ({"a_scale": torch.ones(8)}, "weights by row, and no others, need scales of the input's rows"),
         ({"stride": 2}, "a linear layer has no stride"),
         ({"upsample": True}, "a linear layer has no stride and doubles nothing"),
     ],

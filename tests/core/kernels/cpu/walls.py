@@ -67,21 +67,28 @@ class Walled(TokenProgram):
 def products(kernels: ctypes.CDLL, p: Walled, kind: str, channels: int, n: int) -> None:
     def pack(taps: int, n: int, *, geglu: bool = False) -> Weights:
         weight = torch.ones(n, taps, channels)
-        if kind == "int8":
-            return p.weights(pack_int8(kernels, weight.to(torch.int8), torch.ones(n), torch.ones(n), geglu=geglu))
+        if in_bytes:
+            whole, ones = weight.to(torch.int8), torch.ones(n)
+            return p.weights(pack_int8(kernels, whole, ones, ones, geglu=geglu, by_row=by_row))
         return p.weights(pack_float(kernels, weight.bfloat16() if kind == "bf16" else weight, None, geglu=geglu))
 
-    inverse, dtype = p.wall(torch.ones(n)), torch.uint8 if kind == "int8" else torch.float32
+    def scales(rows: int) -> Tensor | None:
+        return p.wall(torch.ones(rows)) if by_row else None
+
+    by_row = kind == "int8 by row"
+    in_bytes = by_row or kind == "int8"
+    inverse, dtype = p.wall(torch.ones(n)), torch.uint8 if in_bytes else torch.float32
     for rows in (1, 7, 15):
         a, plain = p.wall(torch.zeros(rows, channels, dtype=dtype)), pack(1, n)
         row_bias, residual = p.wall(torch.zeros(1, n)), p.wall(torch.zeros(rows, n))
-        p.product(a, plain, grid=(1, 1, rows), row_bias=row_bias, residual=residual, act="silu")
-        p.product(a, plain, grid=(1, 1, rows), inverse=inverse)
+        own = scales(rows)
+        p.product(a, plain, grid=(1, 1, rows), a_scale=own, row_bias=row_bias, residual=residual, act="silu")
+        p.product(a, plain, grid=(1, 1, rows), a_scale=own, inverse=inverse)
         wide = pack(1, 32 * n, geglu=True)
-        p.product(a, wide, grid=(1, 1, rows), inverse=p.wall(torch.ones(16 * n)))
+        p.product(a, wide, grid=(1, 1, rows), a_scale=own, inverse=p.wall(torch.ones(16 * n)))
     for (h, w), stride, before, upsample in itertools.product(((2, 2), (3, 5), (4, 7)), (1, 2), (0, 1), (False, True)):
         a = p.wall(torch.zeros(2 * h * w, channels, dtype=dtype))
-        options = {"stride": stride, "before": before, "upsample": upsample}
+        options = {"stride": stride, "before": before, "upsample": upsample, "a_scale": scales(2 * h * w)}
         p.product(a, pack(9, n), grid=(2, h, w), **options)  # type: ignore[arg-type]
         p.product(a, pack(9, n), grid=(2, h, w), inverse=inverse, **options)  # type: ignore[arg-type]
 
@@ -89,6 +96,7 @@ def products(kernels: ctypes.CDLL, p: Walled, kind: str, channels: int, n: int) 
 def norms(p: Walled, channels: int) -> None:
     x, inverse = p.wall(torch.ones(6, channels)), p.wall(torch.ones(channels))
     p.quantize(x, inverse)
+    p.quantize_rows(x)
     for after in (None, inverse):
         p.layer_norm(x, p.norm(nn.LayerNorm(channels)), after)  # type: ignore[arg-type]
         scale, plain = p.wall(torch.ones(2, channels)), nn.LayerNorm(channels, elementwise_affine=False)
@@ -157,7 +165,9 @@ def main(cache: str) -> None:
         p.last.rows += 1
         p.run()
     for at_end in (True, False):
-        for kind, channels, n in itertools.product(("int8", "fp32", "bf16"), (4, 20), (1, 3, 16, 33, 47, 64)):
+        for kind, channels, n in itertools.product(
+            ("int8", "int8 by row", "fp32", "bf16"), (4, 20), (1, 3, 16, 33, 47, 64)
+        ):
             p = Walled(kernels, at_end=at_end)
             products(kernels, p, kind, channels, n)
             p.run()

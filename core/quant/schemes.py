@@ -1,0 +1,53 @@
+"""The quantization schemes, by name, and the classes of their layers.
+
+A scheme is a module with two classes of layers, a line here, and a line of `contract.precision`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from contract.precision import Scheme as Name
+from core.quant.dynamic import Int8DynamicConv2d, Int8DynamicLinear
+from core.quant.fp8 import Fp8Conv2d, Fp8Linear
+from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear, ScaledWeights
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How layers are quantized: the classes that replace linear layers and convolutions."""
+
+    name: Name
+    linear: type[ScaledLinear]
+    conv: type[ScaledConv2d]
+
+    @property
+    def static(self) -> bool:
+        """Whether inputs have static scales, from calibration."""
+        return self.linear.STATIC
+
+    def quantize(self, layer: nn.Module, inverse: Tensor | None) -> ScaledWeights:
+        """The quantized layer with inputs scaled by `inverse` [K], if they have static scales.
+
+        Raises ValueError for an unsupported layer.
+        """
+        if isinstance(layer, nn.Conv2d):
+            return self.conv.of(layer, inverse)
+        assert isinstance(layer, nn.Linear)
+        return self.linear.of(layer, inverse)
+
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int8", Int8Linear, Int8Conv2d),
+        Scheme("fp8", Fp8Linear, Fp8Conv2d),
+        Scheme("int8-dynamic", Int8DynamicLinear, Int8DynamicConv2d),
+    )
+}
+LAYERS: dict[str, type[ScaledLinear] | type[ScaledConv2d]] = {
+    kind.__name__: kind for scheme in SCHEMES.values() for kind in (scheme.linear, scheme.conv)
+}
+"""Classes of layers by the name that a stored model has for them."""

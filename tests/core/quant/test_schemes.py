@@ -1,0 +1,64 @@
+"""Schemes: the list is the contract's, and every scheme's layers mean the layers that they replace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from contract import precision
+from core.quant.convert import quantize_
+from core.quant.linear import ScaledConv2d, ScaledLinear
+from core.quant.schemes import LAYERS, SCHEMES, Scheme
+from core.quant.statistics import StatisticsError
+from tests.core.quant.blocks import LAYERS as BLOCKS
+from tests.core.quant.blocks import block, inputs, observed, recipe
+
+
+def test_the_lists_are_one() -> None:
+    assert tuple(SCHEMES) == precision.SCHEMES
+    assert all(name == scheme.name for name, scheme in SCHEMES.items())
+    assert len(LAYERS) == 2 * len(SCHEMES), "a stored model knows layers by the names of their classes"
+    for name, kind in LAYERS.items():
+        assert kind.__name__ == name and issubclass(kind, (ScaledLinear, ScaledConv2d))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_calibration_is_wanted_where_inputs_have_static_scales(scheme: Scheme) -> None:
+    assert scheme.linear.STATIC == scheme.conv.STATIC == scheme.static == precision.is_calibrated(scheme.name)
+    model = block()
+    if scheme.static:
+        with pytest.raises(StatisticsError, match="there are no statistics"):
+            quantize_(model, recipe(), None, scheme=scheme.name)
+    else:
+        assert quantize_(model, recipe(), None, scheme=scheme.name).changed == list(BLOCKS)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_quantized_model_is_near_the_model_in_every_type(scheme: Scheme) -> None:
+    model = block()
+    with torch.inference_mode():
+        wanted = model(inputs(99, 8))
+    quantize_(model, recipe(), observed(model), scheme=scheme.name)
+    for name in BLOCKS:
+        kind = scheme.conv if name == "conv" else scheme.linear
+        layer = model.get_submodule(name)
+        assert type(layer) is kind and (layer.inverse is not None) == scheme.static
+    for dtype, most in ((torch.float32, 0.08), (torch.bfloat16, 0.1)):
+        with torch.inference_mode():
+            found = model.to(dtype)(inputs(99, 8).to(dtype))
+        assert found.dtype == dtype and (found.float() - wanted).norm() < most * wanted.norm()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_layer_of_its_own_scales_is_the_same_layer(scheme: Scheme) -> None:
+    inverse = torch.rand(20) + 0.5 if scheme.static else None
+    for layer in (nn.Linear(20, 12), nn.Linear(20, 12, bias=False), nn.Conv2d(20, 12, 3, stride=2, padding=1)):
+        made = scheme.quantize(layer, inverse)
+        stored = made.state_dict()
+        alone = {"inverse": made.inverse} if scheme.static else {}
+        for tensors in (stored, alone):
+            again = type(made).restored(layer, tensors)  # type: ignore[attr-defined]
+            found = again.state_dict()
+            assert found.keys() == stored.keys() and repr(again) == repr(made)
+            assert all(torch.equal(found[name].view(torch.uint8), stored[name].view(torch.uint8)) for name in found)
