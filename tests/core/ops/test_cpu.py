@@ -59,13 +59,13 @@ def test_what_is_quantized_for_a_layer_is_given_back_behind_it() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_nothing_is_written_over_while_it_is_still_read(data: st.DataObject) -> None:
-    """Any walk of layers, views, sums and concatenations, whose arrays are dropped at any time."""
+    """Any walk of layers, views, sums and concatenations; arrays, and the wholes of views, are dropped at any time."""
     square, double = [linear(seed, 8, 8) for seed in range(3)], [linear(seed, 8, 16) for seed in range(3, 5)]
     halves = linear(9, 16, 8)
     plan = data.draw(
         st.lists(
             st.tuples(
-                st.sampled_from(["square", "residual", "view", "pair", "drop", "drop"]), st.integers(0, 9),
+                st.sampled_from(["square", "residual", "view", "view", "pair", "drop"]), st.integers(0, 9),
                 st.integers(0, 9), st.integers(0, 2),
             ),
             min_size=1, max_size=25,
@@ -82,9 +82,7 @@ def test_nothing_is_written_over_while_it_is_still_read(data: st.DataObject) -> 
             elif what == "residual":
                 live.append(ops.linear(a, square[layer], residual=ops.linear(b, square[0]), act="silu"))
             elif what == "view":
-                live.append(ops.linear(a, square[layer], residual=ops.linear(b, square[0])))
-                wide = ops.linear(live.pop(), double[layer % 2])
-                live.append(ops.biases(ops.columns(wide, 8 * (layer % 2), 8), square[layer]))
+                live.append(ops.columns(ops.linear(a, double[layer % 2]), 8 * (layer // 2), 8))
             elif what == "pair":
                 live.append(ops.linear(ops.cat(a, b), halves))
             elif len(live) > 1:
@@ -102,20 +100,22 @@ def test_nothing_is_written_over_while_it_is_still_read(data: st.DataObject) -> 
 def test_a_view_keeps_its_whole() -> None:
     """And gives it back with the last view."""
     wide, square = linear(0, 8, 24), [linear(seed, 8, 8) for seed in range(1, 6)]
+    narrow = linear(6, 24, 8)
 
     def walk(ops: Any, x: Any) -> Any:
         part = ops.columns(ops.columns(ops.linear(x, wide), 4, 20), 6, 8)  # nothing else knows the whole
         h = x
         for layer in square:
-            h = ops.linear(h, layer)
+            h = ops.linear(ops.linear(h, wide), narrow, residual=ops.linear(h, layer))
         own = ops.linear(part, square[0], residual=h)
         del part, h
         return own, ops.linear(own, wide)
 
-    lowering, x = lowering_of(wide, *square), normal(0, 5, 8)
-    for found, wanted in zip(run(lowering, walk, x), run(lowerings(wide, *square)["torch"], walk, x), strict=True):
+    layers, x = (wide, narrow, *square), normal(0, 5, 8)
+    lowering = lowering_of(*layers)
+    for found, wanted in zip(run(lowering, walk, x), run(lowerings(*layers)["torch"], walk, x), strict=True):
         check_close(found, wanted, relative=1e-5)
-    assert buffers(lowering) == (1 + 2 + 3) * x.nbytes, "the second wide result lies where the first lay"
+    assert buffers(lowering) == (1 + 3 + 2 * 3) * x.nbytes, "the last wide result lies where the first lay"
 
 
 def test_programs_share_their_memory_and_one_that_is_dropped_leaves_it() -> None:
@@ -171,7 +171,7 @@ def attends(q: nn.Module, out: nn.Module) -> Any:
 
     def walk(ops: Any, x: Any, kv: Any) -> Any:
         query = ops.linear(x, q)
-        k, v = ops.columns(kv, 32, 32), ops.columns(kv, 64, 32)
+        k, v = ops.columns(kv, 32, 32), ops.columns(ops.columns(kv, 16, 80), 48, 32)
         return ops.linear(ops.attend(query, k, v, heads=2, to=(out,)), out)
 
     return walk
@@ -222,7 +222,7 @@ def test_a_bound_input_that_the_kernels_would_read_past_is_refused(change: Any) 
     call = lowering_of(q, out).lower(attends(q, out), "bound", bound=1)
     x, kv = normal(0, 2, 3, 8), normal(1, 2, 6, 96)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"keys and values|there are no 32 channels from \d\d on"):
+        with pytest.raises(ValueError, match=r"keys and values|there are no \d\d channels from \d\d on"):
             call(x, change(kv))
         call(x, kv)
 
@@ -288,7 +288,7 @@ def test_programs_of_one_lowering_from_several_threads() -> None:
         return walk(ops, x)[0]
 
     calls = [lowering.lower(first, name) for name in ("one", "other")]
-    given_maps = [normal(seed, 1 + seed % 3, 2 + seed, 3, 32) for seed in range(6)]
+    given_maps = [normal(seed, 1 + seed % 3, 16, 12 + seed, 32) for seed in range(6)]
     wanted = [run(lowering_of(*layers), first, x)[0] for x in given_maps]
     wrong: list[int] = []
     start = threading.Barrier(6)
