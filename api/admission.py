@@ -42,14 +42,16 @@ def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = No
 
 def work_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job occupies one worker whose batches are full."""
-    steps_s = _rows(job) * _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
+    rows = card.defaults.rows(job.picture.guidance_scale)
+    steps_s = rows * _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
     return job.n * (card.costs.encode_s + steps_s + card.costs.vae_s)
 
 
 def solo_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job takes at best: on an idle worker, with its n images in one batch."""
     # Measured with two rows; one row takes at least half of that.
-    steps_s = _rows(job) / 2 * _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s)
+    rows = card.defaults.rows(job.picture.guidance_scale)
+    steps_s = rows / 2 * _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s)
     return max(card.costs.encode_s + steps_s + card.costs.vae_s, work_s(card, job))
 
 
@@ -98,10 +100,6 @@ def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> Api
 def no_model() -> ApiError:
     message = "No worker has announced a model yet; see GET /readyz."
     return ApiError(503, message, code="no_model", headers={"Retry-After": "10"})
-
-
-def _rows(job: ImageJob) -> int:
-    return 2 if job.picture.guidance_scale > 1 else 1
 
 
 def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:

@@ -111,6 +111,7 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
         "sizes": [f"{width}x{height}" for width, height in card.sizes],
         "schedulers": card.schedulers,
         "default_scheduler": card.default_scheduler,
+        "defaults": asdict(card.defaults),
         "deepcache": card.deepcache,
         "loras": card.loras,
         "graphs": card.graphs,

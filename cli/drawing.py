@@ -146,6 +146,6 @@ def _check(draft: ImageParameters, caption: Caption, sizes: Any) -> None:
     from pipeline import sigmas
 
     try:
-        check(replace(draft, prompt=caption.text), ImageOffer(sizes, sigmas.SCHEDULERS))
+        check(replace(draft, prompt=caption.text), ImageOffer(sizes, sigmas.SCHEDULERS + sigmas.FLOW_SCHEDULERS))
     except Invalid as error:
         raise wrong_option(error, _FLAGS) from error

@@ -14,7 +14,6 @@ from cli.arguments import (
     UsageError,
     add_model,
     add_out,
-    add_steps,
     make_cache,
     model_errors,
     open_runtime,
@@ -61,15 +60,15 @@ def add(commands: Commands) -> None:
     generate.add_argument(
         "-n", "--count", type=int, default=1, metavar="N", help="pictures a prompt, seeds counting up; default: 1"
     )
-    add_steps(generate)
+    generate.add_argument("--steps", type=int, metavar="N", help="of denoising; default: the model's, 20 for SDXL")
     generate.add_argument("--seed", type=int, metavar="N", help="of each prompt's first picture; default: a random one")
     generate.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
     generate.add_argument(
-        "--guidance", type=float, default=5.0, metavar="SCALE", help="default: %(default)s; up to 1: off"
+        "--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) off"
     )
     generate.add_argument("--negative", metavar="TEXT", help="what the picture should not show")
     generate.add_argument(
-        "--scheduler", metavar="NAME", help="euler, euler-ancestral, dpm++2m or lcm; default: the model's"
+        "--scheduler", metavar="NAME", help="euler, euler-ancestral, dpm++2m, lcm or flow-euler; default: the model's"
     )
     generate.add_argument(
         "--weighting", action="store_true", help="read weights in prompts: (words)1.3, (words)+, word++, word--"
@@ -102,10 +101,12 @@ def _generate(options: argparse.Namespace) -> int:
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     draft = ImageParameters(
         prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
-        negative_prompt=options.negative, steps=options.steps, guidance_scale=options.guidance,
-        scheduler=options.scheduler, deterministic=options.deterministic, prompt_weighting=options.weighting,
-        lora=options.loras,
+        negative_prompt=options.negative, scheduler=options.scheduler, deterministic=options.deterministic,
+        prompt_weighting=options.weighting, lora=options.loras,
     )  # fmt: skip
+    asked = {"steps": options.steps, "guidance_scale": options.guidance}
+    given = {name: value for name, value in asked.items() if value is not None}
+    draft = replace(draft, **given)
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
     draft = replace(draft, deepcache=plan.parse(settings.deepcache))
@@ -119,13 +120,16 @@ def _generate(options: argparse.Namespace) -> int:
     else:
         from pipeline import sigmas
 
-        offered = sigmas.SCHEDULERS
+        offered = sigmas.SCHEDULERS + sigmas.FLOW_SCHEDULERS
     for prompt in prompts:
         _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
     make_cache(settings)
     with model_errors(), folder(options.out), open_runtime(settings, console) as works:
         if size is None:
             draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
+        defaults = works.images.model.family.defaults
+        usual = {"steps": defaults.steps, "guidance_scale": defaults.guidance_scale}
+        draft = replace(draft, **{**usual, **given})
         first = replace(draft, prompt=prompts[0].text)
         _check(first, prompts[0], options, works.images.sizes, works.images.schedulers)
         works.images.check(Request("check", "image", first))
@@ -134,7 +138,7 @@ def _generate(options: argparse.Namespace) -> int:
             for prompt in prompts
             for k in range(options.count)
         )
-        return draw(works, jobs, len(prompts) * options.count, options.steps, options.out, console)
+        return draw(works, jobs, len(prompts) * options.count, draft.steps, options.out, console)
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:

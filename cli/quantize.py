@@ -108,7 +108,6 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
     from core.quant.convert import RecipeError
     from core.quant.statistics import StatisticsError
     from core.quant.store import QuantizedStoreError
-    from unet_opt.recipe import ALPHA
 
     settings = read_settings(options)
     doing = f"quantizing to {options.scheme}"
@@ -125,7 +124,7 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
             model = load_model(settings)
             made = make(
                 model, prompts, options.out, scheme=options.scheme,
-                alpha=None if options.plain else ALPHA if options.alpha is None else options.alpha,
+                alpha=options.alpha, plain=options.plain,
                 weights=not options.scales_only, kernels=kernels(settings, model)[0],
                 tell=lambda done: starting.count(doing, done, len(prompts)),
             )  # fmt: skip

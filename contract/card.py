@@ -35,6 +35,22 @@ class ImageLimits:
     max_images: StrictInt = MAX_IMAGES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageDefaults:
+    """What an image model does where a request does not say; the values here are SDXL's.
+
+    Classifier-free guidance is on, and doubles the work, for a `guidance_scale` above `guided_above`.
+    """
+
+    steps: StrictInt = 20
+    guidance_scale: StrictFloat = 5.0
+    guided_above: StrictFloat = 1.0
+
+    def rows(self, guidance_scale: float) -> int:
+        """The rows of a picture in each forward."""
+        return 2 if guidance_scale > self.guided_above else 1
+
+
 @dataclass(frozen=True, slots=True)
 class ImageOffer(ImageLimits):
     """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked."""
@@ -44,6 +60,7 @@ class ImageOffer(ImageLimits):
     native: Size = (0, 0)
     precision: str = ""
     loras: Collection[str] | None = None
+    defaults: ImageDefaults = ImageDefaults()
 
     def check_scheduler(self, name: str | None) -> None:
         """Raise `Invalid` for a sampler that the model does not offer."""
@@ -172,7 +189,7 @@ _Side = Annotated[int, Field(strict=True, gt=0)]
 class ImageCard(_Card):
     """The card of an image model.
 
-    `capacity_per_s`: images per second at 20 deep steps with guidance at native size. `deepcache` is the default
+    `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `deepcache` is the default
     schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
     `loras` are the names that a job may use. `graphs`: the numbers of CUDA graphs "recorded" and "wanted"; empty where
     none are used.
@@ -188,6 +205,7 @@ class ImageCard(_Card):
     deepcache: object = "off"
     loras: tuple[StrictStr, ...] = ()
     graphs: dict[StrictStr, StrictInt] = field(default_factory=dict)
+    defaults: ImageDefaults = ImageDefaults()
 
     @property
     def offer(self) -> ImageOffer:
@@ -195,7 +213,7 @@ class ImageCard(_Card):
         limits = asdict(self.limits)
         limits["max_seed"] = min(MAX_SEED, self.limits.max_seed)  # older workers announce more than records can hold
         native = (self.native, self.native)
-        return ImageOffer(self.sizes, self.schedulers, native, self.precision, self.loras, **limits)
+        return ImageOffer(self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, **limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,6 @@ from contract.errors import Invalid
 from contract.plan import CacheFields, DeepCache
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
-STEPS, GUIDANCE = 20, 5.0  # SDXL's default guidance, at 20 steps
 STRENGTH = 0.8  # of an edit without a mask; with one it is 1
 
 
@@ -60,9 +59,12 @@ class ImageFields(BaseModel):
     input_fidelity: str | None = Field(default=None, description="accepted and ignored")
 
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="of the first picture; default: random")
-    steps: int | None = Field(default=None, ge=1, description="of denoising, 20 by default")
+    steps: int | None = Field(default=None, ge=1, description="of denoising; default: the model's, 20 for SDXL")
     guidance_scale: float | None = Field(
-        default=None, ge=0, allow_inf_nan=False, description="5.0 by default; up to 1: no guidance, half the work"
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) no guidance, half the work",
     )
     negative_prompt: str | None = Field(default=None, description="what the picture should not show")
     scheduler: str | None = Field(default=None, description="one of the model's; default: its own")
@@ -125,7 +127,8 @@ class ImageParameters:
     """The parameters of one image. The defaults are SDXL's own, at 20 steps.
 
     `negative_prompt` None means the model's default for an absent one (SDXL: zero embeddings), "" an empty prompt.
-    Classifier-free guidance is on where `guidance_scale` > 1; otherwise a request has one row instead of two.
+    Classifier-free guidance is on where `guidance_scale` > `ImageDefaults.guided_above` of the model; otherwise a
+    request has one row instead of two.
     `scheduler` is the sampler; None means the model's own. `preview_every` n > 0 requests a preview after every n-th
     step. `deepcache` None runs every step deep. With `prompt_weighting` both prompts are parsed for weights
     (contract.markup). `lora` names the LoRAs applied to this image only (contract.loras).
@@ -317,8 +320,8 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     _check_limits(fields, offer)
     given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
     given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
-    given.setdefault("steps", min(STEPS, offer.max_steps))
-    given["guidance_scale"] = float(given.get("guidance_scale", min(GUIDANCE, offer.max_guidance)))
+    given.setdefault("steps", min(offer.defaults.steps, offer.max_steps))
+    given["guidance_scale"] = float(given.get("guidance_scale", min(offer.defaults.guidance_scale, offer.max_guidance)))
     given["width"], given["height"] = offer.size(fields.size, edited)
     source = None if edited is None else _source(fields, given["steps"], masked=masked)
     cached = fields.deepcache

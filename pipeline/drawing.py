@@ -30,7 +30,7 @@ class Denoiser:
         self._conditioner = Conditioner(model, encoder, network.prepare_text)
         self._guidance, self._steps = guidance, steps
         name = sigmas.default_name(model.scheduler_config, model.family.samplers)
-        self._table = sigmas.table(model.scheduler_config, name, steps)
+        self._table = model.sampler_table(name, steps, (model.native, model.native))
 
     @torch.inference_mode()
     def latents(

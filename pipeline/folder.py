@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 _STEMS = {"encoder": "model", "network": "diffusion_pytorch_model"}  # of weight files, as the two libraries name them
+_TEXTS = ("json", "txt", "jinja")  # the endings of files that are no weights
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _HASH_WHOLE_BYTES = 256 * 2**20
 _HASH_BLOCK_BYTES = 4 * 2**20
@@ -54,7 +55,7 @@ def find(name: str, variant: str | None, parts: Callable[[Path], Mapping[str, Pa
         return found
     index = _download(name, ["model_index.json"])
     # Only one variant's files: a repository often holds the same weights three times.
-    wanted = ["model_index.json", "*/*.json", "*/*.txt"]
+    wanted = ["model_index.json", *(f"*/*.{ending}" for ending in _TEXTS)]
     for part, told in parts(index).items():
         if told.stem and variant:
             wanted += [f"{part}/{told.stem}*{variant}*.safetensors"]
@@ -235,7 +236,7 @@ def digest(folder: Path, files: Mapping[str, list[Path]]) -> str:
     tensor.
     """
     hashed = hashlib.sha256()
-    texts = [p for part in files for ending in ("json", "txt") for p in sorted((folder / part).glob(f"*.{ending}"))]
+    texts = [p for part in files for ending in _TEXTS for p in sorted((folder / part).glob(f"*.{ending}"))]
     for path in [folder / "model_index.json", *texts, *(file for own in files.values() for file in own)]:
         size = path.stat().st_size
         hashed.update(f"{path.relative_to(folder)}\0{size}\0".encode())

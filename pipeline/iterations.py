@@ -41,7 +41,9 @@ class IterationBuilder:
         self._model = self._main.model
         self._backends = backends
         self._conditioners = conditioners
-        self._gatherer = denoise.BatchGatherer(self._model.dtype, self._model.family.padded)
+        family = self._model.family
+        lengths = family.longest if self._main.fixed_shapes else family.padded
+        self._gatherer = denoise.BatchGatherer(self._model.dtype, lengths)
         self._previews: vae.Preview | None = None
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
 

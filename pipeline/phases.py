@@ -17,7 +17,6 @@ from core.ops.ops import Lowering
 from core.ops.reference import TorchLowering
 from pipeline import vae
 from pipeline.families.family import ImageModel, Network
-from pipeline.families.sdxl.conditioning import embed
 from pipeline.folder import ModelError
 from unet_opt.vae import VaeDecoder
 
@@ -122,7 +121,7 @@ def _networks(
     shallow = {SHALLOW[depth]: partial(network.shallow, depth) for depth in DEPTHS}
     phases: Phases = {
         KEYS: torch.inference_mode()(network.prepare_text),
-        TEXT: partial(embed, model),
+        TEXT: partial(model.family.embed, model),
         DEEP: network.deep,
         **shallow,
         VAE: lambda latents: vae.levels(decoder(unscale(latents))),
@@ -130,10 +129,10 @@ def _networks(
     return Networks(network, decoder, phases)
 
 
-def without_text(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove the text input from a shallow step, which does not read it and whose graph would hold a copy. Other phases
-    are unchanged.
+def without_text(denoiser: Network, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Remove the text input from a shallow step that does not read it: its graph would hold a copy. Other phases are
+    unchanged.
     """
-    if phase not in SHALLOW.values():
+    if denoiser.shallow_reads_text or phase not in SHALLOW.values():
         return run
     return lambda features, sample, timestep, encoder_hidden_states, **rest: run(features, sample, timestep, **rest)

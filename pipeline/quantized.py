@@ -19,7 +19,6 @@ from core.quant.statistics import Statistics
 from pipeline.calibration import collect
 from pipeline.quantized_parts import folder
 from unet_opt.calibrate import CalibrationSettings
-from unet_opt.recipe import ALPHA
 
 if TYPE_CHECKING:
     from pipeline.families.family import ImageModel
@@ -27,13 +26,19 @@ if TYPE_CHECKING:
 Ranges = Mapping[str, Statistics]  # by part
 
 
-def ranges(model: ImageModel, prompts: Sequence[str], *, alpha: float | None = ALPHA, **options: Any) -> Ranges:
+def recipes_of(model: ImageModel, alpha: float | None = None, *, plain: bool = False) -> dict[str, Recipe]:
+    """The recipe of each part, with the family's own `alpha` if none is given; `plain` is without SmoothQuant."""
+    family = model.family
+    return family.recipes(model.parts, None if plain else family.alpha if alpha is None else alpha)
+
+
+def ranges(model: ImageModel, prompts: Sequence[str], **options: Any) -> Ranges:
     """Input ranges of the layers to be quantized; options as for `calibration.collect`."""
-    return collect(model, _targets(model, model.family.recipes(model.parts, alpha)), prompts, **options)
+    return collect(model, _targets(model, recipes_of(model)), prompts, **options)
 
 
 def in_8_bits(
-    model: ImageModel, part: str, found: Ranges, *, scheme: Scheme = "int8", alpha: float | None = ALPHA
+    model: ImageModel, part: str, found: Ranges, *, scheme: Scheme = "int8", recipe: Recipe | None = None
 ) -> tuple[Any, QuantizationReport]:
     """The part in 8 bits, and a report. The model's own part is unchanged.
 
@@ -41,9 +46,7 @@ def in_8_bits(
     """
     own = model.parts[part]
     module = copy.deepcopy(own, {id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())})
-    report = quantize_(
-        module, model.family.recipes(model.parts, alpha)[part], found[part], scheme=scheme, digest=model.digest
-    )
+    report = quantize_(module, recipe or recipes_of(model)[part], found[part], scheme=scheme, digest=model.digest)
     return module, report
 
 
@@ -53,7 +56,8 @@ def make(
     out: Path,
     *,
     scheme: Scheme = "int8",
-    alpha: float | None = ALPHA,
+    alpha: float | None = None,
+    plain: bool = False,
     weights: bool = True,
     settings: CalibrationSettings | None = None,
     kernels: ctypes.CDLL | None = None,
@@ -61,19 +65,20 @@ def make(
 ) -> dict[str, tuple[QuantizationReport, int]]:
     """Calibrate on prompts, quantize and write `unet-int8` and `vae-int8` (or `-fp8`) under `out`; resumable.
 
-    The model is in fp32, bf16 or fp16, and is not changed. `kernels` are the CPU's. Returns the report and the bytes
-    written, by part. Raises what calibration, recipes and the store raise: `StatisticsError`, `RecipeError`,
-    `QuantizedStoreError`; and OSError if `out` cannot be created.
+    `alpha` and `plain` are as for `recipes_of`. The model is in fp32, bf16 or fp16, and is not changed. `kernels` are
+    the CPU's. Returns the report and the bytes written, by part. Raises what calibration, recipes and the store raise:
+    `StatisticsError`, `RecipeError`, `QuantizedStoreError`; and OSError if `out` cannot be created.
     """
     settings = settings or CalibrationSettings()
     made: dict[str, tuple[QuantizationReport, int]] = {}
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = {part: out / f".{part}-{scheme}.statistics" for part in model.family.quantized}
-    found = ranges(
-        model, prompts, alpha=alpha, settings=settings, kernels=kernels, checkpoints=checkpoints, tell=tell
-    )  # fmt: skip
-    for part, recipe in model.family.recipes(model.parts, alpha).items():
-        module, report = in_8_bits(model, part, found, scheme=scheme, alpha=alpha)
+    of = recipes_of(model, alpha, plain=plain)
+    found = collect(
+        model, _targets(model, of), prompts, settings=settings, kernels=kernels, checkpoints=checkpoints, tell=tell
+    )
+    for part, recipe in of.items():
+        module, report = in_8_bits(model, part, found, scheme=scheme, recipe=recipe)
         manifest = store.Manifest(
             scheme=scheme,
             recipe=recipe.name,
@@ -102,7 +107,7 @@ def watch(
     To compare recipes on equal statistics.
     """
     part = model.family.denoiser
-    layers = _targets(model, model.family.recipes(model.parts, ALPHA))[part]
+    layers = _targets(model, recipes_of(model))[part]
     collect(model, {part: layers}, prompts, settings=settings, checkpoints={part: path})
 
 

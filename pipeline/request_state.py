@@ -132,7 +132,8 @@ class MemoryLedger:
     def _work(
         self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int, taken: AdapterLease | None
     ) -> ImageState:
-        table = sigmas.table(self._model.scheduler_config, scheduler, wanted.steps, wanted.skipped)
+        size = (wanted.width, wanted.height)
+        table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped)
         cached, rows = wanted.deepcache, self._rows(wanted)
         plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
         depth = "" if cached is None or all(plan) else cached.depth

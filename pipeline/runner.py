@@ -79,9 +79,11 @@ class ImageRunner:
         check(wanted, ImageOffer(self.sizes, self.schedulers))
         try:
             name = wanted.scheduler or self.default_scheduler
-            sigmas.table(self.model.scheduler_config, name, wanted.steps, wanted.skipped)
+            self.model.sampler_table(name, wanted.steps, (wanted.width, wanted.height), wanted.skipped)
         except ValueError as error:
             raise Invalid("scheduler", str(error)) from error
+        if wanted.prompt_weighting and not self.model.family.weighting:
+            raise Invalid("prompt_weighting", "is not supported by this model")
         if wanted.lora:
             check_loras(self.adapters, self.model, wanted.lora)
         self.holdings.check(wanted)

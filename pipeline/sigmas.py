@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-SCHEDULERS: tuple[str, ...] = ("euler", "euler-ancestral", "dpm++2m", "lcm")
+SCHEDULERS: tuple[str, ...] = ("euler", "euler-ancestral", "dpm++2m", "lcm")  # of models with a noise schedule
+FLOW_SCHEDULERS: tuple[str, ...] = ("flow-euler",)  # of models trained by flow matching
 COLUMNS: tuple[str, ...] = ("c_in", "a_x", "a_m", "b_x", "b_0", "b_p", "b_n")
 
 _CLASSES = {  # name -> (module, class), imported only when a table is first built
@@ -26,6 +27,7 @@ _CLASSES = {  # name -> (module, class), imported only when a table is first bui
     "euler-ancestral": ("scheduling_euler_ancestral_discrete", "EulerAncestralDiscreteScheduler"),
     "dpm++2m": ("scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler"),
     "lcm": ("scheduling_lcm", "LCMScheduler"),
+    "flow-euler": ("scheduling_flow_match_euler_discrete", "FlowMatchEulerDiscreteScheduler"),
 }
 
 _OFF = (False, None)
@@ -59,6 +61,11 @@ _ACCEPTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "clip_sample": _OFF,  # a clamp of x0: not affine
         **_COMMON,
     },
+    "flow-euler": {
+        "num_train_timesteps": (1000,),  # diffusers' pipeline divides by it in its own code
+        "invert_sigmas": _OFF,
+        "stochastic_sampling": _OFF,
+    },
 }
 
 
@@ -68,11 +75,12 @@ class SamplerTable:
 
     Tables are cached and shared between requests: read them, never write to their tensors.
 
-    name: one of `SCHEDULERS`.
+    name: one of `SCHEDULERS` or `FLOW_SCHEDULERS`.
     steps: S, the number of model calls.
     init_noise_sigma: factor on unit Gaussian noise that makes the first sample.
-    timesteps: [S] fp32, on the training clock 0..num_train_timesteps; fractional where diffusers' are (Euler
-        with linspace spacing or Karras sigmas): never round them, never cast them to half precision.
+    timesteps: [S] fp32, what the model is given: on the training clock 0..num_train_timesteps, fractional where
+        diffusers' are (Euler with linspace spacing or Karras sigmas); for flow matching the share of signal, 0..1.
+        Never round them, never cast them to half precision.
     coefficients: [S, 7] fp32, the columns of `COLUMNS`.
     noisy: per step, whether diffusers draws noise of the sample's shape from the request's generator there:
         then the caller must too. Euler-ancestral draws at its last step as well, with b_n = 0.
@@ -99,30 +107,33 @@ def default_name(config: Mapping[str, Any], offered: Sequence[str] = SCHEDULERS)
     raise ValueError(f"_class_name={class_name!r} is not a supported scheduler; supported: {known_names}")
 
 
-def table(config: Mapping[str, Any], name: str, steps: int, begin: int = 0) -> SamplerTable:
+def table(config: Mapping[str, Any], name: str, steps: int, begin: int = 0, tokens: int = 0) -> SamplerTable:
     """The table of sampler `name` for `steps` steps of the model whose scheduler_config.json is `config`.
 
     The first `begin` of these steps are left out, as by a pipeline that begins with a picture instead of noise.
+    `tokens` is the number of a picture's tokens, by which a flow schedule with dynamic shift is shifted.
 
     `config` may have been saved by another scheduler class: it is read the way `Class.from_config` reads it
     when a pipeline switches schedulers, and timesteps and sigmas are those of the diffusers object.
     Coefficients are computed in float64 and follow Karras et al. 2022 (Euler; ancestral noise as in
-    k-diffusion), Lu et al. 2022 (DPM-Solver++, multistep, order 1 or 2) and Luo et al. 2023 (LCM). Cached.
+    k-diffusion), Lu et al. 2022 (DPM-Solver++, multistep, order 1 or 2), Luo et al. 2023 (LCM) and Esser et al. 2024
+    (rectified flow, section 5.3.2 for the shift). Cached.
 
     Raises ValueError, naming the field, for an unknown sampler, a step count that the schedule cannot give,
     a setting that is not affine or not supported, and a schedule whose coefficients are not finite.
     """
-    if name not in SCHEDULERS:
-        raise ValueError(f"scheduler={name!r} is not known; known: {', '.join(SCHEDULERS)}")
+    if name not in _CLASSES:
+        raise ValueError(f"scheduler={name!r} is not known; known: {', '.join(_CLASSES)}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r} must be a whole number, 1 or more")
     if not 0 <= begin < steps:
         raise ValueError(f"begin={begin!r} must leave at least one of {steps} steps")
-    return _table(json.dumps(dict(config), sort_keys=True, default=_plain), name, steps, begin)
+    tokens = tokens if config.get("use_dynamic_shifting") else 0
+    return _table(json.dumps(dict(config), sort_keys=True, default=_plain), name, steps, begin, tokens)
 
 
 def model_input(x: torch.Tensor, coefficients_rows: torch.Tensor) -> torch.Tensor:
-    """What the UNet gets for samples x [B, C, H, W] and their rows [B, 7]: c_in · x."""
+    """What the denoiser gets for samples x [B, C, H, W] and their rows [B, 7]: c_in · x."""
     return coefficients_rows[:, 0].reshape(-1, 1, 1, 1) * x
 
 
@@ -160,9 +171,9 @@ def _plain(value: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _table(config_json: str, name: str, steps: int, begin: int) -> SamplerTable:
+def _table(config_json: str, name: str, steps: int, begin: int, tokens: int) -> SamplerTable:
     config: dict[str, Any] = json.loads(config_json)
-    scheduler = _scheduler(config, name, steps)
+    scheduler = _scheduler(config, name, steps, tokens)
     size = len(scheduler.timesteps)
     if size != steps:
         # diffusers' "trailing" spacing, by rounding, adds a step at timestep -1 for 61, 103 and other counts.
@@ -171,6 +182,7 @@ def _table(config_json: str, name: str, steps: int, begin: int) -> SamplerTable:
 
     builders: dict[str, Callable[[Any, int], dict[str, torch.Tensor]]] = {
         "euler": _euler, "euler-ancestral": _euler_ancestral, "dpm++2m": partial(_dpm, begin=begin), "lcm": _lcm,
+        "flow-euler": _flow_euler,
     }  # fmt: skip
     columns = {"c_in": torch.ones(steps, dtype=torch.float64), **builders[name](scheduler, steps)}
     zeros = torch.zeros(steps, dtype=torch.float64)
@@ -179,22 +191,24 @@ def _table(config_json: str, name: str, steps: int, begin: int) -> SamplerTable:
         raise ValueError(f"{name}, steps={steps}: {COLUMNS[column]} is not finite at step {i} of the schedule")
     levels = torch.stack([columns["signal"], columns["noise"]], dim=1)
     levels = torch.cat([levels, torch.tensor([[1.0, 0.0]], dtype=torch.float64)]).float()  # [S + 1, 2]
-    init_noise_sigma = float(scheduler.init_noise_sigma)  # after set_timesteps: Euler's depends on it
+    flow = name in FLOW_SCHEDULERS
+    init_noise_sigma = 1.0 if flow else float(scheduler.init_noise_sigma)  # after set_timesteps: Euler's depends on it
     if not math.isfinite(init_noise_sigma):
         raise ValueError(f"{name}, steps={steps}: init_noise_sigma is not finite")
 
+    timesteps = scheduler.timesteps[begin:].float()
     return SamplerTable(
         name=name,
         steps=steps - begin,
         init_noise_sigma=init_noise_sigma,
-        timesteps=scheduler.timesteps[begin:].float(),
+        timesteps=(1000 - timesteps) / 1000 if flow else timesteps,
         coefficients=coefficients[begin:],
         noisy=tuple(name == "euler-ancestral" or (name == "lcm" and i < steps - 1) for i in range(begin, steps)),
         levels=levels[begin:],
     )
 
 
-def _scheduler(config: dict[str, Any], name: str, steps: int) -> Any:
+def _scheduler(config: dict[str, Any], name: str, steps: int, tokens: int) -> Any:
     """The diffusers object for `name`, its timesteps set; first rejects what the tables cannot express."""
     unused = config.get("_use_default_values", ())  # a live config lists what it never was given
     for field, accepted in _ACCEPTED[name].items():
@@ -217,7 +231,11 @@ def _scheduler(config: dict[str, Any], name: str, steps: int) -> Any:
                 raise ValueError(f"steps={steps} is more than num_train_timesteps={most}")
             if name == "lcm" and steps > (most := scheduler.config["original_inference_steps"]):
                 raise ValueError(f"steps={steps} is more than original_inference_steps={most}")
-            scheduler.set_timesteps(steps)
+            if name in FLOW_SCHEDULERS:
+                given = torch.linspace(1.0, 1 / steps, steps).tolist()
+                scheduler.set_timesteps(sigmas=given, mu=_shift(scheduler.config, tokens))
+            else:
+                scheduler.set_timesteps(steps)
     except ImportError as error:
         raise ValueError(f"{name}: use_beta_sigmas needs scipy, or diffusers is missing: {error}") from error
     except (ArithmeticError, LookupError, NotImplementedError, TypeError) as error:
@@ -244,6 +262,20 @@ def _sigmas(scheduler: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor, tor
     sigmas = scheduler.sigmas[: steps + 1].double()
     now, following = sigmas[:-1], sigmas[1:]
     return 1 / (now**2 + 1).sqrt(), now, following
+
+
+def _shift(config: Mapping[str, Any], tokens: int) -> float:
+    """The shift mu of a picture of so many tokens, as diffusers' pipelines compute it (`calculate_shift`)."""
+    few, many = config["base_image_seq_len"], config["max_image_seq_len"]
+    slope = (config["max_shift"] - config["base_shift"]) / (many - few)
+    return float(tokens * slope + (config["base_shift"] - slope * few))
+
+
+def _flow_euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
+    """Euler steps of a rectified flow x = (1 - sigma) · x0 + sigma · eps, whose model returns x0 - eps."""
+    sigmas = scheduler.sigmas[: steps + 1].double()
+    now, kept = sigmas[:-1], sigmas[1:] / sigmas[:-1]
+    return {"a_x": torch.ones_like(now), "a_m": now, "b_x": kept, "b_0": 1 - kept, "signal": 1 - now, "noise": now}
 
 
 def _euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:

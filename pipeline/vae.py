@@ -20,7 +20,8 @@ def unscale(latents: torch.Tensor, config: Any) -> torch.Tensor:
     scale = float(config.scaling_factor)
     mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if mean is None or std is None:
-        return latents / scale
+        shift = getattr(config, "shift_factor", None)
+        return latents / scale if shift is None else latents / scale + shift
     mean, std = (torch.tensor(v, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1) for v in (mean, std))
     return latents * std / scale + mean
 
@@ -30,7 +31,7 @@ def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
     factor = float(config.scaling_factor)
     mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if mean is None or std is None:
-        return latents * factor
+        return (latents - (getattr(config, "shift_factor", None) or 0)) * factor
     mean, std = (torch.tensor(v, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1) for v in (mean, std))
     return (latents - mean) * factor / std
 

@@ -26,10 +26,9 @@ from pipeline.calibration import default_prompts
 from pipeline.folder import ModelError
 from pipeline.quantized_parts import folder
 from unet_opt.calibrate import CalibrationSettings
-from unet_opt.recipe import ALPHA
 
 if TYPE_CHECKING:
-    from pipeline.families.family import ImageModel
+    from pipeline.families.family import Family, ImageModel
 
 _VERSION = 1  # to be raised when recipes or the collection of ranges change: variants are then rebuilt
 
@@ -93,21 +92,18 @@ class CachedVariant:
         )
 
 
-def find(cache: Path, source: str, parts: tuple[str, ...], scheme: Scheme, precision: str) -> CachedVariant:
-    """The path for the variant of a model whose weights have the digest `source`, calibrated in `precision`.
-
-    `parts` are those that its family quantizes.
-    """
+def find(cache: Path, source: str, family: Family, scheme: Scheme, precision: str) -> CachedVariant:
+    """The path for the variant of a model whose weights have the digest `source`, calibrated in `precision`."""
     made_from = {
         "version": _VERSION,
         "weights": source,
         "scheme": scheme,
-        "alpha": ALPHA,
+        "alpha": family.alpha,
         "precision": precision,
         **quantized.calibration_of(default_prompts(), CalibrationSettings()),
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
-    return CachedVariant(cache / "quantized" / digest, scheme, parts)
+    return CachedVariant(cache / "quantized" / digest, scheme, family.quantized)
 
 
 @contextmanager

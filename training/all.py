@@ -6,20 +6,40 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 
-from training import clip, export, judge, judge_pictures, latents, lm, tokens, unet, vae
+from training import (
+    clip,
+    export,
+    judge,
+    judge_pictures,
+    latents,
+    lm,
+    tokens,
+    unet,
+    vae,
+    zimage,
+    zimage_tokens,
+    zimage_vae,
+)
 from training.run import TrainingRun, from_options, parser
 
-SHARES = {"vae": 0.24, "clip": 0.12, "unet": 0.5, "lm": 0.09, "draft": 0.05}
+SHARES = {"vae": 0.17, "clip": 0.08, "unet": 0.36, "zimage_vae": 0.06, "zimage": 0.23, "lm": 0.07, "draft": 0.03}
 STAGES: dict[str, Callable[[TrainingRun], object]] = {
     "tokens": tokens.train,
     "vae": vae.train,
     "latents": latents.train,
     "clip": clip.train,
     "unet": unet.train,
+    "zimage_tokens": zimage_tokens.train,
+    "zimage_vae": zimage_vae.train,
+    "zimage": zimage.train,
     "lm": lm.train,
     "draft": lambda run: lm.train(run, draft=True),
 }
-FILES = {"tokens": "lm", "latents": "latents.pt"}  # outputs that mark an unbudgeted stage as done
+FILES = {
+    "tokens": "lm",
+    "latents": "latents.pt",
+    "zimage_tokens": "tokenizer",
+}  # outputs that mark an unbudgeted stage as done
 
 
 def train(run: TrainingRun, only: list[str] | None = None) -> None:

@@ -35,6 +35,21 @@ knows no counts, no colours of objects and no relations between them.
 Captions end at 77 tokens. It was trained with crop (0, 0) and equal original and target sizes only. Faces and
 families of small figures are its weakest subjects.""",
     },
+    "emoji-z": {
+        "tags": "[text-to-image, z-image, flow-matching, emoji]",
+        "library": "diffusers",
+        "what": """\
+A complete, small Z-Image that draws emoji as Z-Image-Turbo does, in 8 steps without guidance: a single-stream
+diffusion transformer, a Qwen3 text encoder with its ChatML tokenizer, an autoencoder with factor 8 and 16 latent
+channels, and the flow-matching Euler scheduler. It loads with `ZImagePipeline.from_pretrained`; call it with
+`height=128, width=128, num_inference_steps=8, guidance_scale=0.0`. Captions are CLDR names, alone or with
+keywords, and may end with "on a COLOUR background"; without one the background is white.""",
+        "stages": ("zimage_vae", "zimage"),
+        "limits": """\
+It knows some 3,200 emoji by heart and little else; words outside their names and keywords are guesses. It
+knows no counts, no colours of objects and no relations between them. It was trained at one size, without guidance,
+at eight steps' noise levels above all, and on captions of at most 64 tokens, chat template included.""",
+    },
     "emoji-clip": {
         "tags": "[clip, emoji]",
         "library": "transformers",

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from training import cards, clip, latents, lm, phrases, tokens, unet
+from training import cards, clip, latents, lm, phrases, tokens, unet, zimage, zimage_tokens, zimage_vae
 from training.run import TrainingRun, from_options, parser
 
 SHARD = "14MB"
-MODELS = ("emoji-xl", "emoji-clip", "emoji-lm", "emoji-lm-draft")
+MODELS = ("emoji-xl", "emoji-z", "emoji-clip", "emoji-lm", "emoji-lm-draft")
 
 
 def export_pictures(run: TrainingRun) -> Path:
@@ -37,6 +37,23 @@ def export_pictures(run: TrainingRun) -> Path:
     pipeline.save_pretrained(folder, max_shard_size=SHARD, safe_serialization=True)
     for name, trained in (("tokenizer", "clip"), ("tokenizer_2", "clip_2")):
         _add_slow_files(run, folder / name, trained)
+    return folder
+
+
+def export_zimage(run: TrainingRun) -> Path:
+    """`emoji-z`, as `ZImagePipeline.save_pretrained` lays it out, in bfloat16 as Z-Image's own weights."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
+
+    parts = zimage.load(run)
+    pipeline = ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(**run.zimage.sampling()),
+        vae=zimage_vae.load(run).bfloat16(),
+        text_encoder=parts.text.bfloat16(),
+        tokenizer=zimage_tokens.tokenizer(run),
+        transformer=parts.transformer.bfloat16(),
+    )
+    folder = _fresh(run, "emoji-z")
+    pipeline.save_pretrained(folder, max_shard_size=SHARD, safe_serialization=True)
     return folder
 
 
@@ -83,6 +100,7 @@ def export(run: TrainingRun, only: list[str] | None = None) -> list[Path]:
     """
     makers: dict[str, Any] = {
         "emoji-xl": lambda: export_pictures(run),
+        "emoji-z": lambda: export_zimage(run),
         "emoji-clip": lambda: export_clip(run),
         "emoji-lm": lambda: export_lm(run),
         "emoji-lm-draft": lambda: export_lm(run, draft=True),
@@ -130,7 +148,7 @@ def _add_slow_files(run: TrainingRun, folder: Path, trained: str) -> None:
 def _tidy(folder: Path) -> None:
     """Removes the trainer's own folder from configurations, and has transformers load float32 unless told otherwise.
 
-    Weights are kept in float16, but a pipeline opened without a type must not mix the two: diffusers loads
+    Weights are kept in 16 bits, but a pipeline opened without a type must not mix the two: diffusers loads
     float32.
     """
     for path in folder.rglob("*.json"):

@@ -1,4 +1,4 @@
-"""Evaluates `emoji-xl` and `emoji-clip`: right subject, background, tone and caption; writes contact sheets.
+"""Evaluates `emoji-xl`, `emoji-z` and `emoji-clip`: right subject, background, tone and caption; writes contact sheets.
 
 Uses the exported models through diffusers' and transformers' own classes, and the true images.
 """
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from pipeline.tiny_zimage import STEPS
 from training import captions, pictures, sheet
 from training.run import TrainingRun
 
-MODELS = ("emoji-xl", "emoji-clip")
+MODELS = ("emoji-xl", "emoji-z", "emoji-clip")
 SIDE = 32
 CHUNK = 32
 SEED = 1234
@@ -35,7 +36,10 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class SampleSizes:
-    """How much is drawn and written; the defaults are the figures' definition, less is a quick look."""
+    """How much is drawn and written; the defaults are the figures' definition, less is a quick look.
+
+    `steps` and `guidance` are emoji-xl's; emoji-z has its own.
+    """
 
     captions: int = 500
     composed: int = 160
@@ -48,27 +52,28 @@ class SampleSizes:
 class PictureGenerator:
     """The stock pipeline over an exported folder: draws captions, each from its own seed."""
 
-    def __init__(self, run: TrainingRun, steps: int, guidance: float) -> None:
-        from diffusers import StableDiffusionXLPipeline
+    def __init__(self, run: TrainingRun, name: str, steps: int, guidance: float) -> None:
+        from diffusers import DiffusionPipeline
 
-        # float16 is how the weights are kept; a CPU computes in float32.
-        dtype = torch.float16 if run.on_gpu else torch.float32
-        pipeline: Any = StableDiffusionXLPipeline.from_pretrained(
-            run.models / "emoji-xl", dtype=dtype, local_files_only=True
-        )
+        # 16 bits are how the weights are kept; a CPU computes in float32.
+        dtype = torch.float32 if not run.on_gpu else torch.float16 if name == "emoji-xl" else torch.bfloat16
+        pipeline: Any = DiffusionPipeline.from_pretrained(run.models / name, dtype=dtype, local_files_only=True)
         pipeline.set_progress_bar_config(disable=True)
         self.pipeline = pipeline.to(run.device)
         self.steps, self.guidance = steps, guidance
         self.chunk = 250 if run.on_gpu else CHUNK
+        self.side = run.size
 
     def draw(self, texts: list[str]) -> torch.Tensor:
-        """Pictures [B, 3, H, W] in -1..1 on the CPU, at the model's native size."""
+        """Pictures [B, 3, H, W] in -1..1 on the CPU, at the run's size."""
         found = []
         for start in range(0, len(texts), self.chunk):
             part = texts[start : start + self.chunk]
             seeds = [torch.Generator("cpu").manual_seed(SEED + start + n) for n in range(len(part))]
             made = self.pipeline(
                 prompt=part,
+                height=self.side,
+                width=self.side,
                 num_inference_steps=self.steps,
                 guidance_scale=self.guidance,
                 generator=seeds,
@@ -153,18 +158,28 @@ def judge_clip(run: TrainingRun) -> dict[str, Any]:
 
 
 def judge_xl(run: TrainingRun, extent: SampleSizes) -> dict[str, Any]:
-    """Draws, and compares with the true pictures; writes four contact sheets into the stage's folder."""
+    """Draws with `emoji-xl`, compares with the true pictures, and writes four contact sheets to the stage's folder."""
+    painter = PictureGenerator(run, "emoji-xl", extent.steps, extent.guidance)
+    return {"steps": extent.steps, "guidance": extent.guidance} | _drawn(run, extent, painter, run.folder("judge"))
+
+
+def judge_zimage(run: TrainingRun, extent: SampleSizes) -> dict[str, Any]:
+    """The same with `emoji-z`, in its eight steps without guidance; its sheets lie in a folder of their own."""
+    painter = PictureGenerator(run, "emoji-z", STEPS, 0.0)
+    return {"steps": STEPS, "guidance": 0.0} | _drawn(run, extent, painter, run.folder("judge") / "emoji-z")
+
+
+def _drawn(run: TrainingRun, extent: SampleSizes, painter: PictureGenerator, folder: Path) -> dict[str, Any]:
+    """Figures of what `painter` draws; contact sheets go to `folder`."""
     rows = pictures.read_rows(run.data)
     images = pictures.read_pictures(run.data, rows, run.size)
     true = pictures.composite(images, torch.ones(len(rows), 3))
     small_true = small(true)
-    painter = PictureGenerator(run, extent.steps, extent.guidance)
-    folder = run.folder("judge")
     hidden = captions.held_out(rows, run.held_out)
     known = [index for index in range(len(rows)) if index not in hidden]
     draw = random.Random(SEED)
     asked = draw.sample(known, min(extent.captions, len(known)))
-    figures: dict[str, Any] = {"steps": extent.steps, "guidance": extent.guidance, "captions": len(asked)}
+    figures: dict[str, Any] = {"captions": len(asked)}
 
     made = painter.draw([rows[index].name for index in asked])
     found = nearest(small(made), small_true).tolist()

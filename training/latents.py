@@ -48,8 +48,8 @@ def encode(run: TrainingRun, codec: Any, images: torch.Tensor, colours: torch.Te
     for start in range(0, len(images), CHUNK):
         part = slice(start, start + CHUNK)
         pixels = pictures.composite(images[part].to(run.device), colours[part].to(run.device))
-        moments = codec.quant_conv(codec.encoder(pixels.contiguous(memory_format=torch.channels_last)))
-        found.append(moments.float().chunk(2, dim=1)[0].cpu())
+        posterior = codec.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist
+        found.append(posterior.mean.float().cpu())
     return torch.cat(found)
 
 

@@ -21,8 +21,8 @@ from training.run import TrainingRun
 
 Loss = Callable[[int, torch.Generator], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
-# What stands at a model's edge is no map between hidden spaces: embeddings, first and last layers go to AdamW.
-_EDGES = re.compile(r"embed|conv_in|conv_out|lm_head|^head")
+# What stands at a model's edge is no map between hidden spaces: embeddings, padding, first and last layers go to AdamW.
+_EDGES = re.compile(r"embed|pad_token|conv_in|conv_out|lm_head|^head|final_layer")
 
 
 @dataclass

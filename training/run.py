@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pipeline.tiny import SDXLShape
+from pipeline.tiny_zimage import ZImageShape
 from training.shapes import BY_NAME, Shapes
 
 
@@ -44,6 +45,11 @@ class TrainingRun:
     def picture(self) -> SDXLShape:
         """The picture model's shape, at this run's size."""
         return dataclasses.replace(self.shapes.picture, native=self.size)
+
+    @property
+    def zimage(self) -> ZImageShape:
+        """The Z-Image's shape, at this run's size."""
+        return dataclasses.replace(self.shapes.zimage, native=self.size)
 
     @property
     def on_gpu(self) -> bool:

@@ -1,7 +1,7 @@
 """The architectures of the embedded models as plain configuration.
 
-`EMOJI` is what ships; `SMOKE` has the same architectures at a size that trains in seconds, for tests. The image model's
-is in pipeline.tiny.
+`EMOJI` is what ships; `SMOKE` has the same architectures at a size that trains in seconds, for tests. The image models'
+are in pipeline.tiny and pipeline.tiny_zimage.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import tiny
+from pipeline import tiny, tiny_zimage
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Shapes:
     lm_vocab: int
     lm: LlamaShape
     draft: LlamaShape
+    zimage_vocab: int
+    zimage: tiny_zimage.ZImageShape
 
     def clip_vision(self, size: int) -> dict[str, Any]:
         """Arguments of `CLIPVisionConfig`: 64 patches whatever the picture's side, `size` in pixels."""
@@ -75,6 +77,8 @@ EMOJI = Shapes(
     lm_vocab=4096,
     lm=LlamaShape(256, 6, 8, 4, 704),
     draft=LlamaShape(128, 4, 4, 2, 352),
+    zimage_vocab=2560,
+    zimage=tiny_zimage.EMOJI,
 )
 
 SMOKE = Shapes(
@@ -99,6 +103,8 @@ SMOKE = Shapes(
     lm_vocab=640,
     lm=LlamaShape(64, 2, 4, 2, 128),
     draft=LlamaShape(32, 1, 2, 1, 64),
+    zimage_vocab=640,
+    zimage=tiny_zimage.ZImageShape(vae_groups=4),
 )
 
 BY_NAME = {"emoji": EMOJI, "smoke": SMOKE}

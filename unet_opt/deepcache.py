@@ -61,7 +61,7 @@ class SplitUNet:
         lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))
         self._deep = lowering.lower(deep, "deep", bound=3)
         self._keys = lowering.lower(keys, "keys")
-        self._reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
+        self.shallow_reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
         self._shallow: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
 
     def deep(
@@ -100,7 +100,7 @@ class SplitUNet:
             self._shallow[depth] = self._lower_shallow(depth)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
         text: tuple[Tensor, ...] = ()
-        if self._reads_text:
+        if self.shallow_reads_text:
             assert encoder_hidden_states is not None
             self._check_keys(sample, encoder_hidden_states)
             text = (encoder_hidden_states,)
@@ -125,7 +125,7 @@ class SplitUNet:
             raise ValueError(f"keys and values must be [{rows}, tokens, {width}], not {[*kv.shape]}")
 
     def _lower_shallow(self, depth: str) -> Callable[..., tuple[Tensor, ...]]:
-        if self._reads_text:
+        if self.shallow_reads_text:
             return self.lowering.lower(bind(network.shallow, self.unet), depth, bound=3)
 
         def without_text(ops: Any, sample: Any, time: Any, added: Any, *features: Any) -> Any:

@@ -12,7 +12,6 @@ from pipeline.backends.backend import BatchGroup
 from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.runner import ImageRunner
 
-_STEPS = 20  # of the image that `capacity_per_s` counts, with guidance
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -34,6 +33,8 @@ def image_card(
     solo_s, row_s = _steps(runner, DEEP, known[DEEP])
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
+    defaults = model.family.defaults
+    rows = defaults.steps * defaults.rows(defaults.guidance_scale)
     vae_s = _best(runner, BatchGroup(VAE, native), range(1, VAE_ROWS + 1))
     return ImageCard(
         name=model.name,
@@ -43,6 +44,7 @@ def image_card(
         sizes=tuple(runner.sizes),
         schedulers=tuple(runner.schedulers),
         default_scheduler=runner.default_scheduler,
+        defaults=defaults,
         limits=ImageLimits(),
         costs=ImageCosts(
             encode_s=encode_s,
@@ -52,7 +54,7 @@ def image_card(
             shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
             shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
         ),
-        capacity_per_s=1 / (encode_s + 2 * _STEPS * row_s[_named(native)] + vae_s),
+        capacity_per_s=1 / (encode_s + rows * row_s[_named(native)] + vae_s),
         deepcache=OFF if deepcache is None else asdict(deepcache),
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",

@@ -61,6 +61,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
     from core.ops.cuda import HEAD_MULTIPLE
+    from unet_opt.layout import check_decoder
 
     if model.device.type != "cuda":
         return False, ""
@@ -73,6 +74,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
         model.family.check_network(model, head_multiple=HEAD_MULTIPLE)
+        check_decoder(model.vae, head_multiple=HEAD_MULTIPLE)
     except ValueError as error:
         if in_8_bits:
             raise ModelError(f"{model.precision} does not run here: {error}; take bf16") from error

@@ -66,7 +66,7 @@ def cached(settings: Settings, device: str, scheme: Scheme, plain: str) -> Cache
 
     source = weights_digest(settings.model_name, variant=settings.variant, device=device)
     family, _ = family_of(settings.model_name, settings.variant)
-    return variant_cache.find(settings.cache_dir.expanduser(), source, family.quantized, scheme, plain)
+    return variant_cache.find(settings.cache_dir.expanduser(), source, family, scheme, plain)
 
 
 def quantize_into(

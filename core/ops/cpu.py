@@ -30,11 +30,12 @@ class Array:
     alive.
     """
 
-    __slots__ = ("_program", "_whole", "shape", "x")
+    __slots__ = ("_program", "_whole", "reader", "shape", "x")
 
     def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, whole: Array | None = None) -> None:
         self.x, self.shape = x, shape
         self._program, self._whole = program, whole  # a program: the buffer is this array's own
+        self.reader: PackedLayer | None = None  # of bytes
 
     def __del__(self) -> None:
         if self._program is not None:
@@ -228,6 +229,7 @@ class CpuOps:
     ) -> Array:  # fmt: skip
         if layer.inverse is not None and x.x.dtype == torch.float32:
             x = self._own(self.program.quantize(x.x, layer.inverse), x.shape[:-1])
+        _check_reader(x, layer)
         self._reads.append((len(self.program), layer, x.x))
         made = self.program.product(
             x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual),
@@ -257,6 +259,15 @@ def head_norms(norms: tuple[Layer, Layer] | None) -> dict[str, Any]:
 
 def _of(x: Array | None) -> Tensor | None:
     return None if x is None else x.x
+
+
+def _check_reader(x: Array, layer: PackedLayer) -> None:
+    """Raise ValueError for bytes that another layer reads by other scales."""
+    if x.x.dtype != torch.uint8:
+        return
+    first = x.reader = x.reader or layer
+    if first.inverse is None or layer.inverse is None or not torch.equal(first.inverse, layer.inverse):
+        raise ValueError(f"layer {layer.names[0]}: {first.names[0]} reads the same input, by other scales")
 
 
 class _Written:

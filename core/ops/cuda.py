@@ -65,13 +65,17 @@ class CudaOps:
         rows = self._for(x, layer).flatten(0, -2)
         y = layer(rows, _flat(residual), _flat(out))
         y = y.view(*x.shape[:-1], -1) if out is None else out
-        return ACTIVATIONS[act](y) if act else y
+        if act is None:
+            return y
+        y = ACTIVATIONS[act](y)
+        return y if out is None else out.copy_(y)
 
     def biases(self, x: Tensor, *layers: Layer) -> Tensor:
         return self.linear(x, *layers).float()
 
     def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
-        y = self._layer(Gated, *layers).gate(x.flatten(0, -2), self._reader((to,)), act)
+        layer = self._layer(Gated, *layers)
+        y = layer.gate(self._for(x, layer).flatten(0, -2), self._reader((to,)), act)
         return y.view(*x.shape[:-1], -1)
 
     def conv(
@@ -82,7 +86,9 @@ class CudaOps:
         return conv(self._for(x, conv), bias, residual, out)
 
     def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        conv = self._layer(UpConv, layer)
+        (height, width), conv = x.shape[1:3], self._layer(UpConv, layer)
+        if like is not None and like.shape[1:3] != (2 * height, 2 * width):
+            raise ValueError(f"a map of {height}×{width} does not double to {like.shape[1]}×{like.shape[2]}")
         return conv(self._for(x, conv), out=out)
 
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:

@@ -60,15 +60,23 @@ class FusedLayer:
         self.kind, self.inverse = self.reads
         self.weight = _joined(modules, "weight")
         self.scale = None if self.kind is None else _joined(modules, "scale")
-        biases = [m.bias.detach() for m in modules if m.bias is not None]
-        if biases and len(biases) < len(modules):
-            raise ValueError("of layers that read one input some have a bias and some have none")
-        self.bias = torch.cat(biases).float() if biases else None
+        self.bias = _biases(modules)
 
     @property
     def plain_bias(self) -> Tensor | None:
         """In the base type, for torch's own products."""
         return None if self.bias is None else self.bias.to(self.base)
+
+
+def _biases(modules: Sequence[Any]) -> Tensor | None:
+    """Concatenated, in fp32, zeros for a layer without; None if none has any."""
+    if all(module.bias is None for module in modules):
+        return None
+    return torch.cat([
+        torch.zeros(len(module.weight), device=module.weight.device) if module.bias is None
+        else module.bias.detach().float()
+        for module in modules
+    ])  # fmt: skip
 
 
 def _joined(modules: Sequence[Any], name: str) -> Tensor:

@@ -99,9 +99,10 @@ class PackedLayers:
         if not quantized:
             weight = torch.cat([_float_weight(module) for module in modules])
             return PackedLayer(self._packed(weight, _biases(modules), geglu=geglu), None)
+        inverse = _inverse(modules)
         weight = torch.cat([_taps(m.weight) for m in quantized])
         scale = torch.cat([m.scale for m in quantized])
-        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), _inverse(modules))
+        return PackedLayer(pack_int8(self.library, weight, scale, _biases(modules), geglu=geglu), inverse)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, *, geglu: bool = False) -> Weights:
         return pack_float(self.library, weight.bfloat16() if self._half else weight, bias, geglu=geglu)

@@ -73,6 +73,7 @@ class ImageBackend(Protocol):
     costs: PhaseCosts
     widths: Widths
     graphs: GraphSet = NO_GRAPHS
+    fixed_shapes: bool = False  # every input of a width and size has one shape: texts are padded to the longest
     batch_invariant: bool = False  # a row's bits do not depend on the other rows, nor on their number
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:

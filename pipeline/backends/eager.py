@@ -30,6 +30,7 @@ class TorchBackend(ImageBackend):
         self.widths = widths or Widths()
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
         self._executables = CompiledCache(self.phases, compiled=compiled and model.device.type == "cpu", cache=cache)
+        self.fixed_shapes = self._executables.enabled
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         phase, size, mode, _ = group

@@ -38,6 +38,8 @@ LAYERS = "layers"  # the same kernels without graphs, one by one
 class GraphBackend(ImageBackend):
     """Rows are padded to the next recorded width. Until a graph exists, its kernels run one by one."""
 
+    fixed_shapes = True
+
     def __init__(self, model: ImageModel, widths: Widths | None = None, *, recorder: Recorder | None = None) -> None:
         """`recorder` records the graphs; default: CUDA's on a GPU, elsewhere none are recorded. Raises `ModelError` for
         a model that the layers do not support.
@@ -46,7 +48,8 @@ class GraphBackend(ImageBackend):
         self.model = model
         self.widths = replace(widths, buckets=(*widths.buckets, widths.max_rows))
         self.denoiser, _, self._layers = on_gpu(model, self.widths.descending[0])
-        self.phases = {**self._layers, TEXT: self._embed}
+        # Prompts of different lengths have no graph in common.
+        self.phases = self._layers if model.family.padded else {**self._layers, TEXT: self._embed}
         self.kernels = KernelIdentity.on_gpu(model)
         self.costs = PhaseCosts(skip_first=True)
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
@@ -119,9 +122,9 @@ class GraphBackend(ImageBackend):
         """Record the graph on an example, and time it."""
         size: Any = key.size
         with torch.inference_mode():
-            self._timer.example(key.phase, key.rows, size)(without_text(key.phase, record))
+            self._timer.example(key.phase, key.rows, size)(without_text(self.denoiser, key.phase, record))
         if key.phase != TEXT:
             self._timer(key, self._function(key), True, runs=2)
 
     def _function(self, key: ExecutableKey) -> Callable[..., Any]:
-        return without_text(key.phase, self.graphs.function(key))
+        return without_text(self.denoiser, key.phase, self.graphs.function(key))

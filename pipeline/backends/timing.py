@@ -12,7 +12,6 @@ from core.batching.cost import CostCurve, CostTable
 from core.graphs import ExecutableKey
 from pipeline import denoise
 from pipeline.families.family import ImageModel, Network
-from pipeline.families.sdxl.parts import tokenizers
 from pipeline.phases import DEEP, SHALLOW, TEXT, VAE
 
 Size = tuple[int, int]
@@ -95,8 +94,7 @@ class PhaseTimer:
 
         def call(function: Callable[..., Any]) -> Any:
             if phase == TEXT:
-                tokens = [tokenizer.model_max_length for tokenizer in tokenizers(model)]
-                return function([torch.zeros(rows, n, dtype=torch.long, device=model.device) for n in tokens])
+                return function(model.family.example_ids(model, rows))
             latents = random(rows, model.latent_channels, height, width)
             if phase == VAE:
                 return function(latents.float())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from contract.card import ImageDefaults
 from pipeline.folder import Part
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from core.quant.convert import Recipe
     from pipeline.denoise import Conditioning, DenoiserInputs
     from pipeline.encode import Embedding, TextEncoder
+    from pipeline.sigmas import SamplerTable
 
 Size = tuple[int, int]  # width and height in pixels
 
@@ -65,13 +67,20 @@ class ImageModel:
         """Every side must be a multiple of this many pixels."""
         return self.family.multiple(self)
 
+    def sampler_table(self, name: str, steps: int, size: Size, begin: int = 0) -> SamplerTable:
+        """The sampler's table for a picture of this size. Raises ValueError, as `sigmas.table`."""
+        from pipeline import sigmas
+
+        tokens = self.family.image_tokens(self, size)
+        return sigmas.table(self.scheduler_config, name, steps, begin, tokens)
+
     def with_parts(self, **parts: Any) -> ImageModel:
         """The same model with these parts in place of its own."""
         return replace(self, parts={**self.parts, **parts})
 
 
-Embed = Callable[..., "tuple[torch.Tensor, ...]"]
-"""A family's text encoders: token ids in the family's own form to the tensors of an embedding."""
+Embed = Callable[[Sequence["torch.Tensor"]], "tuple[torch.Tensor, ...]"]
+"""`Family.embed` of one model."""
 
 
 Prepare = Callable[["torch.Tensor"], "torch.Tensor"]
@@ -82,10 +91,12 @@ class Network(Protocol):
     """A family's denoiser on one lowering.
 
     text_width: channels of what `prepare_text` returns.
+    shallow_reads_text: whether `shallow` needs the text.
     """
 
     lowering: Any
     text_width: int
+    shallow_reads_text: bool
 
     def prepare_text(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the denoiser computes of the text alone, once a prompt: [B, T, D] to [B, T, width]."""
@@ -148,9 +159,12 @@ class Family(Protocol):
     parts: the parts of a model's folder, in order.
     denoiser: the part that is run at every step.
     quantized: the parts that may have quantized variants, the denoiser first.
-    samplers: the entries of `pipeline.sigmas.SCHEDULERS` that it offers.
+    samplers: the names of `pipeline.sigmas` that it offers.
+    defaults: of requests.
+    weighting: whether prompts may have weights.
     padded: the conditioning tensors of variable length (dimension 1), each with a number of which the length in a batch
         is a multiple; they are padded with zeros.
+    longest: the longest that each of these can be.
     """
 
     label: str
@@ -159,7 +173,10 @@ class Family(Protocol):
     denoiser: str
     quantized: tuple[str, ...]
     samplers: tuple[str, ...]
+    defaults: ImageDefaults
+    weighting: bool
     padded: Mapping[str, int]
+    longest: Mapping[str, int]
     adapters: Adapters
 
     # -- loading ----------------------------------------------------------------------------------------------------
@@ -184,6 +201,15 @@ class Family(Protocol):
         """Every side is a multiple of this many pixels."""
         ...
 
+    def image_tokens(self, model: ImageModel, size: Size) -> int:
+        """The tokens of a picture of this size, where the sampler's schedule may depend on them; else 0."""
+        ...
+
+    @property
+    def alpha(self) -> float:
+        """The usual strength of SmoothQuant in its recipes."""
+        ...
+
     def recipes(self, parts: Mapping[str, Any], alpha: float | None) -> dict[str, Recipe]:
         """The quantization recipe of each part in `quantized`. `alpha` None: without SmoothQuant."""
         ...
@@ -194,8 +220,16 @@ class Family(Protocol):
         """The rows of a request in a forward: 2 with classifier-free guidance, else 1."""
         ...
 
+    def embed(self, model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The text encoders' forward, on torch: each tokenizer's ids [B, T] to the tensors of embeddings, [B, …]."""
+        ...
+
+    def example_ids(self, model: ImageModel, rows: int) -> list[torch.Tensor]:
+        """Ids of the longest prompt for `embed`."""
+        ...
+
     def text_encoder(self, model: ImageModel, compute: Embed | None = None) -> TextEncoder:
-        """What encodes this model's prompts. `compute` replaces the text encoders' forward (default: on torch)."""
+        """What encodes this model's prompts. `compute` is as `embed` (default: `embed`)."""
         ...
 
     def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from api import admission
 from api.errors import ApiError
-from contract.card import ImageCosts, ImageLimits
+from contract.card import ImageCosts, ImageDefaults, ImageLimits
 from contract.image import ImageFields
 from core.jobs.record import QueueBacklog
 from tests.api.world import CARD
@@ -97,6 +97,15 @@ def test_the_cards_limits_hold() -> None:
         with pytest.raises(ApiError) as caught:
             admission.image_draft(fields(**{"prompt": "1", name: value}), tight)
         assert caught.value.param == name
+
+
+def test_the_cards_defaults_are_taken_for_what_is_not_given() -> None:
+    turbo = dataclasses.replace(CARD, defaults=ImageDefaults(steps=8, guidance_scale=0.0, guided_above=0.0))
+    for card, steps, guidance in ((CARD, 20, 5.0), (turbo, 8, 0.0)):
+        parameters = admission.image_draft(fields(), card).parameters
+        assert (parameters["steps"], parameters["guidance_scale"]) == (steps, guidance)
+    assert admission.image_draft(fields(), turbo).work_ms == 100 + 8 * 30 + 200, "without guidance, one row"
+    assert admission.image_draft(fields(guidance_scale=0.5), turbo).work_ms == 100 + 8 * 2 * 30 + 200
 
 
 def test_work_counts_pictures_steps_and_rows() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from contract.image import ImageParameters
 from contract.plan import BLOCK, DEPTHS, RESNET, DeepCache
 from core.batching.request import Request, State
 from core.batching.runner import Lane, OutOfMemory
+from core.ops.reference import TorchLowering
 from pipeline import quantized, tiny
 from pipeline.load import load
 from tests.pipeline import worlds
@@ -90,14 +92,13 @@ def together(runner: Watching, parameters: list[ImageParameters], order: random.
 def stepping(schedule: DeepCache, steps: int) -> Iterator[None]:
     """The stock pipeline with its UNet called as the schedule says, one picture at a time: what ours must equal."""
     unet = stock(SHAPE).unet
-    split, plan = SplitUNet(unet), iter(schedule.plan(steps))
+    split, plan = SplitUNet(TorchLowering(torch.float32), unet), iter(schedule.plan(steps))
     features: list[Any] = []
     own = unet.forward
 
     def forward(sample: Any, timestep: Any, **options: Any) -> Any:
-        arguments = {
-            name: options.get(name) for name in ("encoder_hidden_states", "timestep_cond", "added_cond_kwargs")
-        }
+        arguments = {name: options.get(name) for name in ("timestep_cond", "added_cond_kwargs")}
+        arguments["encoder_hidden_states"] = split.keys(options["encoder_hidden_states"])
         if next(plan):
             eps, *features[:] = split.deep(sample, timestep, **arguments)
         else:
@@ -138,7 +139,7 @@ def test_each_picture_of_a_mixed_batch_is_its_own(on_kernels: bool, kernels: cty
 
 def test_schedules_make_a_difference() -> None:
     pictures = [reference(wanted(deepcache=schedule, steps=6)) for schedule in SCHEDULES]
-    same = [i for i, picture in enumerate(pictures) if np.array_equal(picture, pictures[0])]
+    same = [i for i, picture in enumerate(pictures) if np.abs(picture - pictures[0]).max() <= 1]
     assert same == [0, 4], "all but off and an interval of one give another picture"
 
 

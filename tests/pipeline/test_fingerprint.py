@@ -182,7 +182,7 @@ def test_another_compiler_or_flag_changes_the_kernels_digest(monkeypatch: pytest
         ("core/kernels/cuda/attention_source.py", "0.05500892f", "0.05500893f"),
         ("core/kernels/cuda/epilogue_source.py", "0.03470122f", "0.03470123f"),
         ("core/kernels/cuda/quantize.py", "12582912.0) - 12582912.0", "12582912.0) - 12582911.0"),
-        ("unet_opt/fused/layers.py", "self.base, self.eps, self.silu = base, norm.eps, silu", "pass"),
+        ("core/ops/fused.py", "self.base, self.eps, self.silu = base, norm.eps, silu", "pass"),
     ],
 )
 def test_one_constant_of_the_gpu_kernels_changes_their_digest(path: str, old: str, new: str, elsewhere: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,7 +37,7 @@ def test_latents_mean_and_std_are_honoured() -> None:
 
 def test_a_decoder_that_overflows_in_fp16_is_run_in_fp32() -> None:
     half, whole = load("random:tiny", precision="fp16"), load("random:tiny")
-    assert half.vae.config.force_upcast and half.vae.dtype is torch.float32 and half.unet.dtype is torch.float16
+    assert half.vae.config.force_upcast and half.vae.dtype is torch.float32 and half.denoiser.dtype is torch.float16
     latents = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(0))
     difference = vae.decode(half, latents.half()).int() - vae.decode(whole, latents).int()
     assert difference.abs().max() <= 3  # the weights went through fp16, the arithmetic did not
@@ -57,7 +56,7 @@ class LinearDecoder(torch.nn.Module):
 
 
 def test_a_preview_of_a_linear_decoder_is_exact() -> None:
-    linear = replace(model("plain"), vae=LinearDecoder())
+    linear = model("plain").with_parts(vae=LinearDecoder())
     latents = 0.5 * torch.randn(1, 4, 3, 5, generator=torch.Generator().manual_seed(7))
     preview = vae.Preview(linear)(latents)
     assert preview.shape == (3, 5, 3) and preview.dtype == np.uint8
@@ -67,7 +66,7 @@ def test_a_preview_of_a_linear_decoder_is_exact() -> None:
 
 def test_models_are_not_mixed_up() -> None:
     """The preview's map belongs to one model's decoder."""
-    one, other = vae.Preview(model("plain")), vae.Preview(replace(model("plain"), vae=model("three-levels").vae))
+    one, other = vae.Preview(model("plain")), vae.Preview(model("plain").with_parts(vae=model("three-levels").vae))
     latents = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(1))
     assert (one(latents) == vae.Preview(model("plain"))(latents)).all()
     assert other(latents).shape == (4, 4, 3)

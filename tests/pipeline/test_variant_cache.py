@@ -13,6 +13,7 @@ import pytest
 
 from pipeline import quantized_parts, tiny, variant_cache
 from pipeline.calibration import default_prompts
+from pipeline.families.sdxl import FAMILY
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
 from pipeline.variant_cache import CachedVariant
@@ -35,7 +36,7 @@ class Opener:
 def place(cache: Path, **other: Any) -> CachedVariant:
     given: dict[str, Any] = {
         "source": load(tiny.TINY).digest,
-        "parts": ("unet", "vae"),
+        "family": FAMILY,
         "scheme": "int8",
         "precision": "fp32",
     }
@@ -70,7 +71,7 @@ model = load(tiny.TINY)
 def tell(done, total):
     if done == 24:
         os.kill(os.getpid(), signal.SIGKILL)
-place = variant_cache.find(Path(sys.argv[1]), model.digest, model.family.quantized, "int8", "fp32")
+place = variant_cache.find(Path(sys.argv[1]), model.digest, model.family, "int8", "fp32")
 place.make(lambda: (model, None), tell=tell)
 """
 
@@ -133,7 +134,7 @@ from pipeline.load import load
 model = load(tiny.TINY)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-place = variant_cache.find(Path(sys.argv[1]), model.digest, model.family.quantized, "int8", "fp32")
+place = variant_cache.find(Path(sys.argv[1]), model.digest, model.family, "int8", "fp32")
 try:
     place.make(lambda: (model, None))
 except ModelError as error:

@@ -15,5 +15,5 @@ def test_make_train_leaves_every_model(data: Path, tmp_path: Path) -> None:
     command = ["make", "-o", ".venv/.installed", "train", *told]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("emoji-xl", "emoji-clip", "emoji-lm", "emoji-lm-draft"):
+    for name in ("emoji-xl", "emoji-z", "emoji-clip", "emoji-lm", "emoji-lm-draft"):
         assert any((tmp_path / "models" / name).rglob("*.safetensors")), name

@@ -30,6 +30,8 @@ def curve(trained: Trained, stage: str) -> list[dict[str, Any]]:
         ("vae", "loss", 0.6),
         ("clip", "loss", 0.8),
         ("unet", "eps", 0.7),
+        ("zimage_vae", "loss", 0.9),
+        ("zimage", "flow_noisy", 0.8),
         ("lm", "nats", 0.5),
         ("draft", "nats", 0.8),
     ],

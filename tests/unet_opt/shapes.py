@@ -31,22 +31,29 @@ KNOWN = {
     "distilled": {"heads": (1, 2)},
 }
 UNETS = (*KNOWN, "conv1x1")
+# As "plain", but with convolutions where SDXL has linear projections, or with attention in the first and last blocks.
+CHANGED: dict[str, dict[str, Any]] = {
+    "conv1x1": {"use_linear_projection": False},
+    "attention-last": {
+        "down_block_types": ["CrossAttnDownBlock2D"] * 2, "up_block_types": ["CrossAttnUpBlock2D"] * 2,
+    },
+}  # fmt: skip
 
 
 @functools.cache
 def _pipeline(name: str) -> Any:
     logging.getLogger("diffusers").setLevel(logging.ERROR)
-    shape = SHAPES["plain" if name == "conv1x1" else name]
-    return tiny.make(replace(shape, **KNOWN["plain" if name == "conv1x1" else name]))  # type: ignore[arg-type]
+    name = "plain" if name in CHANGED else name
+    return tiny.make(replace(SHAPES[name], **KNOWN[name]))  # type: ignore[arg-type]
 
 
 def unet(name: str) -> Any:
-    """A UNet of this shape, a fresh copy; `conv1x1` has convolutions where SDXL has linear projections."""
+    """A UNet of this shape, a fresh copy."""
     found = _pipeline(name).unet
-    if name == "conv1x1":
+    if name in CHANGED:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            found = type(found).from_config({**found.config, "use_linear_projection": False})
+            found = type(found).from_config({**found.config, **CHANGED[name]})
     return copy.deepcopy(found).eval().requires_grad_(False)
 
 

@@ -105,11 +105,7 @@ def test_no_weight_is_copied() -> None:
 @pytest.mark.parametrize("lowering", ["torch", "kernels"])
 def test_a_last_block_with_attention_reads_the_text_again(lowering: str) -> None:
     """SDXL's has none; smaller models of its layout have."""
-    plain = unet("plain")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        blocks = {f"{way.lower()}_block_types": [f"CrossAttn{way}Block2D"] * 2 for way in ("Down", "Up")}
-        one = type(plain).from_config({**plain.config, **blocks}).eval().requires_grad_(False)
+    one = unet("attention-last")
     split, given = (on_torch if lowering == "torch" else on_kernels)(one), inputs(one, 3, 8, 8)
     eps, *features = deep(split, given)
     check_close(eps, stock(one, given), relative=1e-5)

@@ -318,7 +318,7 @@ def test_widths_on_a_gpu_are_close_and_end_where_tiles_do(
     for rows in range(1, 33):
         padded = min(bucket for bucket in buckets if bucket >= rows)
         assert padded - rows <= max(1, rows / 5), "a forward costs what its rows cost, padding included"
-    monkeypatch.setattr("unet_opt.fused.widths.tuned_rows", lambda *_: 6)
+    monkeypatch.setattr("unet_opt.widths.tuned_rows", lambda *_: 6)
     with caplog.at_level(logging.INFO):
         widths = drawn_with(on).widths
     assert widths.max_rows == widths.deterministic_rows == 6

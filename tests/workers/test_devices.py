@@ -87,7 +87,7 @@ def test_what_is_compiled_for_a_gpu_is_kept_in_the_settings_cache(
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name.startswith(("workers", "core.quant"))]
+    return [record.getMessage() for record in caplog.records if record.name.startswith(("workers", "core.kernels"))]
 
 
 def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

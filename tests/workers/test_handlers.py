@@ -137,6 +137,7 @@ def test_the_card_tells_what_the_runner_offers(works: Runtime) -> None:
     assert (32, 32) in card.sizes
     assert set(card.sizes) == set(runner.sizes)
     assert card.default_scheduler in card.schedulers
+    assert card.defaults == runner.model.family.defaults
     assert card.limits.max_images == MAX_IMAGES
     assert card.limits.max_seed == MAX_SEED
     assert to_json(dataclasses.asdict(card))  # it goes to Redis

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from contract.card import ImageDefaults
 from pipeline import sdxl, tiny
-from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded
+from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded, Size
 from pipeline.families.sdxl.adapters import SDXLAdapters
-from pipeline.families.sdxl.parts import PARTS, check, multiple, native
+from pipeline.families.sdxl.parts import PARTS, check, multiple, native, tokenizers
 from pipeline.folder import Part
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ class SDXL:
     denoiser = "unet"
     quantized: tuple[str, ...] = ("unet", "vae")
     samplers: tuple[str, ...] = ("euler", "euler-ancestral", "dpm++2m", "lcm")
+    defaults = ImageDefaults(steps=20, guidance_scale=5.0, guided_above=1.0)
+    weighting = True
     padded: Mapping[str, int] = {}
+    longest: Mapping[str, int] = {}
     adapters: Adapters = SDXLAdapters()
 
     def seeded(self, name: str) -> Seeded | None:
@@ -53,6 +57,15 @@ class SDXL:
     def multiple(self, model: ImageModel) -> int:
         return multiple(model)
 
+    def image_tokens(self, model: ImageModel, size: Size) -> int:
+        return 0
+
+    @property
+    def alpha(self) -> float:
+        from unet_opt.recipe import ALPHA
+
+        return ALPHA
+
     def recipes(self, parts: Mapping[str, Any], alpha: float | None) -> dict[str, Recipe]:
         from unet_opt import recipe
 
@@ -60,7 +73,19 @@ class SDXL:
 
     def rows(self, model: ImageModel, wanted: ImageParameters) -> int:
         """Distilled models take the guidance scale as an input, in one row."""
-        return 2 if wanted.guidance_scale > 1 and model.denoiser.config.time_cond_proj_dim is None else 1
+        distilled = model.denoiser.config.time_cond_proj_dim is not None
+        return 1 if distilled else self.defaults.rows(wanted.guidance_scale)
+
+    def embed(self, model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        from pipeline.families.sdxl.conditioning import embed
+
+        return embed(model, ids)
+
+    def example_ids(self, model: ImageModel, rows: int) -> list[torch.Tensor]:
+        import torch
+
+        lengths = [tokenizer.model_max_length for tokenizer in tokenizers(model)]
+        return [torch.zeros(rows, length, dtype=torch.long, device=model.device) for length in lengths]
 
     def text_encoder(self, model: ImageModel, compute: Embed | None = None) -> TextEncoder:
         from pipeline.families.sdxl.conditioning import CLIPPair

@@ -18,9 +18,11 @@ _TIME = 256  # channels of the time's sinusoids
 class ZImageNetwork:
     """`pipeline.families.family.Network` of a diffusers ZImageTransformer2DModel."""
 
+    shallow_reads_text = True
+
     def __init__(self, lowering: Lowering, model: Any) -> None:
         """Raises ValueError for a transformer whose layout, or one of whose layers, is not supported."""
-        check(model)
+        check(model, head_multiple=lowering.head_multiple)
         self.lowering, self.model = lowering, model
         self.text_width: int = model.dim
         self._axes = _tables(model)
@@ -166,9 +168,11 @@ def _tables(model: Any) -> list[Tensor]:
     return [torch.stack([table.real, table.imag], dim=1).contiguous() for table in found]
 
 
-def check(model: Any) -> None:
-    """Raise ValueError for a transformer of another layout than Z-Image's."""
+def check(model: Any, *, head_multiple: int = 1) -> None:
+    """Raise ValueError for a transformer of another layout than Z-Image's, or heads of a width that is unsupported."""
     config = model.config
+    if (model.dim // model.n_heads) % head_multiple:
+        raise ValueError(f"transformer: heads of width {model.dim // model.n_heads} are no multiple of {head_multiple}")
     if PATCH not in model.all_x_embedder:
         raise ValueError(f"transformer: patches of {', '.join(model.all_x_embedder)}; supported is {PATCH}")
     if config.n_kv_heads != config.n_heads:

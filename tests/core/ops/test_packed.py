@@ -98,8 +98,6 @@ def test_quantized_layers_that_the_kernels_cannot_read_are_refused_by_name() -> 
     ):
         with pytest.raises(ValueError, match=said):
             made(module)
-    with pytest.raises(ValueError, match=r"^layer point: the kernels support this layer in floats only"):
-        made.floats(model.point)
     with pytest.raises(ValueError, match=r"^layer point: the kernels do not support Int8Conv2d here"):
         made.columns(model.point, 0, 4, bias=True)
 
@@ -110,4 +108,11 @@ def test_what_reads_one_input_is_quantized_alike_or_not_at_all() -> None:
     for other in (model.b, Int8Linear.of(model.b, torch.full((8,), 2.0))):
         with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):
             layers(model)(quantized, other)
-    assert layers(model)(quantized, Int8Linear.of(model.b, torch.ones(8))).weights.n == 32
+        with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):
+            layers(model).inverse(quantized, other)
+        with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):
+            layers(model).inverse(other, quantized)
+    same = Int8Linear.of(model.b, torch.ones(8))
+    assert layers(model)(quantized, same).weights.n == 32
+    assert torch.equal(layers(model).inverse(quantized, same), torch.ones(8))  # type: ignore[arg-type]
+    assert layers(model).inverse(model.a, model.b) is None and layers(model).inverse() is None

@@ -27,6 +27,7 @@ from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.backends.test_programs import SHAPES, mixture, together
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
+from tests.unet_opt.shapes import unet
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -295,3 +296,12 @@ def test_what_is_wider_than_any_forward_costs_more() -> None:
 def test_a_model_that_the_layers_do_not_know_is_refused() -> None:
     with pytest.raises(ModelError, match="heads of width 8"):
         Watching(model("plain"), fused=True)
+
+
+def test_shallow_steps_that_read_the_text_are_drawn_as_on_torch() -> None:
+    other = served("wide-heads").with_parts(unet=unet("attention-last"))
+    wanted = ImageParameters(
+        prompt="a red hat", seed=3, width=other.native, height=other.native, steps=4, deepcache=DeepCache()
+    )
+    drawn, plain = (levels(solo(Watching(other, fused=fused), wanted)) for fused in (True, False))
+    assert abs(drawn.astype(int) - plain.astype(int)).max() <= (8 if CUDA else 1)

@@ -1,0 +1,78 @@
+"""Z-Image's conditioning: a language model's hidden states of the prompt, as many as it has tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from contract.image import ImageParameters
+from contract.markup import WeightedPrompt
+from pipeline.denoise import Conditioning, gather
+from pipeline.encode import Embedding
+from pipeline.families.family import Embed, ImageModel, Prepare
+from pipeline.families.zimage.parts import TOKENS
+
+
+def embed(model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor]:
+    """Token ids [B, T] of prompts of one length to what enters the text encoder's last layer, [B, T, D]."""
+    (tokens,) = ids
+    found = model.parts["text_encoder"](input_ids=tokens.to(model.device), output_hidden_states=True, use_cache=False)
+    return (found.hidden_states[-2],)
+
+
+class ChatEncoder:
+    """`TextEncoder` of Z-Image: the prompt as a user's message to Qwen3, as in diffusers' `ZImagePipeline`.
+
+    Prompts are encoded one by one, without padding: attention is causal, so that padding at the end, as in diffusers',
+    changes nothing, and a prompt's bits do not depend on other prompts.
+    """
+
+    tokens = TOKENS
+
+    def __init__(self, model: ImageModel, compute: Embed) -> None:
+        """`compute` is as `embed`, of this model."""
+        self._compute = compute
+        self._tokenizer = model.parts["tokenizer"]
+
+    @torch.inference_mode()
+    def plain(self, prompts: Sequence[str]) -> list[Embedding]:
+        found = {prompt: self._encode(prompt) for prompt in dict.fromkeys(prompts)}
+        return [found[prompt] for prompt in prompts]
+
+    def weighted(self, prompt: WeightedPrompt) -> Embedding:
+        raise NotImplementedError("requests with weights are rejected: Family.weighting")
+
+    def _encode(self, prompt: str) -> Embedding:
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+        read = self._tokenizer(text, verbose=False, return_offsets_mapping=True)
+        dropped = ""
+        if len(read.input_ids) > TOKENS:
+            # The template's own words at the end are dropped first, and not told.
+            start = text.rfind(prompt)
+            end = start + len(prompt)
+            dropped = text[max(start, read.offset_mapping[TOKENS][0]) : end].strip()
+        (hidden,) = self._compute([torch.tensor([read.input_ids[:TOKENS]])])
+        return Embedding(hidden[0].clone(), dropped=dropped)
+
+
+def condition(wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
+    """The transformer's constant inputs.
+
+    text: [R, T, width], zeros after a row's own tokens; lengths: [R], the number of these. Z-Image guides by
+    positive + s · (positive - negative), which is the usual form with a scale of s + 1.
+    """
+    rows = [prepare(embedding.hidden[None]) for embedding in found]
+    lengths = torch.tensor([row.shape[1] for row in rows], device=rows[0].device)
+    return Conditioning({"text": gather(rows, 0, 1), "lengths": lengths}, wanted.guidance_scale + 1)
+
+
+def example(model: ImageModel, width: int, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random conditioning of `rows` rows of the longest prompt, as `condition` makes it."""
+    shape = (rows, TOKENS, width)
+    return {
+        "text": torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator),
+        "lengths": torch.full((rows,), TOKENS, device=model.device),
+    }

@@ -1,0 +1,343 @@
+"""Programs that walks become: memory that is used again but never too early, bound inputs, threads, rows' own bits."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from core.ops.cpu import CpuLowering
+from core.ops.packed import PackedLayer
+from tests.core.ops.stage import conv, eight, inverse, linear, lowerings, norm, run
+from tests.core.quant.stage import check_close, kernels, normal, threads
+
+
+def lowering_of(*layers: nn.Module) -> CpuLowering:
+    return CpuLowering(kernels(), nn.ModuleList(layers))
+
+
+def buffers(lowering: CpuLowering) -> int:
+    """Bytes of the one program's buffers."""
+    (size,) = lowering.size_bytes[1].values()
+    return size
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_needs_its_input_and_two_buffers_however_long_it_is() -> None:
+    layers = [linear(seed, 16, 16) for seed in range(12)]
+
+    def walk(ops: Any, x: Any) -> Any:
+        for layer in layers:
+            x = ops.linear(x, layer, act="silu")
+        return x
+
+    lowering, x = lowering_of(*layers), normal(0, 5, 16)
+    check_close(run(lowering, walk, x)[0], run(lowerings(*layers)["torch"], walk, x)[0], relative=1e-5)
+    assert buffers(lowering) == 3 * x.nbytes
+
+
+def test_what_is_quantized_for_a_layer_is_given_back_behind_it() -> None:
+    layers = [eight(linear(seed, 16, 16), inverse(seed, 16)) for seed in range(6)]
+
+    def walk(ops: Any, x: Any) -> Any:
+        for layer in layers:
+            x = ops.linear(x, layer)
+        return x
+
+    lowering, x = lowering_of(*layers), normal(0, 5, 16)
+    run(lowering, walk, x)
+    assert buffers(lowering) == 3 * x.nbytes + x.numel()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_nothing_is_written_over_while_it_is_still_read(data: st.DataObject) -> None:
+    """Any walk of layers, views, sums and concatenations, whose arrays are dropped at any time."""
+    square, double = [linear(seed, 8, 8) for seed in range(3)], [linear(seed, 8, 16) for seed in range(3, 5)]
+    halves = linear(9, 16, 8)
+    plan = data.draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["square", "residual", "view", "pair", "drop", "drop"]), st.integers(0, 9),
+                st.integers(0, 9), st.integers(0, 2),
+            ),
+            min_size=1, max_size=25,
+        )
+    )  # fmt: skip
+
+    def walk(ops: Any, x: Any) -> Any:
+        live = [x]
+        del x
+        for what, first, second, layer in plan:
+            a, b = live[first % len(live)], live[second % len(live)]
+            if what == "square":
+                live.append(ops.linear(a, square[layer], act="silu"))
+            elif what == "residual":
+                live.append(ops.linear(a, square[layer], residual=ops.linear(b, square[0]), act="silu"))
+            elif what == "view":
+                live.append(ops.linear(a, square[layer], residual=ops.linear(b, square[0])))
+                wide = ops.linear(live.pop(), double[layer % 2])
+                live.append(ops.biases(ops.columns(wide, 8 * (layer % 2), 8), square[layer]))
+            elif what == "pair":
+                live.append(ops.linear(ops.cat(a, b), halves))
+            elif len(live) > 1:
+                live.pop(first % len(live))
+            del a, b
+        return tuple(live)
+
+    layers, x = (*square, *double, halves), normal(1, 3, 8)
+    lowering = lowering_of(*layers)
+    for _ in range(2):
+        for found, wanted in zip(run(lowering, walk, x), run(lowerings(*layers)["torch"], walk, x), strict=True):
+            check_close(found, wanted, relative=1e-4)
+
+
+def test_a_view_keeps_its_whole() -> None:
+    """And gives it back with the last view."""
+    wide, square = linear(0, 8, 24), [linear(seed, 8, 8) for seed in range(1, 6)]
+
+    def walk(ops: Any, x: Any) -> Any:
+        part = ops.columns(ops.columns(ops.linear(x, wide), 4, 20), 6, 8)  # nothing else knows the whole
+        h = x
+        for layer in square:
+            h = ops.linear(h, layer)
+        own = ops.linear(part, square[0], residual=h)
+        del part, h
+        return own, ops.linear(own, wide)
+
+    lowering, x = lowering_of(wide, *square), normal(0, 5, 8)
+    for found, wanted in zip(run(lowering, walk, x), run(lowerings(wide, *square)["torch"], walk, x), strict=True):
+        check_close(found, wanted, relative=1e-5)
+    assert buffers(lowering) == (1 + 2 + 3) * x.nbytes, "the second wide result lies where the first lay"
+
+
+def test_programs_share_their_memory_and_one_that_is_dropped_leaves_it() -> None:
+    layer = conv(0, 8, 8)
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.conv(ops.conv(x, layer), layer)
+
+    lowering, x = lowering_of(layer), normal(0, 2, 4, 4, 8)
+    for _ in range(3):
+        lowering.prepare(walk, tuple(x.shape))
+    assert lowering.layers.blocks.size_bytes == 3 * x.nbytes and not lowering.size_bytes[1]
+    once, again = (lowering.lower(walk, name) for name in ("once", "again"))
+    (wanted,) = once(x)
+    assert torch.equal(again(x)[0], wanted) and torch.equal(once(x)[0], wanted)
+    assert lowering.layers.blocks.size_bytes == 3 * x.nbytes
+    assert lowering.size_bytes[1] == {("once", tuple(x.shape)): 3 * x.nbytes, ("again", tuple(x.shape)): 3 * x.nbytes}
+
+
+def test_the_first_result_is_the_callers_and_the_next_call_may_write_over_others() -> None:
+    first, second = linear(0, 8, 8), linear(1, 8, 8)
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.linear(x, first), ops.linear(x, second)
+
+    run_ = lowering_of(first, second).lower(walk, "two")
+    x = normal(0, 3, 8)
+    own, lent = run_(x)
+    kept = own.clone(), lent.clone()
+    run_(2 * x)
+    assert torch.equal(own, kept[0]) and not torch.equal(lent, kept[1])
+
+
+def test_calls_in_and_out_of_inference_mode_take_turns() -> None:
+    layer = linear(0, 8, 8)
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.linear(x, layer)
+
+    call, x = lowering_of(layer).lower(walk, "one"), normal(0, 3, 8)
+    with torch.inference_mode():
+        (wanted,) = call(x)
+    assert torch.equal(call(x)[0], wanted)
+    with torch.inference_mode():
+        assert torch.equal(call(x)[0], wanted)
+
+
+# -- bound inputs --------------------------------------------------------------------------------------------------
+
+
+def attends(q: nn.Module, out: nn.Module) -> Any:
+    """Attention of the first input, through two layers, to the second: keys and then values."""
+
+    def walk(ops: Any, x: Any, kv: Any) -> Any:
+        query = ops.linear(x, q)
+        k, v = ops.columns(kv, 32, 32), ops.columns(kv, 64, 32)
+        return ops.linear(ops.attend(query, k, v, heads=2, to=(out,)), out)
+
+    return walk
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 3), st.lists(st.integers(1, 90), min_size=1, max_size=4), st.booleans())
+def test_a_bound_input_may_have_any_number_of_tokens(images: int, counts: list[int], int8: bool) -> None:
+    q, out = linear(0, 8, 32), linear(1, 32, 6)
+    out = eight(out, inverse(0, 32)) if int8 else out
+    walk, lowering = attends(q, out), lowering_of(q, out)
+    call = lowering.lower(walk, "bound", bound=1)
+    for count in counts:
+        x, kv = normal(count, images, 3, 8), normal(count + 1, images, count, 96)
+        (wanted,) = run(lowerings(q, out)["torch"], walk, x, kv)
+        step = float((out.weight.float().abs().amax(1) * out.scale).max()) if int8 else 0.0
+        check_close(call(x, kv)[0], wanted, relative=1e-5, least=1e-5 + 3 * step)
+        assert torch.equal(run(lowering_of(q, out), walk, x, kv)[0], call(x, kv)[0]), "as where it is copied"
+    assert len(lowering.size_bytes[1]) == 1, "one program for all lengths"
+
+
+def test_a_bound_input_is_read_where_it_lies_when_the_program_runs() -> None:
+    q, out = linear(0, 8, 32), linear(1, 32, 6)
+    call = lowering_of(q, out).lower(attends(q, out), "bound", bound=1)
+    x, kv = normal(0, 2, 3, 8), normal(1, 2, 5, 96)
+    (before,) = call(x, kv)
+    kv.mul_(3)
+    (after,) = call(x, kv)
+    assert not torch.equal(before, after)
+    assert torch.equal(call(x, kv.clone())[0], after)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kv: kv[:1],
+        lambda kv: torch.cat([kv, kv]),
+        lambda kv: kv[..., :-1].contiguous(),
+        lambda kv: kv[..., :48].contiguous(),
+        lambda kv: kv.double(),
+        lambda kv: kv[:, :0],
+        lambda kv: kv[:, ::2],
+        lambda kv: kv.to("meta"),
+    ],
+)
+def test_a_bound_input_that_the_kernels_would_read_past_is_refused(change: Any) -> None:
+    q, out = linear(0, 8, 32), linear(1, 32, 6)
+    call = lowering_of(q, out).lower(attends(q, out), "bound", bound=1)
+    x, kv = normal(0, 2, 3, 8), normal(1, 2, 6, 96)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"keys and values|there are no 32 channels from \d\d on"):
+            call(x, change(kv))
+        call(x, kv)
+
+
+def test_columns_that_an_array_has_not_are_refused() -> None:
+    layer = linear(0, 8, 12)
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.linear(ops.columns(ops.linear(x, layer), 8, 8), layer)
+
+    with pytest.raises(ValueError, match="there are no 8 channels from 8 on in"):
+        lowering_of(layer).prepare(walk, (2, 8))
+
+
+def test_keys_alone_cannot_be_bound() -> None:
+    layer = linear(0, 8, 32)
+
+    def walk(ops: Any, x: Any, kv: Any) -> Any:
+        own = ops.linear(x, layer)
+        return ops.attend(own, kv, own, heads=1)
+
+    with pytest.raises(ValueError, match="keys and values do not fit queries"):
+        lowering_of(layer).prepare(walk, (2, 3, 8), (2, 5, 32), bound=1)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def block(int8: bool) -> tuple[tuple[nn.Module, ...], Any]:
+    """A residual block with attention: layers and a walk over a map of 32 channels."""
+    first, second, out = conv(0, 32, 32), linear(1, 32, 96), linear(2, 32, 32)
+    if int8:
+        first, second, out = (eight(layer, inverse(seed, 32)) for seed, layer in enumerate((first, second, out)))
+    norms = norm(3, 32, groups=4), norm(4, 32)
+
+    def walk(ops: Any, x: Any) -> Any:
+        h = ops.conv(ops.group_norm(x, norms[0], silu=True, to=(first,)), first, residual=x)
+        qkv = ops.linear(ops.layer_norm(h, norms[1], to=(second,)), second)
+        q, k, v = (ops.columns(qkv, 32 * at, 32) for at in range(3))
+        return ops.linear(ops.attend(q, k, v, heads=2, to=(out,)), out, residual=h), h
+
+    return (first, second, out, *norms), walk
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_rows_bits_depend_on_nothing_but_the_row(int8: bool) -> None:
+    layers, walk = block(int8)
+    lowering, x = lowering_of(*layers), normal(0, 5, 3, 4, 32)
+    together = run(lowering, walk, x)
+    for which in ([0], [4], [2, 3], [4, 3, 2, 1, 0], [1, 1, 3]):
+        for some, whole in zip(run(lowering, walk, x[which]), together, strict=True):
+            assert torch.equal(some, whole[which])
+    with threads(2):
+        assert torch.equal(run(lowering, walk, x)[0], together[0])
+
+
+def test_programs_of_one_lowering_from_several_threads() -> None:
+    """They share memory, and results are each call's own."""
+    layers, walk = block(int8=True)
+    lowering = lowering_of(*layers)
+
+    def first(ops: Any, x: Any) -> Any:
+        return walk(ops, x)[0]
+
+    calls = [lowering.lower(first, name) for name in ("one", "other")]
+    given_maps = [normal(seed, 1 + seed % 3, 2 + seed, 3, 32) for seed in range(6)]
+    wanted = [run(lowering_of(*layers), first, x)[0] for x in given_maps]
+    wrong: list[int] = []
+    start = threading.Barrier(6)
+
+    def work(index: int) -> None:
+        start.wait()
+        for turn in range(40):
+            (found,) = calls[turn % 2](given_maps[index])
+            if not torch.equal(found, wanted[index]):
+                wrong.append(index)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    assert len(lowering.size_bytes[1]) == 12
+
+
+def test_each_layer_is_seen_with_what_it_reads() -> None:
+    """Layers side by side as one, a concatenation's halves each with its own; results are those of a run unseen."""
+    a, b, both = linear(0, 8, 6), linear(1, 8, 6), linear(2, 12, 5)
+
+    def walk(ops: Any, x: Any) -> Any:
+        sides = ops.linear(x, a, b)
+        return ops.linear(ops.cat(ops.linear(x, a), ops.linear(x, b)), both), sides
+
+    lowering, x = lowering_of(a, b, both), normal(0, 3, 8)
+    call = lowering.lower(walk, "seen")
+    (wanted, _), seen = call(x), list[tuple[tuple[str, ...], Tensor]]()
+
+    def watch(layer: PackedLayer, read: Tensor) -> None:
+        seen.append((layer.names, read.clone()))
+
+    lowering.watch = watch
+    assert torch.equal(call(x)[0], wanted)
+    lowering.watch = None
+    assert [names for names, _ in seen] == [("0", "1"), ("0",), ("1",), ("2",), ("2",)]
+    for (_, read), expected in zip(seen, (x, x, x, a(x), b(x)), strict=True):
+        check_close(read, expected)
+    assert torch.equal(call(x)[0], wanted) and len(seen) == 5
+
+
+def test_layers_are_named_where_the_kernels_do_not_know_them() -> None:
+    wide = nn.Conv2d(8, 8, 5, padding=2)
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.conv(x, wide)
+
+    with pytest.raises(ValueError, match=r"^layer 1: convolutions of 5×5 are unknown to the kernels"):
+        lowering_of(linear(0, 8, 8), wide).prepare(walk, (1, 4, 4, 8))

@@ -1,0 +1,30 @@
+"""Tiny Z-Images of several shapes, and their stock diffusers twins."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pipeline import tiny_zimage
+from pipeline.load import ImageModel, load
+from pipeline.tiny_zimage import TINY_Z, ZImageShape
+
+SHAPES = {
+    "tiny": tiny_zimage.SHAPES[TINY_Z],
+    "deep": ZImageShape(native=64, layers=3, refiners=2, text_layers=3, text_kv_heads=2, shift=6.0),
+}
+
+
+@functools.cache
+def model(name: str) -> ImageModel:
+    key = f"random:test-z-{name}"
+    tiny_zimage.SHAPES[key] = SHAPES[name]
+    return load(key)
+
+
+@functools.cache
+def stock(name: str) -> Any:
+    """diffusers' pipeline with the same weights, in memory of its own."""
+    pipeline = tiny_zimage.make(SHAPES[name])
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

@@ -1,0 +1,158 @@
+"""Z-Images from folders: as diffusers saved them, with either class of text encoder, and every way not to fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import tiny_zimage
+from pipeline.families.zimage import FAMILY
+from pipeline.load import ModelError, load, weights_digest
+from pipeline.sizes import sizes
+from pipeline.tiny_zimage import TINY_Z, ZImageShape
+from tests.pipeline.families.zimage.models import SHAPES, model
+
+Damage = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "z"
+    tiny_zimage.make(SHAPES["tiny"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def edit(file: str, **values: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**config, **values}))
+
+    return damage
+
+
+def replaced(part: str, shape: ZImageShape) -> Damage:
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder / part)
+        getattr(tiny_zimage.make(shape), part).save_pretrained(folder / part)
+
+    return damage
+
+
+def another_transformer(**config: Any) -> Damage:
+    """With weights that fit its own config."""
+
+    def damage(folder: Path) -> None:
+        from diffusers import ZImageTransformer2DModel
+
+        own = json.loads((folder / "transformer/config.json").read_text())
+        shutil.rmtree(folder / "transformer")
+        ZImageTransformer2DModel.from_config({**own, **config}).save_pretrained(folder / "transformer")
+
+    return damage
+
+
+def without_template(folder: Path) -> None:
+    (folder / "tokenizer/chat_template.jinja").unlink(missing_ok=True)
+    edit("tokenizer/tokenizer_config.json", chat_template=None)(folder)
+
+
+def test_a_saved_model_is_the_one_that_was_saved(saved: Path) -> None:
+    one, seeded = load(str(saved)), load(TINY_Z)
+    assert one.family is seeded.family is FAMILY and one.name == "z"
+    assert (one.native, one.multiple, one.latent_channels) == (32, 16, 16)
+    for part in ("transformer", "text_encoder", "vae"):
+        weights = seeded.parts[part].state_dict()
+        assert one.parts[part].state_dict().keys() == weights.keys()
+        assert all(torch.equal(value, weights[name]) for name, value in one.parts[part].state_dict().items())
+        assert not one.parts[part].training
+
+
+def test_the_text_encoder_may_have_a_language_models_head(saved: Path, folder: Path) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    plain = load(str(saved)).parts["text_encoder"]
+    whole = Qwen3ForCausalLM(plain.config)
+    whole.model.load_state_dict(plain.state_dict())
+    shutil.rmtree(folder / "text_encoder")
+    whole.save_pretrained(folder / "text_encoder")
+    edit("model_index.json", text_encoder=["transformers", "Qwen3ForCausalLM"])(folder)
+    found = load(str(folder)).parts["text_encoder"]
+    assert type(found) is type(plain)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("pipeline", FAMILY.pipelines)
+def test_every_pipeline_of_the_family_is_read(folder: Path, pipeline: str) -> None:
+    edit("model_index.json", _class_name=pipeline)(folder)
+    assert load(str(folder)).family is FAMILY
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            edit("model_index.json", transformer=None),
+            "names no transformer; Z-Image has tokenizer, text_enc",
+        ),
+        (edit("model_index.json", text_encoder=["transformers", "Qwen2Model"]), "text_encoder is of class Qwen2Model"),
+        (lambda folder: shutil.rmtree(folder / "transformer"), "the part transformer is missing"),
+        (replaced("text_encoder", ZImageShape(text_width=32, text_heads=1)), r"cap_feat_dim .* is 64, not 32"),
+        (another_transformer(in_channels=4), r"transformer in_channels .* is 4, not 16"),
+        (another_transformer(all_patch_size=(4,)), r"all_patch_size is \[4\], not \[2\]"),
+        (another_transformer(siglip_feat_dim=8), "siglip_feat_dim is 8, not None"),
+        (another_transformer(axes_lens=(512, 64, 64)), "axes_lens has room for 512 text tokens, of 514"),
+        (another_transformer(axes_lens=(1024, 3, 64)), "axes_lens has room for 3 rows, of 4"),
+        (edit("vae/config.json", sample_size=40), "vae sample_size is 40, no multiple of a token's 16"),
+        (without_template, "tokenizer has no chat template"),
+        (
+            edit("scheduler/scheduler_config.json", _class_name="EulerDiscreteScheduler"),
+            "_class_name='Euler",
+        ),
+        (edit("scheduler/scheduler_config.json", invert_sigmas=True), "scheduler: invert_sigmas=True is not supported"),
+        (edit("transformer/config.json", n_layers=1), "does not fit its config.json: .* unexpected keys"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_named(folder: Path, damage: Damage, message: str) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=message):
+        load(str(folder))
+
+
+def test_the_digest_sees_the_chat_template(saved: Path, folder: Path) -> None:
+    assert weights_digest(str(saved)) == weights_digest(str(folder)) == load(str(folder)).digest
+    with (folder / "tokenizer/chat_template.jinja").open("a") as stream:
+        stream.write(" ")
+    assert weights_digest(str(saved)) != weights_digest(str(folder))
+
+
+def test_sizes_are_whole_numbers_of_tokens() -> None:
+    one = model("deep")
+    for width, height in sizes(one.native, one.multiple):
+        assert width % 16 == height % 16 == 0
+        assert FAMILY.image_tokens(one, (width, height)) == width * height // 256
+    assert (1024, 1024) in sizes(1024, 16) and (1280, 832) in sizes(1024, 16)
+
+
+def test_the_recipe_decides_about_every_layer() -> None:
+    parts = model("deep").parts
+    recipes = FAMILY.recipes(parts, 0.8)
+    assert tuple(recipes) == FAMILY.quantized
+    layers = recipes["transformer"].targets(parts["transformer"])
+    assert len(layers) == 7 * (3 + 2) and not any("context" in name for name in layers)
+    shares = {recipes["transformer"].shares(name) for name in layers}
+    assert len(shares) == 4 * (3 + 2), "q, k and v read one input, and so do w1 and w3"
+    assert recipes["vae"].targets(parts["vae"])

@@ -1,0 +1,117 @@
+"""Stage `zimage_tokens`: trains the Z-Image's vocabulary, and writes the table of all captions that it may be shown.
+
+The vocabulary is byte-level with Qwen's own splitting of words, so that `Qwen2Tokenizer` of any version reads it. A
+caption is kept with the chat template around it, as `ZImagePipeline` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, trainers
+
+from pipeline.tiny_zimage import SPECIAL, byte_tokenizer, tokenizer_of
+from training import captions, pictures
+from training.run import TrainingRun, from_options, parser
+
+BUCKETS = (32, 64)  # tokens of a caption with its template; the transformer pads to multiples of 32
+RECASED = 0.2  # share of the wordings that start with a capital letter, or are all lower case
+
+
+def train(run: TrainingRun) -> None:
+    """Writes `zimage_tokens/tokenizer` and the caption table."""
+    rows = pictures.read_rows(run.data)
+    blank = byte_tokenizer()
+    trained = Tokenizer(models.BPE())
+    trained.normalizer, trained.pre_tokenizer = (
+        blank.backend_tokenizer.normalizer,
+        blank.backend_tokenizer.pre_tokenizer,
+    )
+    letters = [token for token in blank.get_vocab() if token not in SPECIAL]
+    size = run.shapes.zimage_vocab - len(SPECIAL)
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=letters, show_progress=False, special_tokens=[])
+    trained.train_from_iterator(_text(rows), trainer)
+    model = json.loads(trained.to_str())["model"]
+    order = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    # A tiny corpus has fewer pairs than a vocabulary has room.
+    order += [f"<|unused{number}|>" for number in range(size - len(order))]
+    vocabulary = {token: number for number, token in enumerate((*order, *SPECIAL))}
+    merges: list[tuple[str, str]] = [tuple(pair) for pair in model["merges"]]
+    tokenizer_of(vocabulary, merges).save_pretrained(run.folder("zimage_tokens") / "tokenizer")
+    caption_table(run, rows)
+
+
+def tokenizer(run: TrainingRun) -> Any:
+    """The trained `Qwen2Tokenizer`; raises `FileNotFoundError` before the stage has run."""
+    from transformers import Qwen2Tokenizer
+
+    folder = run.work / "zimage_tokens" / "tokenizer"
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder}: run the stage zimage_tokens first")
+    return Qwen2Tokenizer.from_pretrained(folder)
+
+
+def caption_table(run: TrainingRun, rows: list[pictures.PictureRow]) -> torch.Tensor:
+    """Token ids of every caption that training may draw: int16 [N, variants, 1 + colours, 64], padded at the right.
+
+    Colour 0 is a caption without a background, the others follow `captions.COLOUR_NAMES`. Kept in
+    `zimage_tokens/table-VARIANTS-SEED.pt`.
+    """
+    path = run.folder("zimage_tokens") / f"table-{run.variants}-{run.seed}.pt"
+    if path.exists():
+        kept: torch.Tensor = torch.load(path, weights_only=True)
+        if len(kept) == len(rows):
+            return kept
+    draw = random.Random(run.seed)
+    reader = tokenizer(run)
+    table = torch.empty(len(rows), run.variants, 1 + len(captions.COLOURS), BUCKETS[-1], dtype=torch.int16)
+    for index, row in enumerate(rows):
+        plain, *others = captions.subjects(row, run.variants, draw)
+        found = [plain, *(recased(one, draw) for one in others)]
+        texts = [text for one in found for text in (one, *(captions.with_background(one, c) for c in captions.COLOURS))]
+        table[index] = encode(reader, texts).view(run.variants, -1, BUCKETS[-1]).to(torch.int16)
+    torch.save(table, path)
+    return table
+
+
+def recased(text: str, draw: random.Random) -> str:
+    """`text` as it is, or now and then as people type it: with a capital letter first, or all lower case."""
+    kind = draw.random()
+    if kind < RECASED / 2:
+        return text[:1].upper() + text[1:]
+    return text.lower() if kind < RECASED else text
+
+
+def encode(reader: Any, texts: list[str]) -> torch.Tensor:
+    """Texts in their template to ids, int64 [B, 64], padded and truncated at the right."""
+    written = [
+        reader.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+        for text in texts
+    ]
+    found = reader(written, padding="max_length", max_length=BUCKETS[-1], truncation=True, return_tensors="pt")
+    ids: torch.Tensor = found.input_ids
+    return ids
+
+
+def _text(rows: list[pictures.PictureRow]) -> list[str]:
+    """Captions as they will be drawn, and single names often enough that 1,600 toned ones do not take most merges."""
+    draw = random.Random(0)
+    names = list(captions.COLOURS)
+    text = [captions.with_background(row.name, draw.choice(names)) for row in rows]
+    text += sorted({captions.split_tone(row.name)[0] for row in rows}) * 4
+    text += [" ".join(row.keywords) for row in rows if not captions.has_tone(row.name)] * 2
+    return [*text, *["user\n", "\nassistant\n"] * 200]
+
+
+def main() -> None:
+    """`python -m training.zimage_tokens`."""
+    train(from_options(parser(__doc__ or "").parse_args()))
+
+
+if __name__ == "__main__":
+    main()

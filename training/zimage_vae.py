@@ -1,0 +1,174 @@
+"""Stage `zimage_vae`: trains the Z-Image's codec from emoji-xl's, then encodes every picture on every background.
+
+It has sixteen latent channels and, as FLUX's, no 1×1 convolutions around them. Only the two convolutions at the latents
+start anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.tiny_zimage import CHANNELS
+from training import captions, checkpoint, latents, loop, pictures, vae
+from training.run import TrainingRun, from_options, parser
+
+NOISE = 0.25  # most noise, in deviations of the latents, that the decoder learns to forgive
+POSTERIOR = 0.05  # the posterior's deviation, fixed
+NORMAL_WEIGHT = 0.05  # keeps each channel's mean at 0 and its deviation at 1
+
+
+def build(run: TrainingRun) -> Any:
+    """A fresh autoencoder in channels-last layout, on the run's device."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(run.seed)
+    model: Any = AutoencoderKL(**run.zimage.vae())
+    with torch.no_grad():
+        model.encoder.conv_out.weight[CHANNELS:] = 0.0
+        model.encoder.conv_out.bias[CHANNELS:] = 2 * torch.tensor(POSTERIOR).log()
+    return model.to(run.device, memory_format=torch.channels_last)
+
+
+def adopt_(codec: Any, run: TrainingRun) -> None:
+    """Starts every layer but the two at the latents from the stage `vae`, or from the emoji-xl that was exported.
+
+    Raises `FileNotFoundError` when there is neither.
+    """
+    from diffusers import AutoencoderKL
+
+    try:
+        trained: Any = vae.load(run)
+    except FileNotFoundError:
+        folder = run.models / "emoji-xl" / "vae"
+        if not folder.exists():
+            raise
+        trained = AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+    known, own = trained.state_dict(), codec.state_dict()
+    codec.load_state_dict({key: known[key] if _shared(key, known, own) else own[key] for key in own})
+
+
+def _shared(key: str, known: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
+    ours = key.startswith(("encoder.conv_out", "decoder.conv_in"))
+    return not ours and key in known and known[key].shape == own[key].shape
+
+
+class CodecLoss(nn.Module):
+    """Loss of one batch as a single module, so that one compiled graph holds encoder, decoder and loss."""
+
+    def __init__(self, codec: Any) -> None:
+        super().__init__()
+        self.codec = codec
+
+    def forward(self, true: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pixels [B, 3, H, W] and scaled noise [B, 16, h, w] to loss, departure from a normal, mean square error."""
+        latent = self.codec.encoder(true).float()[:, :CHANNELS]
+        mean, deviation = latent.mean(dim=(0, 2, 3)), latent.std(dim=(0, 2, 3))
+        departure = mean.square().mean() + (deviation - 1).square().mean()
+        made = self.codec.decoder(latent + noise).float()
+        square = (made - true).square().mean()
+        return vae.reconstruction_loss(made, true) + NORMAL_WEIGHT * departure, departure, square
+
+
+def train(run: TrainingRun) -> loop.Outcome:
+    """Trains the codec on every picture, held-out variants included, and writes `zimage_vae/latents.pt`."""
+    rows = pictures.read_rows(run.data)
+    images = pictures.read_pictures(run.data, rows, run.size)
+    on_device = images.to(run.device)
+    palette = torch.tensor(list(captions.COLOURS.values()), device=run.device) / 255
+    codec = build(run)
+    if not (run.folder("zimage_vae") / "state.pt").exists():
+        adopt_(codec, run)
+        _scale_output_(run, codec, images)
+    measure: Any = torch.compile(CodecLoss(codec)) if run.compile else CodecLoss(codec)
+    batch = run.batch or (96 if run.on_gpu else 8)
+    side = run.size // 8
+
+    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        given: Any = {"generator": generator, "device": run.device}
+        index = torch.randint(len(rows), (batch,), **given)
+        named = palette[torch.randint(len(palette), (batch,), **given)]
+        free = torch.rand(batch, 3, **given)
+        kind = torch.rand(batch, 1, **given)
+        colours = torch.where(kind < 0.25, torch.ones_like(free), torch.where(kind < 0.8, named, free))
+        true = pictures.composite(on_device[index], colours)
+        noise = torch.randn(batch, CHANNELS, side, side, **given)
+        noise = noise * (NOISE * torch.rand(batch, 1, 1, 1, **given))
+        with run.autocast():
+            total, departure, square = measure(true.contiguous(memory_format=torch.channels_last), noise)
+        return total, {"departure": departure.detach(), "psnr_db": 10 * torch.log10(4 / square.detach())}
+
+    stage = loop.Stage("zimage_vae", {"vae": codec}, loss, rate=1e-3, decay=0.0, average=0.998, warmup=50)
+    outcome = loop.train(stage, run)
+    if outcome.done and not (run.folder("zimage_vae") / "latents.pt").exists():
+        encode(run, codec.eval(), images)
+    return outcome
+
+
+@torch.no_grad()
+def _scale_output_(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
+    """Gives the fresh latents mean 0 and deviation 1 per channel."""
+    last = codec.encoder.conv_out
+    probe = latents.encode(run, codec, *_probe(images))
+    mean, deviation = (x.to(run.device) for x in (probe.mean(dim=(0, 2, 3)), probe.std(dim=(0, 2, 3))))
+    last.weight[:CHANNELS] /= deviation[:, None, None, None]
+    last.bias[:CHANNELS] = (last.bias[:CHANNELS] - mean) / deviation
+
+
+@torch.no_grad()
+def encode(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
+    """Fixes shift and scale, one of each for all channels as in FLUX's configuration, and encodes all pictures."""
+    palette = torch.tensor(list(captions.COLOURS.values())) / 255
+    probe = latents.encode(run, codec, *_probe(images))
+    shift, factor = float(probe.mean()), 1 / float(probe.std())
+    values = torch.stack(
+        [
+            ((latents.encode(run, codec, images, colour.expand(len(images), 3)) - shift) * factor).half()
+            for colour in palette
+        ]
+    )
+    state = {"values": values, "shift_factor": shift, "scaling_factor": factor, "vae": codec.state_dict()}
+    checkpoint.save(run.folder("zimage_vae") / "latents.pt", state)
+    print(f"zimage_vae shift_factor={shift:.5f} scaling_factor={factor:.5f}", flush=True)
+
+
+def _probe(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some 512 pictures, and the palette's colours in turn below them."""
+    palette = torch.tensor(list(captions.COLOURS.values())) / 255
+    sample = torch.arange(0, len(images), max(1, len(images) // 512))
+    return images[sample], palette[torch.arange(len(sample)) % len(palette)]
+
+
+def load_latents(run: TrainingRun) -> torch.Tensor:
+    """Latents of mean 0 and deviation 1, float16 [colours, N, 16, h, w]; raises `FileNotFoundError` before the stage
+    has run.
+    """
+    values: torch.Tensor = _state(run)["values"]
+    return values
+
+
+def load(run: TrainingRun) -> Any:
+    """The codec with its shift and scale set, in evaluation mode."""
+    state = _state(run)
+    codec: Any = build(run)
+    codec.load_state_dict(state["vae"])
+    codec.register_to_config(shift_factor=float(state["shift_factor"]), scaling_factor=float(state["scaling_factor"]))
+    return codec.eval().requires_grad_(False)
+
+
+def _state(run: TrainingRun) -> dict[str, Any]:
+    state = checkpoint.load(run.folder("zimage_vae") / "latents.pt")
+    if state is None:
+        raise FileNotFoundError("zimage_vae/latents.pt: run the stage zimage_vae first")
+    return state
+
+
+def main() -> None:
+    """`python -m training.zimage_vae`."""
+    print(train(from_options(parser(__doc__ or "").parse_args())))
+
+
+if __name__ == "__main__":
+    main()
