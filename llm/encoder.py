@@ -19,7 +19,7 @@ MULTIPLE = 32  # of a batch's width in tokens: each width is a program, or a gra
 class PromptEncoder:
     """Hidden states of prompts on any lowering.
 
-    A prompt's states do not depend on its companions; in programs of CPU kernels not by a bit.
+    A prompt's states do not depend on the other rows; in programs of CPU kernels not by a bit.
     """
 
     def __init__(self, lowering: Lowering, network: Any, *, layers: int = -1) -> None:

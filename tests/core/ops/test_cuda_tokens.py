@@ -98,7 +98,6 @@ def test_layers_that_are_no_product_are_refused() -> None:
     ones = torch.ones(32)
     eight = Int8Linear.of(first, ones)
     for others, said in (
-        ((first, nn.Linear(32, 16, bias=False)), "some have a bias and some have none"),
         ((first, eight), "quantized in different ways"),
         ((eight, Int8Linear.of(first, 2 * ones)), "quantized in different ways"),
         ((eight, Fp8Linear.of(first, ones)), "quantized in different ways"),
