@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -250,9 +251,14 @@ class Settings(BaseSettings):
 
     @property
     def model_name(self) -> str:
-        """The model to load: the configured one, the embedded one, or its stand-in."""
+        """The model to load: the configured one, the embedded one, or its stand-in.
+
+        A name without a folder of its own may be that of an embedded model, such as "emoji-z".
+        """
         if self.model:
-            return self.model
+            embedded = EMBEDDED_MODEL.parent / self.model
+            known = re.fullmatch(r"[\w.-]+", self.model) and (embedded / "model_index.json").is_file()
+            return str(embedded) if known and not Path(self.model).exists() else self.model
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
 
     @property

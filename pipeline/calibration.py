@@ -52,7 +52,7 @@ def collect(
     Without layers of the VAE only the observed steps are run. With `kernels` an fp32 model runs on the CPU's kernels if
     they support its layout. The model is not changed. Raises what `calibrate` raises.
     """
-    settings = settings or CalibrationSettings()
+    settings = settings or CalibrationSettings(**model.family.calibration)
     until = settings.steps if "vae" in layers else settings.watched_steps
     networks, observe = _observed(model, kernels)
     denoiser = model.family.denoiser

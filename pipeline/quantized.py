@@ -69,7 +69,7 @@ def make(
     the CPU's. Returns the report and the bytes written, by part. Raises what calibration, recipes and the store raise:
     `StatisticsError`, `RecipeError`, `QuantizedStoreError`; and OSError if `out` cannot be created.
     """
-    settings = settings or CalibrationSettings()
+    settings = settings or CalibrationSettings(**model.family.calibration)
     made: dict[str, tuple[QuantizationReport, int]] = {}
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = {part: out / f".{part}-{scheme}.statistics" for part in model.family.quantized}

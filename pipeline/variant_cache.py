@@ -100,7 +100,7 @@ def find(cache: Path, source: str, family: Family, scheme: Scheme, precision: st
         "scheme": scheme,
         "alpha": family.alpha,
         "precision": precision,
-        **quantized.calibration_of(default_prompts(), CalibrationSettings()),
+        **quantized.calibration_of(default_prompts(), CalibrationSettings(**family.calibration)),
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     return CachedVariant(cache / "quantized" / digest, scheme, family.quantized)

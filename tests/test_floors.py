@@ -32,7 +32,7 @@ FLOORS = {
     "pipeline": 3,
     "llm": 3,
     "unet_opt": 2,
-    "core.ops": 1.5,
+    "core.ops": 1,
     "core.quant": 1,
     "core.kernels": 1,
     "core.batching": 1,
@@ -52,11 +52,12 @@ FLOORS = {
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.
 CLOSED = {"llm": {"unet_opt"}, "api": {"pipeline", "llm", "unet_opt"}, "deployment": {"pipeline", "llm", "unet_opt"}}
 # The front door opens every room of its own floor. Captions are written for runs, with their tables and their files.
-# Settings are read in the contract's words.
+# Settings are read in the contract's words. Operations pack quantized layers and call kernels.
 SIDEWAYS = {
     "cli": {"evaluation", "benchmarks", "training", "training.captioning"},
     "training.captioning": {"evaluation"},
     "core.config": {"contract"},
+    "core.ops": {"core.kernels", "core.quant"},
     "core.traces": {"core.extras"},
 }
 

@@ -110,7 +110,7 @@ def write(folder: Path, run: TrainingRun) -> None:
         "",
         "## Measured",
         "",
-        "By `python -m training.judge` when the model was made, on the machine that made it; no commit is recorded.",
+        f"By `python -m training.judge --only {folder.name}` when the model was made; no commit is recorded.",
         "",
         *(_table(figures) or ["Not measured yet: `python -m training.judge`."]),
         "",

@@ -82,6 +82,16 @@ class PictureGenerator:
             found.append(made.float().cpu() * 2 - 1)
         return torch.cat(found)
 
+    @torch.no_grad()
+    def codec_psnr(self, true: torch.Tensor) -> float:
+        """Mean PSNR in dB of pictures [N, 3, H, W] in -1..1 that its autoencoder encodes and decodes."""
+        codec, found = self.pipeline.vae, []
+        for part in true.split(self.chunk):
+            pixels = part.to(codec.device, codec.dtype)
+            made = codec.decode(codec.encode(pixels).latent_dist.mean).sample.float().clamp(-1, 1)
+            found.append(-10 * ((made - pixels.float()).square().mean(dim=(1, 2, 3)) / 4).log10().cpu())
+        return float(torch.cat(found).mean())
+
 
 class FeatureExtractor:
     """An exported `emoji-clip`: features of pictures and captions."""
@@ -186,6 +196,7 @@ def _drawn(run: TrainingRun, extent: SampleSizes, painter: PictureGenerator, fol
     right = [_base(rows[a].name) == _base(rows[f].name) for a, f in zip(asked, found, strict=True)]
     figures["nearest_neighbour_has_the_name"] = _share(torch.tensor(right))
     figures |= _clip_figures(run, rows, made, asked)
+    figures["autoencoder_psnr_db"] = painter.codec_psnr(true[asked])
     pairs = [image for a, m in zip(asked[:32], made[:32], strict=True) for image in (true[a], m)]
     sheet.save(
         folder / "asked.png",

@@ -108,10 +108,19 @@ collect() {
     "$PYTHON" -c "$SLIM" "$WORK"
     rm -f "$OUT"/state.tar.part-*
     tar -C "$WORK/slim" -cf - zimage zimage_vae | split -b 15M -d - "$OUT/state.tar.part-"
+    cd "$WORK" # Python prefers the modules of the folder that it starts in: here they must be those that trained
+    report
     said "$PYTHON" -m training.export "${COMMON[@]}" --only emoji-z
     said timeout "${JUDGE_S:-100}" "$PYTHON" -m training.judge "${COMMON[@]}" --only emoji-z || echo "judge: not finished"
-    (cd "$WORK" && tar -czf "$OUT/report.tgz" judge zimage_tokens/tokenizer zimage*/curve.jsonl ./*.log)
+    report
     ls -l "$OUT"
+}
+
+# Vocabulary, curves, logs, and what is judged by then: written before that can fail, and again after it.
+report() {
+    mkdir -p "$WORK/judge"
+    tar -C "$WORK" -czf "$OUT/report.tgz" judge zimage_tokens/tokenizer zimage/curve.jsonl zimage_vae/curve.jsonl \
+        lane1.log lane2.log
 }
 
 case "${1:-}" in

@@ -33,7 +33,7 @@ def input_shapes(unet: Any, height: int, width: int) -> tuple[tuple[int, ...], .
     """The shapes of one row of what `unet.deep` reads."""
     kv = sum(2 * attn.inner_dim for attn in network.cross_attentions(unet))
     added = getattr(unet, "add_embedding", None)
-    vector = (1, added.linear_1.in_features if added else 0)
+    vector = (1, added.linear_1.in_features if added else 1)  # else one number that nothing reads
     return (
         (1, height, width, unet.conv_in.in_channels),
         (1, unet.time_embedding.linear_1.in_features),
@@ -148,7 +148,7 @@ class SplitUNet:
             time = time + unet.time_embedding.cond_proj(timestep_cond)
         dtype = self.lowering.dtype
         if getattr(unet, "add_embedding", None) is None:
-            return time.to(dtype), sample.new_empty(rows, 0)
+            return time.to(dtype), sample.new_zeros((rows, 1), dtype=dtype)
         assert added is not None
         sizes = unet.add_time_proj(added["time_ids"].flatten()).reshape(rows, -1)
         return time.to(dtype), torch.cat([added["text_embeds"].float(), sizes], dim=-1).to(dtype)

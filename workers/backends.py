@@ -38,7 +38,7 @@ class BackendFactory(Protocol):
     def __call__(
         self, model: ImageModel, widths: Widths, *, settings: Settings, release: Collection[str]
     ) -> ImageBackend:
-        """`widths` are those of the settings, and may be narrowed. `release`: the parts ("unet", "vae") whose own
+        """`widths` are those of the settings, and may be narrowed. `release`: the parts (the denoiser, "vae") whose own
         weights nothing else reads, so that they may be dropped. Raises `ModelError` for a model that it cannot run.
         """
         ...

@@ -287,7 +287,7 @@ def build(
     model = lane.call(lambda: load_model(settings, say, count))
     name, why_torch = lane.call(lambda: backends.select(settings, model))
     adapters = _adapters(settings, model)
-    released = ("unet", "vae") if adapters is None else ("vae",)
+    released = (model.family.denoiser, "vae") if adapters is None else ("vae",)
     backend, decisions = backends.make(name, settings, model, release=released, why_torch=why_torch)
     images = ImageRunner(
         backend,

@@ -108,15 +108,14 @@ class GraphBackend(ImageBackend):
             if not self._timer(key, self._function(key), True, until=until):
                 return
 
-    def _embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """`TEXT`, at the next width of a graph."""
         rows = len(ids[0])
         key = ExecutableKey(TEXT, self.graphs.width(TEXT, rows), (0, 0))
         padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self.model.device) for part in ids]
         # Not later: embeddings are cached, and must not depend on when they were computed.
         self.graphs.record_now(key)
-        hidden, pooled = self.graphs.function(key)(padded)
-        return hidden[:rows], pooled[:rows]
+        return tuple(part[:rows] for part in self.graphs.function(key)(padded))
 
     def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
         """Record the graph on an example, and time it."""

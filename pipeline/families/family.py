@@ -165,6 +165,7 @@ class Family(Protocol):
     padded: the conditioning tensors of variable length (dimension 1), each with a number of which the length in a batch
         is a multiple; they are padded with zeros.
     longest: the longest that each of these can be.
+    calibration: what is different from `unet_opt.calibrate.CalibrationSettings`.
     """
 
     label: str
@@ -177,6 +178,7 @@ class Family(Protocol):
     weighting: bool
     padded: Mapping[str, int]
     longest: Mapping[str, int]
+    calibration: Mapping[str, Any]
     adapters: Adapters
 
     # -- loading ----------------------------------------------------------------------------------------------------

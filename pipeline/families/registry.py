@@ -9,11 +9,11 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from pipeline.families import sdxl, zimage
+from pipeline.families import sd15, sdxl, zimage
 from pipeline.families.family import Family, Seeded
 from pipeline.folder import ModelError, first_line, read_json
 
-BUILT_IN: tuple[Family, ...] = (sdxl.FAMILY, zimage.FAMILY)
+BUILT_IN: tuple[Family, ...] = (sdxl.FAMILY, zimage.FAMILY, sd15.FAMILY)
 GROUP = "diptych.families"
 
 

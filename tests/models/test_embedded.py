@@ -13,6 +13,7 @@ import torch
 
 from core.batching.runner import Lane
 from pipeline.load import load
+from pipeline.tiny_zimage import STEPS
 from contract.image import ImageParameters
 from tests.pipeline.worlds import Crank, Watching, levels
 from training import phrases
@@ -41,12 +42,37 @@ def drawn() -> dict[str, Any]:
     return crank.pictures()
 
 
+@functools.cache
+def drawn_by_emoji_z() -> dict[str, np.ndarray]:
+    """The asked pictures [128, 128, 3] in levels, by diffusers' own pipeline."""
+    from diffusers import ZImagePipeline
+
+    pipeline = ZImagePipeline.from_pretrained(MODELS / "emoji-z", local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(
+        list(ASKED),
+        height=128,
+        width=128,
+        num_inference_steps=STEPS,
+        guidance_scale=0.0,
+        generator=[torch.Generator().manual_seed(seed) for seed in range(len(ASKED))],
+    ).images
+    return {prompt: np.asarray(image).astype(int) for prompt, image in zip(ASKED, images, strict=True)}
+
+
+def shown(name: str) -> dict[str, np.ndarray]:
+    if name == "emoji-z":
+        return drawn_by_emoji_z()
+    return {prompt: levels(drawn()[prompt]) for prompt in ASKED}
+
+
 def test_files_are_small_and_complete() -> None:
     sizes = {path: path.stat().st_size for path in MODELS.rglob("*") if path.is_file()}
     assert max(sizes.values()) <= 15e6
     assert sum(size for path, size in sizes.items() if "emoji-xl" in path.parts) <= 48e6
+    assert sum(size for path, size in sizes.items() if "emoji-z" in path.parts) <= 24e6
     assert sum(size for path, size in sizes.items() if path.parts[-2].startswith("emoji-lm")) <= 16e6
-    for name in ("emoji-xl", "emoji-clip", "emoji-lm", "emoji-lm-draft"):
+    for name in ("emoji-xl", "emoji-z", "emoji-clip", "emoji-lm", "emoji-lm-draft"):
         card = (MODELS / name / "README.md").read_text()
         assert "Not measured" not in card and "## Limits" in card
 
@@ -64,21 +90,26 @@ def test_the_stock_pipeline_loads_it_and_draws_the_same_picture() -> None:
     assert np.abs(np.asarray(image).astype(int) - levels(drawn()[prompt])).max() <= 1
 
 
-def test_emoji_clip_finds_the_caption_of_each_picture() -> None:
+@pytest.mark.parametrize("name", ["emoji-xl", "emoji-z"])
+def test_emoji_clip_finds_the_caption_of_each_picture(name: str) -> None:
     from transformers import CLIPModel, CLIPProcessor
 
     model = CLIPModel.from_pretrained(MODELS / "emoji-clip").eval()
     processor = CLIPProcessor.from_pretrained(MODELS / "emoji-clip")
     with torch.inference_mode():
         inputs = processor(
-            text=list(ASKED), images=[drawn()[p].image for p in ASKED], return_tensors="pt", padding="max_length"
+            text=list(ASKED),
+            images=[picture.astype(np.uint8) for picture in shown(name).values()],
+            return_tensors="pt",
+            padding="max_length",
         )
         best = model(**inputs).logits_per_image.argmax(1)
     assert best.tolist() == list(range(len(ASKED)))
 
 
-def test_backgrounds_are_of_the_colour_that_was_named() -> None:
-    corner = {prompt: levels(picture)[:6, :6].mean(axis=(0, 1)) for prompt, picture in drawn().items()}
+@pytest.mark.parametrize("name", ["emoji-xl", "emoji-z"])
+def test_backgrounds_are_of_the_colour_that_was_named(name: str) -> None:
+    corner = {prompt: picture[:6, :6].mean(axis=(0, 1)) for prompt, picture in shown(name).items()}
     assert np.abs(corner["pizza"] - 255).max() < 12, "without a background named it is white"
     red, green, blue = corner["red heart on a blue background"]
     assert blue > 150 and blue > red + 80 and blue > green + 80

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeline import sigmas
@@ -72,6 +72,8 @@ def ours(table: sigmas.SamplerTable) -> Iterator[torch.Tensor]:
 @given(config=CONFIGS, steps=st.integers(1, 50), tokens=st.integers(1, 8192))
 def test_trajectories_equal_diffusers(config: dict[str, Any], steps: int, tokens: int) -> None:
     timesteps = stock(config, steps, tokens).timesteps
+    # The linear shift of few tokens can be negative, and then noise levels are no levels.
+    assume(not timesteps.isfinite().all() or (timesteps.min() > 0 and timesteps.max() <= 1000))
     if not timesteps.isfinite().all():  # a single step cannot end at `shift_terminal`
         with pytest.raises(ValueError, match="not finite"):
             sigmas.table(config, "flow-euler", steps, tokens=tokens)

@@ -153,9 +153,10 @@ def test_the_language_models_load_and_assist_each_other(trained: Trained) -> Non
 
 def test_the_judge_measured_every_line(trained: Trained) -> None:
     figures = trained.figures
-    assert set(figures) == {"emoji-xl", "emoji-clip", "emoji-lm", "emoji-lm-draft"}
+    assert set(figures) == {"emoji-xl", "emoji-z", "emoji-clip", "emoji-lm", "emoji-lm-draft"}
     for key in ("nearest_neighbour_has_the_name", "clip_ranks_caption_first", "held_out_tone_right"):
         assert 0 <= figures["emoji-xl"][key] <= 1
+    assert all(5 < figures[name]["autoencoder_psnr_db"] < 50 for name in ("emoji-xl", "emoji-z"))
     assert figures["emoji-lm"]["captions_perplexity"] < figures["emoji-lm"]["captions_perplexity_unigram"]
     assert figures["emoji-lm-draft"]["greedy_agreement"] > 0.3
     assert (trained.run.work / "judge" / "sheet.png").exists()
@@ -175,7 +176,8 @@ def test_weights_are_half_precision(trained: Trained) -> None:
     for path in found:
         with safe_open(path, framework="pt") as weights:
             kinds = {weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
-        assert kinds == {"F16"}, f"{path.relative_to(trained.run.models)}: {kinds}"
+        kind = "BF16" if "emoji-z" in path.parts else "F16"  # as Z-Image's own weights
+        assert kinds == {kind}, f"{path.relative_to(trained.run.models)}: {kinds}"
 
 
 def test_the_shipped_shapes_keep_to_their_sizes() -> None:

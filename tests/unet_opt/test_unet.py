@@ -148,7 +148,7 @@ def test_heads_that_are_no_multiple_of_16_are_refused_by_the_layers_name(name: s
         r"unet down_blocks\.1\.attentions\.0\.transformer_blocks\.0\.attn1: heads of width [48] are no multiple of 16"
     )
     with pytest.raises(ValueError, match=said):
-        on_kernels(model(name).unet)
+        on_kernels(model(name).denoiser)
 
 
 class Other:

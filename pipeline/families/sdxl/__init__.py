@@ -35,6 +35,7 @@ class SDXL:
     weighting = True
     padded: Mapping[str, int] = {}
     longest: Mapping[str, int] = {}
+    calibration: Mapping[str, Any] = {}
     adapters: Adapters = SDXLAdapters()
 
     def seeded(self, name: str) -> Seeded | None:

@@ -41,6 +41,7 @@ class ZImage:
     weighting = False
     padded: Mapping[str, int] = {"text": _BLOCK}
     longest: Mapping[str, int] = {"text": TOKENS}
+    calibration: Mapping[str, Any] = {"steps": 8, "watched_steps": 8, "guidance": 0.0}
     adapters: Adapters = ZImageAdapters()
 
     def seeded(self, name: str) -> Seeded | None:

@@ -1,0 +1,52 @@
+"""Stable Diffusion 1.x's conditioning: the last layer of CLIP's text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from contract.image import ImageParameters
+from contract.markup import WeightedPrompt
+from pipeline.denoise import Conditioning
+from pipeline.encode import Embedding
+from pipeline.families.family import Embed, ImageModel, Prepare
+
+
+def embed(model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor]:
+    """Token ids [B, T] to the normalized output of the last layer, [B, T, D]."""
+    (tokens,) = ids
+    return (model.parts["text_encoder"](tokens.to(model.device))[0],)
+
+
+class CLIPText:
+    """`TextEncoder` of Stable Diffusion 1.x."""
+
+    def __init__(self, model: ImageModel, compute: Embed) -> None:
+        """`compute` is as `embed`, of this model."""
+        self._compute = compute
+        self._tokenizer = model.parts["tokenizer"]
+        self.tokens = int(self._tokenizer.model_max_length)
+
+    @torch.inference_mode()
+    def plain(self, prompts: Sequence[str]) -> list[Embedding]:
+        given = {"padding": "max_length", "max_length": self.tokens, "truncation": True, "return_tensors": "pt"}
+        (hidden,) = self._compute([self._tokenizer(list(prompts), **given).input_ids])
+        return [
+            Embedding(row.clone(), dropped=self._dropped(prompt)) for row, prompt in zip(hidden, prompts, strict=True)
+        ]
+
+    def weighted(self, prompt: WeightedPrompt) -> Embedding:
+        raise NotImplementedError("requests with weights are rejected: Family.weighting")
+
+    def _dropped(self, prompt: str) -> str:
+        """The prompt's own text, from the first token that was dropped for the end token."""
+        whole = self._tokenizer(prompt, verbose=False, return_offsets_mapping=True)
+        over = len(whole.input_ids) > self.tokens
+        return prompt[whole.offset_mapping[self.tokens - 1][0] :].strip() if over else ""
+
+
+def condition(wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
+    """kv: [R, T, width], packed keys and values."""
+    hidden = torch.stack([embedding.hidden for embedding in found])
+    return Conditioning({"kv": prepare(hidden)}, wanted.guidance_scale)

@@ -1,0 +1,45 @@
+"""The parts of a Stable Diffusion 1.x: what its folder must hold, whether they fit together, and its LoRAs' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.families.sdxl.adapters import SDXLAdapters
+from pipeline.families.sdxl.parts import PARTS as SDXL_PARTS
+from pipeline.folder import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PARTS = {name: SDXL_PARTS[name] for name in ("tokenizer", "text_encoder", "unet", "vae", "scheduler")}
+
+
+class SD15Adapters(SDXLAdapters):
+    """`Adapters` of Stable Diffusion 1.x."""
+
+    parts: tuple[str, ...] = ("unet", "text_encoder")
+    models = "a Stable Diffusion 1"
+
+    def to_diffusers(
+        self, state: dict[str, Tensor], parts: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        from diffusers.loaders.lora_pipeline import StableDiffusionLoraLoaderMixin
+
+        found, alphas = StableDiffusionLoraLoaderMixin.lora_state_dict(state, unet_config=parts["unet"].config)
+        return found, alphas or {}
+
+
+def check(name: str, loaded: Mapping[str, Any]) -> None:
+    """Reject parts that load but do not form a text-to-image model together, before the first image fails."""
+    unet, text, vae = (loaded[part].config for part in ("unet", "text_encoder", "vae"))
+    facts: list[tuple[str, Any, Any]] = [
+        ("unet addition_embed_type", unet.addition_embed_type, None),
+        ("unet cross_attention_dim (the text encoder's width)", unet.cross_attention_dim, text.hidden_size),
+        ("unet class_embed_type", unet.class_embed_type, None),
+        ("unet in_channels (the VAE's latent_channels)", unet.in_channels, vae.latent_channels),
+        ("unet out_channels (the VAE's latent_channels)", unet.out_channels, vae.latent_channels),
+    ]
+    for what, found, wanted in facts:
+        if found != wanted:
+            raise ModelError(f"{name}: not a text-to-image Stable Diffusion 1: {what} is {found}, not {wanted}")

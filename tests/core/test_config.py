@@ -1,0 +1,38 @@
+"""Settings: the names of embedded models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core import config
+from core.config import Settings
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of embedded models, and a working folder without any."""
+    folder = tmp_path / "models"
+    for name in ("emoji-xl", "emoji-z"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model_index.json").write_text("{}")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(config, "EMBEDDED_MODEL", folder / "emoji-xl")
+    return folder
+
+
+def test_an_embedded_model_is_found_by_its_name(models: Path) -> None:
+    assert Settings(model="emoji-z").model_name == str(models / "emoji-z")
+    assert Settings().model_name == str(models / "emoji-xl")
+
+
+@pytest.mark.parametrize("name", ["emoji-none", "random:emoji-xl", "stabilityai/sdxl", "../models/emoji-z"])
+def test_other_names_are_what_they_say(models: Path, name: str) -> None:
+    assert Settings(model=name).model_name == name
+
+
+def test_a_folder_of_that_name_comes_first(models: Path) -> None:
+    Path("emoji-z").mkdir()
+    assert Settings(model="emoji-z").model_name == "emoji-z"
