@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MODEL_TYPES = ("llama", "mistral", "qwen2")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position only
+
+
+def body(network: Any) -> Any:
+    """A model without its head, which a model that only encodes lacks."""
+    return getattr(network, "model", network)
 
 
 def check(network: Any) -> None:
@@ -30,6 +35,6 @@ def check(network: Any) -> None:
 
 def angles(network: Any, positions: int, device: torch.device) -> Tensor:
     """Cosines, then sines, of half a head's channels at the first so many positions: fp32 [positions, d]."""
-    found = network.model.rotary_emb(torch.zeros(1, device=device), torch.arange(positions, device=device)[None])
+    found = body(network).rotary_emb(torch.zeros(1, device=device), torch.arange(positions, device=device)[None])
     half = found[0].shape[-1] // 2
     return torch.cat([part[0, :, :half] for part in found], dim=-1).float().contiguous()

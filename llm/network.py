@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from core.ops.ops import Layer, Ops, TokenOps
+from llm.family import body
 
 A = TypeVar("A")
 
@@ -30,6 +31,7 @@ class DecoderLayer:
     down_proj: Layer
     heads: int
     kv_heads: int
+    head_dim: int
     scale: float  # of attention's scores
 
     @classmethod
@@ -39,7 +41,7 @@ class DecoderLayer:
         return cls(
             index, layer.input_layernorm, (attn.q_proj, attn.k_proj, attn.v_proj), norms, attn.o_proj,
             layer.post_attention_layernorm, (mlp.up_proj, mlp.gate_proj), mlp.down_proj,
-            int(config.num_attention_heads), int(config.num_key_value_heads), float(attn.scaling),
+            int(config.num_attention_heads), int(config.num_key_value_heads), int(attn.head_dim), float(attn.scaling),
         )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ class Decoder:
     @classmethod
     def of(cls, network: Any) -> Decoder:
         """Of a transformers model with or without a head."""
-        model = getattr(network, "model", network)
+        model = body(network)
         layers = (DecoderLayer.of(layer, index, network.config) for index, layer in enumerate(model.layers))
         return cls(model.embed_tokens, tuple(layers), model.norm, getattr(network, "lm_head", None))
 
@@ -80,15 +82,17 @@ def logits(ops: TokenOps[A], decoder: Decoder, x: A, out: Any = None) -> A:
 
 
 def hidden_states(ops: Ops[A], layers: tuple[DecoderLayer, ...], x: A, angles: A, lengths: A) -> A:
-    """Embeddings of prompts [B, T, C] through these layers. `angles` [B, T, d], `lengths` [B]."""
+    """Embeddings of prompts [B, T, C] through these layers, without a cache.
+
+    `angles` [B, T, d] as for `Ops.rotate`; `lengths` [B]: the prompts' tokens, behind which the states mean nothing.
+    """
 
     def attend(layer: DecoderLayer, qkv: A) -> A:
-        heads, kv_heads = layer.heads, layer.kv_heads
-        qkv = ops.rotate(qkv, angles, heads=heads, norms=layer.head_norms)
-        d = layer.o_proj.in_features // heads
-        q, k = ops.columns(qkv, 0, heads * d), ops.columns(qkv, heads * d, kv_heads * d)
-        v = ops.columns(qkv, (heads + kv_heads) * d, kv_heads * d)
-        return ops.attend(q, k, v, heads=heads, causal=True, lengths=lengths, to=(layer.o_proj,))
+        qkv = ops.rotate(qkv, angles, heads=layer.heads, norms=layer.head_norms)
+        width, kv_width = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        q, k = ops.columns(qkv, 0, width), ops.columns(qkv, width, kv_width)
+        v = ops.columns(qkv, width + kv_width, kv_width)
+        return ops.attend(q, k, v, heads=layer.heads, lengths=lengths, causal=True, to=(layer.o_proj,))
 
     for layer in layers:
         x = decoder_layer(ops, layer, x, attend)

@@ -13,16 +13,16 @@ ALPHA = 0.5
 
 
 def llama(alpha: float | None = ALPHA) -> Recipe:
-    """The recipe for models of the Llama family. `alpha` None is plain INT8.
+    """The recipe for models of the Llama family, with or without a head. `alpha` None is plain INT8.
 
     Queries, keys and values read one input and get equal scales, and so do gate and up: each is one product.
     """
     return Recipe(
         name="llama-plain" if alpha is None else f"llama-alpha{alpha:g}",
         rules=(
-            Rule(r"lm_head", reason="its errors are the answer's, and often it is the embeddings too"),
-            Rule(r"model\.layers\.\d+\.self_attn\.[qkvo]_proj", alpha=alpha),
-            Rule(r"model\.layers\.\d+\.mlp\.(gate|up|down)_proj", alpha=alpha),
+            Rule(r"lm_head", reason="its errors are the answer's, and often it is the embeddings too", required=False),
+            Rule(r"(model\.)?layers\.\d+\.self_attn\.[qkvo]_proj", alpha=alpha),
+            Rule(r"(model\.)?layers\.\d+\.mlp\.(gate|up|down)_proj", alpha=alpha),
         ),
         shares=_shares,
     )

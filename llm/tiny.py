@@ -1,4 +1,4 @@
-"""Llamas with seeded random weights, built in code, for tests and benchmarks. Their output is meaningless."""
+"""Llamas and Qwen3s with seeded random weights, built in code, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 TINY, LLAMA_100M, LLAMA_8B = "random:llama-tiny", "random:llama-100m", "random:llama-8b"
+QWEN3_TINY = "random:qwen3-tiny"
 _SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | trim + "
@@ -17,7 +18,8 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The dimensions of a Llama. Its tokens are bytes; a larger vocabulary has tokens without text."""
+    """The dimensions of a Llama, or of a Qwen3 (`kind` "qwen3"). Its tokens are bytes; a
+    larger vocabulary has tokens without text."""
 
     vocabulary: int = 262
     width: int = 32
@@ -29,6 +31,7 @@ class LlamaShape:
     context: int = 512
     tied: bool = True
     rope: Mapping[str, Any] | None = None
+    kind: str = "llama"
 
     @property
     def parameters(self) -> int:
@@ -43,6 +46,7 @@ class LlamaShape:
 
 SHAPES = {
     TINY: LlamaShape(),
+    QWEN3_TINY: LlamaShape(kind="qwen3", width=48),
     # 100 million parameters, in the proportions of Llama 3's.
     LLAMA_100M: LlamaShape(
         vocabulary=16_000, width=768, inner=2048, layers=12, heads=12, kv_heads=4, head_dim=64, context=2048, tied=False
@@ -79,9 +83,15 @@ def make(shape: LlamaShape, seed: int = 0, *, device: str = "cpu", dtype: str = 
     import torch
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
+    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
+    kinds: dict[str, tuple[Any, Any]] = {
+        "llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }  # fmt: skip
+    config_class, model_class = kinds[shape.kind]
     options = {} if shape.rope is None else {"rope_parameters": dict(shape.rope)}
-    config = LlamaConfig(
+    config = config_class(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
         intermediate_size=shape.inner,
@@ -103,7 +113,7 @@ def make(shape: LlamaShape, seed: int = 0, *, device: str = "cpu", dtype: str = 
         torch.manual_seed(seed)
         try:
             torch.set_default_dtype(getattr(torch, dtype if shape.large else "float32"))
-            network = LlamaForCausalLM(config)
+            network = model_class(config)
         finally:
             torch.set_default_dtype(usual)
     if shape.large:

@@ -145,9 +145,11 @@ class CudaTokenOps:
         self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Tensor:
         """[T, heads, d]."""
-        return rotate(
-            qkv, self._angles, rows.positions, rows.sequences, self._cache, layer, heads, self._base, early=self.early
-        )
+        given = (qkv, self._angles, rows.positions, rows.sequences, self._cache, layer, heads, self._base)
+        if norms is None:
+            return rotate(*given, early=self.early)
+        (q_norm, eps), (k_norm, _) = (self._norms.get(norm) or self._norm(norm) for norm in norms)
+        return rotate(*given, q_norm=q_norm, k_norm=k_norm, eps=eps, early=self.early)
 
     def attend_paged(self, q: Tensor, rows: FusedBatch, layer: int, *, scale: float, to: Layer) -> Tensor:
         inverse, dtype = self._reader((to,))

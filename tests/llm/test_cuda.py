@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from llm.cuda import CudaDecoder
 from llm.execution import FusedTextExecution
 from llm.load import TextModel, load
 from llm.quantized import quantize
+from tests.llm.test_load import FAMILY, saved
 
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
@@ -280,6 +282,20 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
         # E4M3 keeps three bits of a key or value: 2.6% of each at the mean, where int8 of a row's largest keeps 0.5%.
         least = 0.99 if kind != "plain" else 0.998 if kv == "fp8" else 0.999
         assert cosine(made, expected) > least, cosine(made, expected)
+
+
+@pytest.mark.parametrize("name", ["llama-with-biases", "mistral", "qwen2", "qwen3"])
+def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> None:
+    """With biases, and with norms of heads."""
+    model = load(str(saved(tmp_path / name, FAMILY[name][0])), device=DEVICE, precision="bf16" if CUDA else "fp32")
+    texts = [text[:9] for text in TEXTS]
+    theirs = [wanted(model, text) for text in texts]
+    for found, expected in zip(read(fused(model), texts, [7, 1, 6]), theirs, strict=True):
+        made = torch.stack(found)
+        if CUDA:
+            assert cosine(made, expected) > 0.999
+        else:
+            torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_weights_are_held_once() -> None:

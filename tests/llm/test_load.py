@@ -43,7 +43,7 @@ FAMILY: dict[str, tuple[Any, str]] = {
     "llama-narrow-heads": (LlamaConfig(**SIZE, head_dim=24), TORCH),
     "mistral": (MistralConfig(**SIZE, sliding_window=None), KERNELS),
     "qwen2": (Qwen2Config(**SIZE), KERNELS),
-    "qwen3": (Qwen3Config(**SIZE, head_dim=16), TORCH),
+    "qwen3": (Qwen3Config(**SIZE, head_dim=32), KERNELS),
     "olmo": (OlmoConfig(**SIZE), TORCH),
 }  # fmt: skip
 
