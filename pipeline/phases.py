@@ -121,7 +121,7 @@ def _networks(
     shallow = {SHALLOW[depth]: partial(network.shallow, depth) for depth in DEPTHS}
     phases: Phases = {
         KEYS: torch.inference_mode()(network.prepare_text),
-        TEXT: partial(model.family.embed, model),
+        TEXT: model.embed or partial(model.family.embed, model),
         DEEP: network.deep,
         **shallow,
         VAE: lambda latents: vae.levels(decoder(unscale(latents))),

@@ -25,7 +25,7 @@ from pipeline.backends.lora import LoraBackend
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
-from workers import backends, variants
+from workers import backends, text_encoder, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
 from workers.devices import check_gpu, describe, fused, keep_compiled, kernels
@@ -288,7 +288,8 @@ def build(
     name, why_torch = lane.call(lambda: backends.select(settings, model))
     adapters = _adapters(settings, model)
     released = (model.family.denoiser, "vae") if adapters is None else ("vae",)
-    backend, decisions = backends.make(name, settings, model, release=released, why_torch=why_torch)
+    drawn = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=adapters is None))
+    backend, decisions = backends.make(name, settings, drawn, release=released, why_torch=why_torch)
     images = ImageRunner(
         backend,
         None if adapters is None else LoraBackend(model, adapters, backend.widths),

@@ -100,7 +100,8 @@ class GraphBackend(ImageBackend):
         size, widths = size or (self.model.native, self.model.native), self.widths.descending
         until = time.monotonic() + measure_s
         if self.graphs.records:
-            self.graphs.plan(likeliest(widths, size))
+            keys = likeliest(widths, size)
+            self.graphs.plan(key for key in keys if key.phase != TEXT or not self.model.family.padded)
             while time.monotonic() < until and self.graphs.record_next():
                 pass
             return

@@ -38,6 +38,7 @@ class ImageModel:
     parts: Mapping[str, Any]  # by the names of `family.parts`
     scheduler_config: dict[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)  # the family's own, of model_index.json
+    embed: Embed | None = None  # computes the phase `TEXT` in place of the family's own `embed`
 
     @property
     def denoiser(self) -> Any:
@@ -166,6 +167,8 @@ class Family(Protocol):
         is a multiple; they are padded with zeros.
     longest: the longest that each of these can be.
     calibration: what is different from `unet_opt.calibrate.CalibrationSettings`.
+    language_model: the part that is a decoder-only language model, whose states before the last layer are a prompt's
+        embedding; None: the text encoders are of other kinds.
     """
 
     label: str
@@ -179,6 +182,7 @@ class Family(Protocol):
     padded: Mapping[str, int]
     longest: Mapping[str, int]
     calibration: Mapping[str, Any]
+    language_model: str | None
     adapters: Adapters
 
     # -- loading ----------------------------------------------------------------------------------------------------

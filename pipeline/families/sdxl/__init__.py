@@ -36,6 +36,7 @@ class SDXL:
     padded: Mapping[str, int] = {}
     longest: Mapping[str, int] = {}
     calibration: Mapping[str, Any] = {}
+    language_model: str | None = None
     adapters: Adapters = SDXLAdapters()
 
     def seeded(self, name: str) -> Seeded | None:

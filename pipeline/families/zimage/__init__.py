@@ -42,6 +42,7 @@ class ZImage:
     padded: Mapping[str, int] = {"text": _BLOCK}
     longest: Mapping[str, int] = {"text": TOKENS}
     calibration: Mapping[str, Any] = {"steps": 8, "watched_steps": 8, "guidance": 0.0}
+    language_model: str | None = "text_encoder"
     adapters: Adapters = ZImageAdapters()
 
     def seeded(self, name: str) -> Seeded | None:
