@@ -145,8 +145,8 @@ def attention(
         raise ValueError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}")
     if (lengths is not None or causal) and q.shape[1] != k.shape[1]:
         raise ValueError(f"{q.shape[1]} queries, {k.shape[1]} keys: lengths and causality are for self-attention")
-    if lengths is not None and len(lengths) != len(q):
-        raise ValueError(f"{len(lengths)} lengths for {len(q)} images")
+    if lengths is not None and (lengths.shape != q.shape[:1] or lengths.dtype != torch.int32):
+        raise ValueError(f"{lengths.dtype} lengths {tuple(lengths.shape)} for {len(q)} images")
     why = "causal" if causal else lacks(q, k, v)
     if why is None:
         return _launch(q, k, v, inverse, dtype, lengths, variant)

@@ -173,6 +173,7 @@ def _variant(tile: Tile, x: Tensor, out: Tensor, *, gated: bool, silu: bool) -> 
         half=out.dtype == torch.float16,
         turns=bool(tile.turns),
         silu=silu,
+        group=tile.group,
     )
 
 

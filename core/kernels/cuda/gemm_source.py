@@ -27,7 +27,7 @@ class GemmVariant:
     `blocks`: 64-row products per consumer (tile rows: 128 × blocks). `columns`: of a tile. `cluster`: blocks that share
     A. `stages`: depth of the ring. `fp8`: E4M3 operands and fp32 accumulators instead of int8 and int32. `geglu`: gate
     and quantize; with `silu`, SwiGLU. `half`: fp16 output instead of bf16. `turns`: each consumer has tiles of its own
-    (64 × blocks rows).
+    (64 × blocks rows). `group`: so many rows of tiles are computed side by side, column after column.
     """
 
     blocks: int
@@ -39,6 +39,7 @@ class GemmVariant:
     half: bool = False
     turns: bool = False
     silu: bool = False
+    group: int = 1
 
     @property
     def rows(self) -> int:
@@ -48,7 +49,8 @@ class GemmVariant:
     def name(self) -> str:
         """The kernel's name, as profilers show it."""
         marks = "_fp8" * self.fp8 + ("_swiglu" if self.silu else "_geglu") * self.geglu + "_fp16" * self.half
-        return f"product_{self.rows}x{self.columns}_cluster{self.cluster}{marks}" + "_turns" * self.turns
+        order = "_turns" * self.turns + f"_group{self.group}" * (self.group > 1)
+        return f"product_{self.rows}x{self.columns}_cluster{self.cluster}{marks}{order}"
 
     @property
     def shared_bytes(self) -> int:
@@ -84,12 +86,13 @@ def source(variant: GemmVariant) -> str:
         "SILU": int(variant.silu),
         "HALF": int(variant.half),
         "TURNS": int(variant.turns),
+        "GROUP": variant.group,
     }
     head = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return head + DEVICE + _TYPES + product(variant.columns, variant.fp8) + _DEVICE + EPILOGUE + _KERNEL
+    return head + DEVICE + TYPES + LOCATE + product(variant.columns, variant.fp8) + _DEVICE + EPILOGUE + _KERNEL
 
 
-_TYPES = r"""
+TYPES = r"""
 #if FP8
 typedef float acc_t;
 #define FENCE_REG(x) asm volatile("" : "+f"(x) :: "memory")
@@ -119,6 +122,28 @@ struct Problem {
   int height, width, up;                      // pixels that the tiles cover; the output is `up` times as large
   int inverse_step;                           // 0: out_inv_scale is one number, 1: one a column
 };
+"""
+
+LOCATE = r"""
+struct Where { int image, h, w, phase, n; };  // a tile: its first pixel, and its first column within the phase
+__device__ __forceinline__ Where locate(const Problem& p, int tile, u32 rank) {
+  int pairs = p.phases * p.column_tiles / CLUSTER;
+#if GROUP > 1
+  int first = tile / (GROUP * pairs) * GROUP, within = tile - first * pairs;
+  int left = p.images * p.tiles_h * p.tiles_w - first, side = left < GROUP ? left : GROUP;
+  int m = first + within % side, column = within / side * CLUSTER + rank;
+#else
+  int m = tile / pairs, column = (tile - m * pairs) * CLUSTER + rank;
+#endif
+  Where t;
+  t.phase = column / p.column_tiles;
+  t.n = (column - t.phase * p.column_tiles) * BN;
+  int row = m / p.tiles_w;
+  t.w = (m - row * p.tiles_w) << p.log_tile_w;
+  t.image = row / p.tiles_h;
+  t.h = (row - t.image * p.tiles_h) * (BM >> p.log_tile_w);
+  return t;
+}
 """
 
 _DEVICE = r"""
@@ -157,19 +182,6 @@ __device__ __forceinline__ void add_pair(float& lo, float& hi, u32 pair) {
 #else
   lo += __uint_as_float(pair << 16); hi += __uint_as_float(pair & 0xFFFF0000u);
 #endif
-}
-struct Where { int image, h, w, phase, n; };  // a tile: its first pixel, and its first column within the phase
-__device__ __forceinline__ Where locate(const Problem& p, int tile, u32 rank) {
-  int pairs = p.phases * p.column_tiles / CLUSTER;
-  int m = tile / pairs, column = (tile - m * pairs) * CLUSTER + rank;
-  Where t;
-  t.phase = column / p.column_tiles;
-  t.n = (column - t.phase * p.column_tiles) * BN;
-  int row = m / p.tiles_w;
-  t.w = (m - row * p.tiles_w) << p.log_tile_w;
-  t.image = row / p.tiles_h;
-  t.h = (row - t.image * p.tiles_h) * (BM >> p.log_tile_w);
-  return t;
 }
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from typing import Any
 class Tile:
     """`blocks` × 128 rows by `columns`, or × 64 where two consumers take tiles by `turns` (1) instead of together (0).
 
-    `cluster` blocks side by side share their rows.
+    `cluster` blocks side by side share their rows. `group` rows of tiles are computed side by side, so that a weight
+    larger than the L2 cache is read from memory once for all of them.
     """
 
     blocks: int
     columns: int
     cluster: int
     turns: int = 0
+    group: int = 1
 
     @property
     def rows(self) -> int:
@@ -83,6 +85,6 @@ def choose(device: str, kernel: str, rows: int, columns: int, depth: int, multip
     """The tile for a product of `rows` × `columns` over `depth`; `kernel`: linear, geglu, conv or upsample."""
     choices = candidates(columns, gated=kernel == "geglu")
     measured = table(device).get(kernel, {}).get(f"{columns},{depth}", {}).get(str(bucket(rows)))
-    if measured is not None and (tile := Tile(*measured)) in choices:
+    if measured is not None and replace(tile := Tile(*measured), group=1) in choices:
         return tile
     return cheapest(rows, columns, multiprocessors, choices)

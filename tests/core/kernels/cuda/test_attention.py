@@ -99,8 +99,9 @@ def test_shapes_that_disagree_are_refused() -> None:
     for options in ({"causal": True}, {"lengths": lengths_of(3, 5)}):
         with pytest.raises(ValueError, match="self-attention"):
             attention(q[:, :5], k, v, None, DTYPE, **options)
-    with pytest.raises(ValueError, match="1 lengths for 2 images"):
-        attention(q, k, v, None, DTYPE, lengths=lengths_of(3))
+    for lengths in (lengths_of(3), lengths_of(3, 5).long()):
+        with pytest.raises(ValueError, match="for 2 images"):
+            attention(q, k, v, None, DTYPE, lengths=lengths)
 
 
 @pytest.mark.parametrize("head", [64, 128])
