@@ -1,10 +1,11 @@
 """Measures Z-Image's shape with seeded weights beside diffusers, eager and compiled, in one run.
 
-    python -m benchmarks.h200.zimage [--out zimage.json] [--tiny]
+    python -m benchmarks.h200.zimage [part ...] [--out zimage.json] [--tiny]
 
 One denoising step and the VAE at several widths, as CUDA graphs of the fused lowering in bf16 and INT8, and diffusers'
 transformer on the same weights. A picture is 8 steps without guidance and one decode, at 1024×1024 with 96 text tokens.
-Prompts are encoded once a request and not counted. `--tiny` rehearses on any device.
+Prompts are encoded once a request and not counted: the part "text" times that, on Qwen3-4B's shape by transformers and
+by the fused lowering in bf16 and INT8. `--tiny` rehearses on any device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from core.ops.cuda import CudaLowering
 from core.ops.reference import TorchLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
+from llm.encoder import PromptEncoder
+from llm.recipe import llama
 from pipeline import tiny_zimage
 from pipeline.families.zimage import recipe
 from pipeline.families.zimage.transformer import ZImageNetwork
@@ -35,6 +39,16 @@ from unet_opt.vae import VaeDecoder
 
 STEPS, TOKENS = 8, 96
 TRANSFORMER: dict[str, Any] = {}  # diffusers' defaults are Z-Image's
+TEXT: dict[str, Any] = {  # Qwen3-4B
+    "vocab_size": 151_936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
 VAE: dict[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
@@ -55,7 +69,7 @@ class Bench:
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
         from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 
-        self.cuda = torch.cuda.is_available()
+        self.tiny, self.cuda = tiny, torch.cuda.is_available()
         self.device, self.dtype = ("cuda", torch.bfloat16) if self.cuda else ("cpu", torch.float32)
         shape = tiny_zimage.ZImageShape()
         self.side = 8 if tiny else 128
@@ -143,9 +157,54 @@ def in_8_bits(bench: Bench) -> Any:
     return model
 
 
+def text(bench: Bench, found: dict[str, float]) -> None:
+    """One prompt through the text encoder: as it is served, launched layer by layer, and as a graph."""
+    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+    shape = tiny_zimage.ZImageShape().text(512, 0) if bench.tiny else TEXT
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(bench.dtype)
+    try:
+        with torch.device(bench.device):
+            network: Any = Qwen3Model(Qwen3Config(**shape)).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(usual)
+    generator = torch.Generator().manual_seed(0)
+    prompts = {n: torch.randint(0, shape["vocab_size"] - 3, (n,), generator=generator).tolist() for n in (96, 512)}
+
+    def stock(ids: list[int], network: Any = network) -> Tensor:
+        tokens = torch.tensor([ids], device=bench.device)
+        hidden: Tensor = network(tokens, output_hidden_states=True, use_cache=False).hidden_states[-2][0]
+        return hidden
+
+    made, seen = llama(), Statistics("random")
+    with seen.observe(network, made.targets(network), 0):
+        wanted = {n: stock(ids) for n, ids in prompts.items()}
+    quantized = copy.deepcopy(network)
+    quantize_(quantized, made, seen)
+    for name, one in (("transformers bf16", None), ("bf16", network), ("int8", quantized)):
+        encoder = None if one is None else PromptEncoder(CudaLowering(bench.dtype, 1), one)
+        for n, ids in prompts.items():
+            run = partial(stock, ids) if encoder is None else partial(encoder, [ids])
+            for _ in range(2):
+                run()
+            found[f"text {name} {n}"] = bench.measured(run, graph=False)
+            if encoder is not None:
+                states, tokens = encoder([ids])[0], torch.tensor([ids], device=bench.device, dtype=torch.int32)
+                counts = torch.full((1,), n, device=bench.device, dtype=torch.int32)
+                found[f"text {name} {n} graph"] = bench.measured(partial(encoder.states, tokens, counts))
+                error = (states.float() - wanted[n].float()).norm() / wanted[n].float().norm()
+                found[f"text {name} {n} relative error"] = float(error)
+        if one is not None:
+            layers = sum(t.numel() * t.itemsize for t in (*one.layers.parameters(), *one.layers.buffers()))
+            found[f"text {name} GiB of layers"] = layers / 2**30
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help="vae, diffusers, bf16, int8, diffusers-compiled, text (default: all)")
     parser.add_argument("--out", type=Path, default=Path("zimage.json"))
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -155,11 +214,14 @@ def main() -> None:
         "diffusers": lambda: stock(bench, found, "diffusers", compiled=False),
         "bf16": lambda: ours(bench, bench.model, found, "bf16"),
         "int8": lambda: ours(bench, in_8_bits(bench), found, "int8"),
-        "diffusers compiled": lambda: stock(bench, found, "diffusers compiled", compiled=True),
+        "diffusers-compiled": lambda: stock(bench, found, "diffusers compiled", compiled=True),
+        "text": lambda: text(bench, found),
     }
-    for name, run in parts.items():  # one that fails leaves the others
+    if unknown := set(options.parts) - set(parts):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    for name in options.parts or parts:  # one that fails leaves the others
         try:
-            run()
+            parts[name]()
         except Exception:
             print(name, "failed:", traceback.format_exc()[-1500:], flush=True)
         if bench.cuda:
@@ -180,7 +242,7 @@ def vae(bench: Bench, found: dict[str, float]) -> None:
 
 def report(found: dict[str, float]) -> None:
     """Every figure, and pictures a second: rows / (8 steps + one decode each)."""
-    table(("", "value"), [(name, f"{value:.2f}") for name, value in found.items()])
+    table(("", "value"), [(name, f"{value:.4g}") for name, value in found.items()])
     lines = []
     for name, ms in found.items():
         if " deep " in name:
