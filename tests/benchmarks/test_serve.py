@@ -18,7 +18,8 @@ def test_every_figure_is_measured(
     monkeypatch.setattr(serve, "_CLIENTS", 3)
     monkeypatch.setattr(serve, "_IDLE", float("inf"))
     monkeypatch.setattr(serve, "_LOOK_S", 0.1)
-    monkeypatch.setattr(serve, "_REFUSED_EVERY_S", 0.05)
+    monkeypatch.setattr(serve, "_HEALTH_EVERY_S", 0.01)
+    monkeypatch.setattr(serve, "_REFUSED_EVERY_S", 0.01)
     monkeypatch.setattr(flood, "RATE_PER_S", 20.0)
     monkeypatch.setattr(flood, "SECONDS", 2.0)
     monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept

@@ -51,7 +51,9 @@ def test_the_settings_select_one_of_ours(name: str, kind: type | None, folder: P
 def test_what_cannot_run_here_is_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="backend graphs: these kernels are for GPUs"):
         build(settings(folder, backend="graphs"))
-    with pytest.raises(ModelError, match="backend programs: the CPU kernels support fp32 and int8, not bf16"):
+    with pytest.raises(
+        ModelError, match="backend programs: the CPU kernels support fp32, int8 and int8-dynamic, not bf16"
+    ):
         build(settings(folder, backend="programs", precision="bf16"))
     narrow = tiny.save(tmp_path / "narrow", tiny.SDXLShape(channels=(16, 32), heads=(2, 4)))
     with pytest.raises(ModelError, match=r"backend programs: unet .* no multiple of 16"):
