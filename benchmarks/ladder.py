@@ -22,7 +22,9 @@ from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
 from core.kernels.device import TORCH
+from pipeline.families.family import ImageModel
 from pipeline.folder import ModelError
+from pipeline.load import family_of
 
 if TYPE_CHECKING:
     from workers.build import Runtime
@@ -108,7 +110,8 @@ def _rows(
     settings: Settings, steps: int, measured: Mapping[str, tuple[float, float, float]], memory: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The rungs as recorded and printed."""
-    first = next(iter(measured.values()))
+    first, defaults = next(iter(measured.values())), family_of(settings.model_name, settings.variant)[0].defaults
+    guided = defaults.rows(defaults.guidance_scale) > 1
     rows: list[dict[str, Any]] = [
         {
             "name": name,
@@ -120,7 +123,7 @@ def _rows(
         for name, (rate, low, high) in measured.items()
     ]
     record.table(
-        f"{Path(settings.model_name).name}, {steps} steps, guidance",
+        f"{Path(settings.model_name).name}, {steps} steps, {'with' if guided else 'without'} guidance",
         ("rung", "pictures/s", "speedup", "lowest to highest"),
         [
             (r["name"], f"{r['images_per_s']:.3f}", f"{r['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*r["spread"]))
@@ -177,29 +180,38 @@ class Turns:
 
 
 def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
-    """The stock pipeline on its own copy of the weights, run on the lane's thread like everything else."""
-    import torch
-    from diffusers import StableDiffusionXLPipeline
+    """The stock pipeline on its own copy of the weights, run on the lane's thread like everything else.
 
-    from pipeline import tiny
+    It draws at the model's native size with its family's default guidance, as the engine's rungs do.
+    """
+    import torch
+    from diffusers import DiffusionPipeline
+
+    from pipeline import tiny, tiny_zimage
 
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision, torch.float32)
+    name, family = settings.model_name, family_of(settings.model_name, settings.variant)[0]
 
     def make() -> Any:
-        if settings.model_name in tiny.SHAPES:
-            return tiny.make(tiny.SHAPES[settings.model_name]).to(dtype)
-        return StableDiffusionXLPipeline.from_pretrained(settings.model_name, torch_dtype=dtype)
+        if name in tiny.SHAPES:
+            return tiny.make(tiny.SHAPES[name]).to(dtype)
+        if name in tiny_zimage.SHAPES:
+            return tiny_zimage.make(tiny_zimage.SHAPES[name]).to(dtype)
+        return DiffusionPipeline.from_pretrained(name, torch_dtype=dtype)
 
     pipeline = lane.call(make)
     pipeline.set_progress_bar_config(disable=True)
+    model = ImageModel(name, "", settings.precision, pipeline.device, dtype, family, pipeline.components, {})
 
     def draw(jobs: Sequence[tuple[str, int]]) -> None:
         lane.call(
             lambda: pipeline(
                 [prompt for prompt, _ in jobs],
+                width=model.native,
+                height=model.native,
                 num_inference_steps=steps,
-                guidance_scale=5.0,
+                guidance_scale=family.defaults.guidance_scale,
                 generator=[torch.Generator().manual_seed(seed) for _, seed in jobs],
             )
         )
@@ -242,7 +254,8 @@ def _compile(settings: Settings) -> None:
 
 def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
     """A closed loop of `IN_FLIGHT` requests."""
-    native = works.images.model.native
+    model = works.images.model
+    native, guidance = model.native, model.family.defaults.guidance_scale
     cached = plan.parse(works.settings.deepcache)
 
     def draw(jobs: Sequence[tuple[str, int]]) -> None:
@@ -250,7 +263,9 @@ def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
         futures = []
         for prompt, seed in jobs:
             room.acquire()
-            wanted = ImageParameters(prompt, seed, native, native, steps=steps, deepcache=cached)
+            wanted = ImageParameters(
+                prompt, seed, native, native, steps=steps, guidance_scale=guidance, deepcache=cached
+            )
             future = works.engine.submit(Request(f"{rung}-{prompt}-{seed}", "image", wanted))
             future.add_done_callback(lambda _: room.release())
             futures.append(future)

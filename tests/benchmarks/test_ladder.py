@@ -11,6 +11,8 @@ from benchmarks import ladder, record
 from core import graphs
 from core.config import Settings
 from pipeline import tiny
+from pipeline.tiny_zimage import TINY_Z
+from tests.core.quant.stage import CACHE
 
 
 @pytest.fixture
@@ -50,3 +52,13 @@ def test_no_rung_at_all_is_an_error(settings: Settings, tmp_path: Path) -> None:
         ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("+compile",), compile_limit_s=0.001)
     with pytest.raises(record.BenchError, match="--rungs: there is no stairs"):
         ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("stairs",))
+
+
+def test_a_z_image_is_drawn_with_its_own_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By diffusers' own pipeline of the family, and by the engine: at the native size, without guidance."""
+    monkeypatch.setattr(ladder, "_ROUND", 4)
+    rungs = ("diffusers", "diffusers-static-batch", "step-batching", "+kernels")
+    settings = Settings(model=TINY_Z, cache_dir=CACHE.parent)
+    result = ladder.run(settings, steps=2, pictures=4, results=tmp_path, rungs=rungs)
+    assert [rung["name"] for rung in result["rungs"]] == list(rungs) and result["model"] == TINY_Z
+    assert all(rung["images_per_s"] > 0 for rung in result["rungs"])
