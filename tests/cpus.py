@@ -26,10 +26,11 @@ VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIO
 
 # Rooms that compute. What is left out makes records, speaks HTTP or starts processes with a stand-in for the model.
 ROOMS = (
-    "tests/core/kernels", "tests/core/quant", "tests/core/test_graphs.py", "tests/unet_opt", "tests/pipeline",
-    "tests/llm", "tests/models", "tests/evaluation", "tests/training",
+    "tests/core/kernels", "tests/core/ops", "tests/core/quant", "tests/core/test_graphs.py", "tests/unet_opt",
+    "tests/pipeline", "tests/llm", "tests/models", "tests/evaluation", "tests/training",
     "tests/workers/test_build.py", "tests/workers/test_checker.py", "tests/workers/test_expand.py",
-    "tests/workers/test_loras.py", "tests/workers/test_handlers.py", "tests/workers/test_worker.py",
+    "tests/workers/test_loras.py", "tests/workers/test_handlers.py", "tests/workers/test_text_encoder.py",
+    "tests/workers/test_worker.py",
     "tests/cli/test_captions.py", "tests/cli/test_generate.py", "tests/cli/test_lora.py", "tests/cli/test_quantize.py",
     "tests/deployment/test_default.py", "tests/deployment/test_lora.py",
 )  # fmt: skip
