@@ -42,17 +42,22 @@ def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = No
 
 def work_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job occupies one worker whose batches are full."""
-    rows = card.defaults.rows(job.picture.guidance_scale)
-    steps_s = rows * _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
+    steps_s = _rows(card, job) * _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
     return job.n * (card.costs.encode_s + steps_s + card.costs.vae_s)
 
 
 def solo_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job takes at best: on an idle worker, with its n images in one batch."""
     # Measured with two rows; one row takes at least half of that.
-    rows = card.defaults.rows(job.picture.guidance_scale)
-    steps_s = rows / 2 * _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s)
+    steps_s = _rows(card, job) / 2 * _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s)
     return max(card.costs.encode_s + steps_s + card.costs.vae_s, work_s(card, job))
+
+
+def _rows(card: ImageCard, job: ImageJob) -> float:
+    """Of an image in each forward, on average."""
+    if card.defaults.rows(job.picture.guidance_scale) == 1:
+        return 1
+    return 1 + sum(plan.guided(job.picture.guidance_interval, job.made)) / job.made
 
 
 def check_deadline(draft: JobDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:

@@ -66,6 +66,12 @@ class ImageFields(BaseModel):
         allow_inf_nan=False,
         description="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) no guidance, half the work",
     )
+    guidance_interval: list[float] | None = Field(
+        default=None,
+        min_length=2,
+        max_length=2,
+        description="the share of the steps with guidance, such as [0, 0.5]; others cost half; default: all",
+    )
     negative_prompt: str | None = Field(default=None, description="what the picture should not show")
     scheduler: str | None = Field(default=None, description="one of the model's; default: its own")
     deadline_s: float | None = Field(
@@ -128,7 +134,7 @@ class ImageParameters:
 
     `negative_prompt` None means the model's default for an absent one (SDXL: zero embeddings), "" an empty prompt.
     Classifier-free guidance is on where `guidance_scale` > `ImageDefaults.guided_above` of the model; otherwise a
-    request has one row instead of two.
+    request has one row instead of two, as it has outside `guidance_interval` (see `plan.guided`).
     `scheduler` is the sampler; None means the model's own. `preview_every` n > 0 requests a preview after every n-th
     step. `deepcache` None runs every step deep. With `prompt_weighting` both prompts are parsed for weights
     (contract.markup). `lora` names the LoRAs applied to this image only (contract.loras).
@@ -148,6 +154,11 @@ class ImageParameters:
     edit: Edit | None = None
     prompt_weighting: bool = False
     lora: str = ""
+    guidance_interval: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.guidance_interval, list):  # from JSON
+            object.__setattr__(self, "guidance_interval", tuple(self.guidance_interval))
 
     @property
     def skipped(self) -> int:
@@ -166,6 +177,8 @@ class ImageParameters:
             del told["prompt_weighting"]
         if not self.lora:
             del told["lora"]
+        if self.guidance_interval is None:
+            del told["guidance_interval"]
         if self.edit is None:
             del told["edit"]
         else:
@@ -190,6 +203,8 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     check_whole("steps", parameters.steps, 1, offer.max_steps)
     check_whole("preview_every", parameters.preview_every, 0, MAX_STEPS)
     check_number("guidance_scale", parameters.guidance_scale, 0, offer.max_guidance)
+    if parameters.guidance_interval is not None:
+        plan.check_interval(parameters.guidance_interval, parameters.made)
     offer.check_scheduler(parameters.scheduler)
     check_flag("deterministic", parameters.deterministic)
     offer.check_loras(parameters.lora)

@@ -1,4 +1,6 @@
-"""DeepCache schedules: which steps run the whole UNet (deep) and which only its last block (shallow).
+"""What is left out of a picture's steps: DeepCache schedules, and the interval of steps with guidance.
+
+A DeepCache schedule says which steps run the whole UNet (deep) and which only its last block (shallow).
 
 Follows DeepCache (Ma et al., 2023, sections 3.3 and 4.1) and NVIDIA's MLPerf v4.0 submission, which runs even steps
 deep and odd steps shallow. Imports no torch.
@@ -13,12 +15,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from contract.bounds import check_number
 from contract.errors import Invalid
 
 BLOCK, RESNET = "block", "resnet"
 DEPTHS = (BLOCK, RESNET)
 MAX_INTERVAL = 1_000
 FIELD = "deepcache"  # of a request
+GUIDANCE_INTERVAL = "guidance_interval"  # of a request
 _ALONE = "cannot be given together with interval, first and last"
 
 
@@ -70,6 +74,28 @@ class DeepCache:
 AUTO = DeepCache(interval=2, depth=RESNET, last=1)
 """The schedule of "auto": the submission's, with a deep last step, which avoids its loss in caption score; with it, the
 shorter depth loses nothing more (docs/results.md)."""
+
+
+def guided(interval: tuple[float, float] | None, steps: int) -> tuple[bool, ...]:
+    """Whether each step of a picture with guidance is guided: those from start · steps until before stop · steps, both
+    rounded down, as in diffusers' guiders. None: all.
+
+    Guidance matters little to the last steps and harms at the first (Kynkäänniemi et al., 2024; T-GATE, Zhang et al.,
+    2024, drops it after a gate step).
+    """
+    start, stop = interval or (0.0, 1.0)
+    return tuple(int(start * steps) <= step < int(stop * steps) for step in range(steps))
+
+
+def check_interval(interval: object, steps: int) -> None:
+    """Raise `Invalid` for what is no interval within 0 to 1, or one without any of so many steps."""
+    if not isinstance(interval, (list, tuple)) or len(interval) != 2:
+        raise Invalid(GUIDANCE_INTERVAL, "must be two numbers, such as [0, 0.5]")
+    start, stop = (check_number(GUIDANCE_INTERVAL, number, 0, 1) for number in interval)
+    if start >= stop:
+        raise Invalid(GUIDANCE_INTERVAL, f"must end after it begins, not {start:g} to {stop:g}")
+    if not any(guided((start, stop), steps)):
+        raise Invalid(GUIDANCE_INTERVAL, f"contains none of {steps} steps; a lower guidance_scale turns guidance off")
 
 
 class CacheFields(BaseModel):

@@ -25,6 +25,10 @@ class Conditioning:
     def rows(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
 
+    def unguided(self) -> Conditioning:
+        """Of the positive prompt alone, on the same memory."""
+        return Conditioning({name: tensor[-1:] for name, tensor in self.tensors.items()}, self.guidance_scale)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InpaintMask:
@@ -133,6 +137,8 @@ def guide(output: torch.Tensor, riders: Sequence[DenoisingState]) -> torch.Tenso
         mixed: torch.Tensor = pairs[:, 0] + scales * (pairs[:, 1] - pairs[:, 0])
         return mixed
     output = output.float()
+    if all(rider.conditioning.rows == 1 for rider in riders):
+        return output[:count]
     guided, row = [], 0
     for rider in riders:
         if rider.conditioning.rows == 2:

@@ -20,7 +20,7 @@ from pipeline.conditioning import Conditioner, Told
 from pipeline.fingerprint import fingerprint
 from pipeline.phases import DEEP, ENCODE, IMAGE, VAE
 from pipeline.picture import Picture
-from pipeline.request_state import ImageState, gather, keep
+from pipeline.request_state import ImageState, MemoryLedger, NarrowedState, gather, keep
 
 _ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
 
@@ -35,8 +35,11 @@ class Iteration(NamedTuple):
 class IterationBuilder:
     """Turns a batch of requests of one group into an `Iteration`, which may be retried until it is committed."""
 
-    def __init__(self, backends: Mapping[str, ImageBackend], conditioners: Mapping[str, Conditioner]) -> None:
+    def __init__(
+        self, backends: Mapping[str, ImageBackend], conditioners: Mapping[str, Conditioner], ledger: MemoryLedger
+    ) -> None:
         """Backends and conditioners by the names that groups have."""
+        self._ledger = ledger
         self._main = backends[MAIN]
         self._model = self._main.model
         self._backends = backends
@@ -92,7 +95,7 @@ class IterationBuilder:
             weighted = any(w.prompt_weighting for w in wanted)
             # Cached prompts say nothing about the cost of encoding.
             if conditioner.encoder.misses > before and not weighted:
-                self._observe(group, sum(work.rows for work in works), False, started)
+                self._observe(group, sum(work.most_rows for work in works), False, started)
             return made
 
         def commit(made: list[Told]) -> dict[str, Outcome]:
@@ -100,7 +103,7 @@ class IterationBuilder:
             for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
                 assert work.x is not None
                 work.trajectory = denoise.DenoisingState(
-                    work.table, 0, work.x, torch.zeros_like(work.x), conditioning, work.kept
+                    work.table, 0, work.x, torch.zeros_like(work.x), work.condition(conditioning), work.kept
                 )
                 work.warnings += warnings
                 request.phase = work.phase(0)
@@ -119,7 +122,7 @@ class IterationBuilder:
         backend = self._backends[group.backend]
         owners = [work.uses for work in works for _ in range(work.rows)]
 
-        def compute() -> tuple[list[denoise.DenoisingState], list[Any]]:
+        def compute() -> tuple[list[denoise.DenoisingState], list[NarrowedState | None], list[Any]]:
             started = time.perf_counter()
             way = backend.plan(group, sum(rider.conditioning.rows for rider in present), live=True)
             with torch.inference_mode(), backend.adapt(owners, apart=bool(group.mode)):
@@ -131,15 +134,20 @@ class IterationBuilder:
                     (output,) = call(way.function, inputs, gather(works, way.rows))
                 noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
+                narrowed = [NarrowedState.of(work) if work.narrows(work.step + 1) else None for work in works]
                 previews = [self._preview(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
             synchronize(self._model.device)
             self._observe(group, way.rows, way.compiled, started)
-            return moved, previews
+            return moved, narrowed, previews
 
-        def commit(made: tuple[list[denoise.DenoisingState], list[Any]]) -> dict[str, Outcome]:
+        def commit(
+            made: tuple[list[denoise.DenoisingState], list[NarrowedState | None], list[Any]],
+        ) -> dict[str, Outcome]:
             outcomes = {}
-            for request, work, moved, preview in zip(requests, works, *made, strict=True):
-                work.trajectory = moved
+            for request, work, moved, narrowed, preview in zip(requests, works, *made, strict=True):
+                if narrowed is not None:
+                    self._ledger.narrow(work, narrowed)
+                work.trajectory = work.conditioned(moved)
                 request.phase = work.phase(moved.step)
                 outcomes[request.id] = Outcome(progress=(moved.step, moved.table.steps), preview=preview)
             return outcomes

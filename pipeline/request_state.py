@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
+from contract import plan as plans
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.slots import Budget, Slots
@@ -24,18 +26,20 @@ class ImageState:
 
     slot: list[int]
     size_bytes: int
-    rows: int
+    row_bytes: int  # of these, for each of the most rows
+    widths: tuple[int, ...]  # rows of each step: 2 with classifier-free guidance, else 1
     backend: str  # of its prompts and steps
     mode: str  # as this backend named it; "" unless the request is deterministic
     table: sigmas.SamplerTable
     generator: torch.Generator
     plan: tuple[bool, ...]  # which steps are deep
     depth: str  # of its shallow steps; "" without any
-    features: list[torch.Tensor]  # [rows, …] each: of the last deep step, for shallow ones
+    features: list[torch.Tensor]  # [most rows, …] each: of the last deep step, for shallow ones; in its last rows
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
     image: torch.Tensor | None = None  # [1, C, h, w] fp32: the source's latents
     kept: denoise.InpaintMask | None = None
     trajectory: denoise.DenoisingState | None = None
+    conditionings: dict[int, denoise.Conditioning] = field(default_factory=dict)  # by their rows
     noise: tuple[int, torch.Tensor] | None = None  # (step, its noise): a retry must not draw again
     warnings: list[str] = field(default_factory=list)
     taken: AdapterLease | None = None  # its LoRAs
@@ -45,6 +49,30 @@ class ImageState:
     def step(self) -> int:
         """The step that comes next."""
         return 0 if self.trajectory is None else self.trajectory.step
+
+    @property
+    def rows(self) -> int:
+        """Of the step that comes next."""
+        return self.widths[min(self.step, len(self.widths) - 1)]
+
+    @property
+    def most_rows(self) -> int:
+        return max(self.widths)
+
+    def condition(self, conditioning: denoise.Conditioning) -> denoise.Conditioning:
+        """Take the conditioning of all rows; returns that of the first step."""
+        self.conditionings = {1: conditioning.unguided(), conditioning.rows: conditioning}
+        return self.conditionings[self.widths[0]]
+
+    def conditioned(self, trajectory: denoise.DenoisingState) -> denoise.DenoisingState:
+        """The same with the conditioning of its own step."""
+        if not trajectory.left or self.widths[trajectory.step] == trajectory.conditioning.rows:
+            return trajectory
+        return replace(trajectory, conditioning=self.conditionings[self.widths[trajectory.step]])
+
+    def narrows(self, step: int) -> bool:
+        """Whether no step from this one on is guided, but the one before was."""
+        return step < len(self.widths) and self.widths[step - 1] == 2 and max(self.widths[step:]) == 1
 
     def phase(self, step: int) -> str:
         """The phase before this step; after the last one latents are decoded."""
@@ -101,6 +129,12 @@ class MemoryLedger:
             self._give(slot, needed, taken)
             raise
 
+    def narrow(self, work: ImageState, narrowed: NarrowedState) -> None:
+        """Give the second row back, after the last guided step."""
+        work.conditionings, work.features = {1: narrowed.conditioning}, narrowed.features
+        work.size_bytes -= work.row_bytes
+        self.memory.give(work.row_bytes)
+
     def give(self, work: ImageState) -> None:
         self._give(work.slot, work.size_bytes, work.taken)
 
@@ -112,12 +146,15 @@ class MemoryLedger:
             self._adapters.give(taken)
 
     def size_bytes(self, wanted: ImageParameters) -> int:
-        """Its size: latents, conditioning, and features."""
+        """Its size at most: latents, and each row's conditioning and features."""
         scale, channels = self._model.vae_scale, self._model.latent_channels
         held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
+        return latents + self._rows(wanted) * self._bytes_of_row(wanted)
+
+    def _bytes_of_row(self, wanted: ImageParameters) -> int:
         features = sum(math.prod(shape) for shape in self._features(wanted))
-        return latents + self._rows(wanted) * (self._row_bytes + self._model.dtype.itemsize * features)
+        return self._row_bytes + self._model.dtype.itemsize * features
 
     def _rows(self, wanted: ImageParameters) -> int:
         return self._model.family.rows(self._model, wanted)
@@ -135,7 +172,10 @@ class MemoryLedger:
         size = (wanted.width, wanted.height)
         table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped)
         cached, rows = wanted.deepcache, self._rows(wanted)
+        guided = plans.guided(wanted.guidance_interval, table.steps) if rows > 1 else (False,) * table.steps
         plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
+        # Where guidance begins, no cached features of its second row exist.
+        plan = tuple(deep or (step > 0 and guided[step] and not guided[step - 1]) for step, deep in enumerate(plan))
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
         name, size = _backend(wanted), (wanted.width, wanted.height)
@@ -145,7 +185,24 @@ class MemoryLedger:
             for shape in self._features(wanted)
         ]
         generator = torch.Generator().manual_seed(wanted.seed)
-        return ImageState(slot, size_bytes, rows, name, mode, table, generator, plan, depth, features, taken=taken)
+        return ImageState(
+            slot, size_bytes, self._bytes_of_row(wanted), tuple(2 if each else 1 for each in guided), name, mode, table,
+            generator, plan, depth, features, taken=taken,
+        )  # fmt: skip
+
+
+class NarrowedState(NamedTuple):
+    """What a request keeps of its conditioning and features after its last guided step, in memory of its own."""
+
+    conditioning: denoise.Conditioning
+    features: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, work: ImageState) -> NarrowedState:
+        """Computed on the lane; `MemoryLedger.narrow` then takes it."""
+        one = work.conditionings[1]
+        own = {name: tensor.clone() for name, tensor in one.tensors.items()}
+        return cls(denoise.Conditioning(own, one.guidance_scale), [kept[-1:].clone() for kept in work.features])
 
 
 def _backend(wanted: ImageParameters) -> str:
@@ -163,12 +220,12 @@ def keep(denoiser: Network, features: Sequence[torch.Tensor], works: Sequence[Im
         end, following = start + work.rows, work.step + 1
         if following < len(work.plan) and not work.plan[following]:
             for own, found in zip(work.features, denoiser.kept(features, work.depth), strict=True):
-                own.copy_(found[start:end])
+                own[-work.rows :].copy_(found[start:end])
         start = end
 
 
 def gather(works: Sequence[ImageState], rows: int) -> tuple[torch.Tensor, ...]:
     """The features of each request's last deep step, concatenated; padding repeats the first row."""
     missing = rows - sum(work.rows for work in works)
-    parts = zip(*(work.features for work in works), strict=True)
+    parts = zip(*([own[-work.rows :] for own in work.features] for work in works), strict=True)
     return tuple(torch.cat([*part, *[part[0][:1]] * missing]) for part in parts)

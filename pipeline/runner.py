@@ -67,8 +67,8 @@ class ImageRunner:
             conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, loras.phases[KEYS])
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.recording = BackgroundRecorder(self._lane, backend.graphs.record_next, lambda: self.held() > 0)
-        self._builder = IterationBuilder(self._backends, conditioners)
         self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.adapters)
+        self._builder = IterationBuilder(self._backends, conditioners, self.holdings)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -121,7 +121,10 @@ class ImageRunner:
         return BatchGroup(phase, (wanted.width, wanted.height), mode, name)
 
     def rows(self, request: Request) -> int:
-        return 1 if request.phase in (VAE, IMAGE) else request.work.rows
+        if request.phase in (VAE, IMAGE):
+            return 1
+        work: ImageState = request.work
+        return work.most_rows if request.phase == ENCODE else work.rows
 
     def iterations(self, request: Request) -> int:
         return request.work.trajectory.left if request.phase in STEPS else 1
@@ -130,8 +133,9 @@ class ImageRunner:
         if request.phase not in STEPS:
             return self.cost(self.group(request), rows)
         work: ImageState = request.work
-        left = Counter(work.phase(step) for step in range(work.step, len(work.plan)))
-        return sum(count * self.cost(self._group(request, phase), rows) for phase, count in left.items())
+        others = rows - work.rows
+        left = Counter((work.phase(step), work.widths[step]) for step in range(work.step, len(work.plan)))
+        return sum(n * self.cost(self._group(request, phase), others + own) for (phase, own), n in left.items())
 
     def next_group(self, request: Request) -> BatchGroup | None:
         work: ImageState = request.work
