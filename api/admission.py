@@ -57,7 +57,7 @@ def _rows(card: ImageCard, job: ImageJob) -> float:
     """Of an image in each forward, on average."""
     if card.defaults.rows(job.picture.guidance_scale) == 1:
         return 1
-    return 1 + sum(plan.guided(job.picture.guidance_interval, job.made)) / job.made
+    return 1 + sum(plan.guided(job.picture.guidance_interval, job.made)) / max(1, job.made)
 
 
 def check_deadline(draft: JobDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:

@@ -115,6 +115,23 @@ def model_errors() -> Iterator[None]:
         raise CommandFailed(f"{error} ({error.__cause__ or 'no reason is known'})") from error
 
 
+def add_guidance_interval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--guidance-interval", metavar="FROM:TO", help="share of the steps with guidance, such as 0:0.5; default: all"
+    )
+
+
+def read_interval(text: str | None) -> tuple[float, float] | None:
+    """Raises `UsageError`."""
+    if text is None:
+        return None
+    try:
+        start, stop = map(float, text.split(":"))
+    except ValueError:
+        raise UsageError(f"--guidance-interval: must be two numbers such as 0:0.5, not {text!r}") from None
+    return start, stop
+
+
 def read_size(text: str | None) -> tuple[int, int] | None:
     """Width and height from `--size`. Raises `UsageError`."""
     if text is None:

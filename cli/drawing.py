@@ -8,7 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import UsageError, make_cache, model_errors, open_runtime, read_size, wrong_option
+from cli.arguments import (
+    UsageError,
+    make_cache,
+    model_errors,
+    open_runtime,
+    read_interval,
+    read_size,
+    wrong_option,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +44,7 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
         negative_prompt=options.negative, steps=options.steps,
         guidance_scale=5.0 if options.guidance is None else options.guidance,
         scheduler=options.scheduler, deterministic=options.deterministic,
-        deepcache=plan.parse(settings.deepcache),
+        deepcache=plan.parse(settings.deepcache), guidance_interval=read_interval(options.guidance_interval),
     )  # fmt: skip
     _check(draft, caption, {(draft.width, draft.height)})
     return draft
@@ -53,18 +61,23 @@ def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameter
         name = settings.model_name
         short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
         where = {"server": None, "model": short, "precision": settings.precision, "unet": unet}
-    return where | {
-        "prompts": options.prompts.name,
-        "protocol": options.protocol,
-        "steps": draft.steps,
-        "guidance_scale": draft.guidance_scale,
-        "negative_prompt": draft.negative_prompt,
-        "scheduler": draft.scheduler,
-        "deepcache": settings.deepcache,
-        "size": size,
-        "seed_offset": options.seed_offset,
-        "deterministic": draft.deterministic,
-    }
+    interval = {} if draft.guidance_interval is None else {"guidance_interval": [*draft.guidance_interval]}
+    return (
+        where
+        | interval
+        | {
+            "prompts": options.prompts.name,
+            "protocol": options.protocol,
+            "steps": draft.steps,
+            "guidance_scale": draft.guidance_scale,
+            "negative_prompt": draft.negative_prompt,
+            "scheduler": draft.scheduler,
+            "deepcache": settings.deepcache,
+            "size": size,
+            "seed_offset": options.seed_offset,
+            "deterministic": draft.deterministic,
+        }
+    )
 
 
 def open_source(

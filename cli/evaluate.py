@@ -16,6 +16,7 @@ from cli import compare, drawing
 from cli.arguments import (
     Commands,
     UsageError,
+    add_guidance_interval,
     add_model,
     add_steps,
     read_settings,
@@ -96,6 +97,7 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
     add_steps(parser)
     parser.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
     parser.add_argument("--guidance", type=float, metavar="SCALE", help="default: 5.0")
+    add_guidance_interval(parser)
     parser.add_argument("--negative", metavar="TEXT", help="what pictures should not show")
     parser.add_argument("--scheduler", metavar="NAME", help="default: the model's")
     parser.add_argument("--deterministic", action="store_true", help="equal bytes also where torch draws; slower")
@@ -136,16 +138,17 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
-    """Options of one variant: PRECISION, with +DEEPCACHE and @SEED_OFFSET where given."""
-    match = re.fullmatch(rf"({'|'.join(CHOICES)})(?:\+([^@]+))?(?:@([0-9]{{1,19}}))?", name)
+    """Options of one variant: PRECISION, with +DEEPCACHE, /GUIDANCE_INTERVAL and @SEED_OFFSET where given."""
+    match = re.fullmatch(rf"({'|'.join(CHOICES)})(?:\+([^@/]+))?(?:/([^@/]+))?(?:@([0-9]{{1,19}}))?", name)
     if match is None:
-        raise UsageError(f"--variants: must look like int8, int8+2 or fp32@1000000, not {name!r}")
+        raise UsageError(f"--variants: must look like int8, int8+2, int8+2/0:0.5 or fp32@1000000, not {name!r}")
     if options.out is None:
         raise UsageError("--out: must be given")
-    precision, deepcache, seeds = match.groups()
-    given = vars(options) | {"precision": precision, "out": options.out / name.replace(":", "-")}
+    precision, deepcache, interval, seeds = match.groups()
+    given = vars(options) | {"precision": precision, "out": options.out / re.sub("[:/]", "-", name)}
     given["against"] = [] if options.real is None else [options.real]  # checked before hours are spent
     given |= {} if deepcache is None else {"deepcache": deepcache}
+    given |= {} if interval is None else {"guidance_interval": interval}
     given |= {} if seeds is None else {"seed_offset": int(seeds)}
     return argparse.Namespace(**given)
 

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from cli.arguments import (
     Commands,
     UsageError,
+    add_guidance_interval,
     add_model,
     add_out,
     make_cache,
     model_errors,
     open_runtime,
+    read_interval,
     read_settings,
     read_size,
     wrong_option,
@@ -66,11 +68,7 @@ def add(commands: Commands) -> None:
     generate.add_argument(
         "--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) off"
     )
-    generate.add_argument(
-        "--guidance-interval",
-        metavar="FROM:TO",
-        help="share of the steps with guidance, such as 0:0.5; default: all",
-    )
+    add_guidance_interval(generate)
     generate.add_argument("--negative", metavar="TEXT", help="what the picture should not show")
     generate.add_argument(
         "--scheduler", metavar="NAME", help="euler, euler-ancestral, dpm++2m, lcm or flow-euler; default: the model's"
@@ -86,17 +84,6 @@ def add(commands: Commands) -> None:
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_model(generate)
     generate.set_defaults(run=_generate, compile=None)
-
-
-def _interval(text: str | None) -> tuple[float, float] | None:
-    """Raises `UsageError`."""
-    if text is None:
-        return None
-    try:
-        start, stop = map(float, text.split(":"))
-    except ValueError:
-        raise UsageError(f"--guidance-interval: must be two numbers such as 0:0.5, not {text!r}") from None
-    return start, stop
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -118,7 +105,8 @@ def _generate(options: argparse.Namespace) -> int:
     draft = ImageParameters(
         prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, scheduler=options.scheduler, deterministic=options.deterministic,
-        prompt_weighting=options.weighting, lora=options.loras, guidance_interval=_interval(options.guidance_interval),
+        prompt_weighting=options.weighting, lora=options.loras,
+        guidance_interval=read_interval(options.guidance_interval),
     )  # fmt: skip
     asked = {"steps": options.steps, "guidance_scale": options.guidance}
     given = {name: value for name, value in asked.items() if value is not None}

@@ -73,8 +73,8 @@ def add(commands: Commands) -> None:
         "--against", type=Path, action="append", default=[], metavar="REF", help="of accuracy; as `evaluate` has it"
     )
     mlperf.set_defaults(
-        run=_mlperf, compile=None, steps=None, guidance=None, negative=None, scheduler=None, size=None,
-        deterministic=False, protocol="mlperf",
+        run=_mlperf, compile=None, steps=None, guidance=None, guidance_interval=None, negative=None, scheduler=None,
+        size=None, deterministic=False, protocol="mlperf",
     )  # fmt: skip
 
 

@@ -93,6 +93,8 @@ def unofficial(scores: Mapping[str, Any]) -> list[str]:
         reasons.append("no fixed latent")
     if scores.get("side") != NATIVE:
         reasons.append(f"pictures of {scores.get('side')} pixels instead of {NATIVE}")
+    if settings.get("guidance_interval") is not None:
+        reasons.append("guidance for a part of the steps")
     if settings.get("deepcache") not in (None, "off"):
         reasons.append("DeepCache, which the open division allows")
     return reasons

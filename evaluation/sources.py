@@ -85,6 +85,7 @@ class RemoteService:
             "seed": wanted.seed, "steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
             "negative_prompt": wanted.negative_prompt, "scheduler": wanted.scheduler,
             "deterministic": wanted.deterministic, "deepcache": _schedule(wanted),
+            "guidance_interval": wanted.guidance_interval and [*wanted.guidance_interval],
         }  # fmt: skip
         given = {name: value for name, value in fields.items() if value is not None}
         return self._service.submit(self._draw, given, wanted.steps, tick)

@@ -120,6 +120,13 @@ def test_the_estimate_counts_every_step_as_its_worker_makes_it(
     assert draft.work_ms <= _draft(CARD, steps=steps, guidance_scale=guidance, n=n).work_ms
 
 
+def test_steps_without_guidance_count_half() -> None:
+    """Of 30 ms a row, and 300 ms beside the steps; nothing is left out where there is no guidance."""
+    for interval, rows in ((None, 20), ([0, 0.5], 15), ([0.2, 1], 18), ([0, 1], 20)):
+        assert _draft(steps=10, guidance_interval=interval).work_ms == 300 + 30 * rows
+    assert _draft(steps=10, guidance_scale=1.0, guidance_interval=[0, 0.5]).work_ms == 300 + 30 * 10
+
+
 @given(SCHEDULES, st.integers(1, 60), st.floats(0.1, 1.0))
 def test_an_edit_is_counted_by_the_steps_it_makes(asked: Any, steps: int, strength: float) -> None:
     parameters = {**_draft(steps=steps).parameters, "deepcache": asked}

@@ -30,12 +30,14 @@ def test_one_prompt_is_one_picture_and_stdout_is_its_path(shell: Shell) -> None:
 
 def test_every_option_reaches_the_picture(shell: Shell) -> None:
     options = ["--seed", "3", "--guidance", "2.5", "--negative", "", "--scheduler", "dpm++2m", "--size", "16x16"]
+    options += ["--guidance-interval", "0:0.7"]
     assert shell.generate("x", *options, "--deterministic", "--steps", "3", "--deepcache", "3:resnet").code == 0
     (path,) = shell.pictures()
     assert made_with(path) == {
         "prompt": "x", "seed": 3, "width": 16, "height": 16, "negative_prompt": "", "steps": 3,
         "guidance_scale": 2.5, "scheduler": "dpm++2m", "deterministic": True, "preview_every": 0,
         "deepcache": {"interval": 3, "depth": "resnet", "first": 0, "last": 0, "deep_steps": None},
+        "guidance_interval": [0, 0.7],
     }  # fmt: skip
 
 

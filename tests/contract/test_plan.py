@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import Invalid
-from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, read
+from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, check_interval, guided, read
 
 SCHEDULES = st.builds(
     DeepCache,
@@ -112,3 +112,39 @@ def test_what_cannot_be_read_is_named(value: object, field: str) -> None:
     with pytest.raises(Invalid) as caught:
         read(value)
     assert caught.value.field == field
+
+
+# -- guidance for a part of the steps ----------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 100))
+def test_the_steps_of_an_interval_are_those_of_diffusers_guider(start: float, stop: float, steps: int) -> None:
+    """An interval that `check_interval` accepts has one stretch of steps at least; any other is refused by name."""
+    from diffusers.guiders import ClassifierFreeGuidance
+
+    found = guided((start, stop), steps)
+    if start <= stop and start < 1:  # diffusers knows no others
+        guider = ClassifierFreeGuidance(guidance_scale=5.0, start=start, stop=stop)
+        for step in range(steps):
+            guider.set_state(step=step, num_inference_steps=steps, timestep=None)
+            assert (guider.num_conditions == 2) is found[step]
+    try:
+        check_interval([start, stop], steps)
+    except Invalid as wrong:
+        assert wrong.field == "guidance_interval" and (start >= stop or not any(found))
+    else:
+        first, last = found.index(True), steps - found[::-1].index(True)
+        assert all(found[first:last])
+
+
+def test_without_an_interval_every_step_is_guided() -> None:
+    assert guided(None, 3) == guided((0, 1), 3) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    "wrong", [0.5, "0:1", [0.5], [0, 0.5, 1], [-0.1, 1], [0, 1.1], [0, True], [0, "1"], [0.6, 0.5]]
+)
+def test_what_is_no_interval_is_refused_by_name(wrong: object) -> None:
+    with pytest.raises(Invalid) as caught:
+        check_interval(wrong, 10)
+    assert caught.value.field == "guidance_interval"
