@@ -36,7 +36,9 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "+kernels": {"precision": "fp32", "kernels": True, "compile": False},
     "+int8": {"precision": "int8", "kernels": True, "compile": False},
     "+deepcache": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "auto"},
+    "+gate": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "auto"},
 }
+_INTERVALS = {"+gate": (0.0, 0.5)}  # of steps with guidance
 RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
 STATIC_BATCH = 8
 IN_FLIGHT = 16
@@ -264,8 +266,9 @@ def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
         for prompt, seed in jobs:
             room.acquire()
             wanted = ImageParameters(
-                prompt, seed, native, native, steps=steps, guidance_scale=guidance, deepcache=cached
-            )
+                prompt, seed, native, native, steps=steps, guidance_scale=guidance, deepcache=cached,
+                guidance_interval=_INTERVALS.get(rung),
+            )  # fmt: skip
             future = works.engine.submit(Request(f"{rung}-{prompt}-{seed}", "image", wanted))
             future.add_done_callback(lambda _: room.release())
             futures.append(future)

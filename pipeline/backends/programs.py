@@ -35,7 +35,7 @@ class ProgramBackend(ImageBackend):
         self.model = model
         self.denoiser, self._decoder, self.phases = on_kernels(model, kernels)
         self.kernels = KernelIdentity.on_cpu(kernels)
-        self.costs = PhaseCosts()
+        self.costs = PhaseCosts(skip_first=True)
         self.widths = widths or Widths()
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
         self._lowerings: dict[str, CpuLowering] = {}

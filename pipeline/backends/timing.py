@@ -30,7 +30,7 @@ class PhaseCosts:
 
     def __init__(self, *, skip_first: bool = False) -> None:
         """`skip_first`: the first run of a shape that is neither compiled nor recorded is not counted, because it
-        compiles kernels.
+        compiles kernels or writes a program.
         """
         self._table = CostTable(_GUESS_S)
         self._skip_first = skip_first
@@ -42,9 +42,12 @@ class PhaseCosts:
     def observe(self, key: ExecutableKey, compiled: bool, seconds: float) -> None:
         """Update a curve with an iteration's time."""
         if self._skip_first and not compiled and key not in self._seen:
-            self._seen.add(key)
-            return
+            return self.warmed(key)
         self._table[key.phase, key.size, compiled].observe(key.rows, seconds)
+
+    def warmed(self, key: ExecutableKey) -> None:
+        """The shape has run once."""
+        self._seen.add(key)
 
     def measured(self) -> dict[Any, Mapping[int, float]]:
         """Measured seconds by rows, for each (phase, size, compiled)."""
@@ -80,6 +83,8 @@ class PhaseTimer:
                 synchronize(self._model.device)
             if run:  # also the first replay of a graph is slow: it uploads the graph to the device
                 self._costs.observe(key, compiled, time.perf_counter() - started)
+            else:
+                self._costs.warmed(key)
         return True
 
     def example(self, phase: str, rows: int, size: Size, seed: int = 0) -> Callable[[Callable[..., Any]], Any]:
