@@ -10,6 +10,7 @@ import torch
 
 from core.batching.engine import Engine
 from llm.load import TextModel
+from llm.speculator import Speculator
 from tests.llm import stage
 
 MOST = 32
@@ -72,7 +73,9 @@ def answered(engine: Engine, given: list[tuple[int, ...]], *, on: bool) -> list[
     ],
     ids=["alone", "in-flight", "preempted", "draft", "draft-preempted", "lookup"],
 )
-def test_200_prompts_on_our_kernels(options: dict[str, Any], guessing: bool) -> None:
+def test_200_prompts_on_our_kernels(options: dict[str, Any], guessing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # How many guesses pay off is a matter of acceptance alone here, not of how fast the machine is today.
+    monkeypatch.setattr(Speculator, "lengths", lambda self, decoding: None)
     options = {**options, "kernels": stage.kernels()}
     if options.get("draft") == "model":
         options["draft"] = stage.emoji_draft()
