@@ -1,0 +1,70 @@
+"""A change that spoils 8-bit or cached pictures fails: of 64 pictures, beside fp32 and the stored figures."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from core.quant.linear import Int8Conv2d, Int8Linear
+from evaluation.clip import Clip
+from pipeline.load import load
+from tests.models import gate
+
+STORED: dict[str, dict[str, gate.Figures]] = json.loads(gate.STORED.read_text("utf-8"))
+CASES = [(name, way) for name in gate.STEPS for way in gate.ways(name)]
+
+
+@functools.cache
+def clip() -> Clip:
+    return Clip()
+
+
+@functools.cache
+def whole(name: str) -> gate.Pictures:
+    return gate.draw(load(str(gate.ROOT / "models" / name)))
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_pictures_are_as_near_to_fp32_as_when_the_figures_were_stored(name: str, way: str) -> None:
+    assert all(picture.std() > 20 for picture in whole(name)), "a flat picture would prove nothing"
+    assert gate.falls(gate.measure(name, way, whole(name), clip()), STORED[name][way]) == []
+
+
+def _layers(network: Any, part: str) -> list[Int8Linear | Int8Conv2d]:
+    found = [m for name, m in network.named_modules() if isinstance(m, (Int8Linear, Int8Conv2d)) and part in name]
+    assert found
+    return found
+
+
+def scale_of_one_kind(network: Any) -> None:
+    """Products of one kind of layer come out 4% too large."""
+    for layer in _layers(network, "ff.net.2"):
+        layer.scale.mul_(1.04)
+
+
+def inputs_that_overflow(network: Any) -> None:
+    """One block's inputs are scaled as if they were a quarter as large: levels are cut off."""
+    for layer in _layers(network, "mid_block"):
+        layer.inverse.mul_(4)
+        layer.scale.div_(4)
+
+
+def seven_bits(network: Any) -> None:
+    """Weights lose their last bit."""
+    for layer in _layers(network, ""):
+        layer.weight.copy_(layer.weight // 2 * 2)
+
+
+@pytest.mark.parametrize("bug", [scale_of_one_kind, inputs_that_overflow, seven_bits])
+def test_a_planted_bug_is_found(bug: Callable[[Any], None]) -> None:
+    found = gate.measure("emoji-xl", "int8", whole("emoji-xl"), clip(), bug)
+    assert gate.falls(found, STORED["emoji-xl"]["int8"]), found
+
+
+def test_figures_that_are_no_numbers_fall() -> None:
+    stored = STORED["emoji-xl"]["int8"]
+    assert [fall.figure for fall in gate.falls(dict.fromkeys(stored, float("nan")), stored)] == [*stored]
