@@ -17,11 +17,13 @@ from cli.arguments import (
     read_size,
     wrong_option,
 )
+from cli.scoring import scoring_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
+    from contract.card import ImageDefaults
     from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
@@ -38,16 +40,32 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     from contract import plan
     from contract.image import ImageParameters
 
-    size = read_size(options.size)
+    size, usual = read_size(options.size), _defaults(options, settings)
     draft = ImageParameters(
         prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
-        negative_prompt=options.negative, steps=options.steps,
-        guidance_scale=5.0 if options.guidance is None else options.guidance,
+        negative_prompt=options.negative, steps=usual.steps if options.steps is None else options.steps,
+        guidance_scale=usual.guidance_scale if options.guidance is None else options.guidance,
         scheduler=options.scheduler, deterministic=options.deterministic,
         deepcache=plan.parse(settings.deepcache), guidance_interval=read_interval(options.guidance_interval),
     )  # fmt: skip
     _check(draft, caption, {(draft.width, draft.height)})
     return draft
+
+
+def _defaults(options: argparse.Namespace, settings: Settings) -> ImageDefaults:
+    """The model's, where the options leave a choice."""
+    from contract.card import ImageDefaults
+    from pipeline.load import family_of
+
+    if None not in (options.steps, options.guidance):
+        return ImageDefaults()
+    if not options.server:
+        with model_errors():
+            return family_of(settings.model_name, settings.variant)[0].defaults
+    from evaluation.sources import RemoteService
+
+    with scoring_errors(), contextlib.closing(RemoteService(options.server, options.model)) as remote:
+        return ImageDefaults(**remote.card.get("defaults", {}))
 
 
 def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameters) -> dict[str, Any]:

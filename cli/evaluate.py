@@ -18,7 +18,6 @@ from cli.arguments import (
     UsageError,
     add_guidance_interval,
     add_model,
-    add_steps,
     read_settings,
 )
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
@@ -94,9 +93,9 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed-offset", type=int, default=0, metavar="N", help="seed of the first caption; default: %(default)s"
     )
-    add_steps(parser)
+    parser.add_argument("--steps", type=int, metavar="N", help="of denoising; default: the model's, 20 for SDXL")
     parser.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
-    parser.add_argument("--guidance", type=float, metavar="SCALE", help="default: 5.0")
+    parser.add_argument("--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL")
     add_guidance_interval(parser)
     parser.add_argument("--negative", metavar="TEXT", help="what pictures should not show")
     parser.add_argument("--scheduler", metavar="NAME", help="default: the model's")

@@ -195,6 +195,20 @@ def test_other_settings_are_refused_with_the_difference(runs: dict[str, Path], s
     assert answer.code == 2 and "guidance_scale is 5.0 there, 3.0 here" in answer.err
 
 
+def test_steps_and_guidance_are_the_models_where_nothing_is_said(shell: Shell) -> None:
+    words = ["evaluate", "--prompts", str(table(shell.folder)), "--limit", "2", *QUICK]
+    at = words.index("--steps")
+    del words[at : at + 2]
+    words[words.index("--model") + 1] = "random:tiny-z"
+    words.append("--out")
+    assert shell(*words, "run", "--guidance-interval", "0:0.5").code == 0
+    asked = EvaluationRun.read(shell.folder / "run").settings
+    assert (asked["steps"], asked["guidance_scale"], asked["guidance_interval"]) == (8, 0.0, [0.0, 0.5])
+    assert shell(*words, "other", "--steps", "2", "--guidance", "1.5").code == 0
+    asked = EvaluationRun.read(shell.folder / "other").settings
+    assert (asked["steps"], asked["guidance_scale"]) == (2, 1.5) and "guidance_interval" not in asked
+
+
 def test_only_one_word_is_needed_to_be_told_what_is_missing(shell: Shell) -> None:
     assert "--prompts: must be given" in shell("evaluate").err
     assert "--out: must be given" in shell("evaluate", "--prompts", str(CLIP / "README.md")).err
