@@ -102,4 +102,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
             fields[name] = text == "true"
         elif name == "deepcache" and text.startswith("{"):
             fields[name] = body.parse(text.encode())
+        elif name == "guidance_interval":
+            numbers = [body.number(part.strip()) for part in text.removeprefix("[").removesuffix("]").split(",")]
+            fields[name] = text if None in numbers else numbers
     return fields

@@ -84,6 +84,8 @@ def run(
             bounded = f" (torch.compile, at most {compile_limit_s:g} s)" if _ENGINE[name]["compile"] else ""
             turns.say(f"preparing {name}{bounded}")
             try:
+                if name in _INTERVALS:
+                    _check_guided(settings, steps)
                 works = _engine(settings, name, lane, stack, compile_limit_s)
             except LeftOut as error:
                 left_out[name] = str(error)
@@ -244,6 +246,15 @@ def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile
         works.images.backend.wait()
         works.images.prepare(measure_s=10.0)
     return works
+
+
+def _check_guided(settings: Settings, steps: int) -> None:
+    """Raise `LeftOut` for a model without guidance, or too few steps to end it among them."""
+    defaults = family_of(settings.model_name, settings.variant)[0].defaults
+    if defaults.rows(defaults.guidance_scale) == 1:
+        raise LeftOut("the model draws without guidance")
+    if steps < 2:
+        raise LeftOut("guidance ends after one step at least")
 
 
 def _compile(settings: Settings) -> None:

@@ -46,7 +46,8 @@ exit codes: 0 drawn and scored; 1 some pictures failed; 2 the input cannot be us
 
 
 _VARIANTS = f"""A variant is a precision ({", ".join(CHOICES)}), then perhaps + and a DeepCache schedule,
-then perhaps @ and a seed offset: fp32@1000000 is fp32 with other seeds, whose distance from fp32 gates allow.
+then perhaps / and a guidance interval: int8+2/0:0.5; then perhaps @ and a seed offset: fp32@1000000 is fp32
+with other seeds, whose distance from fp32 gates allow.
 
   diptych evaluate sweep --prompts captions.tsv --limit 1000 --real real --out runs --variants fp32 fp32@1000000 int8
 """

@@ -355,7 +355,9 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     if schedule is not None and (wrong := schedule.error_for(job.made)):
         raise wrong
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
-    check(job.picture, offer)
+    if job.picture.guidance_interval is not None:
+        plan.check_interval(job.picture.guidance_interval, job.made)
+    check(replace(job.picture, guidance_interval=None), offer)  # which knows no source, and so not how many are made
     return job
 
 

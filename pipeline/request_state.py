@@ -130,10 +130,10 @@ class MemoryLedger:
             raise
 
     def narrow(self, work: ImageState, narrowed: NarrowedState) -> None:
-        """Give the second row back, after the last guided step."""
+        """Give back the second row, and the copy's, after the last guided step."""
         work.conditionings, work.features = {1: narrowed.conditioning}, narrowed.features
-        work.size_bytes -= work.row_bytes
-        self.memory.give(work.row_bytes)
+        work.size_bytes -= 2 * work.row_bytes
+        self.memory.give(2 * work.row_bytes)
 
     def give(self, work: ImageState) -> None:
         self._give(work.slot, work.size_bytes, work.taken)
@@ -146,11 +146,16 @@ class MemoryLedger:
             self._adapters.give(taken)
 
     def size_bytes(self, wanted: ImageParameters) -> int:
-        """Its size at most: latents, and each row's conditioning and features."""
+        """Its size at most: latents, and each row's conditioning and features.
+
+        Where guidance ends before the last step, one row more: what is kept is copied while both rows are still there.
+        """
         scale, channels = self._model.vae_scale, self._model.latent_channels
         held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
-        return latents + self._rows(wanted) * self._bytes_of_row(wanted)
+        rows = self._rows(wanted)
+        narrows = rows > 1 and not plans.guided(wanted.guidance_interval, wanted.made)[-1]
+        return latents + (rows + narrows) * self._bytes_of_row(wanted)
 
     def _bytes_of_row(self, wanted: ImageParameters) -> int:
         features = sum(math.prod(shape) for shape in self._features(wanted))

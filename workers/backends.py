@@ -67,8 +67,8 @@ _OURS: dict[str, BackendFactory] = {TORCH: _torch, PROGRAMS: _programs, GRAPHS: 
 
 
 def check(settings: Settings) -> None:
-    """Reject what needs no model to be rejected. Raises `SettingsError`, and `ModelError` for 8 bits on torch:
-    emulation would be slower than an unquantized model.
+    """Reject what needs no model to be rejected. Raises `SettingsError`, and `ModelError` for 8 bits on a backend that
+    is named torch: emulation would be slower than an unquantized model.
     """
     find(settings.backend)
     if settings.backend == TORCH and is_quantized(settings.precision):
@@ -107,7 +107,8 @@ def _load(point: EntryPoint) -> BackendFactory:
 def select(settings: Settings, model: ImageModel) -> tuple[str, str]:
     """The name of the backend for this model, and if it is torch the reason why our own kernels do not run.
 
-    Raises `ModelError` for 8 bits without kernels: emulation would be slower than an unquantized model.
+    Raises `ModelError` for INT8 and FP8 without kernels: emulation would be slower than an unquantized model. Schemes
+    that the kernels may lack run on torch.
     """
     if settings.backend != AUTO:
         return settings.backend, f"the settings select {TORCH}" if settings.backend == TORCH else ""

@@ -29,10 +29,9 @@ def on_kernels(settings: Settings, model: ImageModel, backend: str, *, release: 
     `release`: the text encoder's own forward is not used any more, so that its weights may be dropped once packed.
     """
     part = model.family.language_model
-    if part is None or backend not in (PROGRAMS, GRAPHS):
+    if part is None or (lowering := _lowering(settings, model, part, backend)) is None:
         return model
     try:
-        lowering = _lowering(settings, model, part, backend)
         encoder = PromptEncoder(lowering, model.parts[part])
     except ValueError as error:
         log.info("%s: torch encodes prompts: %s", model.name, error)
@@ -48,9 +47,9 @@ def on_kernels(settings: Settings, model: ImageModel, backend: str, *, release: 
     return replace(model, embed=embed)
 
 
-def _lowering(settings: Settings, model: ImageModel, part: str, backend: str) -> Lowering:
+def _lowering(settings: Settings, model: ImageModel, part: str, backend: str) -> Lowering | None:
+    """None without kernels; why an image backend that needs them cannot do without is its own to say."""
     if backend == GRAPHS:
         return CudaLowering(model.dtype, _ROWS)
-    library, _ = kernels(settings, model)
-    assert library is not None
-    return CpuLowering(library, model.parts[part])
+    library, _ = kernels(settings, model) if backend == PROGRAMS else (None, "")
+    return None if library is None else CpuLowering(library, model.parts[part])

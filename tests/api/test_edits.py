@@ -127,6 +127,13 @@ def test_the_size_follows_the_picture_unless_it_is_given(
     assert np.array_equal(image, np.asarray(resized))
 
 
+@pytest.mark.parametrize("text", ["[0.25, 1]", "[0.25,1.0]", "0.25, 1"])
+def test_a_form_tells_an_interval_as_text(shared: Api, easel: Easel, text: str) -> None:
+    data = {"prompt": "a hat", "steps": "10", "guidance_interval": text}
+    assert shared.client.post(EDITS, data=data, files={"image": PNG}).status_code == 200
+    assert easel.seen[-1].parameters["guidance_interval"] == [0.25, 1]
+
+
 def test_what_is_handed_in_never_enters_the_record_and_goes_with_it(shared: Api, worker: Worker) -> None:
     with ThreadPoolExecutor(1) as pool:
         known = worker.ids()
@@ -255,6 +262,9 @@ def test_files_are_refused_by_name(
         ({"size": "1x1"}, "size", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_type"),
         ({"deepcache": "{"}, None, "invalid_body"),
+        ({"guidance_interval": "["}, "guidance_interval", None),
+        ({"guidance_interval": "0:1"}, "guidance_interval", None),
+        ({"guidance_interval": "[0, 0.2]", "steps": "10", "strength": "0.3"}, "guidance_interval", "invalid_value"),
         ({"deepcache": '{"deep_steps": [0, 17]}'}, "deepcache.deep_steps", "invalid_value"),
         ({"image": "text"}, "image", None),
         ({"nonsense": "1"}, "nonsense", "unknown_parameter"),

@@ -59,6 +59,7 @@ def test_a_z_image_is_drawn_with_its_own_defaults(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ladder, "_ROUND", 4)
     rungs = ("diffusers", "diffusers-static-batch", "step-batching", "+kernels")
     settings = Settings(model=TINY_Z, cache_dir=CACHE.parent)
-    result = ladder.run(settings, steps=2, pictures=4, results=tmp_path, rungs=rungs)
+    result = ladder.run(settings, steps=2, pictures=4, results=tmp_path, rungs=(*rungs, "+gate"))
     assert [rung["name"] for rung in result["rungs"]] == list(rungs) and result["model"] == TINY_Z
+    assert result["left_out"] == {"+gate": "the model draws without guidance"}
     assert all(rung["images_per_s"] > 0 for rung in result["rungs"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from contract.bounds import MAX_SEED
 from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer
 from contract.errors import Invalid
-from contract.image import ImageFields, ImageJob, ImageParameters, Source, check, image_job
+from contract.image import Edit, EditFields, ImageFields, ImageJob, ImageParameters, Source, check, image_job
 from pipeline.sizes import sizes
 
 SIZES = sizes(64, 16)
@@ -199,3 +199,27 @@ def test_what_is_asked_for_is_what_is_drawn(steps: int, edited: tuple[int, int] 
         check(picture, offer)
     assert (job.source is not None) == (edited is not None)
     assert job.made == (steps if edited is None or masked else int(steps * 0.8))
+
+
+@given(st.integers(1, 20), st.floats(0, 1), st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_an_interval_counts_the_steps_that_run(steps: int, strength: float, interval: tuple[float, float]) -> None:
+    """What the API takes of an edit the worker takes, and the other way round."""
+    width, height = 64, 64
+    edit = Edit(bytes(3 * width * height), None, strength)
+    picture = dataclasses.replace(
+        GOOD, steps=steps, width=width, height=height, guidance_interval=interval, edit=edit, scheduler=None
+    )
+    found = []
+    for each in (
+        lambda: check(picture, OFFER),
+        lambda: image_job(
+            EditFields(prompt="x", steps=steps, strength=strength, guidance_interval=[*interval], size="64x64"),
+            OFFER, (width, height),
+        ),
+    ):  # fmt: skip
+        try:
+            each()
+            found.append("")
+        except Invalid as wrong:
+            found.append(wrong.field)
+    assert bool(found[0]) == bool(found[1]), found

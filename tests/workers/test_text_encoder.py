@@ -16,6 +16,7 @@ from pipeline import tiny, tiny_zimage
 from pipeline.backends.graphs import GraphBackend
 from pipeline.families.family import ImageModel
 from pipeline.families.zimage.conditioning import embed
+from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.phases import TEXT
 from tests.core.quant.stage import CACHE, kernels
@@ -64,6 +65,12 @@ def test_what_the_kernels_lack_is_logged_and_left_to_torch(model: ImageModel, ca
     with caplog.at_level(logging.INFO, "workers"):
         assert on_kernels(SETTINGS, model, PROGRAMS, release=True) is model
     assert "torch encodes prompts: " in caplog.text and "SwiGLU, not gelu" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"kernels": False}])
+def test_a_backend_without_its_kernels_says_so_itself(options: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=r"backend programs: the (CPU kernels support|native kernels are turned off)"):
+        build(SETTINGS.model_copy(update={"backend": PROGRAMS, **options}))
 
 
 def test_graphs_encode_by_it_and_record_none_of_it(model: ImageModel) -> None:
