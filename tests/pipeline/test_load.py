@@ -19,12 +19,12 @@ from pipeline.families import sdxl
 from pipeline.families.sdxl.parts import text_encoders
 from pipeline.load import ImageModel, ModelError, load
 from pipeline.tiny import SDXLShape
+from tests.pipeline.damage import Damage, edit, rebuilt, replaced
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
 TEXT_2 = "text_encoder_2/model.safetensors"
-Damage = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def edit(file: str, **values: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        config = json.loads((folder / file).read_text())
-        (folder / file).write_text(json.dumps({**config, **values}))
-
-    return damage
 
 
 def remove(*names: str) -> Damage:
@@ -74,26 +66,11 @@ def alter(file: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage
 
 
 def made_of(shape: SDXLShape, part: str) -> Damage:
-    """The part of a model of another shape in the place of this one's."""
-
-    def damage(folder: Path) -> None:
-        shutil.rmtree(folder / part)
-        getattr(tiny.make(shape), part).save_pretrained(folder / part)
-
-    return damage
+    return replaced(part, lambda: tiny.make(shape))
 
 
 def unlike_sdxl(**config: Any) -> Damage:
-    """A UNet of another architecture, with weights that fit its own config."""
-
-    def damage(folder: Path) -> None:
-        from diffusers import UNet2DConditionModel
-
-        own = json.loads((folder / "unet/config.json").read_text())
-        shutil.rmtree(folder / "unet")
-        UNet2DConditionModel.from_config({**own, **config}).save_pretrained(folder / "unet")
-
-    return damage
+    return rebuilt("unet", "UNet2DConditionModel", **config)
 
 
 def pickled(folder: Path) -> None:

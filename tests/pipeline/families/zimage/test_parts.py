@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,8 @@ from pipeline.families.zimage import FAMILY
 from pipeline.load import ModelError, load, weights_digest
 from pipeline.sizes import sizes
 from pipeline.tiny_zimage import TINY_Z, ZImageShape
+from tests.pipeline.damage import Damage, edit, rebuilt, replaced
 from tests.pipeline.families.zimage.models import SHAPES, model
-
-Damage = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="module")
@@ -34,33 +31,12 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-def edit(file: str, **values: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        config = json.loads((folder / file).read_text())
-        (folder / file).write_text(json.dumps({**config, **values}))
-
-    return damage
-
-
-def replaced(part: str, shape: ZImageShape) -> Damage:
-    def damage(folder: Path) -> None:
-        shutil.rmtree(folder / part)
-        getattr(tiny_zimage.make(shape), part).save_pretrained(folder / part)
-
-    return damage
+def narrow() -> Any:
+    return tiny_zimage.make(ZImageShape(text_width=32, text_heads=1))
 
 
 def another_transformer(**config: Any) -> Damage:
-    """With weights that fit its own config."""
-
-    def damage(folder: Path) -> None:
-        from diffusers import ZImageTransformer2DModel
-
-        own = json.loads((folder / "transformer/config.json").read_text())
-        shutil.rmtree(folder / "transformer")
-        ZImageTransformer2DModel.from_config({**own, **config}).save_pretrained(folder / "transformer")
-
-    return damage
+    return rebuilt("transformer", "ZImageTransformer2DModel", **config)
 
 
 def without_template(folder: Path) -> None:
@@ -109,7 +85,10 @@ def test_every_pipeline_of_the_family_is_read(folder: Path, pipeline: str) -> No
         ),
         (edit("model_index.json", text_encoder=["transformers", "Qwen2Model"]), "text_encoder is of class Qwen2Model"),
         (lambda folder: shutil.rmtree(folder / "transformer"), "the part transformer is missing"),
-        (replaced("text_encoder", ZImageShape(text_width=32, text_heads=1)), r"cap_feat_dim .* is 64, not 32"),
+        (
+            replaced("text_encoder", narrow),
+            r"cap_feat_dim .* is 64, not 32",
+        ),
         (another_transformer(in_channels=4), r"transformer in_channels .* is 4, not 16"),
         (another_transformer(all_patch_size=(4,)), r"all_patch_size is \[4\], not \[2\]"),
         (another_transformer(siglip_feat_dim=8), "siglip_feat_dim is 8, not None"),
