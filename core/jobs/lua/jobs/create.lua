@@ -70,8 +70,7 @@ if A[13] ~= '' then
     redis.call('ZADD', P .. 'kept', 'GT', at, artifact)
   end
 end
-local t = redis.call('TIME')
-local order = t[1] * 1000 + t[2] / 1000  -- finer resolution than `created`: lists use this order
+local order = precisely()  -- finer resolution than `created`: lists use this order
 redis.call('ZADD', P .. 'jobs', order, owner .. '|' .. id)
 redis.call('ZADD', P .. 'jobs:' .. owner, order, owner .. '|' .. id)
 local job = {id = id, key = key, queue = queue, work_ms = A[8], owner = owner}

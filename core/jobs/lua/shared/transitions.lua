@@ -42,10 +42,13 @@
 
 local P, V = ARGV[1], VERSION
 
-local function now()
+-- Milliseconds with their fraction, for orders in which those of one millisecond must differ.
+local function precisely()
   local t = redis.call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
+  return t[1] * 1000 + t[2] / 1000
 end
+
+local function now() return math.floor(precisely()) end
 
 -- A no-op delete as the first write: a full Redis then accepts all later writes.
 local function let_through()
