@@ -66,9 +66,10 @@ class GraphSet:
         return partial(self._graphs.run, key.phase, (key.rows, key.size))
 
     def plan(self, keys: Iterable[ExecutableKey]) -> None:
-        """Queue these for recording, in this order, after earlier ones."""
+        """Queue these for recording, in this order, after earlier ones; none of phases that are never recorded."""
+        wanted = (key for key in keys if key.phase in self._widths)
         with self._lock:
-            self._planned |= dict.fromkeys(key for key in keys if not self.has(key) and key not in self.failed)
+            self._planned |= dict.fromkeys(key for key in wanted if not self.has(key) and key not in self.failed)
 
     def missed(self, key: ExecutableKey) -> None:
         """A live request needs this graph: it is recorded before planned ones."""

@@ -48,15 +48,16 @@ class GraphBackend(ImageBackend):
         self.model = model
         self.widths = replace(widths, buckets=(*widths.buckets, widths.max_rows))
         self.denoiser, _, self._layers = on_gpu(model, self.widths.descending[0])
-        # Prompts of different lengths have no graph in common.
-        self.phases = self._layers if model.family.padded else {**self._layers, TEXT: self._embed}
         self.kernels = KernelIdentity.on_gpu(model)
         self.costs = PhaseCosts(skip_first=True)
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
         if recorder is None and model.device.type == "cuda":
             recorder = CudaRecorder(model.device)
         steps = dict.fromkeys(STEPS, self.widths.descending[::-1])
-        recorded = {**steps, VAE: VAE_WIDTHS, TEXT: TEXT_WIDTHS}
+        recorded, self.phases = {**steps, VAE: VAE_WIDTHS}, self._layers
+        if not model.family.padded:  # prompts of different lengths have no graph in common
+            recorded[TEXT] = TEXT_WIDTHS
+            self.phases = {**self._layers, TEXT: self._embed}
         self.graphs = GraphSet(GraphCache(self._layers, recorder), recorded, self._record)
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
@@ -100,8 +101,7 @@ class GraphBackend(ImageBackend):
         size, widths = size or (self.model.native, self.model.native), self.widths.descending
         until = time.monotonic() + measure_s
         if self.graphs.records:
-            keys = likeliest(widths, size)
-            self.graphs.plan(key for key in keys if key.phase != TEXT or not self.model.family.padded)
+            self.graphs.plan(likeliest(widths, size))
             while time.monotonic() < until and self.graphs.record_next():
                 pass
             return
