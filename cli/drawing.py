@@ -79,23 +79,20 @@ def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameter
         name = settings.model_name
         short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
         where = {"server": None, "model": short, "precision": settings.precision, "unet": unet}
-    interval = {} if draft.guidance_interval is None else {"guidance_interval": [*draft.guidance_interval]}
-    return (
-        where
-        | interval
-        | {
-            "prompts": options.prompts.name,
-            "protocol": options.protocol,
-            "steps": draft.steps,
-            "guidance_scale": draft.guidance_scale,
-            "negative_prompt": draft.negative_prompt,
-            "scheduler": draft.scheduler,
-            "deepcache": settings.deepcache,
-            "size": size,
-            "seed_offset": options.seed_offset,
-            "deterministic": draft.deterministic,
-        }
-    )
+    if draft.guidance_interval is not None:  # absent in runs of earlier versions
+        where["guidance_interval"] = [*draft.guidance_interval]
+    return where | {
+        "prompts": options.prompts.name,
+        "protocol": options.protocol,
+        "steps": draft.steps,
+        "guidance_scale": draft.guidance_scale,
+        "negative_prompt": draft.negative_prompt,
+        "scheduler": draft.scheduler,
+        "deepcache": settings.deepcache,
+        "size": size,
+        "seed_offset": options.seed_offset,
+        "deterministic": draft.deterministic,
+    }
 
 
 def open_source(

@@ -21,9 +21,8 @@ def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lac
         capability: the GPU's compute capability; None for a CPU.
         lacks: why our kernels do not run on the device; None if they do.
     """
-    variants = [
-        scheme for scheme in SCHEMES if scheme in variants and is_calibrated(scheme)
-    ]  # others must be asked for
+    # Others must be asked for.
+    variants = [scheme for scheme in SCHEMES if scheme in variants and is_calibrated(scheme)]
     runs = [*variants]
     if capability is None or capability < _E4M3:
         runs = [scheme for scheme in runs if scheme != "fp8"]

@@ -18,8 +18,10 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The dimensions of a Llama, or of a Qwen3 (`kind` "qwen3"). Its tokens are bytes; a
-    larger vocabulary has tokens without text."""
+    """The dimensions of a Llama, or of a Qwen3 (`kind` "qwen3").
+
+    Its tokens are bytes; a larger vocabulary has tokens without text.
+    """
 
     vocabulary: int = 262
     width: int = 32

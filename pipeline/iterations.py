@@ -102,8 +102,9 @@ class IterationBuilder:
             outcomes = {}
             for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
                 assert work.x is not None
+                first = work.take_conditioning(conditioning)
                 work.trajectory = denoise.DenoisingState(
-                    work.table, 0, work.x, torch.zeros_like(work.x), work.condition(conditioning), work.kept
+                    work.table, 0, work.x, torch.zeros_like(work.x), first, work.kept
                 )
                 work.warnings += warnings
                 request.phase = work.phase(0)
@@ -147,7 +148,7 @@ class IterationBuilder:
             for request, work, moved, narrowed, preview in zip(requests, works, *made, strict=True):
                 if narrowed is not None:
                     self._ledger.narrow(work, narrowed)
-                work.trajectory = work.conditioned(moved)
+                work.trajectory = work.with_conditioning(moved)
                 request.phase = work.phase(moved.step)
                 outcomes[request.id] = Outcome(progress=(moved.step, moved.table.steps), preview=preview)
             return outcomes

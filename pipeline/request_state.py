@@ -59,13 +59,13 @@ class ImageState:
     def most_rows(self) -> int:
         return max(self.widths)
 
-    def condition(self, conditioning: denoise.Conditioning) -> denoise.Conditioning:
-        """Take the conditioning of all rows; returns that of the first step."""
+    def take_conditioning(self, conditioning: denoise.Conditioning) -> denoise.Conditioning:
+        """Keep the conditioning of all rows; returns that of the first step."""
         self.conditionings = {1: conditioning.unguided(), conditioning.rows: conditioning}
         return self.conditionings[self.widths[0]]
 
-    def conditioned(self, trajectory: denoise.DenoisingState) -> denoise.DenoisingState:
-        """The same with the conditioning of its own step."""
+    def with_conditioning(self, trajectory: denoise.DenoisingState) -> denoise.DenoisingState:
+        """The same with the conditioning of the step that comes next: of two rows or of one."""
         if not trajectory.left or self.widths[trajectory.step] == trajectory.conditioning.rows:
             return trajectory
         return replace(trajectory, conditioning=self.conditionings[self.widths[trajectory.step]])
