@@ -31,7 +31,7 @@ def train(run: TrainingRun) -> None:
     """Writes `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
     rows = pictures.read_rows(run.data)
     folder = run.folder("tokens")
-    vocab, merges = _clip_vocab(_picture_text(rows), run.shapes.vocab)
+    vocab, merges = _clip_vocab(picture_text(rows), run.shapes.vocab)
     for name, pad in (("clip", END), ("clip_2", "!")):
         _write_clip(folder / name, vocab, merges, pad)
     _write_lm(folder / "lm", phrases.corpus(run.data, rows), run.shapes.lm_vocab)
@@ -101,7 +101,8 @@ def _trained(run: TrainingRun, name: str) -> Path:
     return folder
 
 
-def _picture_text(rows: list[pictures.PictureRow]) -> list[str]:
+def picture_text(rows: list[pictures.PictureRow]) -> list[str]:
+    """What a tokenizer of prompts learns its merges from: captions as they will be drawn, names, and keywords."""
     draw = random.Random(0)
     names = list(captions.COLOURS)
     text = [captions.with_background(row.name, draw.choice(names)) for row in rows]

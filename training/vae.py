@@ -60,6 +60,17 @@ class VAELoss(nn.Module):
         return reconstruction_loss(made, true) + KL_WEIGHT * kl, kl, F.mse_loss(made, true)
 
 
+def backgrounds(palette: torch.Tensor, count: int, given: dict[str, Any]) -> torch.Tensor:
+    """Random colours [count, 3] from 0 to 1: a quarter is white, most are of the palette [n, 3], the rest any.
+
+    `given` are the generator and the device.
+    """
+    named = palette[torch.randint(len(palette), (count,), **given)]
+    free = torch.rand(count, 3, **given)
+    kind = torch.rand(count, 1, **given)
+    return torch.where(kind < 0.25, torch.ones_like(free), torch.where(kind < 0.8, named, free))
+
+
 def train(run: TrainingRun) -> loop.Outcome:
     """Trains the codec on every picture, held-out variants included (it never sees a name)."""
     rows = pictures.read_rows(run.data)
@@ -75,11 +86,7 @@ def train(run: TrainingRun) -> loop.Outcome:
     def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         given: Any = {"generator": generator, "device": run.device}
         index = torch.randint(len(rows), (batch,), **given)
-        named = palette[torch.randint(len(palette), (batch,), **given)]
-        free = torch.rand(batch, 3, **given)
-        kind = torch.rand(batch, 1, **given)
-        colours = torch.where(kind < 0.25, torch.ones_like(free), torch.where(kind < 0.8, named, free))
-        true = pictures.composite(images[index], colours)
+        true = pictures.composite(images[index], backgrounds(palette, batch, given))
         noise = torch.randn(batch, 4, side, side, **given)
         with run.autocast():
             total, kl, square = codec(true.contiguous(memory_format=torch.channels_last), noise)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, trainers
 
 from pipeline.tiny_zimage import SPECIAL, byte_tokenizer, tokenizer_of
-from training import captions, pictures
+from training import captions, pictures, tokens
 from training.run import TrainingRun, from_options, parser
 
 BUCKETS = (32, 64)  # tokens of a caption with its template; the transformer pads to multiples of 32
@@ -99,13 +99,8 @@ def encode(reader: Any, texts: list[str]) -> torch.Tensor:
 
 
 def _text(rows: list[pictures.PictureRow]) -> list[str]:
-    """Captions as they will be drawn, and single names often enough that 1,600 toned ones do not take most merges."""
-    draw = random.Random(0)
-    names = list(captions.COLOURS)
-    text = [captions.with_background(row.name, draw.choice(names)) for row in rows]
-    text += sorted({captions.split_tone(row.name)[0] for row in rows}) * 4
-    text += [" ".join(row.keywords) for row in rows if not captions.has_tone(row.name)] * 2
-    return [*text, *["user\n", "\nassistant\n"] * 200]
+    """Captions, and the chat template's own words."""
+    return [*tokens.picture_text(rows), *["user\n", "\nassistant\n"] * 200]
 
 
 def main() -> None:

@@ -89,11 +89,7 @@ def train(run: TrainingRun) -> loop.Outcome:
     def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         given: Any = {"generator": generator, "device": run.device}
         index = torch.randint(len(rows), (batch,), **given)
-        named = palette[torch.randint(len(palette), (batch,), **given)]
-        free = torch.rand(batch, 3, **given)
-        kind = torch.rand(batch, 1, **given)
-        colours = torch.where(kind < 0.25, torch.ones_like(free), torch.where(kind < 0.8, named, free))
-        true = pictures.composite(on_device[index], colours)
+        true = pictures.composite(on_device[index], vae.backgrounds(palette, batch, given))
         noise = torch.randn(batch, CHANNELS, side, side, **given)
         noise = noise * (NOISE * torch.rand(batch, 1, 1, 1, **given))
         with run.autocast():
