@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results"
+LOCK = Path(tempfile.gettempdir()) / "diptych-bench.lock"
 
 
 class BenchError(RuntimeError):
@@ -25,7 +26,7 @@ def alone() -> Iterator[None]:
     from filelock import FileLock, Timeout
     from rich.console import Console
 
-    lock = FileLock(Path(tempfile.gettempdir()) / "diptych-bench.lock")
+    lock = FileLock(LOCK)
     try:
         lock.acquire(timeout=0.1)
     except Timeout:
