@@ -11,7 +11,8 @@ from api.uploads import Upload
 from contract import plan
 from contract.bounds import PRIORITY
 from contract.card import BySize, ImageCard, ModelCard, TextCard
-from contract.image import ImageFields, ImageJob, image_job
+from contract.image import ImageJob, image_job
+from contract.image_fields import ImageFields
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 

@@ -19,7 +19,8 @@ from api.images import generated
 from api.presentation import results
 from api.service import Service
 from contract.card import ImageCard, TextCard
-from contract.image import ImageFields, ImageJob
+from contract.image import ImageJob
+from contract.image_fields import ImageFields
 from core.artifacts import ArtifactError
 from core.jobs.batches import BatchRecord
 from core.jobs.record import Job, JobDraft, JobState

@@ -17,7 +17,7 @@ from api.errors import ApiError, invalid_field
 from api.forms import form
 from api.service import Given, Service
 from api.uploads import MAX_BYTES, Upload
-from contract.image import EditFields
+from contract.image_fields import EditFields
 
 router = APIRouter(tags=["images"])
 
@@ -88,6 +88,15 @@ async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
     return texts, files
 
 
+def _numbers(text: str, *, whole: bool) -> list[Any] | None:
+    """Numbers with commas between them, in brackets or not; None if it is anything else."""
+    parts = [part.strip() for part in text.removeprefix("[").removesuffix("]").split(",")]
+    if whole:
+        return [int(part) for part in parts] if all(map(_WHOLE.fullmatch, parts)) else None
+    numbers = [body.number(part) for part in parts]
+    return None if None in numbers else numbers
+
+
 def _typed(texts: dict[str, str]) -> dict[str, Any]:
     """Convert form text that stands for a number or a boolean. Anything else is left for validation to reject."""
     fields: dict[str, Any] = dict(texts)
@@ -102,7 +111,6 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
             fields[name] = text == "true"
         elif name == "deepcache" and text.startswith("{"):
             fields[name] = body.parse(text.encode())
-        elif name == "guidance_interval":
-            numbers = [body.number(part.strip()) for part in text.removeprefix("[").removesuffix("]").split(",")]
-            fields[name] = text if None in numbers else numbers
+        elif list[int] in kinds or list[float] in kinds:
+            fields[name] = _numbers(text, whole=list[int] in kinds) or text
     return fields

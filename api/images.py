@@ -17,7 +17,8 @@ from api.events import EventStream
 from api.links import ImageLinks
 from api.presentation import results
 from api.service import Given, Service
-from contract.image import ImageFields, ImageJob
+from contract.image import ImageJob
+from contract.image_fields import ImageFields
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["images"])

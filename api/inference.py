@@ -21,7 +21,7 @@ from api.errors import ApiError, invalid_field, store_error
 from api.presentation import results
 from api.service import Given, Service
 from api.uploads import Upload
-from contract.image import EditFields, ImageFields
+from contract.image_fields import EditFields, ImageFields
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
 

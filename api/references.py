@@ -16,7 +16,7 @@ from api.errors import invalid_field
 from api.schemas import EditBody, ImageReference
 from api.service import Service
 from api.uploads import Upload
-from contract.image import ImageFields
+from contract.image_fields import ImageFields
 
 _DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 

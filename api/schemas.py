@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from api.body import plain
 from api.errors import ApiError, invalid_field
 from contract.bounds import LIST, OBJECT, WORD, range_error
-from contract.image import EditFields, ImageFields
+from contract.image_fields import EditFields, ImageFields
 
 
 class _OfJob(BaseModel):

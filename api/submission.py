@@ -28,7 +28,8 @@ from api.errors import ApiError, invalid_field
 from api.service import Service
 from api.uploads import Upload
 from contract.card import ImageCard
-from contract.image import ImageFields, ImageJob, Source
+from contract.image import ImageJob, Source
+from contract.image_fields import ImageFields
 from core import logs, traces
 from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost

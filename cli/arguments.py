@@ -115,21 +115,50 @@ def model_errors() -> Iterator[None]:
         raise CommandFailed(f"{error} ({error.__cause__ or 'no reason is known'})") from error
 
 
-def add_guidance_interval(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Options of the sampler and of what its steps are."""
     parser.add_argument(
         "--guidance-interval", metavar="FROM:TO", help="share of the steps with guidance, such as 0:0.5; default: all"
     )
+    parser.add_argument(
+        "--scheduler", metavar="NAME",
+        help="euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd or flow-euler; default: the model's",
+    )  # fmt: skip
+    parser.add_argument(
+        "--schedule-type", metavar="TYPE",
+        help="linspace, leading, trailing, karras, exponential or beta; default: the model's",
+    )  # fmt: skip
+    parser.add_argument("--timesteps", metavar="T,T,…", help="of each step, descending, in place of --steps")
+    parser.add_argument("--sigmas", metavar="S,S,…", help="noise levels of each step, in place of --steps")
+    parser.add_argument("--eta", type=float, metavar="X", help="how much noise tcd adds in each step; default: 0")
 
 
-def read_interval(text: str | None) -> tuple[float, float] | None:
-    """Raises `UsageError`."""
-    if text is None:
-        return None
+def read_sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `ImageParameters` from the options of `add_sampling`; `steps` where lists of steps are given.
+
+    Raises `UsageError`.
+    """
+    from contract.schedule import schedule_of
+
+    found: dict[str, Any] = {"scheduler": options.scheduler, "schedule_type": options.schedule_type, "eta": options.eta}
+    if options.guidance_interval is not None:
+        found["guidance_interval"] = _numbers("guidance-interval", options.guidance_interval, ":", float, "0:0.5")
+        if len(found["guidance_interval"]) != 2:
+            raise UsageError(f"--guidance-interval: must be two numbers, not {options.guidance_interval!r}")
+    if options.timesteps is not None:
+        found["timesteps"] = _numbers("timesteps", options.timesteps, ",", int, "999,749,499,249")
+    if options.sigmas is not None:
+        found["sigmas"] = _numbers("sigmas", options.sigmas, ",", float, "14.6,3.8,0.9,0.2")
+    if options.steps is None and (steps := schedule_of(found).steps) is not None:
+        found["steps"] = steps
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _numbers(option: str, text: str, between: str, kind: type[int | float], example: str) -> tuple[Any, ...]:
     try:
-        start, stop = map(float, text.split(":"))
+        return tuple(map(kind, text.split(between)))
     except ValueError:
-        raise UsageError(f"--guidance-interval: must be two numbers such as 0:0.5, not {text!r}") from None
-    return start, stop
+        raise UsageError(f"--{option}: must be numbers such as {example}, not {text!r}") from None
 
 
 def read_size(text: str | None) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from cli.arguments import (
     make_cache,
     model_errors,
     open_runtime,
-    read_interval,
+    read_sampling,
     read_size,
     wrong_option,
 )
@@ -41,12 +41,14 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     from contract.image import ImageParameters
 
     size, usual = read_size(options.size), _defaults(options, settings)
+    sampling: dict[str, Any] = {"steps": usual.steps if options.steps is None else options.steps} | read_sampling(
+        options
+    )
     draft = ImageParameters(
         prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
-        negative_prompt=options.negative, steps=usual.steps if options.steps is None else options.steps,
+        negative_prompt=options.negative,
         guidance_scale=usual.guidance_scale if options.guidance is None else options.guidance,
-        scheduler=options.scheduler, deterministic=options.deterministic,
-        deepcache=plan.parse(settings.deepcache), guidance_interval=read_interval(options.guidance_interval),
+        deterministic=options.deterministic, deepcache=plan.parse(settings.deepcache), **sampling,
     )  # fmt: skip
     _check(draft, caption, {(draft.width, draft.height)})
     return draft
@@ -70,6 +72,8 @@ def _defaults(options: argparse.Namespace, settings: Settings) -> ImageDefaults:
 
 def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameters) -> dict[str, Any]:
     """A run's request settings, which must stay the same when it is continued."""
+    from contract.schedule import SCHEDULE_FIELDS
+
     size = f"{draft.width}x{draft.height}" if draft.width else "native"
     unet = str(Path(settings.unet).resolve()) if settings.unet else None
     where: dict[str, Any]
@@ -79,8 +83,9 @@ def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameter
         name = settings.model_name
         short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
         where = {"server": None, "model": short, "precision": settings.precision, "unet": unet}
-    if draft.guidance_interval is not None:  # absent in runs of earlier versions
-        where["guidance_interval"] = [*draft.guidance_interval]
+    for name in ("guidance_interval", *SCHEDULE_FIELDS):  # absent in runs of earlier versions
+        if (value := getattr(draft, name)) is not None:
+            where[name] = [*value] if isinstance(value, tuple) else value
     return where | {
         "prompts": options.prompts.name,
         "protocol": options.protocol,
@@ -120,7 +125,7 @@ def open_source(
     draft = draft if draft.width else replace(draft, width=native, height=native)
     if latent is not None:
         _fix_noise(works, latent, draft, options)
-    _check(draft, caption, works.images.sizes)
+    _check(draft, caption, works.images.sizes, works)
     return LocalEngine(works), draft
 
 
@@ -166,14 +171,18 @@ def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: 
     works.images.fix_noise(latent)
 
 
-def _check(draft: ImageParameters, caption: Caption, sizes: Any) -> None:
+def _check(draft: ImageParameters, caption: Caption, sizes: Any, works: Runtime | None = None) -> None:
     """Reject an invalid shared request before anything is generated. The captions were checked when they were read."""
     from contract.card import ImageOffer
     from contract.errors import Invalid
     from contract.image import check
-    from pipeline import sigmas
+    from core.batching.request import Request
+    from pipeline.samplers import SAMPLERS
 
+    whole = replace(draft, prompt=caption.text)
     try:
-        check(replace(draft, prompt=caption.text), ImageOffer(sizes, sigmas.SCHEDULERS + sigmas.FLOW_SCHEDULERS))
+        check(whole, ImageOffer(sizes, tuple(SAMPLERS)))
+        if works is not None:
+            works.images.check(Request("check", "image", whole))
     except Invalid as error:
         raise wrong_option(error, _FLAGS) from error

@@ -16,8 +16,8 @@ from cli import compare, drawing
 from cli.arguments import (
     Commands,
     UsageError,
-    add_guidance_interval,
     add_model,
+    add_sampling,
     read_settings,
 )
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
@@ -97,9 +97,8 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="of denoising; default: the model's, 20 for SDXL")
     parser.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
     parser.add_argument("--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL")
-    add_guidance_interval(parser)
+    add_sampling(parser)
     parser.add_argument("--negative", metavar="TEXT", help="what pictures should not show")
-    parser.add_argument("--scheduler", metavar="NAME", help="default: the model's")
     parser.add_argument("--deterministic", action="store_true", help="equal bytes also where torch draws; slower")
     parser.add_argument(
         "--protocol", choices=("mlperf",),

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from cli.arguments import (
     Commands,
     UsageError,
-    add_guidance_interval,
     add_model,
     add_out,
+    add_sampling,
     make_cache,
     model_errors,
     open_runtime,
-    read_interval,
+    read_sampling,
     read_settings,
     read_size,
     wrong_option,
@@ -27,8 +27,14 @@ from cli.arguments import (
 if TYPE_CHECKING:
     from contract.image import ImageParameters
     from pipeline.prompts import Prompt
+    from workers.build import Runtime
 
-_FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "prompt": "PROMPT"}  # else --field
+_FLAGS = {
+    "negative_prompt": "--negative",
+    "guidance_scale": "--guidance",
+    "prompt": "PROMPT",
+    "prompt_weighting": "--weighting",
+}  # else --field
 _EXAMPLES = """examples:
   diptych generate "a slice of pizza"
   diptych generate "a red panda" -n 4 --seed 7 --steps 30 --size 128x128 -o pandas
@@ -68,11 +74,8 @@ def add(commands: Commands) -> None:
     generate.add_argument(
         "--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) off"
     )
-    add_guidance_interval(generate)
+    add_sampling(generate)
     generate.add_argument("--negative", metavar="TEXT", help="what the picture should not show")
-    generate.add_argument(
-        "--scheduler", metavar="NAME", help="euler, euler-ancestral, dpm++2m, lcm or flow-euler; default: the model's"
-    )
     generate.add_argument(
         "--weighting", action="store_true", help="read weights in prompts: (words)1.3, (words)+, word++, word--"
     )
@@ -92,7 +95,6 @@ def _generate(options: argparse.Namespace) -> int:
     from contract import plan
     from contract.bounds import next_seed
     from contract.image import ImageParameters
-    from core.batching.request import Request
     from workers.draw import draw, folder
 
     console = Console(stderr=True)
@@ -104,12 +106,11 @@ def _generate(options: argparse.Namespace) -> int:
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     draft = ImageParameters(
         prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
-        negative_prompt=options.negative, scheduler=options.scheduler, deterministic=options.deterministic,
+        negative_prompt=options.negative, deterministic=options.deterministic,
         prompt_weighting=options.weighting, lora=options.loras,
-        guidance_interval=read_interval(options.guidance_interval),
     )  # fmt: skip
     asked = {"steps": options.steps, "guidance_scale": options.guidance}
-    given = {name: value for name, value in asked.items() if value is not None}
+    given = {name: value for name, value in asked.items() if value is not None} | read_sampling(options)
     draft = replace(draft, **given)
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
@@ -122,9 +123,9 @@ def _generate(options: argparse.Namespace) -> int:
     if options.scheduler is None:
         offered: Sequence[str] = ()
     else:
-        from pipeline import sigmas
+        from pipeline.samplers import SAMPLERS
 
-        offered = sigmas.SCHEDULERS + sigmas.FLOW_SCHEDULERS
+        offered = tuple(SAMPLERS)
     for prompt in prompts:
         _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
     make_cache(settings)
@@ -135,8 +136,7 @@ def _generate(options: argparse.Namespace) -> int:
         usual = {"steps": defaults.steps, "guidance_scale": defaults.guidance_scale}
         draft = replace(draft, **{**usual, **given})
         first = replace(draft, prompt=prompts[0].text)
-        _check(first, prompts[0], options, works.images.sizes, works.images.schedulers)
-        works.images.check(Request("check", "image", first))
+        _check(first, prompts[0], options, works.images.sizes, works.images.schedulers, works)
         jobs = (
             (replace(draft, prompt=prompt.text, seed=next_seed(seed, k)), prompt)
             for prompt in prompts
@@ -164,15 +164,23 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 
 
 def _check(
-    whole: ImageParameters, prompt: Prompt, options: argparse.Namespace, sizes: Any, schedulers: Sequence[str]
+    whole: ImageParameters,
+    prompt: Prompt,
+    options: argparse.Namespace,
+    sizes: Any,
+    schedulers: Sequence[str],
+    works: Runtime | None = None,
 ) -> None:
     """Reject an invalid request before anything is generated: names the wrong option, or the prompt's position."""
     from contract.card import ImageOffer
     from contract.errors import Invalid
     from contract.image import check
+    from core.batching.request import Request
 
     try:
         check(whole, ImageOffer(sizes, schedulers))
+        if works is not None:
+            works.images.check(Request("check", "image", whole))
     except Invalid as error:
         flags = dict(_FLAGS)
         if prompt.name:

@@ -73,8 +73,9 @@ def add(commands: Commands) -> None:
         "--against", type=Path, action="append", default=[], metavar="REF", help="of accuracy; as `evaluate` has it"
     )
     mlperf.set_defaults(
-        run=_mlperf, compile=None, steps=None, guidance=None, guidance_interval=None, negative=None, scheduler=None,
-        size=None, deterministic=False, protocol="mlperf",
+        run=_mlperf, compile=None, steps=None, guidance=None, negative=None, scheduler=None, size=None,
+        deterministic=False, protocol="mlperf", guidance_interval=None, schedule_type=None, timesteps=None, sigmas=None,
+        eta=None,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Image requests: their fields, the parameters of each image, and their validation.
+"""Image requests: the parameters of each image, the job in a record, and their validation.
 
 Imports no torch. A field that only changes how an image is generated is one line of `ImageFields`, one of
 `ImageParameters` and, if types and bounds do not suffice, one of `check`; records, batches and workers pass it on
@@ -11,16 +11,11 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from typing import Any
 
 from contract import markup, plan
 from contract.bounds import (
-    MAX_DEADLINE_S,
     MAX_SEED,
-    OBJECT,
-    WORD,
     check_flag,
     check_number,
     check_text,
@@ -29,90 +24,12 @@ from contract.bounds import (
 )
 from contract.card import MAX_IMAGES, MAX_STEPS, ImageOffer, Size
 from contract.errors import Invalid
+from contract.image_fields import ImageFields
 from contract.plan import CacheFields, DeepCache
+from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule, schedule_of
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 STRENGTH = 0.8  # of an edit without a mask; with one it is 1
-
-
-class ImageFields(BaseModel):
-    """The fields of an image request: OpenAI's, and below them our own. null means not given."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageRequest")
-
-    prompt: str = Field(description="what to draw")
-    model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
-    n: int | None = Field(default=None, ge=1, le=MAX_IMAGES, description="how many pictures, 1 by default")
-    size: str | None = Field(default=None, description='one of the model\'s sizes such as "1024x1024"; "auto": its own')
-    response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
-    output_format: Literal["png", "webp", "jpeg"] | None = Field(default=None, description="png by default")
-    stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")
-    user: str | None = Field(default=None, description="accepted and ignored")
-    quality: str | None = Field(default=None, description="accepted and ignored; see steps")
-    style: str | None = Field(default=None, description="accepted and ignored")
-    background: str | None = Field(default=None, description="accepted and ignored: pictures are opaque")
-    moderation: str | None = Field(default=None, description="accepted and ignored")
-    output_compression: int | None = Field(
-        default=None, ge=0, le=100, description="quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
-    )
-    partial_images: int | None = Field(default=None, ge=0, le=3, description="previews of each picture, with stream")
-    input_fidelity: str | None = Field(default=None, description="accepted and ignored")
-
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="of the first picture; default: random")
-    steps: int | None = Field(default=None, ge=1, description="of denoising; default: the model's, 20 for SDXL")
-    guidance_scale: float | None = Field(
-        default=None,
-        ge=0,
-        allow_inf_nan=False,
-        description="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) no guidance, half the work",
-    )
-    guidance_interval: list[float] | None = Field(
-        default=None,
-        min_length=2,
-        max_length=2,
-        description="the share of the steps with guidance, such as [0, 0.5]; others cost half; default: all",
-    )
-    negative_prompt: str | None = Field(default=None, description="what the picture should not show")
-    scheduler: str | None = Field(default=None, description="one of the model's; default: its own")
-    deadline_s: float | None = Field(
-        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
-    )
-    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
-    deepcache: (
-        Annotated[
-            Annotated[Literal["off", "auto"], Tag(WORD)] | Annotated[CacheFields, Tag(OBJECT)],
-            Discriminator(lambda value: WORD if isinstance(value, str) else OBJECT),
-        ]
-        | None
-    ) = Field(
-        default=None,
-        description="off: all steps whole; auto: every other and the last; or an object; default: ours",
-    )
-    deterministic: bool | None = Field(default=None, description="equal seed and fingerprint give equal bytes; slower")
-    preview_every: int | None = Field(
-        default=None, ge=0, description="steps from one preview to the next; 0, the default: none"
-    )
-    prompt_weighting: bool | None = Field(
-        default=None, description="prompts are read with weights: (words)1.3, (words)+, word++, word--"
-    )
-    lora: str | None = Field(
-        default=None,
-        description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
-    )
-    expand_prompt: bool | None = Field(
-        default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"
-    )
-
-
-class EditFields(ImageFields):
-    """The fields of an edit. In a form all of them are text."""
-
-    model_config = ConfigDict(title="EditRequest")
-
-    strength: float | None = Field(
-        default=None, ge=0, le=1, allow_inf_nan=False,
-        description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +52,10 @@ class ImageParameters:
     `negative_prompt` None means the model's default for an absent one (SDXL: zero embeddings), "" an empty prompt.
     Classifier-free guidance is on where `guidance_scale` > `ImageDefaults.guided_above` of the model; otherwise a
     request has one row instead of two, as it has outside `guidance_interval` (see `plan.guided`).
-    `scheduler` is the sampler; None means the model's own. `preview_every` n > 0 requests a preview after every n-th
-    step. `deepcache` None runs every step deep. With `prompt_weighting` both prompts are parsed for weights
-    (contract.markup). `lora` names the LoRAs applied to this image only (contract.loras).
+    `scheduler` is the sampler; None means the model's own. `schedule_type`, `timesteps`, `sigmas` and `eta` are as in
+    `NoiseSchedule`. `preview_every` n > 0 requests a preview after every n-th step. `deepcache` None runs every step
+    deep. With `prompt_weighting` both prompts are parsed for weights (contract.markup). `lora` names the LoRAs applied
+    to this image only (contract.loras).
     """
 
     prompt: str
@@ -155,10 +73,20 @@ class ImageParameters:
     prompt_weighting: bool = False
     lora: str = ""
     guidance_interval: tuple[float, float] | None = None
+    schedule_type: str | None = None
+    timesteps: tuple[int, ...] | None = None
+    sigmas: tuple[float, ...] | None = None
+    eta: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.guidance_interval, list):  # from JSON
-            object.__setattr__(self, "guidance_interval", tuple(self.guidance_interval))
+        for name in ("guidance_interval", "timesteps", "sigmas"):
+            if isinstance(value := getattr(self, name), list):  # from JSON
+                object.__setattr__(self, name, tuple(value))
+
+    @property
+    def schedule(self) -> NoiseSchedule:
+        """What it says of its noise schedule."""
+        return NoiseSchedule(self.schedule_type, self.timesteps, self.sigmas, self.eta)
 
     @property
     def skipped(self) -> int:
@@ -173,12 +101,9 @@ class ImageParameters:
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
-        if not self.prompt_weighting:
-            del told["prompt_weighting"]
-        if not self.lora:
-            del told["lora"]
-        if self.guidance_interval is None:
-            del told["guidance_interval"]
+        for name in ("prompt_weighting", "lora", "guidance_interval", *SCHEDULE_FIELDS):
+            if told[name] in (None, False, ""):
+                del told[name]
         if self.edit is None:
             del told["edit"]
         else:
@@ -206,6 +131,7 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     if parameters.guidance_interval is not None:
         plan.check_interval(parameters.guidance_interval, parameters.made)
     offer.check_scheduler(parameters.scheduler)
+    parameters.schedule.check(parameters.steps)
     check_flag("deterministic", parameters.deterministic)
     offer.check_loras(parameters.lora)
     if parameters.edit is not None:
@@ -335,7 +261,7 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     _check_limits(fields, offer)
     given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
     given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
-    given.setdefault("steps", min(offer.defaults.steps, offer.max_steps))
+    given.setdefault("steps", schedule_of(given).steps or min(offer.defaults.steps, offer.max_steps))
     given["guidance_scale"] = float(given.get("guidance_scale", min(offer.defaults.guidance_scale, offer.max_guidance)))
     given["width"], given["height"] = offer.size(fields.size, edited)
     source = None if edited is None else _source(fields, given["steps"], masked=masked)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from contract.schedule import SCHEDULE_FIELDS
+
 if TYPE_CHECKING:
     import torch
 
@@ -95,6 +97,7 @@ def unofficial(scores: Mapping[str, Any]) -> list[str]:
         reasons.append(f"pictures of {scores.get('side')} pixels instead of {NATIVE}")
     if settings.get("guidance_interval") is not None:
         reasons.append("guidance for a part of the steps")
+    reasons += [f"{name} is given" for name in SCHEDULE_FIELDS if settings.get(name) is not None]
     if settings.get("deepcache") not in (None, "off"):
         reasons.append("DeepCache, which the open division allows")
     return reasons

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
+from contract.schedule import SCHEDULE_FIELDS
 from evaluation.pixels import Pixels
 from evaluation.service import ServiceClient
 from evaluation.service import SourceError as SourceError
@@ -85,7 +86,8 @@ class RemoteService:
             "seed": wanted.seed, "steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
             "negative_prompt": wanted.negative_prompt, "scheduler": wanted.scheduler,
             "deterministic": wanted.deterministic, "deepcache": _schedule(wanted),
-            "guidance_interval": wanted.guidance_interval and [*wanted.guidance_interval],
+            "guidance_interval": wanted.guidance_interval,
+            **{name: getattr(wanted, name) for name in SCHEDULE_FIELDS},
         }  # fmt: skip
         given = {name: value for name, value in fields.items() if value is not None}
         return self._service.submit(self._draw, given, wanted.steps, tick)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contract.image import ImageParameters
-from pipeline import denoise, sigmas
+from pipeline import denoise, samplers
 from pipeline.conditioning import Conditioner
 from pipeline.encode import Encoder
 from pipeline.families.family import ImageModel, Network
@@ -29,7 +29,7 @@ class Denoiser:
         encoder = Encoder(model.family.text_encoder(model), capacity=512)
         self._conditioner = Conditioner(model, encoder, network.prepare_text)
         self._guidance, self._steps = guidance, steps
-        name = sigmas.default_name(model.scheduler_config, model.family.samplers)
+        name = samplers.default_name(model.scheduler_config, model.family.samplers)
         self._table = model.sampler_table(name, steps, (model.native, model.native))
 
     @torch.inference_mode()

@@ -214,10 +214,10 @@ def _load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant:
 
 def _check_sampler(name: str, family: Family, scheduler: Mapping[str, Any]) -> None:
     """Reject a scheduler that has no table, before the first image fails."""
-    from pipeline import sigmas
+    from pipeline import samplers, sigmas
 
     try:
-        sigmas.table(scheduler, sigmas.default_name(scheduler, family.samplers), _ANY_STEPS)
+        sigmas.table(scheduler, samplers.default_name(scheduler, family.samplers), _ANY_STEPS)
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"{name}: scheduler: {error}") from error
 

@@ -175,7 +175,7 @@ class MemoryLedger:
         self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int, taken: AdapterLease | None
     ) -> ImageState:
         size = (wanted.width, wanted.height)
-        table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped)
+        table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped, wanted.schedule)
         cached, rows = wanted.deepcache, self._rows(wanted)
         guided = plans.guided(wanted.guidance_interval, table.steps) if rows > 1 else (False,) * table.steps
         plan = (True,) * table.steps if cached is None else cached.plan(table.steps)

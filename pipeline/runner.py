@@ -15,7 +15,7 @@ from contract.image import ImageParameters, check
 from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket
 from core.failures import translate_device_errors
-from pipeline import sigmas
+from pipeline import samplers
 from pipeline.adapters import check_loras
 from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
 from pipeline.backends.lora import LoraBackend
@@ -55,7 +55,7 @@ class ImageRunner:
         self.patience_s = patience_s
         self.sizes = sizes(model.native, model.multiple)
         self.schedulers = model.family.samplers
-        self.default_scheduler = sigmas.default_name(model.scheduler_config, self.schedulers)
+        self.default_scheduler = samplers.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
         self._loras = loras
@@ -79,7 +79,10 @@ class ImageRunner:
         check(wanted, ImageOffer(self.sizes, self.schedulers))
         try:
             name = wanted.scheduler or self.default_scheduler
-            self.model.sampler_table(name, wanted.steps, (wanted.width, wanted.height), wanted.skipped)
+            size = (wanted.width, wanted.height)
+            self.model.sampler_table(name, wanted.steps, size, wanted.skipped, wanted.schedule)
+        except Invalid:
+            raise
         except ValueError as error:
             raise Invalid("scheduler", str(error)) from error
         if wanted.prompt_weighting and not self.model.family.weighting:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from contract.image import ImageParameters
+    from contract.schedule import NoiseSchedule
     from core.ops.ops import Lowering
     from core.quant.convert import Recipe
     from pipeline.denoise import Conditioning, DenoiserInputs
@@ -68,12 +69,14 @@ class ImageModel:
         """Every side must be a multiple of this many pixels."""
         return self.family.multiple(self)
 
-    def sampler_table(self, name: str, steps: int, size: Size, begin: int = 0) -> SamplerTable:
+    def sampler_table(
+        self, name: str, steps: int, size: Size, begin: int = 0, schedule: NoiseSchedule | None = None
+    ) -> SamplerTable:
         """The sampler's table for a picture of this size. Raises ValueError, as `sigmas.table`."""
         from pipeline import sigmas
 
         tokens = self.family.image_tokens(self, size)
-        return sigmas.table(self.scheduler_config, name, steps, begin, tokens)
+        return sigmas.table(self.scheduler_config, name, steps, begin, tokens, schedule or sigmas.OWN)
 
     def with_parts(self, **parts: Any) -> ImageModel:
         """The same model with these parts in place of its own."""
@@ -160,7 +163,7 @@ class Family(Protocol):
     parts: the parts of a model's folder, in order.
     denoiser: the part that is run at every step.
     quantized: the parts that may have quantized variants, the denoiser first.
-    samplers: the names of `pipeline.sigmas` that it offers.
+    samplers: the names of `pipeline.samplers` that it offers.
     defaults: of requests.
     weighting: whether prompts may have weights.
     padded: the conditioning tensors of variable length (dimension 1), each with a number of which the length in a batch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from api import admission
 from api.errors import ApiError
 from contract.card import ImageCosts, ImageDefaults, ImageLimits
-from contract.image import ImageFields
+from contract.image_fields import ImageFields
 from core.jobs.record import QueueBacklog
 from tests.api.world import CARD
 

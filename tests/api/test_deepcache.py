@@ -13,7 +13,8 @@ from api import admission
 from api.errors import ApiError
 from api.schemas import read
 from contract import plan
-from contract.image import ImageFields, ImageJob
+from contract.image import ImageJob
+from contract.image_fields import ImageFields
 from contract.plan import AUTO, DEPTHS, DeepCache
 from core.jobs.record import JobDraft, QueueBacklog
 from tests.api.world import CARD, Api, Worker, check_error, eventually

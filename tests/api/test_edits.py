@@ -134,6 +134,13 @@ def test_a_form_tells_an_interval_as_text(shared: Api, easel: Easel, text: str) 
     assert easel.seen[-1].parameters["guidance_interval"] == [0.25, 1]
 
 
+def test_a_form_tells_lists_of_steps_as_text(shared: Api, easel: Easel) -> None:
+    for name, text, expected in (("timesteps", "[999, 500]", [999, 500]), ("sigmas", "9.5,0.25", [9.5, 0.25])):
+        data = {"prompt": "a hat", name: text}
+        assert shared.client.post(EDITS, data=data, files={"image": PNG}).status_code == 200
+        assert easel.seen[-1].parameters[name] == expected and easel.seen[-1].parameters["steps"] == 2
+
+
 def test_what_is_handed_in_never_enters_the_record_and_goes_with_it(shared: Api, worker: Worker) -> None:
     with ThreadPoolExecutor(1) as pool:
         known = worker.ids()
@@ -263,6 +270,8 @@ def test_files_are_refused_by_name(
         ({"stream": "yes"}, "stream", "invalid_type"),
         ({"deepcache": "{"}, None, "invalid_body"),
         ({"guidance_interval": "["}, "guidance_interval", None),
+        ({"timesteps": "999.5, 3"}, "timesteps", None),
+        ({"sigmas": "9, 9"}, "sigmas.1", "invalid_value"),
         ({"guidance_interval": "0:1"}, "guidance_interval", None),
         ({"guidance_interval": "[0, 0.2]", "steps": "10", "strength": "0.3"}, "guidance_interval", "invalid_value"),
         ({"deepcache": '{"deep_steps": [0, 17]}'}, "deepcache.deep_steps", "invalid_value"),

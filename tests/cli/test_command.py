@@ -101,7 +101,7 @@ def test_help_says_something_of_every_option(shell: Shell, words: str) -> None:
 
 
 def test_help_names_every_scheduler_and_every_exit_code(shell: Shell) -> None:
-    from pipeline.sigmas import SCHEDULERS
+    from pipeline.samplers import SCHEDULERS
 
     said = " ".join(shell("generate", "--help").out.split())
     assert all(name in said for name in SCHEDULERS)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from pipeline import tiny
 from pipeline.picture import Picture
 from tests.cli.shell import Shell, made_with
 from tests.disks import small_disk
@@ -39,6 +40,37 @@ def test_every_option_reaches_the_picture(shell: Shell) -> None:
         "deepcache": {"interval": 3, "depth": "resnet", "first": 0, "last": 0, "deep_steps": None},
         "guidance_interval": [0, 0.7],
     }  # fmt: skip
+
+
+def test_lists_of_steps_reach_the_picture_and_count_its_steps(shell: Shell) -> None:
+    plain = ("generate", "x", "-o", "out", "--model", tiny.TINY)
+    assert shell(*plain, "--timesteps", "999,500,20", "--scheduler", "tcd", "--eta", "0.5").code == 0
+    (path,) = shell.pictures()
+    made = made_with(path)
+    assert (made["timesteps"], made["steps"], made["eta"]) == ([999, 500, 20], 3, 0.5) and "sigmas" not in made
+    path.unlink()
+    assert shell.generate("x", "--sigmas", "14.6,3.8,0.9,0", "--steps", "3").code == 0
+    (path,) = shell.pictures()
+    assert made_with(path)["sigmas"] == [14.6, 3.8, 0.9, 0]
+    path.unlink()
+    assert shell.generate("x", "--schedule-type", "karras", "--steps", "2").code == 0
+    assert made_with(shell.pictures()[0])["schedule_type"] == "karras"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--timesteps", "9,x"], "--timesteps: must be numbers such as 999,749,499,249, not '9,x'"),
+        (["--timesteps", "9,10"], "--timesteps.1: must be less than the one before"),
+        (["--timesteps", "9,3,1"], "--steps: must be 3, as many as timesteps gives, or absent"),
+        (["--sigmas", "1:2"], "--sigmas: must be numbers"),
+        (["--schedule-type", "ays"], "--schedule-type: must be one of linspace"),
+        (["--eta", "2"], "--eta: must be between 0 and 1"),
+        (["--sigmas", "9,1", "--scheduler", "lcm"], "--sigmas: is not supported by lcm"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_by_its_option(shell: Shell, options: list[str], told: str) -> None:
+    assert told in shell.refused("x", *options)
 
 
 def test_weights_are_read_if_asked_for(shell: Shell) -> None:

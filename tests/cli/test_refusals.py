@@ -39,7 +39,10 @@ from tests.cli.shell import Shell
         (["x", "--guidance", "-1"], "--guidance: must be between 0 and 100, not -1"),
         (["x", "--seed", "-1"], "--seed: must be between 0 and"),
         (["x", "--seed", "9" * 400], "--seed: must be between 0 and"),
-        (["x", "--scheduler", "ddim"], "--scheduler: must be one of euler, euler-ancestral, dpm++2m, lcm"),
+        (
+            ["x", "--scheduler", "ddim"],
+            "--scheduler: must be one of euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd",
+        ),
         (["x", "--scheduler", "lcm", "--steps", "51"], "steps=51"),
         (["x", "-n", "0"], "--count: must be between 1 and 10000, not 0"),
         (["x", "-n", "10001"], "--count: must be between 1 and 10000"),

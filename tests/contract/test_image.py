@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from contract.bounds import MAX_SEED
 from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer
 from contract.errors import Invalid
-from contract.image import Edit, EditFields, ImageFields, ImageJob, ImageParameters, Source, check, image_job
+from contract.image import Edit, ImageJob, ImageParameters, Source, check, image_job
+from contract.image_fields import EditFields, ImageFields
 from pipeline.sizes import sizes
 
 SIZES = sizes(64, 16)
@@ -153,7 +154,8 @@ def test_the_limits_are_those_that_are_documented() -> None:
 CHANGED: dict[str, Any] = {
     "prompt": "a hare", "seed": 9, "width": 32, "height": 96, "negative_prompt": "", "steps": 3, "guidance_scale": 1.5,
     "scheduler": "lcm", "deterministic": True, "preview_every": 2, "prompt_weighting": True, "lora": "ink:0.5",
-    "guidance_interval": (0.25, 0.75),
+    "guidance_interval": (0.25, 0.75), "schedule_type": "karras", "timesteps": (999, 500, 1), "sigmas": (2.5, 0.5, 0),
+    "eta": 0.5,
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask"), "expand_prompt": True,

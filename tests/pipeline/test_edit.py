@@ -18,7 +18,7 @@ from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
 from contract.plan import DeepCache
 from core.batching.runner import Lane
-from pipeline import sigmas
+from pipeline import samplers, sigmas
 from pipeline.phases import IMAGE
 from pipeline.vae import encode, scale, unscale
 from tests.pipeline import worlds
@@ -55,29 +55,17 @@ def wanted(
 @functools.cache
 def stock_edit(shape: str, one: ImageParameters) -> np.ndarray:
     """What diffusers makes of it, [H, W, 3] in levels."""
-    from diffusers import (
-        DPMSolverMultistepScheduler,
-        EulerAncestralDiscreteScheduler,
-        EulerDiscreteScheduler,
-        LCMScheduler,
-        StableDiffusionXLImg2ImgPipeline,
-        StableDiffusionXLInpaintPipeline,
-    )
+    from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline
 
-    classes = {
-        None: EulerDiscreteScheduler,
-        "euler": EulerDiscreteScheduler,
-        "euler-ancestral": EulerAncestralDiscreteScheduler,
-        "dpm++2m": DPMSolverMultistepScheduler,
-        "lcm": LCMScheduler,
-    }
+    from tests.schedulers import replaced, scheduler
+
     assert one.edit is not None
     drawing = stock(shape)
     kind = StableDiffusionXLImg2ImgPipeline if one.edit.mask is None else StableDiffusionXLInpaintPipeline
     parts = {
         name: part for name, part in drawing.components.items() if name not in ("image_encoder", "feature_extractor")
     }
-    parts["scheduler"] = classes[one.scheduler].from_config(drawing.scheduler.config)
+    parts["scheduler"] = scheduler(drawing.scheduler.config, one.scheduler or "euler", **replaced(one.schedule_type))
     pipeline = kind(
         **parts, force_zeros_for_empty_prompt=drawing.config.force_zeros_for_empty_prompt, add_watermarker=False,
         requires_aesthetics_score=False,
@@ -96,6 +84,7 @@ def stock_edit(shape: str, one: ImageParameters) -> np.ndarray:
         guidance_scale=one.guidance_scale,
         generator=torch.Generator().manual_seed(one.seed),
         **masked,
+        **{name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(one, name)) is not None},
     ).images[0]
     return np.asarray(made).astype(int)
 
@@ -118,7 +107,7 @@ def mixture(shape: str) -> list[ImageParameters]:
         wanted(shape, seed=seed, scheduler=name, guidance_scale=guidance, masked=masked, strength=next(strengths),
                steps=5 + seed % 4, picture=seed)
         for seed, (name, guidance, masked) in enumerate(
-            itertools.product(sigmas.SCHEDULERS, (1.0, 6.0), (False, True))
+            itertools.product(samplers.SCHEDULERS, (1.0, 6.0), (False, True))
         )
     ]  # fmt: skip
 
@@ -256,10 +245,10 @@ def test_scaling_of_latents_is_undone(seed: int, shifted: bool) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=st.integers(1, 60), strength=st.floats(0, 1), name=st.sampled_from(sigmas.SCHEDULERS))
+@given(steps=st.integers(1, 60), strength=st.floats(0, 1), name=st.sampled_from(samplers.SCHEDULERS))
 def test_a_cut_table_is_the_end_of_the_whole_one(steps: int, strength: float, name: str) -> None:
     config = model("plain").scheduler_config
-    if name == "lcm":
+    if name in ("lcm", "tcd"):
         steps = min(steps, 50)
     one = replace(wanted(strength=strength), steps=steps)
     if one.made < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import logging
@@ -18,26 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-    LCMScheduler,
-)
+from diffusers import DDIMScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import sigmas
+from contract.errors import Invalid
+from contract.schedule import TYPES, NoiseSchedule
+from pipeline import samplers, sigmas
+from tests.schedulers import CLASSES, replaced
+from tests.schedulers import scheduler as stock
 
 Config = dict[str, Any]
 
-CLASSES: dict[str, Any] = {
-    "euler": EulerDiscreteScheduler,
-    "euler-ancestral": EulerAncestralDiscreteScheduler,
-    "dpm++2m": DPMSolverMultistepScheduler,
-    "lcm": LCMScheduler,
-}
 # What stabilityai/stable-diffusion-xl-base-1.0 ships as scheduler/scheduler_config.json.
 SDXL: Config = {
     "_class_name": "EulerDiscreteScheduler",
@@ -77,13 +70,22 @@ def unit_noise(seed: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
-def theirs(config: Config, name: str, steps: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def theirs(
+    config: Config, name: str, steps: int, seed: int = 0, given: NoiseSchedule = sigmas.OWN
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """diffusers' own loop, as its SDXL pipeline runs it; yields (sample, generator state) after each step."""
-    scheduler = CLASSES[name].from_config(config)
-    scheduler.set_timesteps(steps)
+    scheduler = stock(config, name, **replaced(given.schedule_type))
+    if given.steps is None:
+        scheduler.set_timesteps(steps)
+    elif given.timesteps is not None:
+        scheduler.set_timesteps(timesteps=[*given.timesteps])
+    elif given.sigmas is not None:
+        scheduler.set_timesteps(sigmas=[*given.sigmas])
     scheduler.set_begin_index(0)
     generator = torch.Generator().manual_seed(seed)
-    draws = {} if name == "euler" else {"generator": generator}
+    draws: dict[str, Any] = {} if name == "euler" else {"generator": generator}
+    if name == "tcd":
+        draws["eta"] = given.eta or 0.0  # which diffusers' pipelines give where nobody does
     x = unit_noise(seed) * scheduler.init_noise_sigma
     for t in scheduler.timesteps:
         m = model(scheduler.scale_model_input(x, t), t)
@@ -91,8 +93,10 @@ def theirs(config: Config, name: str, steps: int, seed: int = 0) -> Iterator[tup
         yield x, generator.get_state()
 
 
-def ours(config: Config, name: str, steps: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    table = sigmas.table(config, name, steps)
+def ours(
+    config: Config, name: str, steps: int, seed: int = 0, given: NoiseSchedule = sigmas.OWN
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    table = sigmas.table(config, name, steps, schedule=given)
     generator = torch.Generator().manual_seed(seed)
     x = unit_noise(seed) * table.init_noise_sigma
     x0 = torch.full(SHAPE, math.nan)  # the first step must not read it
@@ -104,9 +108,15 @@ def ours(config: Config, name: str, steps: int, seed: int = 0) -> Iterator[tuple
         yield x, generator.get_state()
 
 
-def assert_parity(config: Config, name: str, steps: Iterable[int] = STEPS, tolerance: float = 1e-5) -> None:
+def assert_parity(
+    config: Config,
+    name: str,
+    steps: Iterable[int] = STEPS,
+    tolerance: float = 1e-5,
+    given: NoiseSchedule = sigmas.OWN,
+) -> None:
     for count in steps:
-        pairs = zip(theirs(config, name, count), ours(config, name, count), strict=True)
+        pairs = zip(theirs(config, name, count, given=given), ours(config, name, count, given=given), strict=True)
         for i, ((expected, their_state), (found, our_state)) in enumerate(pairs):
             error = ((found - expected).abs().max() / expected.abs().max()).item()
             assert error < tolerance, f"{name}, step {i} of {count}: {error:.1e} off; {config}"
@@ -124,14 +134,16 @@ def variants(name: str) -> list[Config]:
             "solver_type": ("midpoint", "heun"),
         },
         "lcm": {"timestep_scaling": (10.0, 0.01)},
+        "tcd": {},
     }
+    grids["dpm++2m-sde"] = grids["dpm++2m"]
     grid = grids[name]
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 @pytest.mark.parametrize("spacing", ["linspace", "leading", "trailing"])
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("name", sigmas.SCHEDULERS)
+@pytest.mark.parametrize("name", samplers.SCHEDULERS)
 def test_trajectories_equal_diffusers(name: str, prediction: str, spacing: str) -> None:
     if name == "euler-ancestral" and prediction == "sample":
         pytest.skip("diffusers has no ancestral sampler for models that predict the sample")
@@ -190,6 +202,12 @@ def test_trajectories_equal_diffusers(name: str, prediction: str, spacing: str) 
             },
         ),
         ("lcm", {"original_inference_steps": 1000}),
+        ("tcd", {"original_inference_steps": 500}),
+        ("tcd", {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}),
+        ("dpm++2m-sde", {"solver_order": 1}),
+        ("dpm++2m-sde", {"use_lu_lambdas": True}),
+        ("dpm++2m-sde", {"euler_at_final": True, "final_sigmas_type": "sigma_min"}),
+        ("dpm++2m-sde", {"lower_order_final": False, "solver_type": "heun", "final_sigmas_type": "sigma_min"}),
         ("lcm", {"trained_betas": np.linspace(0.001, 0.01, 500), "num_train_timesteps": 500}),
     ],
     ids=str,
@@ -228,7 +246,7 @@ def test_karras_heun_ending_in_sigma_min_stays_finite() -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(sigmas.SCHEDULERS),
+    name=st.sampled_from(samplers.SCHEDULERS),
     steps=st.integers(1, 50),
     spacing=st.sampled_from(["linspace", "leading", "trailing"]),
     prediction=st.sampled_from(["epsilon", "v_prediction"]),
@@ -259,12 +277,12 @@ def test_any_schedule_equals_diffusers(
     assert_parity(config, name, [steps])
 
 
-@pytest.mark.parametrize("name", sigmas.SCHEDULERS)
+@pytest.mark.parametrize("name", samplers.SCHEDULERS)
 @pytest.mark.parametrize("karras", [False, True])
 def test_the_model_is_fed_what_diffusers_feeds_it(name: str, karras: bool) -> None:
     config = {**SDXL, "timestep_spacing": "linspace", "use_karras_sigmas": karras}
     table = sigmas.table(config, name, 20)
-    scheduler = CLASSES[name].from_config(config)
+    scheduler = stock(config, name)
     scheduler.set_timesteps(20)
     assert table.timesteps.dtype == table.coefficients.dtype == torch.float32
     assert table.timesteps.shape == (20,) and table.coefficients.shape == (20, len(sigmas.COLUMNS))
@@ -275,13 +293,17 @@ def test_the_model_is_fed_what_diffusers_feeds_it(name: str, karras: bool) -> No
 
 
 def test_noise_is_drawn_exactly_when_diffusers_draws() -> None:
-    expected = {"euler": [], "dpm++2m": [], "euler-ancestral": [0, 1, 2, 3], "lcm": [0, 1, 2]}
+    every, inner = [0, 1, 2, 3], [0, 1, 2]
+    expected = {
+        "euler": [], "dpm++2m": [], "dpm++2m-sde": every, "euler-ancestral": every, "lcm": inner, "tcd": [],
+    }  # fmt: skip
     for name, steps in expected.items():
         table = sigmas.table(SDXL, name, 4)
         assert [i for i, draws in enumerate(table.noisy) if draws] == steps
         # A step that draws nothing must not need noise; ancestral's last draw is thrown away.
         assert all(table.noisy[i] for i in table.coefficients[:, 6].nonzero().flatten().tolist())
     assert sigmas.table(SDXL, "lcm", 1).noisy == (False,)
+    assert sigmas.table(SDXL, "tcd", 4, schedule=NoiseSchedule(eta=0.3)).noisy == (True, True, True, False)
 
 
 def test_rows_of_different_samplers_and_steps_are_stepped_together() -> None:
@@ -298,6 +320,9 @@ def test_rows_of_different_samplers_and_steps_are_stepped_together() -> None:
         ({**v, "solver_type": "heun"}, "dpm++2m", 16),
         (SDXL, "lcm", 4),
         (SDXL, "lcm", 1),
+        (SDXL, "tcd", 4),
+        (SDXL, "dpm++2m-sde", 6),
+        ({**v, "solver_type": "heun"}, "dpm++2m-sde", 9),
     ]
     tables = [sigmas.table(*request) for request in requests]
     generators = [torch.Generator().manual_seed(seed) for seed in range(len(requests))]
@@ -390,7 +415,10 @@ def test_order_of_accuracy_on_gaussian_data() -> None:
         ("euler", {**THREE, "trained_betas": [0.0, 0.5, 0.5]}, 3, "not finite at step 2"),
         ("euler-ancestral", {"prediction_type": "sample"}, 4, "prediction_type"),
         ("dpm++2m", {"thresholding": True}, 4, "thresholding"),
-        ("dpm++2m", {"algorithm_type": "sde-dpmsolver++"}, 4, "algorithm_type"),
+        ("dpm++2m-sde", {"algorithm_type": "sde-dpmsolver", "final_sigmas_type": "sigma_min"}, 4, "algorithm_type"),
+        ("tcd", {}, 51, "original_inference_steps"),
+        ("tcd", {"clip_sample": True}, 4, "clip_sample"),
+        ("tcd", {"rescale_betas_zero_snr": True}, 4, "a_x is not finite at step 0"),
         ("dpm++2m", {"algorithm_type": "dpmsolver", "final_sigmas_type": "sigma_min"}, 4, "algorithm_type"),
         ("dpm++2m", {"solver_order": 3}, 4, "solver_order"),
         ("dpm++2m", {"solver_type": "ralston"}, 4, "solver_type"),
@@ -409,19 +437,23 @@ def test_refusals_name_the_field(name: str, change: Config, steps: Any, field: s
 
 
 def test_the_models_own_sampler_is_found_by_its_class_name() -> None:
-    assert sigmas.default_name(SDXL) == "euler"
+    assert samplers.default_name(SDXL) == "euler"
     for name, scheduler_class in CLASSES.items():
-        assert sigmas.default_name(json.loads(scheduler_class().to_json_string())) == name
+        saved = json.loads(scheduler_class().to_json_string())
+        if name == "dpm++2m-sde":
+            saved = json.loads(stock(saved, name).to_json_string())
+        assert samplers.default_name(saved) == name
     for unknown in ({"_class_name": "DDIMScheduler"}, {}):
         with pytest.raises(ValueError, match="_class_name"):
-            sigmas.default_name(unknown)
+            samplers.default_name(unknown)
 
 
-@pytest.mark.parametrize("name", sigmas.SCHEDULERS)
-@pytest.mark.parametrize("origin", sigmas.SCHEDULERS)
+@pytest.mark.parametrize("name", samplers.SCHEDULERS)
+@pytest.mark.parametrize("origin", samplers.SCHEDULERS)
 def test_a_live_config_is_read_as_from_config_reads_it(origin: str, name: str) -> None:
     """A live config marks values it was never given; the next class replaces them by its own defaults."""
-    assert_parity(CLASSES[origin](beta_end=0.012, beta_start=0.00085).config, name, [6])
+    live = stock(CLASSES[origin](beta_end=0.012, beta_start=0.00085).config, origin)
+    assert_parity(live.config, name, [6])
 
 
 def test_a_default_of_another_class_is_no_reason_to_refuse() -> None:
@@ -443,7 +475,7 @@ def test_tables_are_cached_by_what_the_config_says() -> None:
     assert not torch.equal(trained.coefficients, table.coefficients)
 
 
-@pytest.mark.parametrize("name", sigmas.SCHEDULERS)
+@pytest.mark.parametrize("name", samplers.SCHEDULERS)
 def test_building_a_table_is_silent(name: str) -> None:
     """diffusers logs every field of another class that it ignores; an operator can do nothing about those."""
     records = queue.SimpleQueue[logging.LogRecord]()
@@ -461,3 +493,66 @@ def test_building_a_table_is_silent(name: str) -> None:
 def test_importing_the_module_does_not_import_diffusers() -> None:
     program = "import sys; import pipeline.sigmas; sys.exit('diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+# Steps that students were trained for: DMD2's, Hyper-SD's single one, and Align Your Steps' levels for SDXL.
+LISTS = (
+    NoiseSchedule(timesteps=(999, 749, 499, 249)),
+    NoiseSchedule(timesteps=(800,)),
+    NoiseSchedule(sigmas=(14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.38, 0.234, 0.113, 0.0)),
+    NoiseSchedule(sigmas=(7.5, 0.25, 0.0)),
+)
+
+
+@pytest.mark.parametrize("given", LISTS, ids=str)
+@pytest.mark.parametrize("name", samplers.SCHEDULERS)
+def test_timesteps_and_sigmas_one_by_one_equal_diffusers(name: str, given: NoiseSchedule) -> None:
+    field = "timesteps" if given.timesteps is not None else "sigmas"
+    steps = given.steps
+    assert steps is not None
+    if field not in inspect.signature(CLASSES[name].set_timesteps).parameters:
+        with pytest.raises(Invalid, match=re.escape(f"{field}: is not supported by {name}")):
+            sigmas.table(SDXL, name, steps, schedule=given)
+        return
+    # What a model's config says of curves is replaced: diffusers would refuse to take both.
+    for config in (SDXL, {**SDXL, "prediction_type": "v_prediction"}):
+        assert_parity(config, name, [steps], given=given)
+        table = sigmas.table({**config, "use_karras_sigmas": True}, name, steps, schedule=given)
+        assert torch.equal(table.coefficients, sigmas.table(config, name, steps, schedule=given).coefficients)
+    assert sigmas.table(SDXL, name, steps, schedule=given) is not sigmas.table(SDXL, name, steps)
+
+
+def test_a_last_sigma_of_zero_may_be_left_out() -> None:
+    short, long = (sigmas.table(SDXL, "euler", 2, schedule=NoiseSchedule(sigmas=s)) for s in ((7.5, 2), (7.5, 2, 0)))
+    assert torch.equal(short.coefficients, long.coefficients)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", samplers.SCHEDULERS)
+@pytest.mark.parametrize("own", [{}, {"use_karras_sigmas": True}, {"use_beta_sigmas": True}], ids=str)
+def test_a_schedule_type_is_that_of_the_scheduler_made_with_it(name: str, kind: str, own: Config) -> None:
+    given = NoiseSchedule(schedule_type=kind)
+    if kind not in samplers.SAMPLERS[name].schedule_types:
+        with pytest.raises(Invalid, match=re.escape(f"schedule_type: {kind} is not supported by {name}; supported: ")):
+            sigmas.table(SDXL, name, 5, schedule=given)
+        return
+    for config in ({**SDXL, **own}, CLASSES[name](beta_end=0.012, beta_start=0.00085, **own).config if not own else {}):
+        if config:
+            assert_parity(config, name, [1, 5, 20], given=given)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(eta=st.floats(0, 1), steps=st.integers(1, 50))
+def test_tcd_equals_diffusers_at_any_eta(eta: float, steps: int) -> None:
+    assert_parity(SDXL, "tcd", [steps], given=NoiseSchedule(eta=eta))
+
+
+def test_eta_is_tcds_alone() -> None:
+    for name in set(samplers.SCHEDULERS) - {"tcd"}:
+        with pytest.raises(Invalid, match=re.escape(f"eta: is not supported by {name}")):
+            sigmas.table(SDXL, name, 4, schedule=NoiseSchedule(eta=0.5))
+
+
+def test_a_timestep_beyond_the_training_clock_is_named() -> None:
+    with pytest.raises(Invalid, match=r"timesteps.0: must be less than the model's num_train_timesteps=1000"):
+        sigmas.table(SDXL, "lcm", 2, schedule=NoiseSchedule(timesteps=(1000, 3)))

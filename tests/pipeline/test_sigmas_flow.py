@@ -13,7 +13,7 @@ from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_de
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipeline import sigmas
+from pipeline import samplers, sigmas
 from tests.pipeline.test_sigmas import SDXL, SHAPE, model, unit_noise
 
 TURBO: dict[str, Any] = {
@@ -115,10 +115,10 @@ def test_refusals_name_the_field(change: dict[str, Any]) -> None:
 
 
 def test_a_sampler_is_only_taken_from_those_that_are_offered() -> None:
-    assert sigmas.default_name(TURBO, sigmas.FLOW_SCHEDULERS) == "flow-euler"
+    assert samplers.default_name(TURBO, samplers.FLOW_SCHEDULERS) == "flow-euler"
     for config, offered, known in (
-        (TURBO, sigmas.SCHEDULERS, "supported: EulerDiscreteScheduler, .*LCMScheduler$"),
-        (SDXL, sigmas.FLOW_SCHEDULERS, "supported: FlowMatchEulerDiscreteScheduler$"),
+        (TURBO, samplers.SCHEDULERS, "supported: EulerDiscreteScheduler, .*LCMScheduler, TCDScheduler$"),
+        (SDXL, samplers.FLOW_SCHEDULERS, "supported: FlowMatchEulerDiscreteScheduler$"),
     ):
         with pytest.raises(ValueError, match=known):
-            sigmas.default_name(config, offered)
+            samplers.default_name(config, offered)

@@ -77,23 +77,11 @@ def stock(name: str) -> Any:
 @functools.cache
 def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
     """What diffusers draws for these parameters, [H, W, 3] in levels."""
-    from diffusers import (
-        DPMSolverMultistepScheduler,
-        EulerAncestralDiscreteScheduler,
-        EulerDiscreteScheduler,
-        LCMScheduler,
-    )
+    from tests.schedulers import replaced, scheduler
 
-    classes = {
-        None: EulerDiscreteScheduler,
-        "euler": EulerDiscreteScheduler,
-        "euler-ancestral": EulerAncestralDiscreteScheduler,
-        "dpm++2m": DPMSolverMultistepScheduler,
-        "lcm": LCMScheduler,
-    }
     pipeline = stock(name)
     own = pipeline.scheduler
-    pipeline.scheduler = classes[wanted.scheduler].from_config(own.config)
+    pipeline.scheduler = scheduler(own.config, wanted.scheduler or "euler", **replaced(wanted.schedule_type))
     try:
         image = pipeline(
             wanted.prompt,
@@ -103,6 +91,8 @@ def stock_picture(name: str, wanted: ImageParameters) -> np.ndarray:
             num_inference_steps=wanted.steps,
             guidance_scale=wanted.guidance_scale,
             generator=torch.Generator().manual_seed(wanted.seed),
+            **{name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(wanted, name)) is not None},
+            **({} if wanted.eta is None else {"eta": wanted.eta}),
         ).images[0]
     finally:
         pipeline.scheduler = own

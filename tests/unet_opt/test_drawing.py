@@ -11,7 +11,7 @@ import torch
 
 from contract.image import ImageParameters
 from core.batching.runner import Lane
-from pipeline import sigmas, vae
+from pipeline import samplers, vae
 from pipeline.drawing import Denoiser
 from pipeline.phases import on_torch
 from tests.pipeline.worlds import SHAPES, Watching, levels, model, solo
@@ -39,10 +39,10 @@ def test_a_prompt_is_drawn_as_a_request_is(shape: str, guidance: float) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("name", sigmas.SCHEDULERS)
+@pytest.mark.parametrize("name", samplers.SCHEDULERS)
 def test_every_sampler_draws_the_requests_noise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = model("plain")
-    monkeypatch.setattr(sigmas, "default_name", lambda config, offered: name)
+    monkeypatch.setattr(samplers, "default_name", lambda config, offered: name)
     runner = Watching(one, lane=LANE)
     latents = Denoiser(one, on_torch(one).denoiser, guidance=3.0, steps=5).latents(["a red cat"], [7])
     wanted = ImageParameters(

@@ -11,6 +11,7 @@ from pipeline.families.family import Adapters, Embed, Family, ImageModel, Networ
 from pipeline.families.sdxl.adapters import SDXLAdapters
 from pipeline.families.sdxl.parts import PARTS, check, multiple, native, tokenizers
 from pipeline.folder import Part
+from pipeline.samplers import SCHEDULERS
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ class SDXL:
     parts: Mapping[str, Part] = PARTS
     denoiser = "unet"
     quantized: tuple[str, ...] = ("unet", "vae")
-    samplers: tuple[str, ...] = ("euler", "euler-ancestral", "dpm++2m", "lcm")
+    samplers = SCHEDULERS
     defaults = ImageDefaults(steps=20, guidance_scale=5.0, guided_above=1.0)
     weighting = True
     padded: Mapping[str, int] = {}

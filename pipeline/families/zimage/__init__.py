@@ -15,6 +15,7 @@ from pipeline.families.family import Adapters, Embed, Family, ImageModel, Networ
 from pipeline.families.zimage.adapters import ZImageAdapters
 from pipeline.families.zimage.parts import PARTS, TOKENS, check, image_tokens, multiple, native
 from pipeline.folder import Part
+from pipeline.samplers import FLOW_SCHEDULERS
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ class ZImage:
     parts: Mapping[str, Part] = PARTS
     denoiser = "transformer"
     quantized: tuple[str, ...] = ("transformer", "vae")
-    samplers: tuple[str, ...] = ("flow-euler",)
+    samplers = FLOW_SCHEDULERS
     defaults = ImageDefaults(steps=8, guidance_scale=0.0, guided_above=0.0)
     weighting = False
     padded: Mapping[str, int] = {"text": _BLOCK}

@@ -1,0 +1,107 @@
+"""The fields of image requests as HTTP bodies and batch lines have them.
+
+A field that only changes how an image is generated is one line here and one of `contract.image.ImageParameters`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from contract.bounds import MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
+from contract.card import MAX_IMAGES, MAX_STEPS
+from contract.plan import CacheFields
+
+
+class ImageFields(BaseModel):
+    """The fields of an image request: OpenAI's, and below them our own. null means not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageRequest")
+
+    prompt: str = Field(description="what to draw")
+    model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
+    n: int | None = Field(default=None, ge=1, le=MAX_IMAGES, description="how many pictures, 1 by default")
+    size: str | None = Field(default=None, description='one of the model\'s sizes such as "1024x1024"; "auto": its own')
+    response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
+    output_format: Literal["png", "webp", "jpeg"] | None = Field(default=None, description="png by default")
+    stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")
+    user: str | None = Field(default=None, description="accepted and ignored")
+    quality: str | None = Field(default=None, description="accepted and ignored; see steps")
+    style: str | None = Field(default=None, description="accepted and ignored")
+    background: str | None = Field(default=None, description="accepted and ignored: pictures are opaque")
+    moderation: str | None = Field(default=None, description="accepted and ignored")
+    output_compression: int | None = Field(
+        default=None, ge=0, le=100, description="quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
+    )
+    partial_images: int | None = Field(default=None, ge=0, le=3, description="previews of each picture, with stream")
+    input_fidelity: str | None = Field(default=None, description="accepted and ignored")
+
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="of the first picture; default: random")
+    steps: int | None = Field(default=None, ge=1, description="of denoising; default: the model's, 20 for SDXL")
+    guidance_scale: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) no guidance, half the work",
+    )
+    guidance_interval: list[float] | None = Field(
+        default=None,
+        min_length=2,
+        max_length=2,
+        description="the share of the steps with guidance, such as [0, 0.5]; others cost half; default: all",
+    )
+    schedule_type: Literal["linspace", "leading", "trailing", "karras", "exponential", "beta"] | None = Field(
+        default=None, description="the spacing or curve of the noise schedule; default: the model's"
+    )
+    timesteps: list[int] | None = Field(
+        default=None, min_length=1, max_length=MAX_STEPS, description="of each step, descending; in place of steps"
+    )
+    sigmas: list[float] | None = Field(
+        default=None, min_length=1, max_length=MAX_STEPS + 1,
+        description="noise levels of each step, descending, with or without a last 0; in place of steps",
+    )  # fmt: skip
+    eta: float | None = Field(
+        default=None, ge=0, le=1, allow_inf_nan=False, description="how much noise tcd adds in each step, 0 by default"
+    )
+    negative_prompt: str | None = Field(default=None, description="what the picture should not show")
+    scheduler: str | None = Field(default=None, description="one of the model's; default: its own")
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
+    )
+    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
+    deepcache: (
+        Annotated[
+            Annotated[Literal["off", "auto"], Tag(WORD)] | Annotated[CacheFields, Tag(OBJECT)],
+            Discriminator(lambda value: WORD if isinstance(value, str) else OBJECT),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="off: all steps whole; auto: every other and the last; or an object; default: ours",
+    )
+    deterministic: bool | None = Field(default=None, description="equal seed and fingerprint give equal bytes; slower")
+    preview_every: int | None = Field(
+        default=None, ge=0, description="steps from one preview to the next; 0, the default: none"
+    )
+    prompt_weighting: bool | None = Field(
+        default=None, description="prompts are read with weights: (words)1.3, (words)+, word++, word--"
+    )
+    lora: str | None = Field(
+        default=None,
+        description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
+    )
+    expand_prompt: bool | None = Field(
+        default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"
+    )
+
+
+class EditFields(ImageFields):
+    """The fields of an edit. In a form all of them are text."""
+
+    model_config = ConfigDict(title="EditRequest")
+
+    strength: float | None = Field(
+        default=None, ge=0, le=1, allow_inf_nan=False,
+        description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
+    )  # fmt: skip

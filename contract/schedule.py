@@ -1,0 +1,83 @@
+"""A request's noise schedule: how timesteps are spaced, or which timesteps or noise levels exactly.
+
+Imports no torch. What each sampler takes of it is in `pipeline.sigmas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from contract.bounds import check_number, check_whole
+from contract.card import MAX_STEPS
+from contract.errors import Invalid
+
+SPACINGS = ("linspace", "leading", "trailing")  # diffusers' `timestep_spacing` (Lin et al., 2023, table 2)
+CURVES = ("karras", "exponential", "beta")  # diffusers' `use_…_sigmas`
+TYPES = SPACINGS + CURVES
+MAX_TIMESTEP = 999_999
+MAX_SIGMA = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseSchedule:
+    """What a request says of its noise schedule; None leaves it to the model's scheduler_config.json.
+
+    schedule_type: one of `TYPES`, in place of the model's spacing and curve.
+    timesteps: of each step, on the training clock, strictly descending.
+    sigmas: noise over signal of each step (flow matching: the share of noise), strictly descending; a last 0 is the end
+        of the last step, and no step.
+    eta: TCD's gamma (Zheng et al., 2024), 0 to 1: how much noise each step adds; default: 0, as of diffusers'
+        pipelines.
+    """
+
+    schedule_type: str | None = None
+    timesteps: tuple[int, ...] | None = None
+    sigmas: tuple[float, ...] | None = None
+    eta: float | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps that the lists give; None without a list."""
+        if self.timesteps is not None:
+            return len(self.timesteps)
+        return None if self.sigmas is None else sum(sigma > 0 for sigma in self.sigmas)
+
+    def check(self, steps: int) -> None:
+        """Raise `Invalid` for values that no model takes, or lists for another number of steps."""
+        if self.schedule_type is not None and self.schedule_type not in TYPES:
+            raise Invalid("schedule_type", f"must be one of {', '.join(TYPES)}")
+        if self.eta is not None:
+            check_number("eta", self.eta, 0, 1)
+        given = [name for name in ("timesteps", "sigmas", "schedule_type") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise Invalid(given[0], f"cannot be given together with {given[1]}")
+        if self.timesteps is not None:
+            _check_descending("timesteps", self.timesteps, lambda name, t: check_whole(name, t, 0, MAX_TIMESTEP))
+        if self.sigmas is not None:
+            _check_descending("sigmas", self.sigmas, lambda name, sigma: check_number(name, sigma, 0, MAX_SIGMA))
+            if not self.steps:
+                raise Invalid("sigmas", "must have one above 0")
+        if self.steps not in (None, steps):
+            raise Invalid("steps", f"must be {self.steps}, as many as {given[0]} gives, or absent")
+
+
+SCHEDULE_FIELDS = tuple(one.name for one in fields(NoiseSchedule))
+
+
+def schedule_of(fields: Mapping[str, Any]) -> NoiseSchedule:
+    """The schedule that these fields of a request give, unchecked; lists become tuples."""
+    given: dict[str, Any] = {name: fields.get(name) for name in SCHEDULE_FIELDS}
+    for name, value in given.items():
+        given[name] = tuple(value) if isinstance(value, list) else value
+    return NoiseSchedule(**given)
+
+
+def _check_descending(field: str, values: Sequence[Any], check: Callable[[str, Any], object]) -> None:
+    if not isinstance(values, tuple) or not 1 <= len(values) <= MAX_STEPS + 1:
+        raise Invalid(field, f"must be a list of 1 to {MAX_STEPS} numbers")
+    for index, value in enumerate(values):
+        check(f"{field}.{index}", value)
+        if index and value >= values[index - 1]:
+            raise Invalid(f"{field}.{index}", "must be less than the one before")
