@@ -236,13 +236,16 @@ def _set_timesteps(scheduler: Any, name: str, steps: int, tokens: int, schedule:
 
 @contextmanager
 def _silent(module: str) -> Iterator[None]:
-    """Without diffusers' advice on which timesteps a student was trained: it would come once for each table."""
-    logger = logging.getLogger(module)
-    before, logger.disabled = logger.disabled, True
+    """Without diffusers' advice on ignored settings and untrained timesteps, which would come once for each table."""
+    loggers = [logging.getLogger(name) for name in (module, "diffusers.configuration_utils")]
+    before = [logger.disabled for logger in loggers]
     try:
+        for logger in loggers:
+            logger.disabled = True
         yield
     finally:
-        logger.disabled = before
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _shift(config: Mapping[str, Any], tokens: int) -> float:

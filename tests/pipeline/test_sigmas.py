@@ -484,7 +484,9 @@ def test_building_a_table_is_silent(name: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            sigmas.table({**SDXL, "skip_prk_steps": True, "sigma_data": 1.0}, name, 9)
+            sigmas.table({**SDXL, "skip_prk_steps": True, "sigma_data": 1.0, "sigma_min": None}, name, 9)
+            if "timesteps" in samplers.SAMPLERS[name].takes:
+                sigmas.table(SDXL, name, 3, schedule=NoiseSchedule(timesteps=(998, 500, 1)))
     finally:
         logging.getLogger("diffusers").removeHandler(handler)
     assert records.empty()
