@@ -24,7 +24,7 @@ from core.config import Settings
 from core.kernels.device import TORCH
 from pipeline.families.family import ImageModel
 from pipeline.folder import ModelError
-from pipeline.load import family_of
+from pipeline.load import defaults_of, family_of
 
 if TYPE_CHECKING:
     from workers.build import Runtime
@@ -114,7 +114,7 @@ def _rows(
     settings: Settings, steps: int, measured: Mapping[str, tuple[float, float, float]], memory: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The rungs as recorded and printed."""
-    first, defaults = next(iter(measured.values())), family_of(settings.model_name, settings.variant)[0].defaults
+    first, defaults = next(iter(measured.values())), defaults_of(settings.model_name, settings.variant)
     guided = defaults.rows(defaults.guidance_scale) > 1
     rows: list[dict[str, Any]] = [
         {
@@ -215,7 +215,7 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
                 width=model.native,
                 height=model.native,
                 num_inference_steps=steps,
-                guidance_scale=family.defaults.guidance_scale,
+                guidance_scale=defaults_of(name, settings.variant).guidance_scale,
                 generator=[torch.Generator().manual_seed(seed) for _, seed in jobs],
             )
         )
@@ -250,7 +250,7 @@ def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile
 
 def _check_guided(settings: Settings, steps: int) -> None:
     """Raise `LeftOut` for a model without guidance, or too few steps to end it among them."""
-    defaults = family_of(settings.model_name, settings.variant)[0].defaults
+    defaults = defaults_of(settings.model_name, settings.variant)
     if defaults.rows(defaults.guidance_scale) == 1:
         raise LeftOut("the model draws without guidance")
     if steps < 2:
@@ -268,7 +268,7 @@ def _compile(settings: Settings) -> None:
 def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
     """A closed loop of `IN_FLIGHT` requests."""
     model = works.images.model
-    native, guidance = model.native, model.family.defaults.guidance_scale
+    native, guidance = model.native, model.defaults.guidance_scale
     cached = plan.parse(works.settings.deepcache)
 
     def draw(jobs: Sequence[tuple[str, int]]) -> None:

@@ -37,18 +37,16 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     """The request shared by all images, checked with the first caption; a width of 0 stands for the model's own
     size.
     """
-    from contract import plan
+    from contract import plan, students
     from contract.image import ImageParameters
 
-    size, usual = read_size(options.size), _defaults(options, settings)
-    sampling: dict[str, Any] = {"steps": usual.steps if options.steps is None else options.steps} | read_sampling(
-        options
-    )
+    size = read_size(options.size)
+    asked = {"steps": options.steps, "guidance_scale": options.guidance, **read_sampling(options)}
+    given = {name: value for name, value in asked.items() if value is not None}
     draft = ImageParameters(
         prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
-        negative_prompt=options.negative,
-        guidance_scale=usual.guidance_scale if options.guidance is None else options.guidance,
-        deterministic=options.deterministic, deepcache=plan.parse(settings.deepcache), **sampling,
+        negative_prompt=options.negative, deterministic=options.deterministic,
+        deepcache=plan.parse(settings.deepcache), **students.fill(given, _defaults(options, settings)),
     )  # fmt: skip
     _check(draft, caption, {(draft.width, draft.height)})
     return draft
@@ -57,13 +55,11 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
 def _defaults(options: argparse.Namespace, settings: Settings) -> ImageDefaults:
     """The model's, where the options leave a choice."""
     from contract.card import ImageDefaults
-    from pipeline.load import family_of
+    from pipeline.load import defaults_of
 
-    if None not in (options.steps, options.guidance):
-        return ImageDefaults()
     if not options.server:
         with model_errors():
-            return family_of(settings.model_name, settings.variant)[0].defaults
+            return defaults_of(settings.model_name, settings.variant, settings.lora)
     from evaluation.sources import RemoteService
 
     with scoring_errors(), contextlib.closing(RemoteService(options.server, options.model)) as remote:

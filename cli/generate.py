@@ -92,7 +92,7 @@ def add(commands: Commands) -> None:
 def _generate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from contract import plan
+    from contract import plan, students
     from contract.bounds import next_seed
     from contract.image import ImageParameters
     from workers.draw import draw, folder
@@ -132,9 +132,8 @@ def _generate(options: argparse.Namespace) -> int:
     with model_errors(), folder(options.out), open_runtime(settings, console) as works:
         if size is None:
             draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
-        defaults = works.images.model.family.defaults
-        usual = {"steps": defaults.steps, "guidance_scale": defaults.guidance_scale}
-        draft = replace(draft, **{**usual, **given})
+        defaults = students.of_loras(draft.lora) or works.images.model.defaults
+        draft = replace(draft, **students.fill(given, defaults))
         first = replace(draft, prompt=prompts[0].text)
         _check(first, prompts[0], options, works.images.sizes, works.images.schedulers, works)
         jobs = (

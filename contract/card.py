@@ -39,12 +39,20 @@ class ImageLimits:
 class ImageDefaults:
     """What an image model does where a request does not say; the values here are SDXL's.
 
-    Classifier-free guidance is on, and doubles the work, for a `guidance_scale` above `guided_above`.
+    Classifier-free guidance is on, and doubles the work, for a `guidance_scale` above `guided_above`. `scheduler`,
+    `schedule_type`, `timesteps` and `eta` are as in a request; None: as the model's scheduler says. `student`: by which
+    method the model was distilled to few steps, at most `most_steps` (`contract.students`); "": it was not.
     """
 
     steps: StrictInt = 20
     guidance_scale: StrictFloat = 5.0
     guided_above: StrictFloat = 1.0
+    scheduler: StrictStr | None = None
+    schedule_type: StrictStr | None = None
+    timesteps: tuple[StrictInt, ...] | None = None
+    eta: StrictFloat | None = None
+    student: StrictStr = ""
+    most_steps: StrictInt = 0
 
     def rows(self, guidance_scale: float) -> int:
         """The rows of a picture in each forward."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from contract import markup, plan
+from contract import markup, plan, students
 from contract.bounds import (
     MAX_SEED,
     check_flag,
@@ -26,7 +26,7 @@ from contract.card import MAX_IMAGES, MAX_STEPS, ImageOffer, Size
 from contract.errors import Invalid
 from contract.image_fields import ImageFields
 from contract.plan import CacheFields, DeepCache
-from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule, schedule_of
+from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 STRENGTH = 0.8  # of an edit without a mask; with one it is 1
@@ -261,8 +261,11 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     _check_limits(fields, offer)
     given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
     given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
-    given.setdefault("steps", schedule_of(given).steps or min(offer.defaults.steps, offer.max_steps))
-    given["guidance_scale"] = float(given.get("guidance_scale", min(offer.defaults.guidance_scale, offer.max_guidance)))
+    offer.check_loras(given.get("lora", ""))
+    usual = students.of_loras(given.get("lora", "")) or offer.defaults
+    least = min(usual.steps, offer.max_steps), min(usual.guidance_scale, offer.max_guidance)
+    given = students.fill(given, replace(usual, steps=least[0], guidance_scale=least[1]))
+    given["guidance_scale"] = float(given["guidance_scale"])
     given["width"], given["height"] = offer.size(fields.size, edited)
     source = None if edited is None else _source(fields, given["steps"], masked=masked)
     cached = fields.deepcache

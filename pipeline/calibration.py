@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from contract.card import ImageDefaults
 from core.ops.cpu import CpuLowering
 from core.quant.statistics import Statistics
 from pipeline.drawing import Denoiser
-from pipeline.families.family import ImageModel
+from pipeline.families.family import Family, ImageModel
 from pipeline.folder import ModelError
 from pipeline.phases import Networks, on_kernels, on_torch
 from pipeline.vae import unscale
@@ -37,6 +38,13 @@ def default_prompts() -> tuple[str, ...]:
     return tuple(_PROMPTS.read_text("utf-8").splitlines())
 
 
+def settings_of(family: Family, defaults: ImageDefaults) -> CalibrationSettings:
+    """The family's, or all steps of a student as it is drawn."""
+    if not defaults.student:
+        return CalibrationSettings(**family.calibration)
+    return CalibrationSettings(steps=defaults.steps, watched_steps=defaults.steps, guidance=defaults.guidance_scale)
+
+
 def collect(
     model: ImageModel,
     layers: Mapping[str, Sequence[str]],
@@ -52,7 +60,7 @@ def collect(
     Without layers of the VAE only the observed steps are run. With `kernels` an fp32 model runs on the CPU's kernels if
     they support its layout. The model is not changed. Raises what `calibrate` raises.
     """
-    settings = settings or CalibrationSettings(**model.family.calibration)
+    settings = settings or settings_of(model.family, model.defaults)
     until = settings.steps if "vae" in layers else settings.watched_steps
     networks, observe = _observed(model, kernels)
     denoiser = model.family.denoiser

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from contract.image import ImageParameters
+from contract.schedule import NoiseSchedule
 from pipeline import denoise, samplers
 from pipeline.conditioning import Conditioner
 from pipeline.encode import Encoder
@@ -19,7 +20,7 @@ from pipeline.families.family import ImageModel, Network
 class Denoiser:
     """A model whose denoiser may be any callable with the arguments of its network's `deep`.
 
-    The result equals that of a request for the native size with the model's own sampler.
+    The result equals that of a request for the native size with the model's default sampler.
     """
 
     def __init__(self, model: ImageModel, network: Network, *, guidance: float = 5.0, steps: int = 20) -> None:
@@ -29,8 +30,10 @@ class Denoiser:
         encoder = Encoder(model.family.text_encoder(model), capacity=512)
         self._conditioner = Conditioner(model, encoder, network.prepare_text)
         self._guidance, self._steps = guidance, steps
-        name = samplers.default_name(model.scheduler_config, model.family.samplers)
-        self._table = model.sampler_table(name, steps, (model.native, model.native))
+        usual = model.defaults
+        name = usual.scheduler or samplers.default_name(model.scheduler_config, model.family.samplers)
+        given = NoiseSchedule(usual.schedule_type, eta=usual.eta)
+        self._table = model.sampler_table(name, steps, (model.native, model.native), schedule=given)
 
     @torch.inference_mode()
     def latents(

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from contract import loras as selection
+from contract import students
 from contract.precision import PRECISIONS, is_quantized
 from contract.precision import dtype as dtype_of
 from pipeline import folder as folders
@@ -26,6 +28,8 @@ from pipeline.lora import Lora
 
 if TYPE_CHECKING:
     import torch
+
+    from contract.card import ImageDefaults
 
 _ANY_STEPS = 4  # enough to build every sampler's table
 
@@ -76,9 +80,12 @@ def load(
         digest = quantized_parts.apply_(parts, variants, digest=digest)
     if loras:
         digest = lora.digest(digest, loras)
-    scheduler = parts.pop("scheduler")
+    scheduler, config = parts.pop("scheduler"), parts[family.denoiser].config
     _place(parts, family, where, dtype)
-    return ImageModel(source.name, digest, precision, where, dtype, family, parts, scheduler, source.options)
+    student = _student(source.name, family, scheduler, config, [one.name for one in loras])
+    return ImageModel(
+        source.name, digest, precision, where, dtype, family, parts, scheduler, source.options, student=student
+    )
 
 
 class _Source(NamedTuple):
@@ -112,9 +119,12 @@ def _read_folder(name: str, precision: str, dtype: torch.dtype, variant: str | N
         part: _load_part(folder, part, told, torch.float32 if part in late else dtype, variant)
         for part, told in family.parts.items()
     }
-    # A folder is called by its own name, independent of the path given; a hub id by its last word.
-    short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
-    return _Source(short, folders.digest(folder, files), folder, family, parts, family.options(index))
+    return _Source(_short(name), folders.digest(folder, files), folder, family, parts, family.options(index))
+
+
+def _short(name: str) -> str:
+    """A folder is called by its own name, independent of the path given; a hub id by its last word."""
+    return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
 
 
 def _find(name: str, variant: str | None) -> tuple[Path, Family]:
@@ -161,6 +171,29 @@ def family_of(name: str, variant: str | None = None) -> tuple[Family, Path | Non
         return found[0], None
     folder, family = _find(name, variant)
     return family, folder
+
+
+def defaults_of(name: str, variant: str | None = None, loras: str = "") -> ImageDefaults:
+    """What requests of the model default to, with the LoRAs of this selection in its weights. Raises `ModelError`."""
+    found = registry.seeded(name)
+    if found is not None:
+        return found[0].defaults
+    folder, family = _find(name, variant)
+    config = folders.read_json(folder / family.denoiser / "config.json")
+    scheduler = folders.read_json(folder / "scheduler" / "scheduler_config.json")
+    try:
+        fused = [one.name for one in selection.read(loras)]
+    except ValueError as error:
+        raise ModelError(f"lora: {error}") from error
+    return _student(_short(name), family, scheduler, config, fused) or family.defaults
+
+
+def _student(
+    name: str, family: Family, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any], loras: Sequence[str]
+) -> ImageDefaults | None:
+    """How the model is drawn if it, or one of the LoRAs in its weights, is a student that its family can draw."""
+    found = [students.of_model(name, scheduler, denoiser), *map(students.of_lora, loras)]
+    return next((one for one in found if one is not None and one.scheduler in family.samplers), None)
 
 
 def _seeded_digest(name: str, seeded: Seeded, device: torch.device) -> str:

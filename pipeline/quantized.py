@@ -17,7 +17,7 @@ from contract.precision import Scheme, is_calibrated
 from core.quant import store
 from core.quant.convert import QuantizationReport, Recipe, quantize_
 from core.quant.statistics import Statistics
-from pipeline.calibration import collect
+from pipeline.calibration import collect, settings_of
 from pipeline.quantized_parts import folder
 from unet_opt.calibrate import CalibrationSettings
 
@@ -73,7 +73,7 @@ def make(
     the bytes written, by part. Raises what calibration, recipes and the store raise: `StatisticsError`, `RecipeError`,
     `QuantizedStoreError`; and OSError if `out` cannot be created.
     """
-    settings = settings or CalibrationSettings(**model.family.calibration)
+    settings = settings or settings_of(model.family, model.defaults)
     made: dict[str, tuple[QuantizationReport, int]] = {}
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = {part: out / f".{part}-{scheme}.statistics" for part in model.family.quantized}

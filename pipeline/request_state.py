@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from contract import plan as plans
+from contract import students
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.slots import Budget, Slots
@@ -190,9 +191,10 @@ class MemoryLedger:
             for shape in self._features(wanted)
         ]
         generator = torch.Generator().manual_seed(wanted.seed)
+        warnings = students.warnings(self._model.defaults, wanted.lora, wanted.made, wanted.guidance_scale)
         return ImageState(
             slot, size_bytes, self._bytes_of_row(wanted), tuple(2 if each else 1 for each in guided), name, mode, table,
-            generator, plan, depth, features, taken=taken,
+            generator, plan, depth, features, taken=taken, warnings=warnings,
         )  # fmt: skip
 
 

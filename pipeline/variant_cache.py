@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
+from contract.card import ImageDefaults
 from contract.precision import Scheme
 from core.quant import store
 from core.quant.convert import RecipeError
 from core.quant.statistics import StatisticsError
 from pipeline import quantized
-from pipeline.calibration import default_prompts
+from pipeline.calibration import default_prompts, settings_of
 from pipeline.folder import ModelError
 from pipeline.quantized_parts import folder
-from unet_opt.calibrate import CalibrationSettings
 
 if TYPE_CHECKING:
     from pipeline.families.family import Family, ImageModel
@@ -93,15 +93,20 @@ class CachedVariant:
         )
 
 
-def find(cache: Path, source: str, family: Family, scheme: Scheme, precision: str) -> CachedVariant:
-    """The path for the variant of a model whose weights have the digest `source`, calibrated in `precision`."""
+def find(
+    cache: Path, source: str, family: Family, scheme: Scheme, precision: str, defaults: ImageDefaults | None = None
+) -> CachedVariant:
+    """The path for the variant of a model whose weights have the digest `source`, calibrated in `precision`.
+
+    `defaults` are the model's, where they are not the family's.
+    """
     made_from = {
         "version": _VERSION,
         "weights": source,
         "scheme": scheme,
         "alpha": family.alpha,
         "precision": precision,
-        **quantized.calibration_of(scheme, default_prompts(), CalibrationSettings(**family.calibration)),
+        **quantized.calibration_of(scheme, default_prompts(), settings_of(family, defaults or family.defaults)),
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     return CachedVariant(cache / "quantized" / digest, scheme, family.quantized)

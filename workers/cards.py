@@ -33,7 +33,7 @@ def image_card(
     solo_s, row_s = _steps(runner, DEEP, known[DEEP])
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
-    defaults = model.family.defaults
+    defaults = model.defaults
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
     vae_s = _best(runner, BatchGroup(VAE, native), range(1, VAE_ROWS + 1))
     return ImageCard(

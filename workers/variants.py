@@ -62,11 +62,12 @@ def cached(settings: Settings, device: str, scheme: Scheme, plain: str) -> Cache
     Raises `ModelError` if there is no model.
     """
     from pipeline import variant_cache
-    from pipeline.load import family_of, weights_digest
+    from pipeline.load import defaults_of, family_of, weights_digest
 
     source = weights_digest(settings.model_name, variant=settings.variant, device=device)
     family, _ = family_of(settings.model_name, settings.variant)
-    return variant_cache.find(settings.cache_dir.expanduser(), source, family, scheme, plain)
+    defaults = defaults_of(settings.model_name, settings.variant)
+    return variant_cache.find(settings.cache_dir.expanduser(), source, family, scheme, plain, defaults)
 
 
 def quantize_into(

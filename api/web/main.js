@@ -57,15 +57,35 @@ async function offer() {
 }
 
 function choose() {
-  const card = state.models.find((model) => model.id === $("model").value)?.diptych;
+  const card = chosen();
   if (!card) return;
   fill($("size"), card.sizes.map((size) => [size, size.replace("x", " × ")]), card.native_size);
-  fill($("scheduler"), card.schedulers.map((name) => [name, name]), card.default_scheduler);
+  fill($("scheduler"), card.schedulers.map((name) => [name, name]), usualScheduler(card));
   $("steps").max = Math.min(60, card.limits.max_steps ?? 60);
+  if (state.chosen !== $("model").value) {
+    state.chosen = $("model").value;
+    $("steps").value = card.defaults.steps;
+    $("guidance").value = card.defaults.guidance_scale;
+    show();
+  }
   const loras = card.loras ?? [];
   $("lora-field").hidden = !loras.length;
   $("loras").replaceChildren(...loras.map((name) => new Option(name)));
   if (loras.length) $("lora-hint").textContent = `Such as ${loras[0]}:0.8, several with commas.`;
+}
+
+/** The card of the chosen model. */
+function chosen() {
+  return state.models.find((model) => model.id === $("model").value)?.diptych;
+}
+
+/** The largest guidance that is none. */
+function guidedAbove() {
+  return chosen()?.defaults.guided_above ?? 1;
+}
+
+function usualScheduler(card) {
+  return card.defaults.scheduler ?? card.default_scheduler;
 }
 
 /** Options of a choice; what is chosen stays, if it is still there. */
@@ -101,18 +121,24 @@ const number = (value) => Number(value);
 
 function fields() {
   const steps = number($("steps").value);
+  const guidance = number($("guidance").value);
+  const card = chosen();
   const given = {
     prompt: $("prompt").value.trim(),
     n: number(document.querySelector("input[name=n]:checked").value),
     steps,
-    guidance_scale: number($("guidance").value),
+    guidance_scale: guidance,
     preview_every: Math.max(1, Math.round(steps / 10)),
   };
   if ($("negative").value.trim()) given.negative_prompt = $("negative").value.trim();
   if (!$("lora-field").hidden && $("lora").value.trim()) given.lora = $("lora").value.trim();
   if ($("model").value) given.model = $("model").value;
   if ($("size").value) given.size = $("size").value;
-  if ($("scheduler").value) given.scheduler = $("scheduler").value;
+  // What is left as the model has it is not said: the service knows better what goes with a student's LoRA.
+  if (given.lora && steps === card?.defaults.steps) delete given.steps;
+  if (given.lora && guidance === card?.defaults.guidance_scale) delete given.guidance_scale;
+  if ($("scheduler").value && !(card && $("scheduler").value === usualScheduler(card))) given.scheduler = $("scheduler").value;
+  if ($("schedule-type").value) given.schedule_type = $("schedule-type").value;
   if ($("format").value !== "png") given.output_format = $("format").value;
   return given;
 }
@@ -148,11 +174,10 @@ function again(picture, { vary = false } = {}) {
   grow();
   $("negative").value = asked.negative_prompt ?? "";
   $("lora").value = asked.lora ?? "";
-  for (const [id, value] of [["steps", asked.steps], ["guidance", asked.guidance_scale], ["model", asked.model]]) {
-    if (value !== undefined) $(id).value = value;
-  }
+  if (asked.model !== undefined) $("model").value = asked.model;
   choose();
-  for (const [id, value] of [["size", asked.size], ["scheduler", asked.scheduler], ["format", asked.output_format ?? "png"]]) {
+  const scheduler = asked.scheduler ?? (chosen() ? usualScheduler(chosen()) : undefined);
+  for (const [id, value] of [["steps", asked.steps], ["guidance", asked.guidance_scale], ["size", asked.size], ["scheduler", scheduler], ["format", asked.output_format ?? "png"], ["schedule-type", asked.schedule_type ?? ""]]) {
     if (value !== undefined) $(id).value = value;
   }
   document.querySelector("input[name=n][value='1']").checked = true;
@@ -168,7 +193,7 @@ function complain(error) {
   if (error.status === 401) askKey(true);
   const wait = error.status === 429 && error.after ? ` Try again in ${error.after} s.` : "";
   $("error").textContent = error.message + wait;
-  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), lora: $("lora"), size: $("size") }[error.param];
+  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), lora: $("lora"), size: $("size"), scheduler: $("scheduler"), schedule_type: $("schedule-type") }[error.param];
   at?.classList.add("wrong");
   if (error.param === "prompt") $("prompt").focus();
 }
@@ -181,7 +206,7 @@ function tell(words) {
 
 function show() {
   $("steps-out").textContent = $("steps").value;
-  $("guidance-out").textContent = number($("guidance").value) === 1 ? "off" : $("guidance").value;
+  $("guidance-out").textContent = number($("guidance").value) <= guidedAbove() ? "off" : $("guidance").value;
   $("unseed").hidden = !$("seed").value;
 }
 

@@ -40,11 +40,17 @@ class ImageModel:
     scheduler_config: dict[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)  # the family's own, of model_index.json
     embed: Embed | None = None  # computes the phase `TEXT` in place of the family's own `embed`
+    student: ImageDefaults | None = None  # how it is drawn, if it is one of few steps
 
     @property
     def denoiser(self) -> Any:
         """The network that is run at every step: a UNet or a transformer."""
         return self.parts[self.family.denoiser]
+
+    @property
+    def defaults(self) -> ImageDefaults:
+        """Of requests: the student's, or the family's."""
+        return self.student or self.family.defaults
 
     @property
     def vae(self) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, expect
 
+from contract import students
 from core.jobs.keyring import Keyring
 from tests.api.easel import Easel
 from tests.api.test_playground import PATIENCE_MS, ask
@@ -75,4 +76,42 @@ def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str
         assert [claim.parameters["lora"] for claim in easel.seen] == ["ink:0.8"]
         page.click(".tile.done .leaf")
         expect(page.locator("#box-facts")).to_contain_text("ink:0.8")
+        context.close()
+
+
+def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    student = students.of_lora("sdxl_lightning_4step_lora")
+    assert student is not None
+    card = dataclasses.replace(CARD, defaults=student, loras=("lcm-lora",))
+    with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
+        worker.announce(card=card)
+        context = browser.new_context(reduced_motion="reduce")
+        context.set_default_timeout(PATIENCE_MS)
+        page = context.new_page()
+        page.goto(api.url)
+        page.click("#more summary")
+        expect(page.locator("#steps-out")).to_have_text("4")
+        expect(page.locator("#guidance-out")).to_have_text("off")
+        ask(page, "a cat")
+        expect(page.locator(".tile.done")).to_have_count(1)
+        made = easel.seen[-1].parameters
+        assert (made["steps"], made["guidance_scale"], made["scheduler"]) == (4, 1.0, "euler")
+        assert made["schedule_type"] == "trailing"
+        page.fill("#lora", "lcm-lora")
+        page.select_option("#scheduler", "dpm++2m")
+        page.select_option("#schedule-type", "karras")
+        page.fill("#steps", "9")
+        ask(page, "a dog")
+        expect(page.locator(".tile.done")).to_have_count(2)
+        made = easel.seen[-1].parameters
+        assert (made["steps"], made["scheduler"], made["schedule_type"]) == (9, "dpm++2m", "karras")
+        page.click(".tile.done .leaf >> nth=0")
+        expect(page.locator("#box-facts")).to_contain_text("karras")
+        page.keyboard.press("Escape")
+        page.click(".tile.done .leaf >> nth=1")
+        page.click("#again")
+        expect(page.locator(".tile.done")).to_have_count(3)
+        made = easel.seen[-1].parameters
+        assert (made["steps"], made["scheduler"], made["schedule_type"]) == (4, "euler", "trailing")
         context.close()

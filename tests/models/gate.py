@@ -58,7 +58,7 @@ def ways(name: str) -> tuple[str, ...]:
 def draw(model: ImageModel, count: int = len(NAMES), **options: Any) -> Pictures:
     """The first so many pictures, [H, W, 3] in levels, on the CPU's kernels."""
     crank, name = Crank(Watching(model, lane=Lane("gate"), kernels=kernels(), max_requests=32)), Path(model.name).name
-    defaults = model.family.defaults
+    defaults = model.defaults
     for seed, prompt in enumerate(NAMES[:count]):
         wanted = ImageParameters(
             prompt, seed, SIDE, SIDE, steps=STEPS[name], guidance_scale=defaults.guidance_scale, **options

@@ -25,7 +25,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drawn(cache: Path, precision: str, **options: Any) -> list[np.ndarray[Any, Any]]:
     with build(Settings(model="emoji-z", precision=precision, cache_dir=cache)) as runtime:  # type: ignore[arg-type]
-        card = runtime.images.model.family.defaults
+        card = runtime.images.model.defaults
         assert (card.steps, card.guidance_scale) == (8, 0.0)
         waiting = [
             runtime.engine.submit(

@@ -31,7 +31,13 @@ def test_a_prompt_is_drawn_as_a_request_is(shape: str, guidance: float) -> None:
     pixels = vae.decode(one, latents).int()
     for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
         wanted = ImageParameters(
-            prompt=prompt, seed=seed, width=one.native, height=one.native, steps=4, guidance_scale=guidance
+            prompt=prompt,
+            seed=seed,
+            width=one.native,
+            height=one.native,
+            steps=4,
+            guidance_scale=guidance,
+            scheduler=one.defaults.scheduler,
         )
         drawn = torch.from_numpy(levels(solo(runner, wanted)))
         assert (pixels[index] - drawn).abs().max() <= 1

@@ -1,0 +1,131 @@
+"""Few-step students of diffusion models: recognised by a model's configs or a LoRA's name, and how they are drawn.
+
+Imports no torch. Methods: adversarial diffusion distillation (Turbo, Sauer et al., 2023), SDXL-Lightning (Lin et al.,
+2024), Hyper-SD (Ren et al., 2024), latent consistency (LCM, Luo et al., 2023), trajectory consistency (TCD, Zheng et
+al., 2024) and distribution matching (DMD2, Yin et al., 2024).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from contract import loras
+from contract.card import MAX_GUIDANCE, ImageDefaults
+from contract.schedule import NoiseSchedule, schedule_of
+
+_OWN = NoiseSchedule()
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """How the students of one method are drawn, as their authors publish it."""
+
+    scheduler: str
+    steps: int = 4
+    most_steps: int = 8
+    schedule: NoiseSchedule = _OWN
+
+
+_TRAILING = NoiseSchedule("trailing")
+_METHODS = {
+    "turbo": _Method("euler-ancestral", most_steps=4, schedule=_TRAILING),
+    "lightning": _Method("euler", schedule=_TRAILING),
+    "hyper": _Method("euler", schedule=_TRAILING),  # published with DDIM, which Euler equals
+    "lcm": _Method("lcm"),
+    "tcd": _Method("tcd", schedule=NoiseSchedule(eta=0.3)),
+    "dmd2": _Method("lcm", most_steps=4, schedule=NoiseSchedule(timesteps=(999, 749, 499, 249))),
+}
+_NAME = re.compile(rf"(?<![a-z])({'|'.join(_METHODS)})(?![a-z])")
+_MODELS = re.compile(r"(?:sd|xl)[ _-]?(?:hyper|turbo|lightning)|hyper[ _-]?sd")  # alone they may be words of a style
+_STEPS = re.compile(r"(?<![0-9])([0-9]{1,2})[ _-]?steps?(?![a-z])")
+_CLASSES = {"LCMScheduler": "lcm", "TCDScheduler": "tcd"}
+_EULER = {"EulerAncestralDiscreteScheduler": "euler-ancestral", "EulerDiscreteScheduler": "euler"}
+
+
+def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any]) -> ImageDefaults | None:
+    """How this model is drawn if it is a student, by its scheduler_config.json and its denoiser's config.json.
+
+    A guidance embedding, a scheduler of consistency models, and an ancestral sampler with trailing timesteps (Turbo's)
+    are signs of one. Where the scheduler is an ordinary one the name must say the method and, unless its timesteps are
+    trailing, the steps.
+    """
+    found, steps = _words(name)
+    class_name = str(scheduler.get("_class_name"))
+    trailing = (
+        scheduler.get("timestep_spacing") == "trailing"
+        and scheduler.get("prediction_type", "epsilon") == "epsilon"
+        and not scheduler.get("rescale_betas_zero_snr")
+    )
+    if denoiser.get("time_cond_proj_dim") is not None:  # Luo et al., 2023, section 4.2
+        return replace(_defaults("lcm", steps), guidance_scale=8.0, guided_above=MAX_GUIDANCE)
+    if class_name in _CLASSES:
+        method = found or _CLASSES[class_name]
+    elif trailing and class_name == "EulerAncestralDiscreteScheduler":
+        method = found or "turbo"
+    elif found and (steps or (trailing and class_name in _EULER)):
+        method = found
+    else:
+        return None
+    return _defaults(method, steps)
+
+
+def of_lora(name: str) -> ImageDefaults | None:
+    """How pictures are drawn with a LoRA of this name, if it makes a student of its model."""
+    method, steps = _words(name)
+    if not method or not (steps or method in ("lcm", "tcd", "dmd2") or _MODELS.search(name.lower())):
+        return None
+    return _defaults(method, steps)
+
+
+def of_loras(text: str) -> ImageDefaults | None:
+    """The same for the LoRAs of a request, which `loras.read` must have accepted: the first that is a student's."""
+    found = (of_lora(one.name) for one in loras.read(text) if one.scale > 0)
+    return next((one for one in found if one is not None), None)
+
+
+def fill(given: Mapping[str, Any], defaults: ImageDefaults) -> dict[str, Any]:
+    """The fields of a request with `defaults` where it leaves steps, guidance, or sampler and schedule open."""
+    filled = dict(given)
+    if filled.get("scheduler") is None and schedule_of(filled) == _OWN:
+        named = {name: getattr(defaults, name) for name in ("scheduler", "schedule_type", "eta")}
+        if filled.get("steps") is None and len(defaults.timesteps or ()) == defaults.steps:
+            named["timesteps"] = defaults.timesteps
+        filled |= {name: value for name, value in named.items() if value is not None}
+    filled.setdefault("steps", schedule_of(filled).steps or defaults.steps)
+    filled.setdefault("guidance_scale", defaults.guidance_scale)
+    return filled
+
+
+def warnings(defaults: ImageDefaults, lora: str, steps: int, guidance_scale: float) -> list[str]:
+    """What to tell a user whose picture has more steps than its student was made for, or guidance."""
+    student = of_loras(lora) or defaults
+    if not student.student:
+        return []
+    guided = guidance_scale > student.guided_above
+    if steps <= student.most_steps and not guided:
+        return []
+    who = "a LoRA of this request" if student is not defaults else "the model"
+    made = f"up to {student.most_steps} steps" + ("" if student.guided_above >= MAX_GUIDANCE else " without guidance")
+    had = f"{steps} steps" + (f" with guidance {guidance_scale:g}" if guided else "")
+    return [f"{who} is a few-step student ({student.student}) for {made}; this image had {had}"]
+
+
+def _words(name: str) -> tuple[str, int | None]:
+    """The method and the number of steps that a name says; "" and None."""
+    lower = name.lower()
+    method, steps = _NAME.search(lower), _STEPS.search(lower)
+    count = int(steps[1]) if steps else 0
+    return method[1] if method else "", count if 1 <= count <= 16 else None
+
+
+def _defaults(method: str, steps: int | None) -> ImageDefaults:
+    of = _METHODS[method]
+    count = steps or of.steps
+    timesteps = of.schedule.timesteps if count == of.steps else None
+    return ImageDefaults(
+        steps=count, guidance_scale=1.0, scheduler=of.scheduler, schedule_type=of.schedule.schedule_type,
+        timesteps=timesteps, eta=of.schedule.eta, student=method, most_steps=steps or of.most_steps,
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""Few-step students: drawn as their authors draw them, quantized over their own steps, and asked for too much."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import EulerAncestralDiscreteScheduler, EulerDiscreteScheduler, LCMScheduler, TCDScheduler
+
+from contract import students
+from contract.image import ImageParameters
+from pipeline import tiny, variant_cache
+from pipeline.calibration import settings_of
+from pipeline.drawing import Denoiser
+from pipeline.families import sdxl
+from pipeline.load import ImageModel, defaults_of, load
+from pipeline.phases import on_torch
+from pipeline.vae import decode
+from tests.pipeline.worlds import Crank, Watching, levels, solo
+from workers.cards import image_card
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "turbo": (EulerAncestralDiscreteScheduler, {"timestep_spacing": "trailing"}),
+    "lcm": (LCMScheduler, {}),
+    "tcd": (TCDScheduler, {}),
+    "sdxl_lightning_2step": (EulerDiscreteScheduler, {}),
+}
+
+
+# numpy 2 deprecates how diffusers copies tensors into arrays.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of one model with the schedulers of students."""
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    pipeline = tiny.make(tiny.SHAPES[tiny.TINY])
+    made = {}
+    for name, (scheduler, settings) in KINDS.items():
+        pipeline.scheduler = scheduler.from_config(EulerDiscreteScheduler(**SAMPLING).config, **settings)
+        made[name] = tmp_path_factory.mktemp("models") / name
+        pipeline.save_pretrained(made[name])
+    return made
+
+
+SAMPLING = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
+            "timestep_spacing": "leading"}  # fmt: skip
+
+
+def usual(model: ImageModel, **given: Any) -> ImageParameters:
+    """A request that leaves the model's defaults."""
+    fields = students.fill(given, model.defaults)
+    return ImageParameters("a red cat", 7, model.native, model.native, **fields)
+
+
+def stock_picture(name: str, scheduler: Any, **given: Any) -> np.ndarray:
+    pipeline = tiny.make(tiny.SHAPES[tiny.TINY])
+    pipeline.scheduler = scheduler
+    pipeline.set_progress_bar_config(disable=True)
+    image = pipeline("a red cat", guidance_scale=0.0, generator=torch.Generator().manual_seed(7), **given).images[0]
+    return np.asarray(image).astype(int)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_its_defaults_are_its_authors_and_its_picture_diffusers(folders: dict[str, Path], name: str) -> None:
+    model = load(str(folders[name]))
+    defaults = model.defaults
+    assert (defaults.student or "none") in name and defaults == defaults_of(str(folders[name]))
+    runner = Watching(model)
+    drawn = levels(solo(runner, usual(model)))
+    card = image_card(runner)
+    assert card.defaults == defaults and card.offer.defaults == defaults
+    runner.close()
+    settings = KINDS[name][1] | ({"timestep_spacing": "trailing"} if defaults.schedule_type else {})
+    scheduler = KINDS[name][0].from_config(model.scheduler_config, **settings)
+    steps = {"num_inference_steps": 2 if name.endswith("2step") else 4}
+    expected = stock_picture(name, scheduler, **steps, **({"eta": 0.3} if name == "tcd" else {}))
+    assert expected.std() > 10 and np.abs(drawn - expected).max() <= 1
+
+
+def test_students_and_full_models_requests_share_forwards_and_stay_as_alone(folders: dict[str, Path]) -> None:
+    model = load(str(folders["turbo"]))
+    runner = Watching(model)
+    full = {"steps": 9, "guidance_scale": 6.0}
+    wanted = [usual(model), usual(model, **full, scheduler="euler"), usual(model, steps=1), usual(model, **full)]
+    wanted = [replace(one, seed=seed) for seed, one in enumerate(wanted)]
+    crank = Crank(runner)
+    for index, one in enumerate(wanted):
+        crank.submit(str(index), one)
+    together = crank.pictures()
+    rides = [{name for name, _ in riders} for phase, riders in runner.rides if phase == "deep"]
+    assert {"0", "1", "2", "3"} in rides and {"1", "3"} in rides
+    for index, one in enumerate(wanted):
+        assert np.abs(levels(together[str(index)]) - levels(solo(runner, one))).max() <= 1
+    told = [together[str(index)].warnings for index in range(4)]
+    assert told[0] == told[2] == () and [len(told[1]), len(told[3])] == [1, 1]
+    assert "few-step student (turbo) for up to 4 steps without guidance; this image had 9 steps" in told[1][0]
+    runner.close()
+
+
+def test_calibration_draws_as_the_student_is_drawn(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load(str(folders["sdxl_lightning_2step"]))
+    settings = settings_of(model.family, model.defaults)
+    assert (settings.steps, settings.watched_steps, settings.guidance) == (2, 2, 1.0)
+    latents = Denoiser(model, on_torch(model).denoiser, guidance=1.0, steps=2).latents(["a red cat"], [7])
+    runner = Watching(model)
+    expected = levels(solo(runner, usual(model)))
+    runner.close()
+    assert (decode(model, latents)[0].int() - torch.from_numpy(expected)).abs().max() <= 1
+    own, full = (
+        variant_cache.find(tmp_path, "x", sdxl.FAMILY, "int8", "fp32", given) for given in (model.defaults, None)
+    )
+    assert own.folder != full.folder
+    assert full.folder == variant_cache.find(tmp_path, "x", sdxl.FAMILY, "int8", "fp32", sdxl.FAMILY.defaults).folder
+
+
+def test_a_lora_in_the_weights_makes_a_student(tmp_path: Path, folders: dict[str, Path]) -> None:
+    full = shutil.copytree(folders["sdxl_lightning_2step"], tmp_path / "base")
+    assert not defaults_of(str(full)).student
+    assert defaults_of(str(full), loras="lcm-lora-sdxl:0.9").student == "lcm"
+
+
+def test_a_family_is_given_no_sampler_that_it_lacks() -> None:
+    assert defaults_of("random:tiny-z") == load("random:tiny-z").defaults
+
+
+def test_what_is_saved_is_what_is_recognised(folders: dict[str, Path]) -> None:
+    saved = json.loads((folders["turbo"] / "scheduler" / "scheduler_config.json").read_text())
+    assert saved["timestep_spacing"] == "trailing" and saved["_class_name"] == "EulerAncestralDiscreteScheduler"
