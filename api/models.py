@@ -112,6 +112,8 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
         "schedulers": card.schedulers,
         "default_scheduler": card.default_scheduler,
         "defaults": asdict(card.defaults),
+        "plans": card.plans,
+        "plan": card.plan,
         "deepcache": card.deepcache,
         "loras": card.loras,
         "graphs": card.graphs,

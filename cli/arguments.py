@@ -60,6 +60,11 @@ def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> Non
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled code beside eager mode")
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", metavar="NAME", help="off, auto, or a plan that `diptych tune` found; default: none")
+    parser.add_argument("--plans", metavar="FILE", help="tuned plans; default: plans.json in the model's folder")
+
+
 def add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of denoising; default: %(default)s")
 

@@ -60,6 +60,8 @@ def _defaults(options: argparse.Namespace, settings: Settings) -> ImageDefaults:
     if not options.server:
         with model_errors():
             return defaults_of(settings.model_name, settings.variant, settings.lora)
+    if None not in (options.steps, options.guidance):  # the service fills in what goes with them
+        return ImageDefaults()
     from evaluation.sources import RemoteService
 
     with scoring_errors(), contextlib.closing(RemoteService(options.server, options.model)) as remote:

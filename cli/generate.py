@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from cli.arguments import (
     UsageError,
     add_model,
     add_out,
+    add_plan,
     add_sampling,
     make_cache,
     model_errors,
@@ -26,6 +27,8 @@ from cli.arguments import (
 
 if TYPE_CHECKING:
     from contract.image import ImageParameters
+    from core.config import Settings
+    from pipeline.load import ImageModel
     from pipeline.prompts import Prompt
     from workers.build import Runtime
 
@@ -86,15 +89,17 @@ def add(commands: Commands) -> None:
     generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_model(generate)
+    add_plan(generate)
     generate.set_defaults(run=_generate, compile=None)
 
 
 def _generate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from contract import plan, students
+    from contract import plan
     from contract.bounds import next_seed
     from contract.image import ImageParameters
+    from pipeline.samplers import SAMPLERS
     from workers.draw import draw, folder
 
     console = Console(stderr=True)
@@ -116,24 +121,15 @@ def _generate(options: argparse.Namespace) -> int:
     settings = read_settings(options, compile=False)
     draft = replace(draft, deepcache=plan.parse(settings.deepcache))
     if options.loras and settings.precision == "auto":  # which may mean int8, and that takes none
-        from contract.precision import unquantized
-        from workers.build import device_of
-
-        settings = settings.model_copy(update={"precision": unquantized(device_of(settings))})
-    if options.scheduler is None:
-        offered: Sequence[str] = ()
-    else:
-        from pipeline.samplers import SAMPLERS
-
-        offered = tuple(SAMPLERS)
+        settings = _unquantized(settings)
+    offered = () if options.scheduler is None else tuple(SAMPLERS)
     for prompt in prompts:
         _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
     make_cache(settings)
     with model_errors(), folder(options.out), open_runtime(settings, console) as works:
         if size is None:
             draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
-        defaults = students.of_loras(draft.lora) or works.images.model.defaults
-        draft = replace(draft, **students.fill(given, defaults))
+        draft = _completed(draft, given, options, settings, works.images.model)
         first = replace(draft, prompt=prompts[0].text)
         _check(first, prompts[0], options, works.images.sizes, works.images.schedulers, works)
         jobs = (
@@ -142,6 +138,31 @@ def _generate(options: argparse.Namespace) -> int:
             for k in range(options.count)
         )
         return draw(works, jobs, len(prompts) * options.count, draft.steps, options.out, console)
+
+
+def _completed(
+    draft: ImageParameters, given: Mapping[str, Any], options: argparse.Namespace, settings: Settings, model: ImageModel
+) -> ImageParameters:
+    """The request with what its plan, or else the model, says where the options leave a choice."""
+    from contract import plan, students, tuned
+
+    usual = students.of_loras(draft.lora) or model.defaults
+    if not settings.plan:
+        return replace(draft, **students.fill(given, usual))
+    meant = dict(tuned.named(settings.plan, model.plans))
+    cached = meant.pop("deepcache", settings.deepcache)
+    draft = replace(draft, deepcache=plan.read(cached if options.deepcache is None else options.deepcache))
+    found = replace(draft, **students.fill(tuned.fill(given, meant), usual))
+    if options.guidance_interval is None and not any(plan.guided(found.guidance_interval, found.steps)):
+        return replace(found, guidance_interval=None)  # the plan's, for more steps than these
+    return found
+
+
+def _unquantized(settings: Settings) -> Settings:
+    from contract.precision import unquantized
+    from workers.build import device_of
+
+    return settings.model_copy(update={"precision": unquantized(device_of(settings))})
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:

@@ -12,7 +12,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import CommandFailed, Commands, UsageError, add_model, make_cache, model_errors, read_settings
+from cli.arguments import (
+    CommandFailed,
+    Commands,
+    UsageError,
+    add_model,
+    add_plan,
+    make_cache,
+    model_errors,
+    read_settings,
+)
 from core.extras import pip_install
 
 if TYPE_CHECKING:
@@ -47,6 +56,7 @@ def add(commands: Commands) -> None:
         help="for pictures and what is queued; default: ~/.local/share/diptych",
     )
     add_model(serve)
+    add_plan(serve)
     serve.set_defaults(run=_serve)
 
     api = commands.add_parser(
@@ -69,6 +79,7 @@ def add(commands: Commands) -> None:
     )
     worker.add_argument("--each-gpu", action="store_true", help="one worker for each GPU of this machine")
     add_model(worker)
+    add_plan(worker)
     worker.set_defaults(run=_worker)
 
 

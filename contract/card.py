@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -61,7 +61,10 @@ class ImageDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ImageOffer(ImageLimits):
-    """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked."""
+    """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked.
+
+    `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none.
+    """
 
     sizes: Collection[Size]
     schedulers: Collection[str]
@@ -69,6 +72,8 @@ class ImageOffer(ImageLimits):
     precision: str = ""
     loras: Collection[str] | None = None
     defaults: ImageDefaults = ImageDefaults()
+    plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plan: str = ""
 
     def check_scheduler(self, name: str | None) -> None:
         """Raise `Invalid` for a sampler that the model does not offer."""
@@ -199,8 +204,9 @@ class ImageCard(_Card):
 
     `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `deepcache` is the default
     schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
-    `loras` are the names that a job may use. `graphs`: the numbers of CUDA graphs "recorded" and "wanted"; empty where
-    none are used.
+    `loras` are the names that a job may use, `plans` request fields by the name of a tuned plan, and `plan` the default
+    plan of requests, a name or a word of `contract.tuned`; "": none. `graphs`: the numbers of CUDA graphs "recorded"
+    and "wanted"; empty where none are used.
     """
 
     modality: Literal["image"] = "image"
@@ -214,6 +220,8 @@ class ImageCard(_Card):
     loras: tuple[StrictStr, ...] = ()
     graphs: dict[StrictStr, StrictInt] = field(default_factory=dict)
     defaults: ImageDefaults = ImageDefaults()
+    plans: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
+    plan: StrictStr = ""
 
     @property
     def offer(self) -> ImageOffer:
@@ -221,7 +229,10 @@ class ImageCard(_Card):
         limits = asdict(self.limits)
         limits["max_seed"] = min(MAX_SEED, self.limits.max_seed)  # older workers announce more than records can hold
         native = (self.native, self.native)
-        return ImageOffer(self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, **limits)
+        return ImageOffer(
+            self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, self.plans, self.plan,
+            **limits,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

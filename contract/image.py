@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from contract import markup, plan, students
+from contract import markup, plan, students, tuned
 from contract.bounds import (
     MAX_SEED,
     check_flag,
@@ -258,6 +258,7 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
 
     `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
     """
+    asked, fields = fields, _planned(fields, offer)
     _check_limits(fields, offer)
     given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
     given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
@@ -280,14 +281,41 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
         fields.output_format or "png",
         None if fields.output_format in (None, "png") else fields.output_compression,
     )
-    schedule = None if cached is None else plan.read(cached)
-    if schedule is not None and (wrong := schedule.error_for(job.made)):
-        raise wrong
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
-    if job.picture.guidance_interval is not None:
-        plan.check_interval(job.picture.guidance_interval, job.made)
+    job = _with_checked_steps(job, planned=asked.guidance_interval is None)
     check(replace(job.picture, guidance_interval=None), offer)  # which knows no source, and so not how many are made
     return job
+
+
+def _with_checked_steps(job: ImageJob, *, planned: bool) -> ImageJob:
+    """The job, whose plan is one for the steps that are made. Raises `Invalid`.
+
+    `planned`: the guidance interval comes from a named plan, and gives way where it contains none of so few steps.
+    """
+    schedule = None if job.deepcache is None else plan.read(job.deepcache)
+    if schedule is not None and (wrong := schedule.error_for(job.made)):
+        raise wrong
+    interval = job.picture.guidance_interval
+    if interval is None:
+        return job
+    if planned and not any(plan.guided(interval, job.made)):
+        return replace(job, picture=replace(job.picture, guidance_interval=None))
+    plan.check_interval(interval, job.made)
+    return job
+
+
+def _planned(fields: ImageFields, offer: ImageOffer) -> ImageFields:
+    """The fields with those of its plan where they are left open. Raises `Invalid`.
+
+    The model's default plan is not for requests with a student's LoRA: it was not made for those.
+    """
+    if fields.plan is None:
+        offer.check_loras(fields.lora or "")
+        if not offer.plan or students.of_loras(fields.lora or "") is not None:
+            return fields
+    meant = tuned.named(offer.plan if fields.plan is None else fields.plan, offer.plans)
+    given = {name: getattr(fields, name) for name in (*tuned.PlanFields.model_fields, *SCHEDULE_FIELDS)}
+    return fields.model_copy(update=tuned.fill(given, meant))
 
 
 def _check_limits(fields: ImageFields, offer: ImageOffer) -> None:

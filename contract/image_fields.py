@@ -80,6 +80,11 @@ class ImageFields(BaseModel):
         default=None,
         description="off: all steps whole; auto: every other and the last; or an object; default: ours",
     )
+    plan: str | None = Field(
+        default=None,
+        description="off: every step whole; auto or a name from the model's plans: which steps and how, for what the "
+        "request leaves open; default: the model's",
+    )
     deterministic: bool | None = Field(default=None, description="equal seed and fingerprint give equal bytes; slower")
     preview_every: int | None = Field(
         default=None, ge=0, description="steps from one preview to the next; 0, the default: none"

@@ -63,6 +63,11 @@ class Settings(BaseSettings):
     deepcache: str = Field(
         default="off", description="of requests that do not say: off, auto, or an interval such as 3 or 3:resnet"
     )
+    plan: str = Field(
+        default="",
+        description="of requests that do not say: off, auto, or a plan of `diptych tune`; empty: none",
+    )
+    plans: str = Field(default="", description="a file of tuned plans; empty: plans.json in the model's folder")
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
     backend: str = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +39,14 @@ def seed_of(caption: Caption, offset: int) -> int:
     return next_seed(offset, caption.index)
 
 
+class GenerationJob(NamedTuple):
+    """One image of a run."""
+
+    writer: RunWriter
+    caption: Caption
+    wanted: ImageParameters
+
+
 def draw(
     writer: RunWriter, source: ImageSource, draft: ImageParameters, seed_offset: int, progress: Progress
 ) -> GenerationOutcome:
@@ -46,40 +54,65 @@ def draw(
 
     Raises `run.RunError` if another model than before generates, and OSError if images cannot be written.
     """
+    run = writer.run
+    jobs = [job_of(writer, caption, draft, seed_offset) for caption in run.missing]
+    steps = progress.add_task("steps", total=len(jobs) * draft.steps)
+    bar = progress.add_task("pictures", total=len(run.captions), completed=len(run.records))
+    progress_log = ProgressLog(progress.console, "pictures", len(run.records))
+
+    def ended() -> None:
+        progress.advance(bar)
+        progress_log.update(len(run.records), len(run.captions))
+
+    return draw_jobs(jobs, source, progress.console, tick=lambda: progress.advance(steps), ended=ended)
+
+
+def job_of(writer: RunWriter, caption: Caption, draft: ImageParameters, seed_offset: int) -> GenerationJob:
+    """The job of a caption: `draft` with its text and seed."""
+    return GenerationJob(writer, caption, replace(draft, prompt=caption.text, seed=seed_of(caption, seed_offset)))
+
+
+def draw_jobs(
+    jobs: Iterable[GenerationJob],
+    source: ImageSource,
+    console: Console,
+    *,
+    tick: Callable[[], None] = lambda: None,
+    ended: Callable[[], None] = lambda: None,
+) -> GenerationOutcome:
+    """Generate images of one or several runs, all in one stream; a failed one is reported and skipped.
+
+    `tick` is called for each step, `ended` for each image that is written. Raises as `draw`.
+    """
     from pipeline.picture import file_name
 
-    run = writer.run
-    missing = iter(run.missing)
-    steps = progress.add_task("steps", total=len(run.missing) * draft.steps)
-    bar = progress.add_task("pictures", total=len(run.captions), completed=len(run.records))
-    session, started = run.sessions, time.monotonic()
-    pending: dict[Future[Any], tuple[Caption, ImageParameters]] = {}
+    left, started = iter(jobs), time.monotonic()
+    sessions: dict[int, int] = {}  # of each writer
+    pending: dict[Future[Any], GenerationJob] = {}
     failed, notes = 0, dict[str, None]()
-    progress_log = ProgressLog(progress.console, "pictures", len(run.records))
     while True:
-        while len(pending) < source.width and (caption := next(missing, None)) is not None:
-            wanted = replace(draft, prompt=caption.text, seed=seed_of(caption, seed_offset))
-            pending[source.submit(wanted, lambda: progress.advance(steps))] = (caption, wanted)
+        while len(pending) < source.width and (job := next(left, None)) is not None:
+            sessions.setdefault(id(job.writer), job.writer.run.sessions)
+            pending[source.submit(job.wanted, tick)] = job
         if not pending:
             return GenerationOutcome(failed, list(notes))
         done, _ = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
-            caption, wanted = pending.pop(future)
+            writer, caption, wanted = pending.pop(future)
             failure = future.exception()
             if failure is not None:
                 failed += 1
-                _say(progress.console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
+                _say(console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
                 continue
             drawn: GeneratedImage = source.take(future.result())
             for warning in drawn.warnings:
-                _say(progress.console, f"{caption.id}: {warning}", "yellow")
+                _say(console, f"{caption.id}: {warning}", "yellow")
             notes |= dict.fromkeys(writer.confirm(printed(drawn.png)))
             writer.add(
                 caption, wanted.seed, file_name(wanted, f"{caption.index:05d}"), drawn.png,
-                session=session, seconds=time.monotonic() - started,
+                session=sessions[id(writer)], seconds=time.monotonic() - started,
             )  # fmt: skip
-            progress.advance(bar)
-        progress_log.update(len(run.records), len(run.captions))
+            ended()
 
 
 class ProgressLog:

@@ -19,11 +19,11 @@ from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
 from core.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
-from pipeline import lora
+from pipeline import lora, plans
 from pipeline.adapters import AdapterCache, refused
 from pipeline.backends.lora import LoraBackend
 from pipeline.folder import ModelError
-from pipeline.load import ImageModel, load
+from pipeline.load import ImageModel, family_of, load
 from pipeline.runner import ImageRunner
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
@@ -92,7 +92,7 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
         )
     chosen, plain = precision(settings, device), unquantized(device)
     unet = variants.unet_of(settings, device, chosen, plain, lambda: unquantized_model(settings, chosen), say, count)
-    return load(
+    model = load(
         settings.model_name,
         precision=chosen,
         device=device,
@@ -100,6 +100,8 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
         unet=unet,
         loras=lora.find(settings.lora, settings.lora_dir),
     )
+    folder = family_of(settings.model_name, settings.variant)[1]
+    return replace(model, plans=plans.of_model(folder, settings.plans, model.precision, settings.plan))
 
 
 def unquantized_model(settings: Settings, scheme: str) -> tuple[ImageModel, ctypes.CDLL | None]:

@@ -16,9 +16,14 @@ _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def image_card(
-    runner: ImageRunner, deepcache: DeepCache | None = None, decisions: Sequence[KernelChoice] = ()
+    runner: ImageRunner,
+    deepcache: DeepCache | None = None,
+    decisions: Sequence[KernelChoice] = (),
+    plan: str = "",
 ) -> ImageCard:
-    """Build the card of the runner's model, with its current cost estimates. `deepcache` is the default schedule.
+    """Build the card of the runner's model, with its current cost estimates.
+
+    `deepcache` is the default schedule, `plan` the default plan.
 
     `decisions` explain the choice of kernels. May be called while the engine runs; raises KeyError or RuntimeError if a
     cost curve changes during the call: then call again.
@@ -45,6 +50,8 @@ def image_card(
         schedulers=tuple(runner.schedulers),
         default_scheduler=runner.default_scheduler,
         defaults=defaults,
+        plans={name: dict(fields) for name, fields in model.plans.items()},
+        plan=plan,
         limits=ImageLimits(),
         costs=ImageCosts(
             encode_s=encode_s,

@@ -88,8 +88,10 @@ class ImageJobHandler:
         fetch: Callable[[str], bytes] | None = None,
         checker: Checker | None = None,
         decisions: Sequence[KernelChoice] = (),
+        plan: str = "",
     ) -> None:
-        """`deepcache` is the default for jobs. `fetch` reads the source images of edits; without it edits are rejected.
+        """`deepcache` and `plan` are the defaults for jobs. `fetch` reads the source images of edits; without it edits
+        are rejected.
 
         `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
         """
@@ -98,6 +100,7 @@ class ImageJobHandler:
         self._fetch = fetch
         self._checker = checker
         self._decisions = decisions
+        self._plan = plan
         self.name = runner.model.name
 
     @property
@@ -107,7 +110,7 @@ class ImageJobHandler:
     def card(self) -> ImageCard:
         from workers.cards import image_card
 
-        return image_card(self._runner, self._deepcache, self._decisions)
+        return image_card(self._runner, self._deepcache, self._decisions, self._plan)
 
     def read(self, parameters: Mapping[str, Any]) -> ImageJob:
         return ImageJob.read(parameters)

@@ -61,6 +61,8 @@ function choose() {
   if (!card) return;
   fill($("size"), card.sizes.map((size) => [size, size.replace("x", " × ")]), card.native_size);
   fill($("scheduler"), card.schedulers.map((name) => [name, name]), usualScheduler(card));
+  const plans = ["off", "auto", ...Object.keys(card.plans ?? {})];
+  fill($("plan"), [["", "the model's"], ...plans.map((name) => [name, name])], "");
   $("steps").max = Math.min(60, card.limits.max_steps ?? 60);
   if (state.chosen !== $("model").value) {
     state.chosen = $("model").value;
@@ -134,9 +136,11 @@ function fields() {
   if (!$("lora-field").hidden && $("lora").value.trim()) given.lora = $("lora").value.trim();
   if ($("model").value) given.model = $("model").value;
   if ($("size").value) given.size = $("size").value;
-  // What is left as the model has it is not said: the service knows better what goes with a student's LoRA.
-  if (given.lora && steps === card?.defaults.steps) delete given.steps;
-  if (given.lora && guidance === card?.defaults.guidance_scale) delete given.guidance_scale;
+  if ($("plan").value) given.plan = $("plan").value;
+  // What is left as the model has it is not said: the service knows what goes with a plan, or a student's LoRA.
+  const filled = given.lora || given.plan || card?.plan;
+  if (filled && steps === card?.defaults.steps) delete given.steps;
+  if (filled && guidance === card?.defaults.guidance_scale) delete given.guidance_scale;
   if ($("scheduler").value && !(card && $("scheduler").value === usualScheduler(card))) given.scheduler = $("scheduler").value;
   if ($("schedule-type").value) given.schedule_type = $("schedule-type").value;
   if ($("format").value !== "png") given.output_format = $("format").value;
@@ -177,7 +181,7 @@ function again(picture, { vary = false } = {}) {
   if (asked.model !== undefined) $("model").value = asked.model;
   choose();
   const scheduler = asked.scheduler ?? (chosen() ? usualScheduler(chosen()) : undefined);
-  for (const [id, value] of [["steps", asked.steps], ["guidance", asked.guidance_scale], ["size", asked.size], ["scheduler", scheduler], ["format", asked.output_format ?? "png"], ["schedule-type", asked.schedule_type ?? ""]]) {
+  for (const [id, value] of [["steps", asked.steps], ["guidance", asked.guidance_scale], ["size", asked.size], ["scheduler", scheduler], ["format", asked.output_format ?? "png"], ["schedule-type", asked.schedule_type ?? ""], ["plan", asked.plan ?? ""]]) {
     if (value !== undefined) $(id).value = value;
   }
   document.querySelector("input[name=n][value='1']").checked = true;
@@ -193,7 +197,7 @@ function complain(error) {
   if (error.status === 401) askKey(true);
   const wait = error.status === 429 && error.after ? ` Try again in ${error.after} s.` : "";
   $("error").textContent = error.message + wait;
-  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), lora: $("lora"), size: $("size"), scheduler: $("scheduler"), schedule_type: $("schedule-type") }[error.param];
+  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), lora: $("lora"), size: $("size"), scheduler: $("scheduler"), schedule_type: $("schedule-type"), plan: $("plan") }[error.param];
   at?.classList.add("wrong");
   if (error.param === "prompt") $("prompt").focus();
 }

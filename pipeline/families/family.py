@@ -41,6 +41,7 @@ class ImageModel:
     options: Mapping[str, Any] = field(default_factory=dict)  # the family's own, of model_index.json
     embed: Embed | None = None  # computes the phase `TEXT` in place of the family's own `embed`
     student: ImageDefaults | None = None  # how it is drawn, if it is one of few steps
+    plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # tuned for it (`pipeline.plans`)
 
     @property
     def denoiser(self) -> Any:

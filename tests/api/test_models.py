@@ -60,7 +60,7 @@ def test_models_in_openais_shape(shared: Api) -> None:
         "kernels_reason": "the processor has no AVX-512 VNNI", "native_size": "128x128",
         "sizes": ["64x64", "96x168", "128x128", "168x96"], "schedulers": ["euler", "dpm++2m"],
         "loras": [], "graphs": {},
-        "default_scheduler": "euler", "defaults": {"steps": 20, "guidance_scale": 5.0, "guided_above": 1.0},
+        "default_scheduler": "euler", "defaults": dataclasses.asdict(CARD.defaults), "plans": {}, "plan": "",
         "deepcache": "off", "limits": dataclasses.asdict(CARD.limits),
         "costs": dataclasses.asdict(CARD.costs),
         "capacity_per_s": 0.67,

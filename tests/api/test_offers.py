@@ -115,3 +115,24 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, 
         made = easel.seen[-1].parameters
         assert (made["steps"], made["scheduler"], made["schedule_type"]) == (4, "euler", "trailing")
         context.close()
+
+
+def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    card = dataclasses.replace(CARD, plans={"fast": {"steps": 7, "guidance_interval": [0.0, 0.5], "deepcache": "off"}})
+    with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
+        worker.announce(card=card)
+        context = browser.new_context(reduced_motion="reduce")
+        context.set_default_timeout(PATIENCE_MS)
+        page = context.new_page()
+        page.goto(api.url)
+        page.click("#more summary")
+        expect(page.locator("#plan option")).to_have_text(["the model's", "off", "auto", "fast"])
+        page.select_option("#plan", "fast")
+        ask(page, "a cat")
+        expect(page.locator(".tile.done")).to_have_count(1)
+        made = easel.seen[-1].parameters
+        assert (made["steps"], made["guidance_interval"], made["deepcache"]) == (7, [0.0, 0.5], "off")
+        page.click(".tile.done .leaf")
+        expect(page.locator("#box-facts")).to_contain_text("fast")
+        context.close()

@@ -1,0 +1,337 @@
+"""`diptych tune`: finds a model's plans by drawing with it, and stores them beside it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import (
+    CommandFailed,
+    Commands,
+    UsageError,
+    add_model,
+    make_cache,
+    model_errors,
+    open_runtime,
+    read_settings,
+    read_size,
+    wrong_option,
+)
+from cli.scoring import add_scoring, looking, open_lens, scoring_errors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from contract.card import ImageCard
+    from contract.image import ImageParameters
+    from core.config import Settings
+    from evaluation.captions import Caption
+    from evaluation.scoring_networks import ScoringNetworks
+    from evaluation.tuning import Candidate, Gate, Judged
+    from pipeline.load import ImageModel
+    from workers.build import Runtime
+
+_ABOUT = """A plan says how many steps there are, which of them run the whole network (DeepCache), which are guided, and
+by which sampler. Plans are held against the full one: the model's default steps, all whole and guided. Names are given
+to the fastest plans whose captions' score differs by at most so many per cent and whose pictures' mean PSNR to the full
+plan's is at least so many dB: by default best=0.2:30,balanced=0.5:24,fast=2:18. Requests name them as `plan`; "auto"
+is balanced. They are stored for the precision that drew, in plans.json in the model's folder. DIR keeps all pictures,
+a report, and what a stopped search needs: the same command goes on.
+
+  diptych tune --prompts captions.txt -o tuned
+  diptych serve --plan auto
+
+exit codes: 0 all is found; 1 some pictures failed; 2 the input cannot be used, and is named
+"""
+
+
+def add(commands: Commands) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="find the fastest ways to draw with a model at little loss",
+        description="Draw prompts by many plans, and name the fastest that lose little.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tune.add_argument("--prompts", type=Path, metavar="FILE", required=True, help="one a line, or a .tsv/.csv")
+    tune.add_argument("-o", "--out", type=Path, metavar="DIR", required=True, help="for pictures and the report")
+    tune.add_argument("--limit", type=int, default=128, metavar="N", help="prompts of finalists; default: %(default)s")
+    tune.add_argument("--gates", metavar="NAME=PERCENT:DB,…", help="of the named plans; default: as below")
+    tune.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
+    tune.add_argument("--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL")
+    tune.add_argument("--plans", metavar="FILE", help="to be written; default: plans.json in the model's folder")
+    tune.add_argument("--shown", type=int, default=16, metavar="N", help="captions in the report's grid; default: 16")
+    add_model(tune, deepcache=False)
+    add_scoring(tune)
+    tune.set_defaults(run=_tune, compile=None, server=None)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from evaluation import captions, tuning
+
+    console = Console(stderr=True)
+    # Everything that can be rejected without a model is rejected before one is loaded.
+    gates = tuning.GATES if options.gates is None else _gates(options.gates)
+    if options.limit < 2:
+        raise UsageError(f"--limit: must be at least 2, not {options.limit}")
+    try:
+        texts = tuning.shuffled(captions.read(options.prompts), options.limit)
+    except captions.PromptsError as error:
+        raise UsageError(f"--prompts: {error}") from error
+    if len(texts) < 2:
+        raise UsageError("--prompts: must be at least 2")
+    settings = read_settings(options, compile=False)
+    target = _target(settings)
+    settings = settings.model_copy(update={"plan": "", "plans": ""})
+    with scoring_errors():
+        lens = open_lens(options, settings)
+        options.out.mkdir(parents=True, exist_ok=True)
+        make_cache(settings)
+        try:
+            with model_errors(), open_runtime(settings, console, measure_s=10.0) as works:
+                judged = _Tuning(options, works, texts, lens, console).run()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the same command goes on") from None
+        return _tell(options, judged, gates, works.images.model, len(texts), target)
+
+
+def _gates(text: str) -> dict[str, Gate]:
+    from contract.errors import Invalid
+    from contract.tuned import read
+    from evaluation.tuning import Gate
+
+    found = {}
+    for part in text.split(","):
+        name, _, limits = part.strip().partition("=")
+        score, _, psnr = limits.partition(":")
+        try:
+            found[name] = Gate(float(score), float(psnr))
+            read({name: {}})
+        except ValueError as error:
+            why = str(error) if isinstance(error, Invalid) else "must look like balanced=0.5:24"
+            raise UsageError(f"--gates: {part!r}: {why}") from None
+    return found
+
+
+def _target(settings: Settings) -> Path:
+    """The file of plans. Raises `UsageError` if there is no place for it."""
+    from pipeline import plans
+    from pipeline.load import family_of
+
+    if settings.plans:
+        return Path(settings.plans).expanduser()
+    with model_errors():
+        folder = family_of(settings.model_name, settings.variant)[1]
+    if folder is None:
+        raise UsageError(f"--plans: must be given: {settings.model_name} has no folder")
+    return folder / plans.FILE
+
+
+class _Tuning:
+    """A search with an engine that runs."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        works: Runtime,
+        texts: list[Caption],
+        lens: ScoringNetworks,
+        console: Console,
+    ) -> None:
+        from evaluation.sources import LocalEngine
+
+        self._options, self._works, self._texts, self._lens, self._console = options, works, texts, lens, console
+        self._source = LocalEngine(works)
+        self._model = works.images.model
+        self._draft = self._request()
+        self._state = self._read_state()
+
+    def run(self) -> list[Judged]:
+        """The full plan and the finalists, judged."""
+        from evaluation import generate, tuning
+
+        draft = self._draft
+        every = tuning.candidates(self._model.defaults, self._works.images.schedulers)
+        every = [one for one in every if self._runs(one)]
+        with generate.bars(self._console) as self._progress:
+            search = tuning.Search(self._options.out, self._card(), draft, len(self._texts), self._draw)
+            finalists = [every[0], *search.finalists(every)]
+            prompts = [caption.text for caption in self._texts]
+            asked = {one.name: (one.request(draft), search.seconds(one)) for one in finalists}
+            speeds = tuning.measure(
+                asked, self._source, prompts, self._state.setdefault("images_per_s", {}), self._keep_state, self._tell,
+            )  # fmt: skip
+            return self._judge(finalists, speeds)
+
+    def _request(self) -> ImageParameters:
+        from contract import students
+        from contract.image import ImageParameters
+
+        size = read_size(self._options.size) or (self._model.native, self._model.native)
+        guidance = self._options.guidance
+        given = {} if guidance is None else {"guidance_scale": guidance}
+        text = self._texts[0].text
+        return ImageParameters(text, 0, *size, **students.fill(given, self._model.defaults))
+
+    def _runs(self, one: Candidate) -> bool:
+        """Whether the model can be asked for it. Raises `UsageError` for the full plan."""
+        from contract.errors import Invalid
+        from core.batching.request import Request
+        from evaluation.tuning import FULL
+
+        try:
+            self._works.images.check(Request("check", "image", one.request(self._draft)))
+        except Invalid as error:
+            if one.name == FULL:
+                raise wrong_option(error, {"guidance_scale": "--guidance"}) from error
+            return False
+        return True
+
+    def _settings(self, one: Candidate) -> dict[str, Any]:
+        draft = self._draft
+        return {
+            "server": None, "model": self._model.name, "precision": self._model.precision,
+            "prompts": self._options.prompts.name, "guidance_scale": draft.guidance_scale, "seed_offset": 0,
+            "size": f"{draft.width}x{draft.height}", "steps": one.steps, "scheduler": one.scheduler or draft.scheduler,
+            "schedule_type": one.schedule_type, "guidance_interval": one.interval and [*one.interval],
+            "deepcache": one.fields()["deepcache"],
+        }  # fmt: skip
+
+    def _draw(self, plans: Sequence[Candidate], captions: int, what: str) -> None:
+        """Draw the first captions by each plan, all in one stream."""
+        from evaluation import generate
+        from evaluation.run import RunWriter
+
+        with contextlib.ExitStack() as stack:
+            writers = [
+                stack.enter_context(RunWriter(self._options.out / one.name, self._settings(one), self._texts))
+                for one in plans
+            ]
+            jobs = [
+                generate.job_of(writer, caption, one.request(self._draft), 0)
+                for one, writer in zip(plans, writers, strict=True)
+                for caption in writer.run.missing
+                if caption.index < captions
+            ]
+            whole = len(plans) * captions
+            bar = self._progress.add_task(what, total=whole, completed=whole - len(jobs))
+            log = generate.ProgressLog(self._console, f"pictures of {what}", 0)
+
+            def ended() -> None:
+                self._progress.advance(bar)
+                log.update(int(self._progress.tasks[bar].completed), whole)
+
+            failed, _ = generate.draw_jobs(jobs, self._source, self._console, ended=ended)
+        if failed:
+            raise CommandFailed(f"{failed} pictures failed; the same command tries again")
+
+    def _judge(self, finalists: Sequence[Candidate], speeds: dict[str, float]) -> list[Judged]:
+        """Figures of the finalists, and the report."""
+        from contract.tuned import BALANCED
+        from evaluation import compare, report, tuning
+        from evaluation.run import EvaluationRun, write_json
+
+        runs = [EvaluationRun.read(self._options.out / one.name) for one in finalists]
+        gates = compare.Gates(clip_change=tuning.GATES[BALANCED].score)
+        look = looking(self._progress)
+        found = compare.runs(runs, self._lens, None, gates=gates, resamples=self._options.resamples, look=look)
+        judged = []
+        for one, entry in zip(finalists, found["runs"], strict=True):
+            entry["pictures_per_second"] = speeds[one.name]
+            ratio = entry.get("ratios", {}).get(self._lens.score, {"value": 1.0, "low": 1.0, "high": 1.0})
+            score = (ratio["value"], ratio["low"], ratio["high"])
+            psnr = entry["pairs"]["psnr"]["value"] if "pairs" in entry else tuning.MOST_DB
+            judged.append(tuning.Judged(one, speeds[one.name], score, psnr))
+        write_json(self._options.out / "report.json", found)
+        page = report.page(found, runs, shown=self._options.shown)
+        (self._options.out / "report.html").write_text(page, "utf-8")
+        return judged
+
+    # -- what a stopped search leaves -------------------------------------------------------------------------------
+
+    def _read_state(self) -> dict[str, Any]:
+        path = self._options.out / "tune.json"
+        if not path.exists():
+            return {}
+        try:
+            found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--out: {path} cannot be read ({error})") from error
+        return found
+
+    def _keep_state(self) -> None:
+        from evaluation.run import write_json
+
+        write_json(self._options.out / "tune.json", self._state)
+
+    def _card(self) -> ImageCard:
+        """The costs of the search's first start: with others, a search that goes on might choose other plans."""
+        from contract.card import ImageCard, read_card, to_data
+        from workers.cards import image_card
+
+        if "card" not in self._state:
+            self._state["card"] = to_data(image_card(self._works.images))
+            self._keep_state()
+        card = read_card(self._state["card"])
+        assert isinstance(card, ImageCard)
+        return card
+
+    def _tell(self, line: str) -> None:
+        self._console.print(line, style="dim", markup=False, highlight=False)
+
+
+def _tell(
+    options: argparse.Namespace,
+    judged: Sequence[Judged],
+    gates: Mapping[str, Gate],
+    model: ImageModel,
+    prompts: int,
+    target: Path,
+) -> int:
+    """Store the plans, and print what was found."""
+    from evaluation import tuning
+    from pipeline import plans
+
+    full, *others = judged
+    names = tuning.named(others, full, gates)
+    front = tuning.best_front(others, full)
+    found = {
+        "plans": {name: one.candidate.fields() for name, one in names.items()},
+        "model": model.name,
+        "weights": model.digest,
+        "device": str(model.device),
+        "prompts": prompts,
+        "front": [_said(one, full) for one in front],
+    }
+    with model_errors():
+        plans.write(target, model.precision, found)
+    rows = [("plan", "names", "images/s", "full's", "PSNR", "score")]
+    for one in sorted({*front, full}, key=lambda one: one.images_per_s):
+        called = ", ".join(name for name, chosen in names.items() if chosen is one)
+        score = "" if one is full else "{:+.2f}% ({:+.2f} … {:+.2f})".format(*(100 * (x - 1) for x in one.score))
+        psnr = "" if one is full else f"{one.psnr:.1f} dB"
+        speed, faster = f"{one.images_per_s:.2f}", f"{one.images_per_s / full.images_per_s:.2f}×"
+        rows.append((one.candidate.name, called, speed, faster, psnr, score))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(options.out / "report.html")
+    print(target, flush=True)
+    return 0
+
+
+def _said(one: Judged, full: Judged) -> dict[str, Any]:
+    return {
+        "name": one.candidate.name,
+        "fields": one.candidate.fields(),
+        "images_per_s": one.images_per_s,
+        "speedup": round(one.images_per_s / full.images_per_s, 3),
+        "score_ratio": [round(value, 5) for value in one.score],
+        "psnr": round(one.psnr, 2),
+    }

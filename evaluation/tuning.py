@@ -1,0 +1,299 @@
+"""Finds a model's plans: which steps are whole, guided, and how many, for the most images per second at little loss.
+
+Candidates draw the same captions from the same noise as the full plan does. Successive halving (Jamieson and Talwalkar,
+2016) spends the images: each round draws more captions of fewer candidates, those that no other beats in both estimated
+speed and PSNR to the full plan. Finalists draw all captions, are timed in turns by the engine that serves, and are
+judged by their captions' scores. Everything is kept in the folder of the search: a killed one goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from contract import plan as plans
+from contract.card import ImageCard, ImageDefaults
+from contract.estimates import work_s
+from contract.image import ImageJob, ImageParameters
+from contract.plan import AUTO, BLOCK, OFF, RESNET, DeepCache
+from contract.tuned import BALANCED, BEST, FAST
+from evaluation import pairs, pixels
+from evaluation.captions import Caption
+from evaluation.pairs import MOST_DB as MOST_DB
+from evaluation.run import EvaluationRun
+from evaluation.sources import ImageSource
+
+FULL = "full"
+FINALISTS = 8
+_SHARES = (1.0, 0.75, 0.6, 0.5, 0.35)  # of the model's steps
+_INTERVALS: tuple[tuple[float, float] | None, ...] = (None, (0.0, 0.75), (0.0, 0.5), (0.0, 0.35))
+_CACHES: tuple[DeepCache | None, ...] = (
+    None, AUTO, DeepCache(2, BLOCK, last=1), DeepCache(3, BLOCK, last=1), DeepCache(3, RESNET, last=1),
+    DeepCache(4, BLOCK, last=1), DeepCache(5, BLOCK, last=1),
+)  # fmt: skip
+_MULTISTEP = ("dpm++2m", "karras")  # for few steps
+_ROUNDS = ((8, 1 / 3), (24, 1 / 3), (64, 1 / 2))  # captions of each candidate, and the share of them that stays
+_IN_TURNS = 2
+_TIMED_S = 8.0  # about so long a turn of a finalist, within so many images
+_TIMED = (8, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan, by the request fields that it sets."""
+
+    name: str
+    steps: int
+    cached: DeepCache | None = None
+    interval: tuple[float, float] | None = None
+    scheduler: str | None = None
+    schedule_type: str | None = None
+
+    def request(self, draft: ImageParameters) -> ImageParameters:
+        """The request `draft` by this plan."""
+        one = replace(draft, steps=self.steps, deepcache=self.cached, guidance_interval=self.interval)
+        if self.steps != draft.steps:
+            one = replace(one, timesteps=None)
+        if self.scheduler is None:
+            return one
+        return replace(one, scheduler=self.scheduler, schedule_type=self.schedule_type, timesteps=None, eta=None)
+
+    def fields(self) -> dict[str, Any]:
+        """The plan as `contract.tuned` has it."""
+        cached = self.cached
+        found: dict[str, Any] = {
+            "steps": self.steps,
+            "deepcache": OFF if cached is None else _told(cached),
+            "guidance_interval": None if self.interval is None else [*self.interval],
+            "scheduler": self.scheduler,
+            "schedule_type": self.schedule_type,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a named plan may cost: per cent of the captions' score, either way, and the least mean PSNR in dB."""
+
+    score: float
+    psnr: float
+
+
+GATES = {BEST: Gate(0.2, 30.0), BALANCED: Gate(0.5, 24.0), FAST: Gate(2.0, 18.0)}
+
+
+def candidates(defaults: ImageDefaults, schedulers: Sequence[str]) -> list[Candidate]:
+    """All plans that are tried, the full one first: fewer steps, with another sampler too, shallow steps and unguided
+    ones, in every combination.
+    """
+    guided = defaults.rows(defaults.guidance_scale) == 2
+    samplers: list[tuple[str | None, str | None]] = [(None, None)]
+    found = {FULL: Candidate(FULL, defaults.steps)}
+    for share in _SHARES:
+        steps = max(1, round(share * defaults.steps))
+        more = [_MULTISTEP] if _MULTISTEP[0] in schedulers and not defaults.student else []
+        for scheduler, schedule_type in samplers + more:
+            for cached in _CACHES:
+                for interval in _INTERVALS if guided else (None,):
+                    one = Candidate("", steps, cached, interval, scheduler, schedule_type)
+                    if not _useless(one, defaults.steps):
+                        name = _name(one)
+                        found.setdefault(name, replace(one, name=name))
+    return list(found.values())
+
+
+def _useless(one: Candidate, steps: int) -> bool:
+    """Whether it is the full plan, or the same as another by other words."""
+    if one.cached is not None and sum(not deep for deep in one.cached.plan(one.steps)) == 0:
+        return True
+    if one.interval is not None and all(plans.guided(one.interval, one.steps)):
+        return True
+    if one.interval is not None and not any(plans.guided(one.interval, one.steps)):
+        return True
+    return one == Candidate("", steps)
+
+
+def _name(one: Candidate) -> str:
+    """Such as `12-dpm++2m-2resnet-0.5`: steps, sampler, DeepCache, and where guidance ends."""
+    parts = [str(one.steps)]
+    parts += [] if one.scheduler is None else [one.scheduler]
+    parts += [] if one.cached is None else [f"{one.cached.interval}{one.cached.depth}"]
+    parts += [] if one.interval is None else [f"{one.interval[1]:g}"]
+    return "-".join(parts)
+
+
+def estimate_s(card: ImageCard, wanted: ImageParameters) -> float:
+    """Seconds of an image of this request, where batches are full, by the engine's measured costs."""
+    cached = wanted.deepcache
+    return work_s(card, ImageJob(replace(wanted, deepcache=None), deepcache=OFF if cached is None else _told(cached)))
+
+
+def _told(cached: DeepCache) -> dict[str, Any]:
+    return {"interval": cached.interval, "depth": cached.depth, "last": cached.last}
+
+
+class Rated(NamedTuple):
+    """A candidate with what is known of it: the estimated or measured seconds of an image, and the mean PSNR."""
+
+    candidate: Candidate
+    seconds: float
+    psnr: float
+
+
+def front(rated: Iterable[Rated]) -> list[Rated]:
+    """Those that no other beats in both, the fastest first."""
+    found: list[Rated] = []
+    for one in sorted(rated, key=lambda one: (one.seconds, -one.psnr, one.candidate.name)):
+        if not found or one.psnr > found[-1].psnr:
+            found.append(one)
+    return found
+
+
+def keep(rated: Sequence[Rated], count: int) -> list[Rated]:
+    """The best `count` in order: front by front, and of a front that does not fit those spread evenly over it."""
+    left, kept = list(rated), list[Rated]()
+    while left and len(kept) < count:
+        first, room = front(left), count - len(kept)
+        if len(first) > room:
+            kept += [first[k * (len(first) - 1) // max(1, room - 1)] for k in range(room)]
+            break
+        kept += first
+        left = [one for one in left if one not in first]
+    return kept
+
+
+def shuffled(captions: Sequence[Caption], limit: int) -> list[Caption]:
+    """`limit` captions in an order of their own, that files' neighbours are not alike; the same in every search."""
+    order = sorted(captions, key=lambda caption: hashlib.sha256(caption.text.encode()).digest())[:limit]
+    return [replace(caption, index=index) for index, caption in enumerate(order)]
+
+
+Draw = Callable[[Sequence[Candidate], int, str], None]
+"""Draws so many captions, the first of them, by each of these plans; told what for."""
+
+
+@dataclass
+class Search:
+    """A search in a folder, which has a run for each candidate. `card` has the costs that estimates are made from."""
+
+    folder: Path
+    card: ImageCard
+    draft: ImageParameters
+    captions: int
+    draw: Draw
+    _psnr: dict[tuple[str, int], float] = field(default_factory=dict)
+    _runs: dict[str, EvaluationRun] = field(default_factory=dict)
+
+    def finalists(self, every: Sequence[Candidate], count: int = FINALISTS) -> list[Candidate]:
+        """The candidates left after all rounds, which have drawn all captions, the fastest first."""
+        full, others = every[0], list(every[1:])
+        whole_s = self.seconds(full)
+        others = [one for one in others if self.seconds(one) < whole_s]
+        for number, (captions, share) in enumerate(_ROUNDS, 1):
+            captions = min(captions, self.captions)
+            self.draw([full, *others], captions, f"round {number}, {len(others)} plans")
+            room = max(count, round(share * len(others)))
+            others = [one.candidate for one in keep([self.rated(one, captions) for one in others], room)]
+            if captions == self.captions:
+                break
+        others = [one.candidate for one in keep([self.rated(one, captions) for one in others], count)]
+        self.draw([full, *others], self.captions, f"the last {len(others)} plans")
+        return sorted(others, key=self.seconds)
+
+    def rated(self, one: Candidate, captions: int) -> Rated:
+        """The candidate by its first captions."""
+        return Rated(one, self.seconds(one), fmean(self.psnr(one, index) for index in range(captions)))
+
+    def psnr(self, one: Candidate, index: int) -> float:
+        """Of a caption's image to the full plan's."""
+        key = (one.name, index)
+        if key not in self._psnr:
+            mine, theirs = (self._picture(name, index) for name in (one.name, FULL))
+            self._psnr[key] = pairs.psnr(pixels.read(mine), pixels.read(theirs))
+        return self._psnr[key]
+
+    def _picture(self, name: str, index: int) -> Path:
+        run = self._runs.setdefault(name, EvaluationRun.load(self.folder / name))
+        if index not in run.records:
+            run = self._runs[name] = EvaluationRun.load(self.folder / name)
+        return run.pictures / run.records[index].file
+
+    def seconds(self, one: Candidate) -> float:
+        """Estimated, of an image."""
+        return estimate_s(self.card, one.request(self.draft))
+
+
+def measure(
+    plans_of: Mapping[str, tuple[ImageParameters, float]],
+    source: ImageSource,
+    prompts: Sequence[str],
+    known: dict[str, list[float]],
+    keep_known: Callable[[], None],
+    tell: Callable[[str], None],
+) -> dict[str, float]:
+    """Images per second of each plan, the median of turns in which every plan draws, with the engine full.
+
+    `plans_of` has each plan's request and its estimated seconds. `known` has the turns that were measured before, and
+    gets those that are now; `keep_known` stores it.
+    """
+    for turn in range(_IN_TURNS):
+        for name, (draft, estimated_s) in plans_of.items():
+            if len(known.setdefault(name, [])) > turn:
+                continue
+            tell(f"timing {name}, turn {turn + 1} of {_IN_TURNS}")
+            known[name].append(_per_second(source, draft, prompts, estimated_s))
+            keep_known()
+    return {name: round(median(known[name]), 4) for name in plans_of}
+
+
+def _per_second(source: ImageSource, draft: ImageParameters, prompts: Sequence[str], estimated_s: float) -> float:
+    """Between the image after which a quarter is done and the one before the last quarter, in a stream without gaps."""
+    count = round(min(_TIMED[1], max(_TIMED[0], _TIMED_S / max(estimated_s, 1e-6))))
+    wanted = [replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count)]
+    left, pending, moments = iter(wanted), set[Future[Any]](), list[float]()
+    width = max(2, min(source.width // 2, count // 2))
+    while True:
+        while len(pending) < width and (one := next(left, None)) is not None:
+            pending.add(source.submit(one, lambda: None))
+        if not pending:
+            break
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for future in done:
+            source.take(future.result())
+            moments.append(time.monotonic())
+    first, last = len(moments) // 4, 3 * len(moments) // 4
+    return (last - first) / (moments[last] - moments[first])
+
+
+class Judged(NamedTuple):
+    """A finalist's figures: images per second, its score's ratio to the full plan's with a 95% interval, PSNR."""
+
+    candidate: Candidate
+    images_per_s: float
+    score: tuple[float, float, float]
+    psnr: float
+
+    def passes(self, gate: Gate) -> bool:
+        return abs(self.score[0] - 1) <= gate.score / 100 and self.psnr >= gate.psnr
+
+
+def named(judged: Sequence[Judged], full: Judged, gates: Mapping[str, Gate]) -> dict[str, Judged]:
+    """The fastest plan that passes each gate; the full one where none does."""
+    found = {}
+    for name, gate in gates.items():
+        passing = [one for one in judged if one.passes(gate) and one.images_per_s > full.images_per_s]
+        found[name] = max(passing, key=lambda one: one.images_per_s, default=full)
+    return found
+
+
+def best_front(judged: Sequence[Judged], full: Judged) -> list[Judged]:
+    """Of the finalists and the full plan those that no other beats in measured speed and PSNR, the fastest first."""
+    by_name = {one.candidate.name: one for one in (*judged, full)}
+    rated = [Rated(one.candidate, 1 / one.images_per_s, one.psnr) for one in by_name.values()]
+    return [by_name[one.candidate.name] for one in front(rated)]

@@ -1,0 +1,147 @@
+"""`diptych tune` on a tiny model: plans beside it, a report, a search that was killed goes on, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.plan import AUTO
+from evaluation import tuning
+from evaluation.tuning import FULL, Candidate
+from pipeline import plans
+from tests.cli.shell import Shell
+
+FEW = [
+    Candidate(FULL, 20), Candidate("20-2resnet", 20, AUTO), Candidate("10", 10),
+    Candidate("10-0.5", 10, None, (0.0, 0.5)), Candidate("7-dpm++2m", 7, None, None, "dpm++2m", "karras"),
+]  # fmt: skip
+SCRIPT = """
+import sys
+from evaluation import tuning
+from tests.cli import test_tune
+tuning.candidates = lambda *_: test_tune.FEW
+tuning._ROUNDS, tuning._TIMED = test_tune.ROUNDS, (8, 8)
+import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+ROUNDS = ((2, 0.75), (4, 0.75))
+WORDS = ("--model", "random:tiny", "--lens", "emoji-clip", "--limit", "6", "--plans", "plans.json")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "candidates", lambda *_: FEW)
+    monkeypatch.setattr(tuning, "_ROUNDS", ROUNDS)
+    monkeypatch.setattr(tuning, "_TIMED", (8, 8))
+
+
+@pytest.fixture
+def prompts(shell: Shell) -> str:
+    return shell.save("prompts.txt", "".join(f"a cat number {index}\n" for index in range(9)))
+
+
+def front(folder: Path) -> Any:
+    return json.loads((folder / "plans.json").read_text())["tuned"]["fp32"]
+
+
+@pytest.mark.usefixtures("few")
+def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
+    said = shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned", "--gates", "fast=1000:1,best=0:99")
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
+    assert lines[-2:] == ["tuned/report.html", "plans.json"] and lines[0].split() == [
+        "plan", "names", "images/s", "full's", "PSNR", "score",
+    ]  # fmt: skip
+    found = front(shell.folder)
+    assert found["prompts"] == 6 and found["plans"]["best"] == {"steps": 20, "deepcache": "off"}
+    speeds = [one["images_per_s"] for one in found["front"]]
+    assert speeds == sorted(speeds, reverse=True) and found["front"][-1]["psnr"] == 100
+    named = found["plans"]["fast"]
+    assert named != found["plans"]["best"] and named in [one["fields"] for one in found["front"]]
+    page = (shell.folder / "tuned" / "report.html").read_text()
+    assert "Speed against quality" in page and page.count("data:image/webp") > 6
+    assert plans.read(shell.folder / "plans.json", "fp32").keys() == {"fast", "best"}
+    words = ("generate", "x", "--model", "random:tiny", "-o", "out", "--plans", "plans.json", "--seed", "1")
+    assert shell(*words, "--plan", "fast").code == 0
+    from tests.cli.shell import made_with
+
+    made = made_with(shell.pictures()[0])
+    assert made["steps"] == named["steps"] and made.get("guidance_interval") == named.get("guidance_interval")
+    refused = shell(*words, "--plan", "balanced")
+    assert refused.code == 2 and "plan: must be one of off, auto, fast, best" in refused.err
+
+
+@pytest.mark.usefixtures("few")
+def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts: str) -> None:
+    words = ("tune", *WORDS, "--prompts", prompts, "-o", "tuned", "--gates", "fast=1000:1,best=0:99")
+    assert shell(*words).code == 0
+    whole = front(shell.folder)
+    (shell.folder / "plans.json").unlink()
+    for name in ("10", FULL):  # what a kill leaves: pictures without a record, and half a line
+        log = shell.folder / "tuned" / name / "pictures.jsonl"
+        log.write_bytes(log.read_bytes()[:-40])
+    shutil.rmtree(shell.folder / "tuned" / "20-2resnet")
+    assert shell(*words).code == 0
+    assert front(shell.folder) == whole
+    # Nothing is drawn again, or timed, where everything is there.
+    before = {path: path.stat().st_mtime_ns for path in (shell.folder / "tuned").rglob("*.png")}
+    assert shell(*words).code == 0 and front(shell.folder) == whole
+    assert {path: path.stat().st_mtime_ns for path in (shell.folder / "tuned").rglob("*.png")} == before
+
+
+def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
+    words = ("tune", *WORDS, "--prompts", prompts, "-o", "tuned")
+    command = [sys.executable, "-c", SCRIPT, *words]
+    root = Path(__file__).resolve().parents[2]
+    environment = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(shell.folder)}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=shell.folder, env=environment, stdout=pipe, stderr=pipe)
+    until = time.monotonic() + 240
+    while not list((shell.folder / "tuned").glob("*/pictures/*.png")):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    costs = json.loads((shell.folder / "tuned" / "tune.json").read_text())["card"]
+    again = subprocess.Popen(command, cwd=shell.folder, env=environment, stdout=pipe, stderr=pipe)
+    _, err = again.communicate(timeout=240)
+    assert again.returncode == 0, err
+    assert json.loads((shell.folder / "tuned" / "tune.json").read_text())["card"] == costs
+    assert front(shell.folder)["plans"].keys() == {"best", "balanced", "fast"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gates", "fast"], "--gates: 'fast': must look like balanced=0.5:24"),
+        (["--gates", "Fast=1:2"], "--gates: 'Fast=1:2': plans.Fast"),
+        (["--gates", "auto=1:2"], "--gates: 'auto=1:2': plans.auto: is a word of requests"),
+        (["--limit", "1"], "--limit: must be at least 2"),
+        (["--prompts", "gone.txt"], "--prompts: "),
+        (["--size", "7x7"], "--size: 7x7 is not offered"),
+        (["--plans", ""], "--plans: must be given: random:tiny has no folder"),
+        (["--model", "gone"], "model: "),
+    ],
+)
+def test_what_cannot_be_used_is_named(shell: Shell, prompts: str, words: list[str], told: str) -> None:
+    said = shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned", *words)
+    assert said.code == 2 and told in said.err, said
+    assert not list(shell.folder.rglob("*.png"))
+
+
+@pytest.mark.usefixtures("few")
+def test_a_folder_of_something_else_is_refused(shell: Shell, prompts: str) -> None:
+    (shell.folder / "tuned" / FULL).mkdir(parents=True)
+    (shell.folder / "tuned" / FULL / "mine.txt").write_text("x")
+    said = shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned")
+    assert said.code == 2 and "contains something other than a run" in said.err
+    (shell.folder / "tuned" / "tune.json").write_text("{")
+    assert "tune.json cannot be read" in shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned").err

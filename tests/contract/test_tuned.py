@@ -1,0 +1,96 @@
+"""Plans by name: what a request with one becomes, and what of it gives way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from contract import tuned
+from contract.card import ImageOffer
+from contract.errors import Invalid
+from contract.image import image_job
+from contract.image_fields import EditFields, ImageFields
+
+PLANS: dict[str, dict[str, Any]] = {
+    "balanced": {
+        "steps": 12, "deepcache": {"interval": 2, "depth": "resnet", "last": 1}, "guidance_interval": [0.0, 0.5],
+    },
+    "fast": {"steps": 8, "scheduler": "dpm++2m", "schedule_type": "karras", "deepcache": "off"},
+}  # fmt: skip
+
+
+def offer(**more: Any) -> ImageOffer:
+    return ImageOffer([(64, 64)], ("euler", "dpm++2m"), (64, 64), loras=("ink", "lcm-lora"), plans=PLANS, **more)
+
+
+def asked(offered: ImageOffer, **fields: Any) -> dict[str, Any]:
+    return image_job(ImageFields(prompt="x", **fields), offered).to_dict()
+
+
+def test_a_plan_fills_what_is_left_open() -> None:
+    found = asked(offer(), plan="balanced")
+    assert (found["steps"], found["guidance_interval"]) == (12, (0.0, 0.5))
+    assert found["deepcache"] == PLANS["balanced"]["deepcache"]
+    found = asked(offer(), plan="fast")
+    assert (found["steps"], found["scheduler"], found["schedule_type"]) == (8, "dpm++2m", "karras")
+    assert found["deepcache"] == "off" and "plan" not in found
+    found = asked(offer(), plan="balanced", steps=30, deepcache="off", guidance_interval=[0, 1])
+    assert (found["steps"], found["deepcache"], found["guidance_interval"]) == (30, "off", (0, 1))
+
+
+@pytest.mark.parametrize(
+    "own", [{"scheduler": "euler"}, {"schedule_type": "beta"}, {"timesteps": [900, 500]}, {"eta": 0.0}]
+)
+def test_steps_and_sampler_of_a_plan_go_together_or_not_at_all(own: dict[str, Any]) -> None:
+    found = asked(offer(), plan="fast", **own)
+    assert found["steps"] == (2 if "timesteps" in own else 20) and found["scheduler"] == own.get("scheduler")
+    assert found.get("schedule_type") == own.get("schedule_type")
+
+
+def test_words() -> None:
+    assert asked(offer(), plan="off")["deepcache"] == "off" and asked(offer(), plan="off")["steps"] == 20
+    assert asked(offer(), plan="auto", seed=1) == asked(offer(), plan="balanced", seed=1)
+    untuned = ImageOffer([(64, 64)], ("euler",), (64, 64))
+    assert asked(untuned, plan="auto")["deepcache"] == "auto"
+    for name in ("best", "", "Fast", "balanced\n"):
+        with pytest.raises(Invalid, match=r"^plan: must be one of off, auto, balanced, fast$"):
+            asked(offer(), plan=name)
+
+
+def test_the_models_default_plan_is_for_requests_that_say_none_and_use_no_students_lora() -> None:
+    usual = offer(plan="fast")
+    assert asked(usual)["steps"] == 8 and asked(usual, plan="off")["steps"] == 20
+    assert asked(usual, lora="ink")["steps"] == 8
+    with pytest.raises(Invalid, match=r"scheduler: must be one of"):
+        asked(offer(plan="fast"), lora="lcm-lora")  # lcm is not among these samplers: the plan is not applied
+
+
+def test_an_interval_of_a_plan_that_holds_none_of_few_steps_is_dropped_and_a_requests_own_is_refused() -> None:
+    assert "guidance_interval" not in asked(offer(), plan="balanced", steps=1)
+    edit = image_job(EditFields(prompt="x", plan="balanced", strength=0.1), offer(), (64, 64))
+    assert edit.made == 1 and edit.picture.guidance_interval is None
+    with pytest.raises(Invalid, match=r"^guidance_interval: contains none of 1 steps"):
+        asked(offer(), plan="balanced", steps=1, guidance_interval=[0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ([], "plans"),
+        ({"Fast": {}}, "plans.Fast"),
+        ({"off": {}}, "plans.off"),
+        ({"fast": {"steps": 0}}, "plans.fast.steps"),
+        ({"fast": {"seed": 3}}, "plans.fast.seed"),
+        ({"fast": {"deepcache": "much"}}, "plans.fast.deepcache"),
+        ({"fast": {"guidance_interval": [1]}}, "plans.fast.guidance_interval"),
+    ],
+)
+def test_plans_that_are_none_are_refused_by_name(data: object, field: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        tuned.read(data)
+    assert (caught.value.field or "").startswith(field)
+
+
+def test_plans_are_read_as_they_are() -> None:
+    assert tuned.read(PLANS) == PLANS
