@@ -16,7 +16,7 @@ from threading import Semaphore
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import compiling, provenance, record
-from contract import plan
+from contract import plan, tuned
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane
@@ -37,6 +37,7 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "+int8": {"precision": "int8", "kernels": True, "compile": False},
     "+deepcache": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "auto"},
     "+gate": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "auto"},
+    "+plan": {"precision": "int8", "kernels": True, "compile": False},  # what `diptych tune` found: balanced
 }
 _INTERVALS = {"+gate": (0.0, 0.5)}  # of steps with guidance
 RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
@@ -240,6 +241,8 @@ def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile
         works = stack.enter_context(build(wanted, lane=lane, measure_s=10.0))
     except ModelError as error:
         raise LeftOut(str(error)) from error
+    if rung == "+plan" and tuned.BALANCED not in works.images.model.plans:
+        raise LeftOut("the model was not tuned; `diptych tune` finds plans")
     if wanted.kernels and works.images.backend.kernels.name == TORCH:
         raise LeftOut("our own kernels do not run here")
     if wanted.compile:
@@ -280,6 +283,8 @@ def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
                 prompt, seed, native, native, steps=steps, guidance_scale=guidance, deepcache=cached,
                 guidance_interval=_INTERVALS.get(rung),
             )  # fmt: skip
+            if rung == "+plan":
+                wanted = wanted.planned(model.plans[tuned.BALANCED])
             future = works.engine.submit(Request(f"{rung}-{prompt}-{seed}", "image", wanted))
             future.add_done_callback(lambda _: room.release())
             futures.append(future)

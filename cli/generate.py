@@ -149,10 +149,8 @@ def _completed(
     usual = students.of_loras(draft.lora) or model.defaults
     if not settings.plan:
         return replace(draft, **students.fill(given, usual))
-    meant = dict(tuned.named(settings.plan, model.plans))
-    cached = meant.pop("deepcache", settings.deepcache)
-    draft = replace(draft, deepcache=plan.read(cached if options.deepcache is None else options.deepcache))
-    found = replace(draft, **students.fill(tuned.fill(given, meant), usual))
+    own = given if options.deepcache is None else {**given, "deepcache": options.deepcache}
+    found = draft.planned(students.fill(tuned.fill(own, tuned.named(settings.plan, model.plans)), usual))
     if options.guidance_interval is None and not any(plan.guided(found.guidance_interval, found.steps)):
         return replace(found, guidance_interval=None)  # the plan's, for more steps than these
     return found

@@ -98,6 +98,13 @@ class ImageParameters:
         """How many steps are run."""
         return self.steps - self.skipped
 
+    def planned(self, fields: Mapping[str, Any]) -> ImageParameters:
+        """With these fields of a request in place of its own; `deepcache` as `plan.read` takes it. Raises `Invalid`."""
+        given = dict(fields)
+        if "deepcache" in given:
+            given["deepcache"] = plan.read(given["deepcache"])
+        return replace(self, **given)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)

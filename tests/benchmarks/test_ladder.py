@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import ladder, record
+from contract.image import ImageParameters
+from contract.plan import DeepCache
 from core import graphs
+from core.batching.engine import Engine
+from core.batching.request import Request
 from core.config import Settings
-from pipeline import tiny
+from pipeline import plans, tiny
 from pipeline.tiny_zimage import TINY_Z
 from tests.core.quant.stage import CACHE
 
@@ -59,7 +64,31 @@ def test_a_z_image_is_drawn_with_its_own_defaults(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ladder, "_ROUND", 4)
     rungs = ("diffusers", "diffusers-static-batch", "step-batching", "+kernels")
     settings = Settings(model=TINY_Z, cache_dir=CACHE.parent)
-    result = ladder.run(settings, steps=2, pictures=4, results=tmp_path, rungs=(*rungs, "+gate"))
+    result = ladder.run(settings, steps=2, pictures=4, results=tmp_path, rungs=(*rungs, "+gate", "+plan"))
     assert [rung["name"] for rung in result["rungs"]] == list(rungs) and result["model"] == TINY_Z
-    assert result["left_out"] == {"+gate": "the model draws without guidance"}
+    assert result["left_out"] == {
+        "+gate": "the model draws without guidance",
+        "+plan": "the model was not tuned; `diptych tune` finds plans",
+    }
     assert all(rung["images_per_s"] > 0 for rung in result["rungs"])
+
+
+def test_the_tuned_plan_is_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "_ROUND", 2)
+    drawn: list[ImageParameters] = []
+    submit = Engine.submit
+
+    def noted(self: Engine, request: Request) -> Any:
+        drawn.append(request.parameters)
+        return submit(self, request)
+
+    monkeypatch.setattr(Engine, "submit", noted)
+    found = {"steps": 3, "deepcache": {"interval": 2}, "guidance_interval": [0.0, 0.5], "scheduler": "dpm++2m"}
+    plans.write(tmp_path / "plans.json", "int8", {"plans": {"balanced": found}})
+    settings = Settings(model=tiny.TINY, cache_dir=CACHE.parent, plans=str(tmp_path / "plans.json"))
+    result = ladder.run(settings, steps=5, pictures=2, results=tmp_path, rungs=("+int8", "+plan"))
+    assert [rung["name"] for rung in result["rungs"]] == ["+int8", "+plan"]
+    assert {one.steps for one in drawn} == {5, 3}
+    planned = next(one for one in drawn if one.steps == 3)
+    assert (planned.scheduler, planned.guidance_interval) == ("dpm++2m", (0.0, 0.5))
+    assert planned.deepcache == DeepCache(2)
