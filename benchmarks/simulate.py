@@ -21,9 +21,9 @@ from benchmarks.simulation.fleet import Served, StepLevel
 from benchmarks.simulation.plot import Line, draw
 from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
 from benchmarks.simulation.static import RequestLevel
-from benchmarks.simulation.traffic import Bursts, Job, Mix
+from benchmarks.simulation.traffic import Bursts, Guidance, Job, Mix
 from contract.image import ImageParameters
-from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache
+from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache, guided
 
 ROOMS = (*provenance.SCHEDULING, "contract/image.py", "benchmarks/simulate.py", "benchmarks/simulation")
 MOST_GPUS, MOST_PICTURES = 10_000, 10_000_000
@@ -80,7 +80,7 @@ def about(costs: Costs, plan: Plan) -> dict[str, Any]:
     mix = {
         "size": _shares(plan.mix.size, lambda size: f"{size[0]}x{size[1]}"),
         "steps": _shares(plan.mix.steps, str),
-        "guided": _shares(plan.mix.guided, lambda guided: "yes" if guided else "no"),
+        "guided": _shares(plan.mix.guided, _guided),
         "deepcache": _shares(plan.mix.deepcache, lambda schedule: "off" if schedule is None else _schedule(schedule)),
         "deadline_s": _shares(plan.mix.deadline_s, lambda s: "none" if math.isinf(s) else f"{s:g}"),
         "priority": _shares(plan.mix.priority, str),
@@ -209,11 +209,17 @@ def check(costs: Costs, plan: Plan) -> None:
         _check_picture(costs, plan.device, wanted)
 
 
+def _guided(guided: Guidance) -> str:
+    return f"{guided[0]:g}:{guided[1]:g}" if isinstance(guided, tuple) else "yes" if guided else "no"
+
+
 def _check_picture(costs: Costs, device: Device, wanted: ImageParameters) -> None:
     """Reject a picture that the table does not cover, or that a device could never draw."""
     refuse = record.BenchError
     if wanted.deepcache is not None and (wrong := wanted.deepcache.error_for(wanted.steps)):
         raise refuse(f"--deepcache: {wrong.message}") from wrong
+    if wanted.guidance_interval is not None and not any(guided(wanted.guidance_interval, wanted.steps)):
+        raise refuse(f"--guidance: {_guided(wanted.guidance_interval)} contains none of {wanted.steps} steps")
     for group, rows in phases_of(wanted):
         widest = costs.widest(*group)
         where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"

@@ -67,7 +67,7 @@ def _add_simulate(benches: Commands) -> None:
     one.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     one.add_argument("--sizes", metavar="MIX", help="such as 1024x1024; default: the table's largest")
     one.add_argument("--steps", default="20", metavar="MIX", help="of denoising; default: %(default)s")
-    one.add_argument("--guidance", default="on", metavar="MIX", help="on, off; default: %(default)s")
+    one.add_argument("--guidance", default="on", metavar="MIX", help="on, off, 0:0.5; default: %(default)s")
     one.add_argument("--deepcache", dest="schedules", default="off", metavar="MIX", help="off, auto, 3, 3:resnet; off")
     one.add_argument("--deadlines", default="none", metavar="MIX", help="seconds, or none; default: %(default)s")
     one.add_argument("--priorities", default="5", metavar="MIX", help="0 (most urgent) to 9; default: %(default)s")

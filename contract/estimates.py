@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from contract import plan
@@ -12,34 +13,27 @@ from contract.image import ImageJob
 
 def work_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job occupies one worker whose batches are full."""
-    steps_s = _rows(card, job) * _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
+    steps_s = _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
     return job.n * (card.costs.encode_s + steps_s + card.costs.vae_s)
 
 
 def solo_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job takes at best: on an idle worker, with its n images in one batch."""
     # Measured with two rows; one row takes at least half of that.
-    steps_s = _rows(card, job) / 2 * _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s)
+    steps_s = _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s) / 2
     return max(card.costs.encode_s + steps_s + card.costs.vae_s, work_s(card, job))
 
 
-def _rows(card: ImageCard, job: ImageJob) -> float:
-    """Of an image in each forward, on average."""
-    if card.defaults.rows(job.picture.guidance_scale) == 1:
-        return 1
-    return 1 + sum(plan.guided(job.picture.guidance_interval, job.made)) / max(1, job.made)
-
-
 def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:
-    """Seconds of all steps that are run. Shallow steps without an announced cost count as deep."""
+    """Seconds of all rows of all steps that are run. Shallow steps without an announced cost count as deep."""
     made, (width, height) = job.made, job.size
-    deep_s = _step_s(deep_step_s, width, height)
     cached = _schedule(card, job, made)
     table = None if cached is None else shallow_step_s.get(cached.depth)
-    if cached is None or not table:
-        return made * deep_s
-    deep = sum(cached.plan(made))
-    return deep * deep_s + (made - deep) * _step_s(table, width, height)
+    deep_s = _step_s(deep_step_s, width, height)
+    shallow_s = _step_s(table, width, height) if table else deep_s
+    rows = card.defaults.rows(job.picture.guidance_scale)
+    steps = Counter(plan.rows_and_depths(cached, job.picture.guidance_interval, made, rows))
+    return sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in steps.items())
 
 
 def _schedule(card: ImageCard, job: ImageJob, made: int) -> plan.DeepCache | None:

@@ -289,17 +289,17 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
         None if fields.output_format in (None, "png") else fields.output_compression,
     )
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
-    job = _with_checked_steps(job, planned=asked.guidance_interval is None)
+    schedule = None if cached is None else plan.read(cached)
+    job = _with_checked_steps(job, schedule, planned=asked.guidance_interval is None)
     check(replace(job.picture, guidance_interval=None), offer)  # which knows no source, and so not how many are made
     return job
 
 
-def _with_checked_steps(job: ImageJob, *, planned: bool) -> ImageJob:
-    """The job, whose plan is one for the steps that are made. Raises `Invalid`.
+def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, *, planned: bool) -> ImageJob:
+    """The job, whose DeepCache schedule and guidance interval are ones for the steps that are made. Raises `Invalid`.
 
     `planned`: the guidance interval comes from a named plan, and gives way where it contains none of so few steps.
     """
-    schedule = None if job.deepcache is None else plan.read(job.deepcache)
     if schedule is not None and (wrong := schedule.error_for(job.made)):
         raise wrong
     interval = job.picture.guidance_interval

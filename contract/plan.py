@@ -87,6 +87,18 @@ def guided(interval: tuple[float, float] | None, steps: int) -> tuple[bool, ...]
     return tuple(int(start * steps) <= step < int(stop * steps) for step in range(steps))
 
 
+def rows_and_depths(
+    cached: DeepCache | None, interval: tuple[float, float] | None, steps: int, rows: int
+) -> tuple[tuple[int, bool], ...]:
+    """Each step's rows in a forward, and whether it is deep, for a request of `rows` rows where it is guided.
+
+    A step at which guidance begins is deep: no cached features of its second row exist.
+    """
+    widths = [rows if rows == 1 or on else 1 for on in guided(interval, steps)]
+    deep = (True,) * steps if cached is None else cached.plan(steps)
+    return tuple((width, deep[k] or (k > 0 and width > widths[k - 1])) for k, width in enumerate(widths))
+
+
 def check_interval(interval: object, steps: int) -> None:
     """Raise `Invalid` for what is no interval within 0 to 1, or one without any of so many steps."""
     if not isinstance(interval, (list, tuple)) or len(interval) != 2:

@@ -178,10 +178,8 @@ class MemoryLedger:
         size = (wanted.width, wanted.height)
         table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped, wanted.schedule)
         cached, rows = wanted.deepcache, self._rows(wanted)
-        guided = plans.guided(wanted.guidance_interval, table.steps) if rows > 1 else (False,) * table.steps
-        plan = (True,) * table.steps if cached is None else cached.plan(table.steps)
-        # Where guidance begins, no cached features of its second row exist.
-        plan = tuple(deep or (step > 0 and guided[step] and not guided[step - 1]) for step, deep in enumerate(plan))
+        steps = plans.rows_and_depths(cached, wanted.guidance_interval, table.steps, rows)
+        widths, plan = tuple(width for width, _ in steps), tuple(deep for _, deep in steps)
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
         name, size = _backend(wanted), (wanted.width, wanted.height)
@@ -193,7 +191,7 @@ class MemoryLedger:
         generator = torch.Generator().manual_seed(wanted.seed)
         warnings = students.warnings(self._model.defaults, wanted.lora, wanted.made, wanted.guidance_scale)
         return ImageState(
-            slot, size_bytes, self._bytes_of_row(wanted), tuple(2 if each else 1 for each in guided), name, mode, table,
+            slot, size_bytes, self._bytes_of_row(wanted), widths, name, mode, table,
             generator, plan, depth, features, taken=taken, warnings=warnings,
         )  # fmt: skip
 

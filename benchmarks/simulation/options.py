@@ -13,9 +13,9 @@ from benchmarks.simulate import Plan
 from benchmarks.simulation import traffic
 from benchmarks.simulation.costs import ANY, Costs, Size
 from benchmarks.simulation.runner import Device
-from benchmarks.simulation.traffic import Bursts, Choice, Mix
+from benchmarks.simulation.traffic import Bursts, Choice, Guidance, Mix
 from contract.card import MAX_STEPS
-from contract.plan import parse
+from contract.plan import check_interval, parse
 from core.config import Settings
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def plan(options: argparse.Namespace, settings: Settings, costs: Costs | None = 
     mix = Mix(
         size=_mix("--sizes", options.sizes, _size) if options.sizes else traffic.always(_largest(costs)),
         steps=_mix("--steps", options.steps, _steps),
-        guided=_mix("--guidance", options.guidance, _on),
+        guided=_mix("--guidance", options.guidance, _guidance),
         deepcache=_mix("--deepcache", options.schedules, parse),
         deadline_s=_mix("--deadlines", options.deadlines, _deadline),
         priority=_mix("--priorities", options.priorities, _priority),
@@ -111,10 +111,15 @@ def _steps(word: str) -> int:
     return int(word)
 
 
-def _on(word: str) -> bool:
-    if word not in ("on", "off"):
-        raise ValueError(f"{word}: must be on or off")
-    return word == "on"
+def _guidance(word: str) -> Guidance:
+    if word in ("on", "off"):
+        return word == "on"
+    try:
+        start, stop = map(float, word.split(":"))
+        check_interval((start, stop), MAX_STEPS)
+    except ValueError:
+        raise ValueError(f"{word}: must be on, off, or a share of the steps such as 0:0.5") from None
+    return start, stop
 
 
 def _deadline(word: str) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from benchmarks.simulation.costs import ANY, DEEP, ENCODE, SHALLOW, STEPS, VAE, Costs, Size
 from contract.image import ImageParameters
+from contract.plan import rows_and_depths
 from core.batching.request import Outcome, Request
 from core.batching.slots import Budget, Slots
 
@@ -45,22 +46,18 @@ class Span(NamedTuple):
     rows: int
 
 
-def plan(wanted: ImageParameters) -> tuple[bool, ...]:
-    """For each step of an image, whether it is deep."""
-    return (True,) * wanted.steps if wanted.deepcache is None else wanted.deepcache.plan(wanted.steps)
-
-
-def rows_of(wanted: ImageParameters) -> int:
-    """The image's rows in a denoising step: two with guidance."""
-    return 2 if wanted.guidance_scale > 1 else 1
+def steps_of(wanted: ImageParameters) -> tuple[tuple[int, bool], ...]:
+    """Each step's rows, and whether it is deep."""
+    rows = 2 if wanted.guidance_scale > 1 else 1
+    return rows_and_depths(wanted.deepcache, wanted.guidance_interval, wanted.steps, rows)
 
 
 @lru_cache(maxsize=4096)
 def phases_of(wanted: ImageParameters) -> tuple[tuple[Group, int], ...]:
     """The image's iterations: the group of each, and its rows there."""
-    size, rows = (wanted.width, wanted.height), rows_of(wanted)
-    steps = (Group(_phase(wanted, deep), size) for deep in plan(wanted))
-    return ((Group(ENCODE, ANY), rows), *((group, rows) for group in steps), (Group(VAE, size), 1))
+    size, steps = (wanted.width, wanted.height), steps_of(wanted)
+    groups = ((Group(_phase(wanted, deep), size), rows) for rows, deep in steps)
+    return ((Group(ENCODE, ANY), max(rows for rows, _ in steps)), *groups, (Group(VAE, size), 1))
 
 
 def limit(costs: Costs, device: Device, group: Group) -> int:
@@ -70,12 +67,19 @@ def limit(costs: Costs, device: Device, group: Group) -> int:
 
 
 def held_bytes(costs: Costs, wanted: ImageParameters) -> int:
-    """An image's memory from its admission to its end; 0 if the table does not contain it."""
+    """An image's memory from its admission to its last guided step; 0 if the table does not contain it."""
     parts = costs.held.get((wanted.width, wanted.height), {})
-    row = parts.get("row", 0)
-    if wanted.deepcache is not None and not all(plan(wanted)):
-        row += parts.get(SHALLOW[wanted.deepcache.depth], 0)
-    return parts.get("request", 0) + rows_of(wanted) * row
+    widths = [rows for rows, _ in steps_of(wanted)]
+    narrows = max(widths) > widths[-1]  # what is kept is copied while both rows are still there
+    return parts.get("request", 0) + (max(widths) + narrows) * _row_bytes(costs, wanted)
+
+
+def _row_bytes(costs: Costs, wanted: ImageParameters) -> int:
+    """What each row of it holds."""
+    parts = costs.held.get((wanted.width, wanted.height), {})
+    cached = wanted.deepcache
+    features = 0 if cached is None or all(cached.plan(wanted.steps)) else parts.get(SHALLOW[cached.depth], 0)
+    return parts.get("row", 0) + features
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +92,11 @@ class _Work:
     @property
     def group(self) -> Group:
         return self.life[self.at][0]
+
+    def narrows(self) -> bool:
+        """Whether no step from here on has two rows, but the one before had."""
+        before, left = self.life[self.at - 1], self.life[self.at : -1]
+        return bool(left) and before[0].phase in STEPS and before[1] == 2 and max(rows for _, rows in left) == 1
 
 
 class SimulatedTicket:
@@ -171,7 +180,8 @@ class SimulatedRunner:
     def left_s(self, request: Request, rows: int) -> float:
         work: _Work = request.work
         to_come = work.life[work.at : work.at + self.iterations(request)]
-        return sum(self.cost(group, rows) for group, _ in to_come)
+        others = rows - self.rows(request)
+        return sum(self.cost(group, others + own if group.phase in STEPS else rows) for group, own in to_come)
 
     def next_group(self, request: Request) -> Group | None:
         work: _Work = request.work
@@ -211,6 +221,10 @@ class SimulatedRunner:
         progress = (work.at, steps)  # encoding is no step
         work.at += 1
         request.phase = work.group.phase
+        if work.narrows():  # the second row, and the copy's
+            given = 2 * _row_bytes(self._costs, request.parameters)
+            work.size_bytes -= given
+            self.memory.give(given)
         return Outcome(progress)
 
 

@@ -51,13 +51,17 @@ def parse(text: str, read: Callable[[str], T]) -> Choice[T]:
     return Choice(tuple(values), tuple(weights))
 
 
+Guidance = bool | tuple[float, float]
+"""Of all steps, of none, or of this share of them."""
+
+
 @dataclass(frozen=True)
 class Mix:
     """The distribution of requests, with independent fields. `deadline_s` counts from the arrival."""
 
     size: Choice[tuple[int, int]]
     steps: Choice[int] = field(default_factory=lambda: always(20))
-    guided: Choice[bool] = field(default_factory=lambda: always(True))
+    guided: Choice[Guidance] = field(default_factory=lambda: always(True))
     deepcache: Choice[DeepCache | None] = field(default_factory=lambda: always(None))
     deadline_s: Choice[float] = field(default_factory=lambda: always(math.inf))
     priority: Choice[int] = field(default_factory=lambda: always(5))
@@ -73,9 +77,11 @@ class Mix:
         ]
 
 
-def picture(size: tuple[int, int], steps: int, guided: bool, deepcache: DeepCache | None) -> ImageParameters:
-    scale = 8.0 if guided else 1.0
-    return ImageParameters("any", 0, *size, steps=steps, guidance_scale=scale, deepcache=deepcache)
+def picture(size: tuple[int, int], steps: int, guided: Guidance, deepcache: DeepCache | None) -> ImageParameters:
+    scale, interval = 8.0 if guided else 1.0, guided if isinstance(guided, tuple) else None
+    return ImageParameters(
+        "any", 0, *size, steps=steps, guidance_scale=scale, deepcache=deepcache, guidance_interval=interval
+    )
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def test_the_bound_is_that_of_the_best_width() -> None:
         (["--sizes", "32x32"], "deep.32x32: is not in the table; sizes that can be drawn: 64x64, 96x64"),
         (["--steps", "0"], "--steps: 0: must be a whole number"),
         (["--steps", "20=x"], "--steps: 20=x: the weight"),
-        (["--guidance", "maybe"], "--guidance: maybe: must be on or off"),
+        (["--guidance", "maybe"], "--guidance: maybe: must be on, off, or a share"),
         (["--deepcache", "often"], "--deepcache: must be off, auto"),
         (["--deadlines", "0"], "--deadlines: 0: must be seconds above 0"),
         (["--priorities", "10"], "--priorities: 10: must be from 0"),

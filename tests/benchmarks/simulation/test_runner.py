@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulation.runner import Device, SimulatedRunner, Span
-from benchmarks.simulation.traffic import picture
+from benchmarks.simulation.traffic import Guidance, picture
 from contract.plan import DeepCache
 from core.batching.request import Request
 from core.batching.runner import Runner
@@ -27,9 +27,12 @@ def real() -> ImageRunner:
     runner.close()
 
 
-@pytest.mark.parametrize("guided", [True, False])
+GUIDED = [True, False, (0.0, 0.5), (0.4, 1.0), (0.2, 0.75)]
+
+
+@pytest.mark.parametrize("guided", GUIDED, ids=str)
 @pytest.mark.parametrize("cached", CACHED)
-def test_it_answers_as_the_real_runner_does(real: ImageRunner, guided: bool, cached: DeepCache | None) -> None:
+def test_it_answers_as_the_real_runner_does(real: ImageRunner, guided: Guidance, cached: DeepCache | None) -> None:
     now = 0.0
     native = (real.model.native, real.model.native)
     costs = affine()
@@ -76,11 +79,12 @@ def test_it_answers_as_the_real_runner_does(real: ImageRunner, guided: bool, cac
         assert runner.held() == 0
 
 
+@pytest.mark.parametrize("guided", GUIDED, ids=str)
 @pytest.mark.parametrize("cached", CACHED)
-def test_what_is_left_is_what_it_will_take(cached: DeepCache | None) -> None:
+def test_what_is_left_is_what_it_will_take(cached: DeepCache | None, guided: Guidance) -> None:
     now = 0.0
     runner = SimulatedRunner(affine(), Device(), lambda: now)
-    request = Request("a", "image", picture(SIZE, 6, True, cached))
+    request = Request("a", "image", picture(SIZE, 6, guided, cached))
     assert runner.admit(request)
     left: list[tuple[float, float]] = []
     finished = False
@@ -108,6 +112,22 @@ def test_room_is_counted_in_slots_and_bytes() -> None:
     assert runner.memory.taken == 0 and runner.held() == 0
     unbound = SimulatedRunner(affine(), Device(max_requests=1), lambda: 0.0)
     assert unbound.admit(requests[0]) and not unbound.admit(requests[1])
+
+
+def test_a_row_is_given_back_after_the_last_guided_step() -> None:
+    now, taken = 0.0, []
+    runner = SimulatedRunner(affine(), Device(), lambda: now)
+    request = Request("a", "image", picture(SIZE, 4, (0.0, 0.5), DeepCache(2)))
+    assert runner.admit(request)
+    finished = False
+    while not finished:
+        taken.append(runner.memory.taken)
+        ticket = runner.launch([request])
+        now = ticket.ends
+        finished = ticket.outcome()["a"].finished
+    assert taken == [1 + 3 * 15] * 3 + [1 + 15] * 3  # encoding, two guided steps, two unguided ones, the VAE
+    runner.release(request)
+    assert runner.memory.taken == 0
 
 
 def test_a_lane_runs_one_after_the_other() -> None:
