@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from cli.arguments import (
     wrong_option,
 )
 from cli.scoring import scoring_errors
+from contract.errors import Invalid
+from contract.plan import OFF
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from contract.card import ImageDefaults
     from contract.image import ImageParameters
+    from contract.tuned import Plans
     from core.config import Settings
     from evaluation.captions import Caption
     from evaluation.sources import ImageSource
@@ -37,35 +41,51 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     """The request shared by all images, checked with the first caption; a width of 0 stands for the model's own
     size.
     """
-    from contract import plan, students
+    from contract import students, tuned
     from contract.image import ImageParameters
 
     size = read_size(options.size)
     asked = {"steps": options.steps, "guidance_scale": options.guidance, **read_sampling(options)}
     given = {name: value for name, value in asked.items() if value is not None}
+    if options.deepcache is not None:
+        given["deepcache"] = options.deepcache
+    defaults, plans = _offered(options, settings)
+    if options.plan is not None:
+        try:
+            given = tuned.fill(given, tuned.named(options.plan, plans))
+        except Invalid as error:
+            raise wrong_option(error) from error
     draft = ImageParameters(
         prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, deterministic=options.deterministic,
-        deepcache=plan.parse(settings.deepcache), **students.fill(given, _defaults(options, settings)),
-    )  # fmt: skip
+    ).planned({"deepcache": settings.deepcache, **students.fill(given, defaults)})  # fmt: skip
     _check(draft, caption, {(draft.width, draft.height)})
     return draft
 
 
-def _defaults(options: argparse.Namespace, settings: Settings) -> ImageDefaults:
-    """The model's, where the options leave a choice."""
+def _offered(options: argparse.Namespace, settings: Settings) -> tuple[ImageDefaults, Plans]:
+    """The model's defaults, where the options leave a choice, and its tuned plans, where they name one."""
     from contract.card import ImageDefaults
-    from pipeline.load import defaults_of
+    from pipeline import plans
+    from pipeline.load import defaults_of, family_of
 
     if not options.server:
         with model_errors():
-            return defaults_of(settings.model_name, settings.variant, settings.lora)
-    if None not in (options.steps, options.guidance):  # the service fills in what goes with them
-        return ImageDefaults()
+            defaults = defaults_of(settings.model_name, settings.variant, settings.lora)
+            if options.plan is None:
+                return defaults, {}
+            from workers.build import device_of, precision
+
+            folder = family_of(settings.model_name, settings.variant)[1]
+            return defaults, plans.of_model(folder, settings.plans, precision(settings, device_of(settings)), "")
+    if options.plan is None and None not in (options.steps, options.guidance):
+        return ImageDefaults(), {}  # the service fills in what goes with them
     from evaluation.sources import RemoteService
 
     with scoring_errors(), contextlib.closing(RemoteService(options.server, options.model)) as remote:
-        return ImageDefaults(**remote.card.get("defaults", {}))
+        known = {one.name for one in dataclasses.fields(ImageDefaults)}
+        defaults = ImageDefaults(**{k: v for k, v in remote.card.get("defaults", {}).items() if k in known})
+        return defaults, remote.card.get("plans", {})
 
 
 def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameters) -> dict[str, Any]:
@@ -81,6 +101,8 @@ def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameter
         name = settings.model_name
         short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
         where = {"server": None, "model": short, "precision": settings.precision, "unet": unet}
+    if options.plan is not None:
+        where["plan"] = options.plan
     for name in ("guidance_interval", *SCHEDULE_FIELDS):  # absent in runs of earlier versions
         if (value := getattr(draft, name)) is not None:
             where[name] = [*value] if isinstance(value, tuple) else value
@@ -91,11 +113,15 @@ def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameter
         "guidance_scale": draft.guidance_scale,
         "negative_prompt": draft.negative_prompt,
         "scheduler": draft.scheduler,
-        "deepcache": settings.deepcache,
+        "deepcache": settings.deepcache if options.plan is None else _schedule(draft),
         "size": size,
         "seed_offset": options.seed_offset,
         "deterministic": draft.deterministic,
     }
+
+
+def _schedule(draft: ImageParameters) -> Any:
+    return OFF if draft.deepcache is None else dataclasses.asdict(draft.deepcache)
 
 
 def open_source(
@@ -172,7 +198,6 @@ def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: 
 def _check(draft: ImageParameters, caption: Caption, sizes: Any, works: Runtime | None = None) -> None:
     """Reject an invalid shared request before anything is generated. The captions were checked when they were read."""
     from contract.card import ImageOffer
-    from contract.errors import Invalid
     from contract.image import check
     from core.batching.request import Request
     from pipeline.samplers import SAMPLERS

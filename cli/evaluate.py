@@ -17,6 +17,7 @@ from cli.arguments import (
     Commands,
     UsageError,
     add_model,
+    add_plan,
     add_sampling,
     read_settings,
 )
@@ -46,8 +47,8 @@ exit codes: 0 drawn and scored; 1 some pictures failed; 2 the input cannot be us
 
 
 _VARIANTS = f"""A variant is a precision ({", ".join(CHOICES)}), then perhaps + and a DeepCache schedule,
-then perhaps / and a guidance interval: int8+2/0:0.5; then perhaps @ and a seed offset: fp32@1000000 is fp32
-with other seeds, whose distance from fp32 gates allow.
+then perhaps / and a guidance interval: int8+2/0:0.5; or = and a tuned plan: int8=balanced; then perhaps @ and a
+seed offset: fp32@1000000 is fp32 with other seeds, whose distance from fp32 gates allow.
 
   diptych evaluate sweep --prompts captions.tsv --limit 1000 --real real --out runs --variants fp32 fp32@1000000 int8
 """
@@ -109,6 +110,7 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
         help="an .npy that every picture begins from; default: none, and latents.npy beside FILE in MLPerf's protocol",
     )  # fmt: skip
     add_model(parser)
+    add_plan(parser)
     add_scoring(parser)
 
 
@@ -137,17 +139,21 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
-    """Options of one variant: PRECISION, with +DEEPCACHE, /GUIDANCE_INTERVAL and @SEED_OFFSET where given."""
-    match = re.fullmatch(rf"({'|'.join(CHOICES)})(?:\+([^@/]+))?(?:/([^@/]+))?(?:@([0-9]{{1,19}}))?", name)
+    """Options of one variant: PRECISION, with +DEEPCACHE, /GUIDANCE_INTERVAL, =PLAN and @SEED_OFFSET where given."""
+    match = re.fullmatch(
+        rf"({'|'.join(CHOICES)})(?:\+([^@/=]+))?(?:/([^@/=]+))?(?:=([a-z0-9_-]+))?(?:@([0-9]{{1,19}}))?", name
+    )
     if match is None:
-        raise UsageError(f"--variants: must look like int8, int8+2, int8+2/0:0.5 or fp32@1000000, not {name!r}")
+        like = "int8, int8+2, int8+2/0:0.5, int8=balanced or fp32@1000000"
+        raise UsageError(f"--variants: must look like {like}, not {name!r}")
     if options.out is None:
         raise UsageError("--out: must be given")
-    precision, deepcache, interval, seeds = match.groups()
-    given = vars(options) | {"precision": precision, "out": options.out / re.sub("[:/]", "-", name)}
+    precision, deepcache, interval, plan, seeds = match.groups()
+    given = vars(options) | {"precision": precision, "out": options.out / re.sub("[:/=]", "-", name)}
     given["against"] = [] if options.real is None else [options.real]  # checked before hours are spent
     given |= {} if deepcache is None else {"deepcache": deepcache}
     given |= {} if interval is None else {"guidance_interval": interval}
+    given |= {} if plan is None else {"plan": plan}
     given |= {} if seeds is None else {"seed_offset": int(seeds)}
     return argparse.Namespace(**given)
 

@@ -20,6 +20,7 @@ import cli
 from evaluation import compare, generate, report, scoring_networks
 from evaluation.captions import Caption
 from evaluation.run import EvaluationRun
+from pipeline import plans
 from tests.children import python_path
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
@@ -207,6 +208,24 @@ def test_steps_and_guidance_are_the_models_where_nothing_is_said(shell: Shell) -
     assert shell(*words, "other", "--steps", "2", "--guidance", "1.5").code == 0
     asked = EvaluationRun.read(shell.folder / "other").settings
     assert (asked["steps"], asked["guidance_scale"]) == (2, 1.5) and "guidance_interval" not in asked
+
+
+def test_a_tuned_plan_says_what_the_options_leave_open(shell: Shell) -> None:
+    found = {"steps": 3, "guidance_interval": [0.0, 0.7], "deepcache": {"interval": 2}}
+    plans.write(shell.folder / "mine.json", "fp32", {"plans": {"fast": found}})
+    words = ["--prompts", str(table(shell.folder)), "--limit", "2", *QUICK, "--plans", "mine.json", "--out"]
+    at = words.index("--steps")
+    del words[at : at + 2]
+    assert shell("evaluate", *words, "run", "--plan", "fast").code == 0
+    asked = EvaluationRun.read(shell.folder / "run").settings
+    assert (asked["steps"], asked["guidance_interval"], asked["plan"]) == (3, [0.0, 0.7], "fast")
+    assert asked["deepcache"]["interval"] == 2
+    assert shell("evaluate", "sweep", *words, "swept", "--variants", "fp32=off", "fp32=fast", "--steps", "4").code == 0
+    asked = EvaluationRun.read(shell.folder / "swept" / "fp32-fast").settings
+    assert (asked["steps"], asked["guidance_interval"], asked["deepcache"]["interval"]) == (4, [0.0, 0.7], 2)
+    assert EvaluationRun.read(shell.folder / "swept" / "fp32-off").settings["deepcache"] == "off"
+    refused = shell("evaluate", *words, "other", "--plan", "best")
+    assert refused.code == 2 and "--plan: must be one of off, auto, fast" in refused.err
 
 
 def test_only_one_word_is_needed_to_be_told_what_is_missing(shell: Shell) -> None:
