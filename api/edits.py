@@ -17,6 +17,7 @@ from api.errors import ApiError, invalid_field
 from api.forms import form
 from api.service import Given, Service
 from api.uploads import MAX_BYTES, Upload
+from contract.card import MAX_STEPS
 from contract.image_fields import EditFields
 
 router = APIRouter(tags=["images"])
@@ -90,6 +91,8 @@ async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
 
 def _numbers(text: str, *, whole: bool) -> list[Any] | None:
     """Numbers with commas between them, in brackets or not; None if it is anything else."""
+    if text.count(",") > MAX_STEPS + 1:
+        return None
     parts = [part.strip() for part in text.removeprefix("[").removesuffix("]").split(",")]
     if whole:
         return [int(part) for part in parts] if all(map(_WHOLE.fullmatch, parts)) else None

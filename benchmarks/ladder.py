@@ -22,6 +22,7 @@ from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
 from core.kernels.device import TORCH
+from pipeline import plans
 from pipeline.families.family import ImageModel
 from pipeline.folder import ModelError
 from pipeline.load import defaults_of, family_of
@@ -87,6 +88,8 @@ def run(
             try:
                 if name in _INTERVALS:
                     _check_guided(settings, steps)
+                if name == "+plan":
+                    _check_tuned(settings)
                 works = _engine(settings, name, lane, stack, compile_limit_s)
             except LeftOut as error:
                 left_out[name] = str(error)
@@ -241,8 +244,6 @@ def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile
         works = stack.enter_context(build(wanted, lane=lane, measure_s=10.0))
     except ModelError as error:
         raise LeftOut(str(error)) from error
-    if rung == "+plan" and tuned.BALANCED not in works.images.model.plans:
-        raise LeftOut("the model was not tuned; `diptych tune` finds plans")
     if wanted.kernels and works.images.backend.kernels.name == TORCH:
         raise LeftOut("our own kernels do not run here")
     if wanted.compile:
@@ -258,6 +259,13 @@ def _check_guided(settings: Settings, steps: int) -> None:
         raise LeftOut("the model draws without guidance")
     if steps < 2:
         raise LeftOut("guidance ends after one step at least")
+
+
+def _check_tuned(settings: Settings) -> None:
+    """Raise `LeftOut` for a model without plans for the rung's precision."""
+    folder = family_of(settings.model_name, settings.variant)[1]
+    if tuned.BALANCED not in plans.of_model(folder, settings.plans, _ENGINE["+plan"]["precision"], ""):
+        raise LeftOut("the model was not tuned; `diptych tune` finds plans")
 
 
 def _compile(settings: Settings) -> None:

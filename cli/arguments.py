@@ -79,11 +79,14 @@ def check_steps(steps: int) -> None:
 def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
     """Build the settings: options override the environment, which overrides the command's `defaults`.
 
-    Every option with a setting's name is one. Raises `core.config.SettingsError`.
+    Every option with a setting's name is one. The default plan of requests is left out for commands without that
+    option, which make none. Raises `core.config.SettingsError`.
     """
     from core.config import Settings, read
 
     found = read(**{name: value for name, value in vars(options).items() if name in Settings.model_fields})
+    if not hasattr(options, "plan"):
+        found = found.model_copy(update={"plan": ""})
     return found.model_copy(update={k: v for k, v in defaults.items() if k not in found.model_fields_set})
 
 
@@ -154,7 +157,7 @@ def read_sampling(options: argparse.Namespace) -> dict[str, Any]:
         found["timesteps"] = _numbers("timesteps", options.timesteps, ",", int, "999,749,499,249")
     if options.sigmas is not None:
         found["sigmas"] = _numbers("sigmas", options.sigmas, ",", float, "14.6,3.8,0.9,0.2")
-    if options.steps is None and (steps := schedule_of(found).steps) is not None:
+    if options.steps is None and (steps := schedule_of(found).steps):
         found["steps"] = steps
     return {name: value for name, value in found.items() if value is not None}
 

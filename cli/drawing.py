@@ -20,7 +20,7 @@ from cli.arguments import (
 )
 from cli.scoring import scoring_errors
 from contract.errors import Invalid
-from contract.plan import OFF
+from contract.plan import OFF, kept
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +59,8 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
         prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, deterministic=options.deterministic,
     ).planned({"deepcache": settings.deepcache, **students.fill(given, defaults)})  # fmt: skip
+    if options.plan is not None and options.guidance_interval is None:  # the plan's may be for more steps than these
+        draft = replace(draft, guidance_interval=kept(draft.guidance_interval, draft.steps))
     _check(draft, caption, {(draft.width, draft.height)})
     return draft
 

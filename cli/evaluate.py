@@ -175,7 +175,7 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Eval
         raise UsageError(f"--prompts: {error}") from error
     if options.protocol:
         drawing.follow_mlperf(options)
-    settings = read_settings(options, compile=False)
+    settings = read_settings(options, compile=False).model_copy(update={"plan": ""})  # `options.plan` is for all images
     draft = drawing.draft_of(options, settings, wanted[0])
     with scoring_errors():
         lens = open_lens(options, settings)

@@ -146,13 +146,15 @@ def _completed(
     """The request with what its plan, or else the model, says where the options leave a choice."""
     from contract import plan, students, tuned
 
-    usual = students.of_loras(draft.lora) or model.defaults
-    if not settings.plan:
+    student = students.of_loras(draft.lora, model.family.samplers)
+    usual = student or model.defaults
+    by_default = options.plan is None
+    if not settings.plan or (by_default and student is not None):  # for which the default plan was not made
         return replace(draft, **students.fill(given, usual))
     own = given if options.deepcache is None else {**given, "deepcache": options.deepcache}
     found = draft.planned(students.fill(tuned.fill(own, tuned.named(settings.plan, model.plans)), usual))
-    if options.guidance_interval is None and not any(plan.guided(found.guidance_interval, found.steps)):
-        return replace(found, guidance_interval=None)  # the plan's, for more steps than these
+    if options.guidance_interval is None:  # the plan's may be for more steps than these
+        return replace(found, guidance_interval=plan.kept(found.guidance_interval, found.steps))
     return found
 
 

@@ -94,7 +94,7 @@ def _mlperf(options: argparse.Namespace) -> int:
         wanted = captions.read(options.prompts, options.limit)
     except captions.PromptsError as error:
         raise UsageError(f"--prompts: {error}") from error
-    settings = read_settings(options, compile=False)
+    settings = read_settings(options, compile=False).model_copy(update={"plan": ""})  # the test's is the protocol
     test = LoadGenSettings(
         options.scenario, options.mode, options.target_qps, options.duration, options.queries, options.user_conf
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ from cli.arguments import (
     wrong_option,
 )
 from cli.scoring import add_scoring, looking, open_lens, scoring_errors
+from contract.plan import DEPTHS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
+    from evaluation.run import EvaluationRun
     from evaluation.scoring_networks import ScoringNetworks
     from evaluation.tuning import Candidate, Gate, Judged
     from pipeline.load import ImageModel
@@ -47,6 +52,8 @@ a report, and what a stopped search needs: the same command goes on.
 
 exit codes: 0 all is found; 1 some pictures failed; 2 the input cannot be used, and is named
 """
+
+_MEASURE_S = 60.0  # at most, until the costs of all kinds of steps are known
 
 
 def add(commands: Commands) -> None:
@@ -94,11 +101,16 @@ def _tune(options: argparse.Namespace) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         make_cache(settings)
         try:
-            with model_errors(), open_runtime(settings, console, measure_s=10.0) as works:
+            with model_errors(), open_runtime(settings, console, measure_s=_MEASURE_S) as works:
                 judged = _Tuning(options, works, texts, lens, console).run()
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on") from None
         return _tell(options, judged, gates, works.images.model, len(texts), target)
+
+
+def _missing(run: EvaluationRun, captions: int) -> list[Caption]:
+    """Of the first captions."""
+    return [caption for caption in run.missing if caption.index < captions]
 
 
 def _gates(text: str) -> dict[str, Gate]:
@@ -112,6 +124,8 @@ def _gates(text: str) -> dict[str, Gate]:
         score, _, psnr = limits.partition(":")
         try:
             found[name] = Gate(float(score), float(psnr))
+            if math.isnan(found[name].score + found[name].psnr):
+                raise ValueError(limits)
             read({name: {}})
         except ValueError as error:
             why = str(error) if isinstance(error, Invalid) else "must look like balanced=0.5:24"
@@ -124,13 +138,15 @@ def _target(settings: Settings) -> Path:
     from pipeline import plans
     from pipeline.load import family_of
 
-    if settings.plans:
-        return Path(settings.plans).expanduser()
     with model_errors():
         folder = family_of(settings.model_name, settings.variant)[1]
-    if folder is None:
-        raise UsageError(f"--plans: must be given: {settings.model_name} has no folder")
-    return folder / plans.FILE
+        if not settings.plans and folder is None:
+            raise UsageError(f"--plans: must be given: {settings.model_name} has no folder")
+        target = Path(settings.plans).expanduser() if folder is None or settings.plans else folder / plans.FILE
+        plans.read(target, "")  # a damaged one, before hours are spent
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise UsageError(f"--plans: {target} cannot be written")
+    return target
 
 
 class _Tuning:
@@ -157,16 +173,24 @@ class _Tuning:
         from evaluation import generate, tuning
 
         draft = self._draft
-        every = tuning.candidates(self._model.defaults, self._works.images.schedulers)
+        usual = replace(self._model.defaults, guidance_scale=draft.guidance_scale)
+        every = tuning.candidates(usual, self._works.images.schedulers)
         every = [one for one in every if self._runs(one)]
         with generate.bars(self._console) as self._progress:
-            search = tuning.Search(self._options.out, self._card(), draft, len(self._texts), self._draw)
+            card = self._card()
+            for depth in set(DEPTHS) - card.costs.shallow_row_step_s.keys():
+                self._tell(f"steps of the depth {depth} were not timed, and are not tried")
+            search = tuning.Search(self._options.out, card, draft, len(self._texts), self._draw)
             finalists = [every[0], *search.finalists(every)]
             prompts = [caption.text for caption in self._texts]
             asked = {one.name: (one.request(draft), search.seconds(one)) for one in finalists}
-            speeds = tuning.measure(
-                asked, self._source, prompts, self._state.setdefault("images_per_s", {}), self._keep_state, self._tell,
-            )  # fmt: skip
+            try:
+                speeds = tuning.measure(
+                    asked, self._source, prompts, self._state.setdefault("images_per_s", {}), self._keep_state,
+                    self._tell,
+                )  # fmt: skip
+            except Exception as error:  # of one image
+                raise CommandFailed(f"timing failed: {type(error).__name__}: {error}") from error
             return self._judge(finalists, speeds)
 
     def _request(self) -> ImageParameters:
@@ -203,8 +227,11 @@ class _Tuning:
             "deepcache": one.fields()["deepcache"],
         }  # fmt: skip
 
-    def _draw(self, plans: Sequence[Candidate], captions: int, what: str) -> None:
-        """Draw the first captions by each plan, all in one stream."""
+    def _draw(self, plans: Sequence[Candidate], captions: int, what: str) -> list[Candidate]:
+        """Draw the first captions by each plan, all in one stream. Returns those whose images are all there.
+
+        Raises `CommandFailed` if the full plan's are not.
+        """
         from evaluation import generate
         from evaluation.run import RunWriter
 
@@ -216,8 +243,7 @@ class _Tuning:
             jobs = [
                 generate.job_of(writer, caption, one.request(self._draft), 0)
                 for one, writer in zip(plans, writers, strict=True)
-                for caption in writer.run.missing
-                if caption.index < captions
+                for caption in _missing(writer.run, captions)
             ]
             whole = len(plans) * captions
             bar = self._progress.add_task(what, total=whole, completed=whole - len(jobs))
@@ -228,8 +254,13 @@ class _Tuning:
                 log.update(int(self._progress.tasks[bar].completed), whole)
 
             failed, _ = generate.draw_jobs(jobs, self._source, self._console, ended=ended)
-        if failed:
+            drawn = {one.name: not _missing(writer.run, captions) for one, writer in zip(plans, writers, strict=True)}
+        if not drawn[plans[0].name]:
             raise CommandFailed(f"{failed} pictures failed; the same command tries again")
+        for name, is_drawn in drawn.items():
+            if not is_drawn:
+                self._tell(f"{name} is left out: pictures failed")
+        return [one for one in plans if drawn[one.name]]
 
     def _judge(self, finalists: Sequence[Candidate], speeds: dict[str, float]) -> list[Judged]:
         """Figures of the finalists, and the report."""
@@ -256,12 +287,15 @@ class _Tuning:
     # -- what a stopped search leaves -------------------------------------------------------------------------------
 
     def _read_state(self) -> dict[str, Any]:
+        from contract.card import read_card
+
         path = self._options.out / "tune.json"
         if not path.exists():
             return {}
         try:
             found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+            read_card(found["card"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise UsageError(f"--out: {path} cannot be read ({error})") from error
         return found
 
@@ -280,6 +314,9 @@ class _Tuning:
             self._keep_state()
         card = read_card(self._state["card"])
         assert isinstance(card, ImageCard)
+        if card.device != str(self._model.device) or card.precision != self._model.precision:
+            there, here = f"{card.precision} on {card.device}", f"{self._model.precision} on {self._model.device}"
+            raise UsageError(f"--out: {self._options.out} holds a search in {there}, this is {here}")
         return card
 
     def _tell(self, line: str) -> None:
@@ -300,19 +337,20 @@ def _tell(
 
     full, *others = judged
     names = tuning.named(others, full, gates)
-    front = tuning.best_front(others, full)
+    told = {*tuning.best_front(others, full), *names.values(), full}
+    shown = sorted(told, key=lambda one: -one.images_per_s)
     found = {
         "plans": {name: one.candidate.fields() for name, one in names.items()},
         "model": model.name,
         "weights": model.digest,
         "device": str(model.device),
         "prompts": prompts,
-        "front": [_said(one, full) for one in front],
+        "front": [_said(one, full) for one in shown],
     }
     with model_errors():
         plans.write(target, model.precision, found)
     rows = [("plan", "names", "images/s", "full's", "PSNR", "score")]
-    for one in sorted({*front, full}, key=lambda one: one.images_per_s):
+    for one in reversed(shown):
         called = ", ".join(name for name, chosen in names.items() if chosen is one)
         score = "" if one is full else "{:+.2f}% ({:+.2f} … {:+.2f})".format(*(100 * (x - 1) for x in one.score))
         psnr = "" if one is full else f"{one.psnr:.1f} dB"

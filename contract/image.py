@@ -26,7 +26,7 @@ from contract.card import MAX_IMAGES, MAX_STEPS, ImageOffer, Size
 from contract.errors import Invalid
 from contract.image_fields import ImageFields
 from contract.plan import CacheFields, DeepCache
-from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule
+from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule, schedule_of
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 STRENGTH = 0.8  # of an edit without a mask; with one it is 1
@@ -109,7 +109,7 @@ class ImageParameters:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
         for name in ("prompt_weighting", "lora", "guidance_interval", *SCHEDULE_FIELDS):
-            if told[name] in (None, False, ""):
+            if told[name] is None or told[name] is False or told[name] == "":
                 del told[name]
         if self.edit is None:
             del told["edit"]
@@ -265,12 +265,11 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
 
     `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
     """
-    asked, fields = fields, _planned(fields, offer)
     _check_limits(fields, offer)
+    asked, fields = fields, _planned(fields, offer, None if edited is None else _strength(fields, masked=masked))
     given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
     given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
-    offer.check_loras(given.get("lora", ""))
-    usual = students.of_loras(given.get("lora", "")) or offer.defaults
+    usual = students.of_loras(given.get("lora", ""), offer.schedulers) or offer.defaults
     least = min(usual.steps, offer.max_steps), min(usual.guidance_scale, offer.max_guidance)
     given = students.fill(given, replace(usual, steps=least[0], guidance_scale=least[1]))
     given["guidance_scale"] = float(given["guidance_scale"])
@@ -290,43 +289,55 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     )
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
     schedule = None if cached is None else plan.read(cached)
-    job = _with_checked_steps(job, schedule, planned=asked.guidance_interval is None)
+    job = _with_checked_steps(job, schedule, asked)
     check(replace(job.picture, guidance_interval=None), offer)  # which knows no source, and so not how many are made
     return job
 
 
-def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, *, planned: bool) -> ImageJob:
+def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, asked: ImageFields) -> ImageJob:
     """The job, whose DeepCache schedule and guidance interval are ones for the steps that are made. Raises `Invalid`.
 
-    `planned`: the guidance interval comes from a named plan, and gives way where it contains none of so few steps.
+    What `asked` does not say comes from a plan, and gives way where it is none for so few steps.
     """
     if schedule is not None and (wrong := schedule.error_for(job.made)):
-        raise wrong
+        if asked.deepcache is not None:
+            raise wrong
+        job = replace(job, deepcache=plan.OFF)
     interval = job.picture.guidance_interval
-    if interval is None:
-        return job
-    if planned and not any(plan.guided(interval, job.made)):
-        return replace(job, picture=replace(job.picture, guidance_interval=None))
-    plan.check_interval(interval, job.made)
+    if interval is not None and asked.guidance_interval is None:
+        return replace(job, picture=replace(job.picture, guidance_interval=plan.kept(interval, job.made)))
+    if interval is not None:
+        plan.check_interval(interval, job.made)
     return job
 
 
-def _planned(fields: ImageFields, offer: ImageOffer) -> ImageFields:
-    """The fields with those of its plan where they are left open. Raises `Invalid`.
+def _planned(fields: ImageFields, offer: ImageOffer, strength: float | None) -> ImageFields:
+    """The fields with those of its plan where they are left open; `strength` is an edit's. Raises `Invalid`.
 
-    The model's default plan is not for requests with a student's LoRA: it was not made for those.
+    The model's default plan is not for requests with a student's LoRA, for which it was not made; and it refuses
+    none: one that this version cannot read is ignored, and so are too few steps for an edit's strength.
     """
-    if fields.plan is None:
-        offer.check_loras(fields.lora or "")
-        if not offer.plan or students.of_loras(fields.lora or "") is not None:
-            return fields
-    meant = tuned.named(offer.plan if fields.plan is None else fields.plan, offer.plans)
+    offer.check_loras(fields.lora or "")
     given = {name: getattr(fields, name) for name in (*tuned.PlanFields.model_fields, *SCHEDULE_FIELDS)}
-    return fields.model_copy(update=tuned.fill(given, meant))
+    if fields.plan is not None:
+        return fields.model_copy(update=tuned.fill(given, tuned.named(fields.plan, offer.plans)))
+    if not offer.plan or students.of_loras(fields.lora or "", offer.schedulers) is not None:
+        return fields
+    try:
+        found = tuned.fill(given, tuned.named(offer.plan, offer.plans))
+    except Invalid:
+        return fields
+    if fields.steps is None and strength is not None and int(found.get("steps", offer.max_steps) * strength) < 1:
+        del found["steps"]
+    return fields.model_copy(update=found)
 
 
 def _check_limits(fields: ImageFields, offer: ImageOffer) -> None:
     """Raise `Invalid` for a number outside the model's limits."""
+    for name in ("timesteps", "sigmas"):
+        count = schedule_of({name: getattr(fields, name)}).steps
+        if count is not None and count > offer.max_steps:
+            raise Invalid(name, f"must be at most {offer.max_steps} steps, not {count}")
     if fields.n is not None:
         check_whole("n", fields.n, 1, offer.max_images)
     if fields.steps is not None:
@@ -339,10 +350,16 @@ def _check_limits(fields: ImageFields, offer: ImageOffer) -> None:
 
 def _source(fields: ImageFields, steps: int, *, masked: bool) -> Source:
     """The source of an edit, not stored yet. Raises `Invalid` for its strength."""
+    strength = _strength(fields, masked=masked)
+    if getattr(fields, "strength", None) is None and steps == 1:
+        strength = 1.0
+    check_strength(strength, steps)
+    return Source(strength)
+
+
+def _strength(fields: ImageFields, *, masked: bool) -> float:
     strength = getattr(fields, "strength", None)
-    source = Source(float(strength if strength is not None else 1.0 if masked else STRENGTH))
-    check_strength(source.strength, steps)
-    return source
+    return float(strength if strength is not None else 1.0 if masked else STRENGTH)
 
 
 def _previews(fields: ImageFields, steps: int) -> int:

@@ -99,6 +99,11 @@ def rows_and_depths(
     return tuple((width, deep[k] or (k > 0 and width > widths[k - 1])) for k, width in enumerate(widths))
 
 
+def kept(interval: tuple[float, float] | None, steps: int) -> tuple[float, float] | None:
+    """The interval, or None where it contains none of so few steps."""
+    return interval if any(guided(interval, steps)) else None
+
+
 def check_interval(interval: object, steps: int) -> None:
     """Raise `Invalid` for what is no interval within 0 to 1, or one without any of so many steps."""
     if not isinstance(interval, (list, tuple)) or len(interval) != 2:

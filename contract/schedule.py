@@ -54,9 +54,13 @@ class NoiseSchedule:
         if len(given) > 1:
             raise Invalid(given[0], f"cannot be given together with {given[1]}")
         if self.timesteps is not None:
-            _check_descending("timesteps", self.timesteps, lambda name, t: check_whole(name, t, 0, MAX_TIMESTEP))
+            _check_descending(
+                "timesteps", self.timesteps, MAX_STEPS, lambda name, t: check_whole(name, t, 0, MAX_TIMESTEP)
+            )
         if self.sigmas is not None:
-            _check_descending("sigmas", self.sigmas, lambda name, sigma: check_number(name, sigma, 0, MAX_SIGMA))
+            _check_descending(
+                "sigmas", self.sigmas, MAX_STEPS + 1, lambda name, sigma: check_number(name, sigma, 0, MAX_SIGMA)
+            )
             if not self.steps:
                 raise Invalid("sigmas", "must have one above 0")
         if self.steps not in (None, steps):
@@ -74,9 +78,9 @@ def schedule_of(fields: Mapping[str, Any]) -> NoiseSchedule:
     return NoiseSchedule(**given)
 
 
-def _check_descending(field: str, values: Sequence[Any], check: Callable[[str, Any], object]) -> None:
-    if not isinstance(values, tuple) or not 1 <= len(values) <= MAX_STEPS + 1:
-        raise Invalid(field, f"must be a list of 1 to {MAX_STEPS} numbers")
+def _check_descending(field: str, values: Sequence[Any], most: int, check: Callable[[str, Any], object]) -> None:
+    if not isinstance(values, tuple) or not 1 <= len(values) <= most:
+        raise Invalid(field, f"must be a list of 1 to {most} numbers")
     for index, value in enumerate(values):
         check(f"{field}.{index}", value)
         if index and value >= values[index - 1]:

@@ -8,7 +8,7 @@ al., 2024) and distribution matching (DMD2, Yin et al., 2024).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ _METHODS = {
 _NAME = re.compile(rf"(?<![a-z])({'|'.join(_METHODS)})(?![a-z])")
 _MODELS = re.compile(r"(?:sd|xl)[ _-]?(?:hyper|turbo|lightning)|hyper[ _-]?sd")  # alone they may be words of a style
 _STEPS = re.compile(r"(?<![0-9])([0-9]{1,2})[ _-]?steps?(?![a-z])")
+_GUIDED = re.compile(r"(?<![a-z])cfg(?![a-z])")  # Hyper-SD's that keep guidance, of 5 to 8
 _CLASSES = {"LCMScheduler": "lcm", "TCDScheduler": "tcd"}
 _EULER = {"EulerAncestralDiscreteScheduler": "euler-ancestral", "EulerDiscreteScheduler": "euler"}
 
@@ -48,9 +49,9 @@ _EULER = {"EulerAncestralDiscreteScheduler": "euler-ancestral", "EulerDiscreteSc
 def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any]) -> ImageDefaults | None:
     """How this model is drawn if it is a student, by its scheduler_config.json and its denoiser's config.json.
 
-    A guidance embedding, a scheduler of consistency models, and an ancestral sampler with trailing timesteps (Turbo's)
-    are signs of one. Where the scheduler is an ordinary one the name must say the method and, unless its timesteps are
-    trailing, the steps.
+    A guidance embedding, a scheduler of consistency models, and an ancestral sampler with trailing timesteps of a model
+    for 512 pixels (Turbo's) are signs of one. Where the scheduler is an ordinary one the name must say the method and,
+    unless its timesteps are trailing, the steps.
     """
     found, steps = _words(name)
     class_name = str(scheduler.get("_class_name"))
@@ -63,52 +64,63 @@ def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any
         return replace(_defaults("lcm", steps), guidance_scale=8.0, guided_above=MAX_GUIDANCE)
     if class_name in _CLASSES:
         method = found or _CLASSES[class_name]
-    elif trailing and class_name == "EulerAncestralDiscreteScheduler":
+    elif trailing and class_name == "EulerAncestralDiscreteScheduler" and (denoiser.get("sample_size") or 128) <= 64:
         method = found or "turbo"
     elif found and (steps or (trailing and class_name in _EULER)):
         method = found
     else:
         return None
+    if method == "hyper" and steps == 1:
+        return replace(_defaults("lcm", 1), timesteps=(800,), student=method)
     return _defaults(method, steps)
 
 
 def of_lora(name: str) -> ImageDefaults | None:
     """How pictures are drawn with a LoRA of this name, if it makes a student of its model."""
     method, steps = _words(name)
+    if method == "hyper" and steps == 1:  # one LoRA for one to eight steps
+        return replace(_defaults("tcd", None), eta=1.0, student=method)
     if not method or not (steps or method in ("lcm", "tcd", "dmd2") or _MODELS.search(name.lower())):
         return None
-    return _defaults(method, steps)
+    found = _defaults(method, steps)
+    return replace(found, guidance_scale=5.0) if _GUIDED.search(name.lower()) else found
 
 
-def of_loras(text: str) -> ImageDefaults | None:
-    """The same for the LoRAs of a request, which `loras.read` must have accepted: the first that is a student's."""
+def of_loras(text: str, schedulers: Collection[str]) -> ImageDefaults | None:
+    """The same for a selection of LoRAs, which `loras.read` must have accepted: the first that is a student's, of a
+    method that these samplers can draw.
+    """
     found = (of_lora(one.name) for one in loras.read(text) if one.scale > 0)
-    return next((one for one in found if one is not None), None)
+    return next((one for one in found if one is not None and one.scheduler in schedulers), None)
 
 
 def fill(given: Mapping[str, Any], defaults: ImageDefaults) -> dict[str, Any]:
     """The fields of a request with `defaults` where it leaves steps, guidance, or sampler and schedule open."""
-    filled = dict(given)
-    if filled.get("scheduler") is None and schedule_of(filled) == _OWN:
+    filled = {name: value for name, value in given.items() if value is not None}
+    if "scheduler" not in filled and replace(schedule_of(filled), eta=None) == _OWN:  # eta alone is the student's own
         named = {name: getattr(defaults, name) for name in ("scheduler", "schedule_type", "eta")}
-        if filled.get("steps") is None and len(defaults.timesteps or ()) == defaults.steps:
+        if len(defaults.timesteps or ()) == filled.get("steps", defaults.steps):
             named["timesteps"] = defaults.timesteps
-        filled |= {name: value for name, value in named.items() if value is not None}
+        filled = {name: value for name, value in named.items() if value is not None} | filled
     filled.setdefault("steps", schedule_of(filled).steps or defaults.steps)
     filled.setdefault("guidance_scale", defaults.guidance_scale)
     return filled
 
 
-def warnings(defaults: ImageDefaults, lora: str, steps: int, guidance_scale: float) -> list[str]:
+def warnings(
+    defaults: ImageDefaults, schedulers: Collection[str], lora: str, steps: int, guidance_scale: float
+) -> list[str]:
     """What to tell a user whose picture has more steps than its student was made for, or guidance."""
-    student = of_loras(lora) or defaults
+    student = of_loras(lora, schedulers) or defaults
     if not student.student:
         return []
-    guided = guidance_scale > student.guided_above
+    unguided = student.guidance_scale <= student.guided_above
+    guided = unguided and guidance_scale > student.guided_above
     if steps <= student.most_steps and not guided:
         return []
     who = "a LoRA of this request" if student is not defaults else "the model"
-    made = f"up to {student.most_steps} steps" + ("" if student.guided_above >= MAX_GUIDANCE else " without guidance")
+    free = not unguided or student.guided_above >= MAX_GUIDANCE  # of what guidance it takes
+    made = f"up to {student.most_steps} steps" + ("" if free else " without guidance")
     had = f"{steps} steps" + (f" with guidance {guidance_scale:g}" if guided else "")
     return [f"{who} is a few-step student ({student.student}) for {made}; this image had {had}"]
 

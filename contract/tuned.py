@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
+from contract.card import MAX_STEPS
 from contract.errors import Invalid
-from contract.plan import AUTOMATIC, OFF, CacheFields
+from contract.plan import AUTOMATIC, OFF, CacheFields, check_interval
+from contract.plan import read as parse_schedule
 from contract.schedule import NoiseSchedule, schedule_of
 
 FIELD = "plan"  # of a request
@@ -26,11 +28,26 @@ class PlanFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     scheduler: str | None = None
-    schedule_type: str | None = None
-    guidance_interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    schedule_type: Literal["linspace", "leading", "trailing", "karras", "exponential", "beta"] | None = None
+    guidance_interval: list[float] | None = None
     deepcache: Literal["off", "auto"] | CacheFields | None = None
+
+    @field_validator("guidance_interval")
+    @classmethod
+    def _is_an_interval(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None:
+            check_interval(value, MAX_STEPS)
+        return value
+
+    @field_validator("deepcache")
+    @classmethod
+    def _is_a_schedule(cls, value: str | CacheFields | None) -> str | CacheFields | None:
+        found = None if value is None else parse_schedule(value)
+        if found is not None and (wrong := found.error_for(MAX_STEPS)):
+            raise wrong
+        return value
 
 
 def fill(given: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +87,15 @@ def named(name: str, plans: Plans) -> Mapping[str, Any]:
     if name == OFF:
         return {"deepcache": OFF}
     if name == AUTOMATIC:
-        return plans.get(BALANCED, {"deepcache": AUTOMATIC})
+        return _readable(BALANCED, plans) if BALANCED in plans else {"deepcache": AUTOMATIC}
     if name not in plans:
         raise Invalid(FIELD, f"must be one of {', '.join((OFF, AUTOMATIC, *plans))}")
-    return plans[name]
+    return _readable(name, plans)
+
+
+def _readable(name: str, plans: Plans) -> Mapping[str, Any]:
+    """The fields of this plan, which may come from a newer worker."""
+    try:
+        return read({name: plans[name]})[name]
+    except Invalid as error:
+        raise Invalid(FIELD, f"{name} of this model cannot be read by this version") from error

@@ -87,6 +87,7 @@ class RemoteService:
             "negative_prompt": wanted.negative_prompt, "scheduler": wanted.scheduler,
             "deterministic": wanted.deterministic, "deepcache": _schedule(wanted),
             "guidance_interval": wanted.guidance_interval,
+            "plan": "off" if self.card.get("plan") else None,  # which a service may have for what is left open
             **{name: getattr(wanted, name) for name in SCHEDULE_FIELDS},
         }  # fmt: skip
         given = {name: value for name, value in fields.items() if value is not None}

@@ -41,7 +41,8 @@ _MULTISTEP = ("dpm++2m", "karras")  # for few steps
 _ROUNDS = ((8, 1 / 3), (24, 1 / 3), (64, 1 / 2))  # captions of each candidate, and the share of them that stays
 _IN_TURNS = 2
 _TIMED_S = 8.0  # about so long a turn of a finalist, within so many images
-_TIMED = (8, 256)
+_TIMED = (48, 256)
+_IN_FLIGHT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +95,24 @@ def candidates(defaults: ImageDefaults, schedulers: Sequence[str]) -> list[Candi
     """
     guided = defaults.rows(defaults.guidance_scale) == 2
     samplers: list[tuple[str | None, str | None]] = [(None, None)]
-    found = {FULL: Candidate(FULL, defaults.steps)}
+    full = Candidate(FULL, defaults.steps)
+    found = {_meaning(full): full}
     for share in _SHARES:
         steps = max(1, round(share * defaults.steps))
         more = [_MULTISTEP] if _MULTISTEP[0] in schedulers and not defaults.student else []
         for scheduler, schedule_type in samplers + more:
             for cached in _CACHES:
                 for interval in _INTERVALS if guided else (None,):
-                    one = Candidate("", steps, cached, interval, scheduler, schedule_type)
-                    if not _useless(one, defaults.steps):
-                        name = _name(one)
-                        found.setdefault(name, replace(one, name=name))
+                    one = Candidate("", steps, cached, plans.kept(interval, steps), scheduler, schedule_type)
+                    found.setdefault(_meaning(one), replace(one, name=_name(one)))
     return list(found.values())
 
 
-def _useless(one: Candidate, steps: int) -> bool:
-    """Whether it is the full plan, or the same as another by other words."""
-    if one.cached is not None and sum(not deep for deep in one.cached.plan(one.steps)) == 0:
-        return True
-    if one.interval is not None and all(plans.guided(one.interval, one.steps)):
-        return True
-    if one.interval is not None and not any(plans.guided(one.interval, one.steps)):
-        return True
-    return one == Candidate("", steps)
+def _meaning(one: Candidate) -> tuple[Any, ...]:
+    """Equal for plans that draw the same."""
+    steps = plans.rows_and_depths(one.cached, one.interval, one.steps, 2)
+    depth = None if all(deep for _, deep in steps) or one.cached is None else one.cached.depth
+    return one.scheduler, depth, steps
 
 
 def _name(one: Candidate) -> str:
@@ -174,8 +170,8 @@ def shuffled(captions: Sequence[Caption], limit: int) -> list[Caption]:
     return [replace(caption, index=index) for index, caption in enumerate(order)]
 
 
-Draw = Callable[[Sequence[Candidate], int, str], None]
-"""Draws so many captions, the first of them, by each of these plans; told what for."""
+Draw = Callable[[Sequence[Candidate], int, str], list[Candidate]]
+"""Draws so many captions, the first of them, by each of these plans; told what for. Returns those that are drawn."""
 
 
 @dataclass
@@ -197,13 +193,13 @@ class Search:
         others = [one for one in others if self.seconds(one) < whole_s]
         for number, (captions, share) in enumerate(_ROUNDS, 1):
             captions = min(captions, self.captions)
-            self.draw([full, *others], captions, f"round {number}, {len(others)} plans")
+            others = self.draw([full, *others], captions, f"round {number}, {len(others)} plans")[1:]
             room = max(count, round(share * len(others)))
             others = [one.candidate for one in keep([self.rated(one, captions) for one in others], room)]
             if captions == self.captions:
                 break
         others = [one.candidate for one in keep([self.rated(one, captions) for one in others], count)]
-        self.draw([full, *others], self.captions, f"the last {len(others)} plans")
+        others = self.draw([full, *others], self.captions, f"the last {len(others)} plans")[1:]
         return sorted(others, key=self.seconds)
 
     def rated(self, one: Candidate, captions: int) -> Rated:
@@ -219,8 +215,8 @@ class Search:
         return self._psnr[key]
 
     def _picture(self, name: str, index: int) -> Path:
-        run = self._runs.setdefault(name, EvaluationRun.load(self.folder / name))
-        if index not in run.records:
+        run = self._runs.get(name)
+        if run is None or index not in run.records:  # loading reads and checks every picture
             run = self._runs[name] = EvaluationRun.load(self.folder / name)
         return run.pictures / run.records[index].file
 
@@ -253,22 +249,18 @@ def measure(
 
 
 def _per_second(source: ImageSource, draft: ImageParameters, prompts: Sequence[str], estimated_s: float) -> float:
-    """Between the image after which a quarter is done and the one before the last quarter, in a stream without gaps."""
+    """Of a closed loop of `_IN_FLIGHT` requests, from its first to its last image."""
     count = round(min(_TIMED[1], max(_TIMED[0], _TIMED_S / max(estimated_s, 1e-6))))
-    wanted = [replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count)]
-    left, pending, moments = iter(wanted), set[Future[Any]](), list[float]()
-    width = max(2, min(source.width // 2, count // 2))
+    left = (replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count))
+    pending, started = set[Future[Any]](), time.perf_counter()
     while True:
-        while len(pending) < width and (one := next(left, None)) is not None:
+        while len(pending) < min(_IN_FLIGHT, source.width) and (one := next(left, None)) is not None:
             pending.add(source.submit(one, lambda: None))
         if not pending:
-            break
+            return round(count / (time.perf_counter() - started), 4)
         done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
             source.take(future.result())
-            moments.append(time.monotonic())
-    first, last = len(moments) // 4, 3 * len(moments) // 4
-    return (last - first) / (moments[last] - moments[first])
 
 
 class Judged(NamedTuple):

@@ -82,7 +82,7 @@ def load(
         digest = lora.digest(digest, loras)
     scheduler, config = parts.pop("scheduler"), parts[family.denoiser].config
     _place(parts, family, where, dtype)
-    student = _student(source.name, family, scheduler, config, [one.name for one in loras])
+    student = _student(source.name, family, scheduler, config, [one.name for one in loras if one.scale > 0])
     return ImageModel(
         source.name, digest, precision, where, dtype, family, parts, scheduler, source.options, student=student
     )
@@ -182,7 +182,7 @@ def defaults_of(name: str, variant: str | None = None, loras: str = "") -> Image
     config = folders.read_json(folder / family.denoiser / "config.json")
     scheduler = folders.read_json(folder / "scheduler" / "scheduler_config.json")
     try:
-        fused = [one.name for one in selection.read(loras)]
+        fused = [one.name for one in selection.read(loras) if one.scale > 0]
     except ValueError as error:
         raise ModelError(f"lora: {error}") from error
     return _student(_short(name), family, scheduler, config, fused) or family.defaults

@@ -19,7 +19,10 @@ _VERSION = 1
 
 def read(path: Path, precision: str) -> dict[str, dict[str, Any]]:
     """The plans for this precision; none if there is no file. Raises `ModelError` for any other file."""
-    return _plans(path, _tuned(path).get(precision, {}).get("plans", {}))
+    found = _tuned(path).get(precision, {})
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: tuned.{precision} must be an object")
+    return _plans(path, found.get("plans", {}))
 
 
 def of_model(folder: Path | None, given: str, precision: str, usual: str) -> dict[str, dict[str, Any]]:

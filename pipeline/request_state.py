@@ -189,7 +189,9 @@ class MemoryLedger:
             for shape in self._features(wanted)
         ]
         generator = torch.Generator().manual_seed(wanted.seed)
-        warnings = students.warnings(self._model.defaults, wanted.lora, wanted.made, wanted.guidance_scale)
+        warnings = students.warnings(
+            self._model.defaults, self._model.family.samplers, wanted.lora, wanted.made, wanted.guidance_scale
+        )
         return ImageState(
             slot, size_bytes, self._bytes_of_row(wanted), widths, name, mode, table,
             generator, plan, depth, features, taken=taken, warnings=warnings,

@@ -84,7 +84,8 @@ class ImageRunner:
         except Invalid:
             raise
         except ValueError as error:
-            raise Invalid("scheduler", str(error)) from error
+            own = (name for name in ("timesteps", "sigmas", "schedule_type") if getattr(wanted, name) is not None)
+            raise Invalid(next(own, "scheduler"), str(error)) from error
         if wanted.prompt_weighting and not self.model.family.weighting:
             raise Invalid("prompt_weighting", "is not supported by this model")
         if wanted.lora:

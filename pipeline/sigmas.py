@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import math
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from contract.schedule import CURVES, SPACINGS, NoiseSchedule
 from pipeline.samplers import FLOW_SCHEDULERS, SAMPLERS
 
 OWN = NoiseSchedule()  # the model's
+_QUIET = threading.Lock()  # loggers are the process's
 
 COLUMNS: tuple[str, ...] = ("c_in", "a_x", "a_m", "b_x", "b_0", "b_p", "b_n")
 
@@ -223,6 +225,8 @@ def _set_timesteps(scheduler: Any, name: str, steps: int, tokens: int, schedule:
         return
     given = None if schedule.sigmas is None else [sigma for sigma in schedule.sigmas if sigma > 0]
     if name in FLOW_SCHEDULERS:
+        if given and given[0] > 1:
+            raise Invalid("sigmas.0", "must be at most 1 for flow matching, where it is the share of noise")
         given = given or torch.linspace(1.0, 1 / steps, steps).tolist()
         scheduler.set_timesteps(sigmas=given, mu=_shift(scheduler.config, tokens))
     elif given is not None:
@@ -238,14 +242,15 @@ def _set_timesteps(scheduler: Any, name: str, steps: int, tokens: int, schedule:
 def _silent(module: str) -> Iterator[None]:
     """Without diffusers' advice on ignored settings and untrained timesteps, which would come once for each table."""
     loggers = [logging.getLogger(name) for name in (module, "diffusers.configuration_utils")]
-    before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+    with _QUIET:
+        before = [logger.disabled for logger in loggers]
+        try:
+            for logger in loggers:
+                logger.disabled = True
+            yield
+        finally:
+            for logger, disabled in zip(loggers, before, strict=True):
+                logger.disabled = disabled
 
 
 def _shift(config: Mapping[str, Any], tokens: int) -> float:

@@ -66,6 +66,7 @@ function choose() {
   $("steps").max = Math.min(60, card.limits.max_steps ?? 60);
   if (state.chosen !== $("model").value) {
     state.chosen = $("model").value;
+    $("scheduler").value = usualScheduler(card);
     $("steps").value = card.defaults.steps;
     $("guidance").value = card.defaults.guidance_scale;
     show();
@@ -156,10 +157,10 @@ async function draw(event) {
   if (seed && !/^\d{1,15}$/.test(seed)) {
     return complain(new service.ServiceError("A seed is a whole number, of 15 digits at most.", { param: "seed" }));
   }
-  const chosen = [...$("variants").querySelectorAll(":checked")].map((box) => state.variants[box.value]);
+  const ticked = [...$("variants").querySelectorAll(":checked")].map((box) => state.variants[box.value]);
   // Drawn here if nowhere else: one of the server's may have more digits than this language's numbers.
   given.seed = seed ? number(seed) : Math.floor(Math.random() * 2 ** 32);
-  const wanted = chosen.length ? chosen.map(({ label, ...variant }) => [{ ...given, ...variant }, label]) : [[given, ""]];
+  const wanted = ticked.length ? ticked.map(({ label, ...variant }) => [variantOf(given, variant), label]) : [[given, ""]];
   try {
     // One after the other: they stand in the gallery as they stand in the form.
     for (const [asked, label] of wanted.reverse()) {
@@ -172,6 +173,13 @@ async function draw(event) {
   }
 }
 
+/** The request by another variant; a plan of one model is none of another's. */
+function variantOf(given, variant) {
+  const asked = { ...given, ...variant };
+  if (given.model && variant.model !== given.model) delete asked.plan;
+  return asked;
+}
+
 function again(picture, { vary = false } = {}) {
   const { asked } = picture;
   $("prompt").value = asked.prompt;
@@ -181,7 +189,7 @@ function again(picture, { vary = false } = {}) {
   if (asked.model !== undefined) $("model").value = asked.model;
   choose();
   const scheduler = asked.scheduler ?? (chosen() ? usualScheduler(chosen()) : undefined);
-  for (const [id, value] of [["steps", asked.steps], ["guidance", asked.guidance_scale], ["size", asked.size], ["scheduler", scheduler], ["format", asked.output_format ?? "png"], ["schedule-type", asked.schedule_type ?? ""], ["plan", asked.plan ?? ""]]) {
+  for (const [id, value] of [["steps", asked.steps ?? chosen()?.defaults.steps], ["guidance", asked.guidance_scale ?? chosen()?.defaults.guidance_scale], ["size", asked.size], ["scheduler", scheduler], ["format", asked.output_format ?? "png"], ["schedule-type", asked.schedule_type ?? ""], ["plan", asked.plan ?? ""]]) {
     if (value !== undefined) $(id).value = value;
   }
   document.querySelector("input[name=n][value='1']").checked = true;

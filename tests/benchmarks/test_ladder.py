@@ -85,7 +85,7 @@ def test_the_tuned_plan_is_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Engine, "submit", noted)
     found = {"steps": 3, "deepcache": {"interval": 2}, "guidance_interval": [0.0, 0.5], "scheduler": "dpm++2m"}
     plans.write(tmp_path / "plans.json", "int8", {"plans": {"balanced": found}})
-    settings = Settings(model=tiny.TINY, cache_dir=CACHE.parent, plans=str(tmp_path / "plans.json"))
+    settings = Settings(model=tiny.TINY, cache_dir=tmp_path / "cache", plans=str(tmp_path / "plans.json"))
     result = ladder.run(settings, steps=5, pictures=2, results=tmp_path, rungs=("+int8", "+plan"))
     assert [rung["name"] for rung in result["rungs"]] == ["+int8", "+plan"]
     assert {one.steps for one in drawn} == {5, 3}

@@ -33,7 +33,18 @@ import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 ROUNDS = ((2, 0.75), (4, 0.75))
-WORDS = ("--model", "random:tiny", "--lens", "emoji-clip", "--limit", "6", "--plans", "plans.json")
+WORDS = (
+    "--model",
+    "random:tiny",
+    "--precision",
+    "fp32",
+    "--lens",
+    "emoji-clip",
+    "--limit",
+    "6",
+    "--plans",
+    "plans.json",
+)
 
 
 @pytest.fixture
@@ -69,7 +80,20 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
     page = (shell.folder / "tuned" / "report.html").read_text()
     assert "Speed against quality" in page and page.count("data:image/webp") > 6
     assert plans.read(shell.folder / "plans.json", "fp32").keys() == {"fast", "best"}
-    words = ("generate", "x", "--model", "random:tiny", "-o", "out", "--plans", "plans.json", "--seed", "1")
+    words = (
+        "generate",
+        "x",
+        "--model",
+        "random:tiny",
+        "--precision",
+        "fp32",
+        "-o",
+        "out",
+        "--plans",
+        "plans.json",
+        "--seed",
+        "1",
+    )
     assert shell(*words, "--plan", "fast").code == 0
     from tests.cli.shell import made_with
 

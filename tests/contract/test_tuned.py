@@ -62,8 +62,32 @@ def test_the_models_default_plan_is_for_requests_that_say_none_and_use_no_studen
     usual = offer(plan="fast")
     assert asked(usual)["steps"] == 8 and asked(usual, plan="off")["steps"] == 20
     assert asked(usual, lora="ink")["steps"] == 8
-    with pytest.raises(Invalid, match=r"scheduler: must be one of"):
-        asked(offer(plan="fast"), lora="lcm-lora")  # lcm is not among these samplers: the plan is not applied
+    student = ImageOffer([(64, 64)], ("euler", "lcm"), (64, 64), loras=("lcm-lora",), plans=PLANS, plan="balanced")
+    assert (asked(student, lora="lcm-lora")["steps"], asked(student, lora="lcm-lora")["scheduler"]) == (4, "lcm")
+
+
+def test_a_default_plan_refuses_nobody() -> None:
+    """What a newer worker has, or what leaves an edit no step, is passed over; a plan that is asked for is refused."""
+    newer = {"new": {"deepcache": {"interval": 3, "future": 1}}, "junk": {"guidance_interval": 5}, "few": {"steps": 3}}
+    for name in (*newer, "word"):
+        found = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=newer, plan=name)
+        job = image_job(EditFields(prompt="x", strength=0.3), found, (64, 64))
+        assert (job.picture.steps, job.made, job.deepcache) == (20, 6, None)
+        if name != "few":
+            assert asked(found)["steps"] == 20
+            with pytest.raises(Invalid, match=r"^plan: "):
+                asked(found, plan=name)
+    with pytest.raises(Invalid, match=r"^strength: 0\.3 of 3 steps"):
+        image_job(EditFields(prompt="x", strength=0.3, plan="few"), found, (64, 64))
+
+
+def test_deep_steps_of_a_plan_give_way_to_fewer_steps() -> None:
+    listed = {"p": {"steps": 20, "deepcache": {"deep_steps": [0, 15]}}}
+    found = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=listed)
+    assert asked(found, plan="p")["deepcache"] == {"deep_steps": [0, 15]}
+    assert asked(found, plan="p", steps=10)["deepcache"] == "off"
+    with pytest.raises(Invalid, match=r"^deepcache\.deep_steps"):
+        asked(found, plan="p", steps=10, deepcache={"deep_steps": [0, 15]})
 
 
 def test_an_interval_of_a_plan_that_holds_none_of_few_steps_is_dropped_and_a_requests_own_is_refused() -> None:
@@ -84,6 +108,11 @@ def test_an_interval_of_a_plan_that_holds_none_of_few_steps_is_dropped_and_a_req
         ({"fast": {"seed": 3}}, "plans.fast.seed"),
         ({"fast": {"deepcache": "much"}}, "plans.fast.deepcache"),
         ({"fast": {"guidance_interval": [1]}}, "plans.fast.guidance_interval"),
+        ({"fast": {"guidance_interval": [0.9, 0.1]}}, "plans.fast.guidance_interval"),
+        ({"fast": {"guidance_interval": [float("nan"), 1.0]}}, "plans.fast.guidance_interval"),
+        ({"fast": {"steps": 10**9}}, "plans.fast.steps"),
+        ({"fast": {"schedule_type": "zz"}}, "plans.fast.schedule_type"),
+        ({"fast": {"deepcache": {"deep_steps": [0], "interval": 2}}}, "plans.fast.deepcache"),
     ],
 )
 def test_plans_that_are_none_are_refused_by_name(data: object, field: str) -> None:

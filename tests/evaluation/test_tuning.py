@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from contract import plan, tuned
 from contract.card import ImageDefaults
@@ -15,6 +20,7 @@ from contract.image import ImageParameters
 from contract.plan import AUTO, DeepCache
 from evaluation import tuning
 from evaluation.captions import Caption
+from evaluation.run import EvaluationRun, RunWriter
 from evaluation.tuning import FULL, Candidate, Gate, Judged, Rated
 from pipeline.families import sdxl, zimage
 from tests.api.world import CARD
@@ -37,6 +43,17 @@ def test_every_candidate_is_a_valid_plan_of_its_own(family: Any) -> None:
         assert one.name == FULL or asked != drafts
     guided = [one for one in every if one.interval is not None]
     assert bool(guided) == (family is sdxl.FAMILY)
+
+
+def test_no_two_candidates_mean_the_same() -> None:
+    for steps in (1, 2, 3, 4, 8, 20):
+        every = tuning.candidates(ImageDefaults(steps=steps), ("euler", "dpm++2m"))
+        meant = []
+        for one in every:
+            deep = plan.rows_and_depths(one.cached, one.interval, one.steps, 2)
+            shallow = one.cached is not None and not all(is_deep for _, is_deep in deep)
+            meant.append((one.scheduler, one.cached.depth if one.cached and shallow else None, deep))
+        assert len(set(meant)) == len(meant), steps
 
 
 def test_a_student_is_tried_with_fewer_steps_by_its_own_sampler() -> None:
@@ -93,6 +110,78 @@ def test_names_go_to_the_fastest_that_pass_and_else_to_the_full_plan() -> None:
     assert tuning.named([], full, tuning.GATES) == dict.fromkeys(tuning.GATES, full)
     # A score that rises is no better than one that falls: the pictures are others.
     assert tuning.named([judged("a", 30, 1.01, 40)], full, {"best": Gate(0.2, 30)}) == {"best": full}
+
+
+def search(folder: Path, error: dict[str, int], count: int) -> tuple[Any, list[Any]]:
+    """A search whose pictures are the full plan's with an error of so many levels; notes what is drawn."""
+    captions, notes = [Caption(index, str(index), f"number {index}") for index in range(count)], []
+    pictures = [np.random.default_rng(index).integers(60, 190, (16, 16, 3), dtype=np.uint8) for index in range(count)]
+
+    def draw(plans: Any, captions_drawn: int, what: str) -> list[Candidate]:
+        notes.append(([one.name for one in plans], captions_drawn))
+        for one in plans:
+            if one.name == "broken":
+                continue
+            with RunWriter(folder / one.name, {}, captions) as writer:
+                for caption in writer.run.missing[: max(0, captions_drawn - len(writer.run.records))]:
+                    stream = io.BytesIO()
+                    Image.fromarray(pictures[caption.index] + np.uint8(error.get(one.name, 0))).save(stream, "PNG")
+                    name = f"{caption.index}.png"
+                    writer.add(caption, caption.index, name, stream.getvalue(), session=0, seconds=0.0)
+        return [one for one in plans if one.name != "broken"]
+
+    return tuning.Search(folder, CARD, DRAFT, count, draw), notes
+
+
+def test_rounds_halve_by_speed_and_psnr_and_finalists_draw_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "_ROUNDS", ((2, 0.5), (4, 0.5)))
+    every = [Candidate(FULL, 20), *(Candidate(f"s{steps}", steps) for steps in range(3, 19)), Candidate("broken", 2)]
+    every.append(Candidate("slow", 25))  # is not faster than the full plan
+    error = {f"s{steps}": 40 - steps for steps in range(3, 19)} | {"s9": 2, "s15": 1}  # these two beat all slower ones
+    found, notes = search(tmp_path, error, 6)
+    finalists = [one.name for one in found.finalists(every, count=4)]
+    assert finalists == ["s3", "s5", "s7", "s15"]  # of s3 to s9 and s15, which no other beats, spread evenly
+    assert notes[1][0][1:] == [*(f"s{steps}" for steps in range(3, 10)), "s15"]
+    assert [count for _, count in notes] == [2, 4, 6]
+    assert "slow" not in notes[0][0] and "broken" in notes[0][0] and "broken" not in notes[1][0]
+    assert [len(names) for names, _ in notes] == [1 + 17, 1 + 8, 1 + 4]
+    loads = 0
+    load = EvaluationRun.load
+
+    def counted(folder: Path) -> EvaluationRun:
+        nonlocal loads
+        loads += 1
+        return load(folder)
+
+    monkeypatch.setattr(EvaluationRun, "load", counted)
+    for _ in range(5):
+        found.rated(every[1], 2)
+    assert loads == 0, "a run that is known is read again"
+
+
+def test_speeds_are_the_medians_of_turns_that_are_kept() -> None:
+    class Source:
+        width = 4
+        drawn: ClassVar[list[ImageParameters]] = []
+
+        def submit(self, wanted: ImageParameters, tick: Any) -> Future[Any]:
+            self.drawn.append(wanted)
+            future: Future[Any] = Future()
+            future.set_result(None)
+            return future
+
+        def take(self, result: Any) -> None:
+            pass
+
+    known, kept, told = {"a": [3.0, 5.0], "b": [7.0]}, [], []
+    asked = {"a": (DRAFT, 1.0), "b": (replace(DRAFT, steps=3), 1.0)}
+    found = tuning.measure(asked, Source(), ["x", "y"], known, lambda: kept.append(dict(known)), told.append)
+    assert found["a"] == 4.0 and len(known["b"]) == 2 and len(kept) == len(told) == 1
+    assert found["b"] == pytest.approx((7 + known["b"][1]) / 2, abs=1e-3)
+    assert {one.steps for one in Source.drawn} == {3} and len(Source.drawn) == 48
+    assert {one.prompt for one in Source.drawn} == {"x", "y"} and len({one.seed for one in Source.drawn}) == 48
 
 
 def test_estimates_count_shallow_and_unguided_steps() -> None:

@@ -41,6 +41,8 @@ def test_another_file_may_be_named(tmp_path: Path) -> None:
     "text",
     [
         "{",
+        '{"version": 1, "tuned": {"int8": []}}',
+        '{"version": 1, "tuned": {"int8": {"plans": 3}}}',
         "[]",
         "{}",
         '{"version": 2, "tuned": {}}',

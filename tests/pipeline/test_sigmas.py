@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -492,6 +493,14 @@ def test_building_a_table_is_silent(name: str) -> None:
     assert records.empty()
 
 
+def test_tables_of_many_threads_leave_loggers_as_they_were() -> None:
+    logger = logging.getLogger("diffusers.configuration_utils")
+    before = logger.disabled
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: sigmas.table({**SDXL, "beta_end": 0.012 + n * 1e-6}, "lcm", 4), range(64)))
+    assert logger.disabled is before
+
+
 def test_importing_the_module_does_not_import_diffusers() -> None:
     program = "import sys; import pipeline.sigmas; sys.exit('diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -531,12 +540,18 @@ def test_a_last_sigma_of_zero_may_be_left_out() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("name", samplers.SCHEDULERS)
-@pytest.mark.parametrize("own", [{}, {"use_karras_sigmas": True}, {"use_beta_sigmas": True}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{}, {"use_karras_sigmas": True}, {"use_beta_sigmas": True}, {"use_lu_lambdas": True}], ids=str
+)
 def test_a_schedule_type_is_that_of_the_scheduler_made_with_it(name: str, kind: str, own: Config) -> None:
     given = NoiseSchedule(schedule_type=kind)
     if kind not in samplers.SAMPLERS[name].schedule_types:
         with pytest.raises(Invalid, match=re.escape(f"schedule_type: {kind} is not supported by {name}; supported: ")):
             sigmas.table(SDXL, name, 5, schedule=given)
+        return
+    if "use_lu_lambdas" in own:  # which is no curve of the others, and goes with the model's own spacing only
+        table = sigmas.table({**SDXL, **own}, name, 5, schedule=given)
+        assert torch.equal(table.timesteps, sigmas.table(SDXL, name, 5, schedule=given).timesteps)
         return
     for config in ({**SDXL, **own}, CLASSES[name](beta_end=0.012, beta_start=0.00085, **own).config if not own else {}):
         if config:

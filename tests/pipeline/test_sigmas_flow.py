@@ -13,6 +13,8 @@ from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_de
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from contract.errors import Invalid
+from contract.schedule import NoiseSchedule
 from pipeline import samplers, sigmas
 from tests.pipeline.test_sigmas import SDXL, SHAPE, model, unit_noise
 
@@ -112,6 +114,17 @@ def test_only_a_dynamic_shift_depends_on_the_picture() -> None:
 def test_refusals_name_the_field(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         sigmas.table({**TURBO, **change}, "flow-euler", 4)
+
+
+def test_sigmas_are_shares_of_noise() -> None:
+    """As a request gives them they are what diffusers' pipeline is given."""
+    given = (1.0, 0.6, 0.25)
+    found = sigmas.table(TURBO, "flow-euler", 3, schedule=NoiseSchedule(sigmas=(*given, 0.0)))
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(TURBO)
+    scheduler.set_timesteps(sigmas=[*given])
+    torch.testing.assert_close(found.timesteps, (1000 - scheduler.timesteps) / 1000)
+    with pytest.raises(Invalid, match=r"sigmas\.0: must be at most 1"):
+        sigmas.table(TURBO, "flow-euler", 3, schedule=NoiseSchedule(sigmas=(14.6, 3.8, 0.9)))
 
 
 def test_a_sampler_is_only_taken_from_those_that_are_offered() -> None:

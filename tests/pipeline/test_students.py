@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lcm": (LCMScheduler, {}),
     "tcd": (TCDScheduler, {}),
     "sdxl_lightning_2step": (EulerDiscreteScheduler, {}),
+    "sdxl-dmd2": (LCMScheduler, {}),
 }
 
 
@@ -81,7 +82,8 @@ def test_its_defaults_are_its_authors_and_its_picture_diffusers(folders: dict[st
     runner.close()
     settings = KINDS[name][1] | ({"timestep_spacing": "trailing"} if defaults.schedule_type else {})
     scheduler = KINDS[name][0].from_config(model.scheduler_config, **settings)
-    steps = {"num_inference_steps": 2 if name.endswith("2step") else 4}
+    steps: dict[str, Any] = {"num_inference_steps": 2 if name.endswith("2step") else 4}
+    steps |= {} if defaults.timesteps is None else {"timesteps": [*defaults.timesteps]}
     expected = stock_picture(name, scheduler, **steps, **({"eta": 0.3} if name == "tcd" else {}))
     assert expected.std() > 10 and np.abs(drawn - expected).max() <= 1
 
@@ -106,11 +108,14 @@ def test_students_and_full_models_requests_share_forwards_and_stay_as_alone(fold
     runner.close()
 
 
-def test_calibration_draws_as_the_student_is_drawn(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = load(str(folders["sdxl_lightning_2step"]))
+@pytest.mark.parametrize(("name", "steps"), [("sdxl_lightning_2step", 2), ("sdxl-dmd2", 4), ("turbo", 4)])
+def test_calibration_draws_as_the_student_is_drawn(
+    folders: dict[str, Path], tmp_path: Path, name: str, steps: int
+) -> None:
+    model = load(str(folders[name]))
     settings = settings_of(model.family, model.defaults)
-    assert (settings.steps, settings.watched_steps, settings.guidance) == (2, 2, 1.0)
-    latents = Denoiser(model, on_torch(model).denoiser, guidance=1.0, steps=2).latents(["a red cat"], [7])
+    assert (settings.steps, settings.watched_steps, settings.guidance) == (steps, steps, 1.0)
+    latents = Denoiser(model, on_torch(model).denoiser, guidance=1.0, steps=steps).latents(["a red cat"], [7])
     runner = Watching(model)
     expected = levels(solo(runner, usual(model)))
     runner.close()
@@ -126,6 +131,7 @@ def test_a_lora_in_the_weights_makes_a_student(tmp_path: Path, folders: dict[str
     full = shutil.copytree(folders["sdxl_lightning_2step"], tmp_path / "base")
     assert not defaults_of(str(full)).student
     assert defaults_of(str(full), loras="lcm-lora-sdxl:0.9").student == "lcm"
+    assert not defaults_of(str(full), loras="lcm-lora-sdxl:0,dmd2_sdxl_4step_lora:-1").student
 
 
 def test_a_family_is_given_no_sampler_that_it_lacks() -> None:

@@ -37,6 +37,7 @@ def check(name: str, loaded: Mapping[str, Any]) -> None:
         ("unet addition_embed_type", unet.addition_embed_type, None),
         ("unet cross_attention_dim (the text encoder's width)", unet.cross_attention_dim, text.hidden_size),
         ("unet class_embed_type", unet.class_embed_type, None),
+        ("unet time_cond_proj_dim (a guidance embedding)", unet.time_cond_proj_dim, None),
         ("unet in_channels (the VAE's latent_channels)", unet.in_channels, vae.latent_channels),
         ("unet out_channels (the VAE's latent_channels)", unet.out_channels, vae.latent_channels),
     ]
