@@ -213,13 +213,19 @@ def _guided(guided: Guidance) -> str:
     return f"{guided[0]:g}:{guided[1]:g}" if isinstance(guided, tuple) else "yes" if guided else "no"
 
 
-def _check_picture(costs: Costs, device: Device, wanted: ImageParameters) -> None:
-    """Reject a picture that the table does not cover, or that a device could never draw."""
+def _check_plan(wanted: ImageParameters) -> None:
+    """Reject a schedule or guidance interval that is none for so many steps."""
     refuse = record.BenchError
     if wanted.deepcache is not None and (wrong := wanted.deepcache.error_for(wanted.steps)):
         raise refuse(f"--deepcache: {wrong.message}") from wrong
     if wanted.guidance_interval is not None and not any(guided(wanted.guidance_interval, wanted.steps)):
         raise refuse(f"--guidance: {_guided(wanted.guidance_interval)} contains none of {wanted.steps} steps")
+
+
+def _check_picture(costs: Costs, device: Device, wanted: ImageParameters) -> None:
+    """Reject a picture that the table does not cover, or that a device could never draw."""
+    refuse = record.BenchError
+    _check_plan(wanted)
     for group, rows in phases_of(wanted):
         widest = costs.widest(*group)
         where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"

@@ -53,6 +53,16 @@ def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any
     for 512 pixels (Turbo's) are signs of one. Where the scheduler is an ordinary one the name must say the method and,
     unless its timesteps are trailing, the steps.
     """
+    if denoiser.get("time_cond_proj_dim") is not None:  # Luo et al., 2023, section 4.2
+        return replace(_defaults("lcm", _words(name)[1]), guidance_scale=8.0, guided_above=MAX_GUIDANCE)
+    method, steps = _method_of(name, scheduler, denoiser)
+    if method == "hyper" and steps == 1:
+        return replace(_defaults("lcm", 1), timesteps=(800,), student=method)
+    return _defaults(method, steps) if method else None
+
+
+def _method_of(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The method of a student by its sampler and name, "" for none, and the steps in its name."""
     found, steps = _words(name)
     class_name = str(scheduler.get("_class_name"))
     trailing = (
@@ -60,19 +70,11 @@ def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any
         and scheduler.get("prediction_type", "epsilon") == "epsilon"
         and not scheduler.get("rescale_betas_zero_snr")
     )
-    if denoiser.get("time_cond_proj_dim") is not None:  # Luo et al., 2023, section 4.2
-        return replace(_defaults("lcm", steps), guidance_scale=8.0, guided_above=MAX_GUIDANCE)
     if class_name in _CLASSES:
-        method = found or _CLASSES[class_name]
-    elif trailing and class_name == "EulerAncestralDiscreteScheduler" and (denoiser.get("sample_size") or 128) <= 64:
-        method = found or "turbo"
-    elif found and (steps or (trailing and class_name in _EULER)):
-        method = found
-    else:
-        return None
-    if method == "hyper" and steps == 1:
-        return replace(_defaults("lcm", 1), timesteps=(800,), student=method)
-    return _defaults(method, steps)
+        return found or _CLASSES[class_name], steps
+    if trailing and class_name == "EulerAncestralDiscreteScheduler" and (denoiser.get("sample_size") or 128) <= 64:
+        return found or "turbo", steps
+    return found if found and (steps or (trailing and class_name in _EULER)) else "", steps
 
 
 def of_lora(name: str) -> ImageDefaults | None:

@@ -64,6 +64,15 @@ def find(name: str, variant: str | None, parts: Callable[[Path], Mapping[str, Pa
     return _download(name, wanted)
 
 
+def find_configs(name: str, *more: str) -> Path:
+    """The folder of a model of which only configs and tokenizers are needed, and files by these patterns.
+
+    Downloaded first, as `find` does. Raises `ModelError`.
+    """
+    wanted = ["model_index.json", *(f"*/*.{ending}" for ending in _TEXTS), *more]
+    return local(name) or _download(name, wanted)
+
+
 def local(name: str) -> Path | None:
     """The folder of a model, or None for a hub id. Raises `ModelError` if the name is neither."""
     if not name:
@@ -74,7 +83,9 @@ def local(name: str) -> Path | None:
         if folder.is_dir():
             return folder
         if folder.exists():
-            raise ModelError(f"{short}: is a file; a model is a folder in diffusers' format")
+            raise ModelError(
+                f"{short}: is a file; a model is a folder in diffusers' format, which `diptych convert` writes"
+            )
     except (OSError, RuntimeError) as error:  # a name too long, no permission, ~ of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{short}: no such folder ({reason})") from error

@@ -1,0 +1,115 @@
+"""The layout of Stability's own code for SDXL: the inverse of diffusers' conversion, written down from its names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+_RESNET = {
+    "norm1": "in_layers.0", "conv1": "in_layers.2", "norm2": "out_layers.0", "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1", "conv_shortcut": "skip_connection",
+}  # fmt: skip
+_UNET = {
+    "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
+}  # fmt: skip
+_VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+_OPEN_CLIP = {
+    "layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
+    "self_attn.out_proj": "attn.out_proj",
+}  # fmt: skip
+
+
+def checkpoint(pipeline: Any) -> dict[str, torch.Tensor]:
+    """All weights of an SDXL pipeline of diffusers as one file of the original layout has them."""
+    layers = int(pipeline.unet.config.layers_per_block)
+    found = {f"model.diffusion_model.{_unet(key, layers)}": value for key, value in pipeline.unet.state_dict().items()}
+    levels = len(pipeline.vae.config.block_out_channels)
+    for key, value in pipeline.vae.state_dict().items():
+        name = _vae(key, levels)
+        is_linear = ".attn_1." in name and value.ndim == 2
+        found[f"first_stage_model.{name}"] = value[:, :, None, None] if is_linear else value
+    for key, value in pipeline.text_encoder.state_dict().items():
+        found[f"conditioner.embedders.0.transformer.{key}"] = value
+    found |= _open_clip(pipeline.text_encoder_2.state_dict())
+    return _with_upsamplers_placed({key: value.contiguous() for key, value in found.items()})
+
+
+def _unet(key: str, layers: int) -> str:
+    for theirs, ours in _UNET.items():
+        if key.startswith(f"{theirs}."):
+            return key.replace(theirs, ours, 1)
+    mid = re.fullmatch(r"mid_block\.(resnets|attentions)\.(\d+)\.(.+)", key)
+    if mid is not None:
+        return (
+            f"middle_block.1.{mid[3]}"
+            if mid[1] == "attentions"
+            else f"middle_block.{2 * int(mid[2])}.{_resnet(mid[3])}"
+        )
+    match = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)", key)
+    assert match is not None, key
+    way, block, kind, index, rest = match.groups()
+    level, layer = int(block), int(index)
+    if kind == "downsamplers":
+        return f"input_blocks.{(layers + 1) * (level + 1)}.0.op.{rest.removeprefix('conv.')}"
+    if kind == "upsamplers":  # behind the attention, where there is one
+        return f"output_blocks.{(layers + 1) * level + layers}.UP.{rest}"
+    count = (layers + 1) * level + layer
+    place = f"input_blocks.{count + 1}" if way == "down" else f"output_blocks.{count}"
+    return f"{place}.0.{_resnet(rest)}" if kind == "resnets" else f"{place}.1.{rest}"
+
+
+def _resnet(rest: str) -> str:
+    name, _, end = rest.rpartition(".")
+    return f"{_RESNET[name]}.{end}"
+
+
+def _vae(key: str, levels: int) -> str:
+    key = key.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
+    key = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", key)
+    key = re.sub(r"down_blocks\.(\d)\.resnets\.(\d)", r"down.\1.block.\2", key)
+    key = re.sub(r"down_blocks\.(\d)\.downsamplers\.0", r"down.\1.downsample", key)
+    key = re.sub(r"up_blocks\.(\d)\.resnets\.(\d)", lambda f: f"up.{levels - 1 - int(f[1])}.block.{f[2]}", key)
+    key = re.sub(r"up_blocks\.(\d)\.upsamplers\.0", lambda f: f"up.{levels - 1 - int(f[1])}.upsample", key)
+    if "mid_block.attentions.0." in key:
+        key = key.replace("mid_block.attentions.0.", "mid.attn_1.")
+        for theirs, ours in _VAE_ATTENTION.items():
+            key = key.replace(f"attn_1.{theirs}.", f"attn_1.{ours}.")
+    return key
+
+
+def _open_clip(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for key, value in weights.items():
+        name = key.removeprefix("text_model.")
+        if name == "text_projection.weight":
+            found["text_projection"] = value.T
+        elif name == "embeddings.token_embedding.weight":
+            found["token_embedding.weight"] = value
+        elif name == "embeddings.position_embedding.weight":
+            found["positional_embedding"] = value
+        elif name.startswith("final_layer_norm."):
+            found[name.replace("final_layer_norm", "ln_final")] = value
+        elif ".q_proj." in name:
+            parts = torch.cat([weights[key.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+            place, end = name.split(".self_attn.q_proj.")
+            found[f"{place.replace('encoder.layers', 'transformer.resblocks')}.attn.in_proj_{end}"] = parts
+        elif not re.search(r"\.[kv]_proj\.", name):
+            name = name.replace("encoder.layers", "transformer.resblocks")
+            for theirs, ours in _OPEN_CLIP.items():
+                name = name.replace(theirs, ours)
+            found[name] = value
+    return {f"conditioner.embedders.1.model.{key}": value for key, value in found.items()}
+
+
+def _with_upsamplers_placed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Upsamplers come last of their block: after the resnet, and after the attention where there is one."""
+    placed = {}
+    for key, value in found.items():
+        block = key.split(".UP.")[0]
+        attended = any(other.startswith(f"{block}.1.") for other in found)
+        placed[key.replace(".UP.", ".2." if attended else ".1.")] = value
+    return placed

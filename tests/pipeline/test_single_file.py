@@ -1,0 +1,168 @@
+"""Checkpoints in one file: the folder that comes of them is the model's own, and what is none is refused by its key."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline import tiny
+from pipeline.folder import ModelError
+from pipeline.load import load
+from pipeline.single_file import convert
+from tests.pipeline.original_layout import checkpoint
+from tests.pipeline.test_students import usual
+from tests.pipeline.worlds import SHAPES, Watching, levels, solo
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the same shape and other weights."""
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    return tiny.save(tmp_path_factory.mktemp("models") / "base", SHAPES["two-resnets"], seed=5)
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    return tiny.make(SHAPES["two-resnets"], seed=1)
+
+
+@pytest.fixture
+def written(tmp_path: Path, own: Any) -> Callable[..., Path]:
+    """The checkpoint in a file, changed, with metadata."""
+
+    def write(change: Callable[[Weights], Weights] = lambda found: found, **metadata: str) -> Path:
+        save_file(change(checkpoint(own)), tmp_path / "mine.safetensors", metadata)
+        return tmp_path / "mine.safetensors"
+
+    return write
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", ["plain", "three-levels", "two-resnets"])
+def test_every_weight_comes_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    own = tiny.make(SHAPES[shape], seed=1).to(dtype)
+    save_file(checkpoint(own), tmp_path / "mine.safetensors")
+    other = tiny.save(tmp_path / "base", SHAPES[shape], seed=5)
+    told: list[str] = []
+    folder = convert(tmp_path / "mine.safetensors", str(other), tmp_path / "mine", say=told.append)
+    model = load(str(folder), precision="fp32")
+    assert model.name == "mine" and len(told) == 7
+    for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        found = model.parts[name].state_dict()
+        expected = getattr(own, name).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key].float()) for key in expected), name
+    assert model.scheduler_config == load(str(other)).scheduler_config
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_it_is_drawn_as_the_folder_that_diffusers_saves(
+    written: Callable[..., Path], base: Path, own: Any, tmp_path: Path
+) -> None:
+    own.save_pretrained(tmp_path / "saved")
+    folder = convert(written(), str(base), tmp_path / "converted")
+    drawn = []
+    for name in (folder, tmp_path / "saved"):
+        runner = Watching(load(str(name)))
+        drawn.append(levels(solo(runner, usual(runner.model, steps=3))))
+        runner.close()
+    assert (drawn[0] == drawn[1]).all() and drawn[0].std() > 10
+
+
+def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
+    file = written(lambda found: {key: value for key, value in found.items() if not key.startswith("first_stage")})
+    folder = convert(file, str(base), tmp_path / "mine")
+    for own, theirs in zip(
+        load(str(folder)).vae.state_dict().values(), load(str(base)).vae.state_dict().values(), strict=True
+    ):
+        assert torch.equal(own, theirs)
+
+
+@pytest.mark.parametrize(
+    ("keys", "metadata", "options", "prediction", "rescaled"),
+    [
+        ((), {}, {}, "epsilon", False),
+        (("v_pred", "ztsnr"), {}, {}, "v_prediction", True),
+        (("v_pred",), {}, {}, "v_prediction", False),
+        ((), {"modelspec.prediction_type": "v"}, {}, "v_prediction", False),
+        ((), {"modelspec.prediction_type": "epsilon"}, {}, "epsilon", False),
+        ((), {}, {"v_prediction": True, "zero_snr": True}, "v_prediction", True),
+        (("v_pred", "ztsnr"), {}, {"v_prediction": False, "zero_snr": False}, "epsilon", False),
+    ],
+)
+def test_what_it_predicts_is_read(
+    written: Callable[..., Path], base: Path, tmp_path: Path, keys: tuple[str, ...], metadata: dict[str, str],
+    options: dict[str, bool], prediction: str, rescaled: bool,
+) -> None:  # fmt: skip
+    file = written(lambda found: found | {key: torch.tensor([]) for key in keys}, **metadata)
+    folder = convert(file, str(base), tmp_path / "mine", **options)
+    config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    assert config["prediction_type"] == prediction and config.get("rescale_betas_zero_snr", False) is rescaled
+    assert (config["timestep_spacing"] == "trailing") is rescaled
+    load(str(folder))
+
+
+def without(prefix: str) -> Callable[[Weights], Weights]:
+    return lambda found: {key: value for key, value in found.items() if not key.startswith(prefix)}
+
+
+def renamed(old: str, new: str) -> Callable[[Weights], Weights]:
+    return lambda found: {key.replace(old, new): value for key, value in found.items()}
+
+
+DOWN = "first_stage_model.encoder.down.0"
+CONV_IN = "model.diffusion_model.input_blocks.0.0.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (without("model.diffusion_model."), "has no UNet .*its first key is conditioner"),
+        (without("conditioner.embedders.1"), "has no second text encoder"),
+        (without(CONV_IN), r"has no weights for unet\.conv_in\.weight"),
+        (renamed("conditioner.embedders.0.transformer", "cond_stage_model"), "Diffusion 1 or 2.*cond_stage_model"),
+        (renamed("conditioner.embedders.0.transformer", "conditioner.embedders.0.model"), "is an SDXL refiner"),
+        (lambda found: {"lora_unet_down.lora_down.weight": torch.zeros(1)}, "is a LoRA.*lora_unet_down"),
+        (lambda found: {"double_blocks.0.x": torch.zeros(1)}, "Flux"),
+        (lambda found: found | {CONV_IN: torch.zeros(8, 9, 3, 3)}, "is an inpainting model.*9 channels"),
+        (lambda found: found | {CONV_IN: torch.zeros(8, 4, 3, 3)}, r"does not fit .*: unet\.conv_in\.weight is \[8, 4"),
+        (lambda found: found | {f"{DOWN}.block.7.norm1.weight": torch.zeros(3)}, "no use for.*resnets.7"),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_checkpoint_is_refused_by_its_key(
+    written: Callable[..., Path], base: Path, tmp_path: Path, change: Callable[[Weights], Weights], told: str
+) -> None:
+    with pytest.raises(ModelError, match=told) as caught:
+        convert(written(change), str(base), tmp_path / "mine")
+    assert "mine.safetensors" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.safetensors"]
+
+
+def test_files_and_folders_that_cannot_be_used_are_named(
+    written: Callable[..., Path], base: Path, tmp_path: Path
+) -> None:
+    file = written()
+    whole = file.read_bytes()
+    for data in (b"", whole[:1000], whole[:-100], b"\x80\x02pickle"):
+        file.write_bytes(data)
+        with pytest.raises(ModelError, match=r"mine\.safetensors: is no whole safetensors file"):
+            convert(file, str(base), tmp_path / "mine")
+    with pytest.raises(ModelError, match="there is no such file"):
+        convert(tmp_path / "gone.safetensors", str(base), tmp_path / "mine")
+    with pytest.raises(ModelError, match=r"model\.ckpt: is a pickle"):
+        convert(tmp_path / "model.ckpt", str(base), tmp_path / "mine")
+    file.write_bytes(whole)
+    with pytest.raises(ModelError, match=r"model_index\.json"):
+        convert(file, str(tmp_path), tmp_path / "mine")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ModelError, match="mine: is there already"):
+        convert(file, str(base), tmp_path / "mine")
