@@ -40,9 +40,8 @@ _CACHES: tuple[DeepCache | None, ...] = (
 _MULTISTEP = ("dpm++2m", "karras")  # for few steps
 _ROUNDS = ((8, 1 / 3), (24, 1 / 3), (64, 1 / 2))  # captions of each candidate, and the share of them that stays
 _IN_TURNS = 2
-_TIMED_S = 8.0  # about so long a turn of a finalist, within so many images
-_TIMED = (48, 256)
-_IN_FLIGHT = 16
+_TIMED_S = 8.0  # about so long a turn of a finalist, but at least and at most so many times what is in flight
+_TIMED = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +248,13 @@ def measure(
 
 
 def _per_second(source: ImageSource, draft: ImageParameters, prompts: Sequence[str], estimated_s: float) -> float:
-    """Of a closed loop of `_IN_FLIGHT` requests, from its first to its last image."""
-    count = round(min(_TIMED[1], max(_TIMED[0], _TIMED_S / max(estimated_s, 1e-6))))
+    """Of a closed loop that keeps the engine full, from its first to its last image."""
+    width = max(1, source.width // 2)  # twice of which keep it full and waiting
+    count = round(min(_TIMED[1] * width, max(_TIMED[0] * width, _TIMED_S / max(estimated_s, 1e-6))))
     left = (replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count))
     pending, started = set[Future[Any]](), time.perf_counter()
     while True:
-        while len(pending) < min(_IN_FLIGHT, source.width) and (one := next(left, None)) is not None:
+        while len(pending) < width and (one := next(left, None)) is not None:
             pending.add(source.submit(one, lambda: None))
         if not pending:
             return round(count / (time.perf_counter() - started), 4)

@@ -28,7 +28,7 @@ import sys
 from evaluation import tuning
 from tests.cli import test_tune
 tuning.candidates = lambda *_: test_tune.FEW
-tuning._ROUNDS, tuning._TIMED = test_tune.ROUNDS, (8, 8)
+tuning._ROUNDS, tuning._TIMED = test_tune.ROUNDS, (1, 1)
 import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -51,7 +51,7 @@ WORDS = (
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "candidates", lambda *_: FEW)
     monkeypatch.setattr(tuning, "_ROUNDS", ROUNDS)
-    monkeypatch.setattr(tuning, "_TIMED", (8, 8))
+    monkeypatch.setattr(tuning, "_TIMED", (1, 1))
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def test_rounds_halve_by_speed_and_psnr_and_finalists_draw_everything(
 
 def test_speeds_are_the_medians_of_turns_that_are_kept() -> None:
     class Source:
-        width = 4
+        width = 8
         drawn: ClassVar[list[ImageParameters]] = []
 
         def submit(self, wanted: ImageParameters, tick: Any) -> Future[Any]:
@@ -176,12 +176,12 @@ def test_speeds_are_the_medians_of_turns_that_are_kept() -> None:
             pass
 
     known, kept, told = {"a": [3.0, 5.0], "b": [7.0]}, [], []
-    asked = {"a": (DRAFT, 1.0), "b": (replace(DRAFT, steps=3), 1.0)}
+    asked = {"a": (DRAFT, 1.0), "b": (replace(DRAFT, steps=3), 0.4)}
     found = tuning.measure(asked, Source(), ["x", "y"], known, lambda: kept.append(dict(known)), told.append)
     assert found["a"] == 4.0 and len(known["b"]) == 2 and len(kept) == len(told) == 1
     assert found["b"] == pytest.approx((7 + known["b"][1]) / 2, abs=1e-3)
-    assert {one.steps for one in Source.drawn} == {3} and len(Source.drawn) == 48
-    assert {one.prompt for one in Source.drawn} == {"x", "y"} and len({one.seed for one in Source.drawn}) == 48
+    assert {one.steps for one in Source.drawn} == {3} and len(Source.drawn) == 20
+    assert {one.prompt for one in Source.drawn} == {"x", "y"} and len({one.seed for one in Source.drawn}) == 20
 
 
 def test_estimates_count_shallow_and_unguided_steps() -> None:
