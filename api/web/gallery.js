@@ -40,7 +40,7 @@ export class Gallery {
     const image = make("img", { src: url, alt: "", loading: "lazy", decoding: "async" });
     const frame = make("span", { className: "frame" }, image);
     frame.style.setProperty("--ratio", `${picture.width} / ${picture.height}`);
-    const details = [picture.label, `seed ${picture.seed}`, `${picture.asked.steps} steps`].filter(Boolean);
+    const details = [picture.label, `seed ${picture.seed}`, effort(picture.asked)].filter(Boolean);
     const leaf = make("button", { type: "button", className: "leaf" }, frame, caption(picture.asked.prompt, details.slice(picture.label ? 1 : 0)));
     if (picture.label) frame.append(make("span", { className: "label", textContent: picture.label }));
     leaf.setAttribute("aria-label", `${picture.asked.prompt}, ${details.join(", ")}`);
@@ -216,6 +216,12 @@ function caption(prompt, details) {
   return make("span", { className: "caption" }, make("b", { textContent: prompt }), small);
 }
 
+/** What was asked of the steps: their number, or the plan that has it. */
+function effort(asked) {
+  if (asked.steps) return `${asked.steps} steps`;
+  return asked.plan ? `plan ${asked.plan}` : "";
+}
+
 /** A tile of a picture that is not there yet, and what can be said about it. */
 function waiting(asked, label, ratio, stop) {
   const frame = make("span", { className: "frame" });
@@ -224,7 +230,7 @@ function waiting(asked, label, ratio, stop) {
   const bar = make("i");
   const track = make("span", { className: "track" }, bar);
   const progress = make("span", { className: "progress" }, words, track);
-  const status = make("small", {}, make("span", { textContent: label || `${asked.steps} steps` }));
+  const status = make("small", {}, make("span", { textContent: label || effort(asked) }));
   frame.append(progress);
   if (label) frame.append(make("span", { className: "label", textContent: label }));
   const leaf = make("div", { className: "leaf", tabIndex: 0 }, frame, make("span", { className: "caption" }, make("b", { textContent: asked.prompt }), status));
@@ -233,7 +239,7 @@ function waiting(asked, label, ratio, stop) {
   track.setAttribute("role", "progressbar");
   track.setAttribute("aria-label", "Steps");
   track.setAttribute("aria-valuemin", "0");
-  track.setAttribute("aria-valuemax", String(asked.steps));
+  if (asked.steps) track.setAttribute("aria-valuemax", String(asked.steps));
   const button = make("button", { type: "button", className: "stop", textContent: "×", title: "Stop" });
   button.setAttribute("aria-label", `Stop drawing ${asked.prompt}`);
   button.addEventListener("click", stop);
@@ -254,6 +260,7 @@ function waiting(asked, label, ratio, stop) {
       const part = Math.min(1, done / steps);
       bar.style.setProperty("--done", part);
       frame.style.setProperty("--blur", `${(14 * (1 - part) + 3).toFixed(1)}px`);
+      track.setAttribute("aria-valuemax", String(Math.round(steps)));
       words.textContent = part >= 1 ? "finishing" : `step ${Math.floor(done)} of ${Math.round(steps)}`;
       track.setAttribute("aria-valuenow", String(Math.floor(done)));
     },

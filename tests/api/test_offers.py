@@ -133,6 +133,7 @@ def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Pa
         expect(page.locator(".tile.done")).to_have_count(1)
         made = easel.seen[-1].parameters
         assert (made["steps"], made["guidance_interval"], made["deepcache"]) == (7, [0.0, 0.5], "off")
+        expect(page.locator(".tile.done")).to_contain_text("plan fast")
         page.click(".tile.done .leaf")
         expect(page.locator("#box-facts")).to_contain_text("fast")
         context.close()
