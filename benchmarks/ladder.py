@@ -200,6 +200,7 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision, torch.float32)
     name, family = settings.model_name, family_of(settings.model_name, settings.variant)[0]
+    guidance = defaults_of(name, settings.variant).guidance_scale
 
     def make() -> Any:
         if name in tiny.SHAPES:
@@ -219,7 +220,7 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
                 width=model.native,
                 height=model.native,
                 num_inference_steps=steps,
-                guidance_scale=defaults_of(name, settings.variant).guidance_scale,
+                guidance_scale=guidance,
                 generator=[torch.Generator().manual_seed(seed) for _, seed in jobs],
             )
         )

@@ -20,7 +20,7 @@ from cli.arguments import (
 )
 from cli.scoring import scoring_errors
 from contract.errors import Invalid
-from contract.plan import OFF, kept
+from contract.plan import to_field
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     """The request shared by all images, checked with the first caption; a width of 0 stands for the model's own
     size.
     """
-    from contract import students, tuned
+    from contract import plan, tuned
     from contract.image import ImageParameters
 
     size = read_size(options.size)
@@ -50,17 +50,15 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     if options.deepcache is not None:
         given["deepcache"] = options.deepcache
     defaults, plans = _offered(options, settings)
-    if options.plan is not None:
-        try:
-            given = tuned.fill(given, tuned.named(options.plan, plans))
-        except Invalid as error:
-            raise wrong_option(error) from error
+    try:
+        named = {} if options.plan is None else tuned.named(options.plan, plans)
+    except Invalid as error:
+        raise wrong_option(error) from error
     draft = ImageParameters(
         prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, deterministic=options.deterministic,
-    ).planned({"deepcache": settings.deepcache, **students.fill(given, defaults)})  # fmt: skip
-    if options.plan is not None and options.guidance_interval is None:  # the plan's may be for more steps than these
-        draft = replace(draft, guidance_interval=kept(draft.guidance_interval, draft.steps))
+        deepcache=plan.parse(settings.deepcache),
+    ).completed(given, named, defaults)  # fmt: skip
     _check(draft, caption, {(draft.width, draft.height)})
     return draft
 
@@ -115,15 +113,11 @@ def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameter
         "guidance_scale": draft.guidance_scale,
         "negative_prompt": draft.negative_prompt,
         "scheduler": draft.scheduler,
-        "deepcache": settings.deepcache if options.plan is None else _schedule(draft),
+        "deepcache": settings.deepcache if options.plan is None else to_field(draft.deepcache),
         "size": size,
         "seed_offset": options.seed_offset,
         "deterministic": draft.deterministic,
     }
-
-
-def _schedule(draft: ImageParameters) -> Any:
-    return OFF if draft.deepcache is None else dataclasses.asdict(draft.deepcache)
 
 
 def open_source(

@@ -144,18 +144,15 @@ def _completed(
     draft: ImageParameters, given: Mapping[str, Any], options: argparse.Namespace, settings: Settings, model: ImageModel
 ) -> ImageParameters:
     """The request with what its plan, or else the model, says where the options leave a choice."""
-    from contract import plan, students, tuned
+    from contract import students, tuned
 
     student = students.of_loras(draft.lora, model.family.samplers)
     usual = student or model.defaults
     by_default = options.plan is None
     if not settings.plan or (by_default and student is not None):  # for which the default plan was not made
-        return replace(draft, **students.fill(given, usual))
+        return draft.completed(given, {}, usual)
     own = given if options.deepcache is None else {**given, "deepcache": options.deepcache}
-    found = draft.planned(students.fill(tuned.fill(own, tuned.named(settings.plan, model.plans)), usual))
-    if options.guidance_interval is None:  # the plan's may be for more steps than these
-        return replace(found, guidance_interval=plan.kept(found.guidance_interval, found.steps))
-    return found
+    return draft.completed(own, tuned.named(settings.plan, model.plans), usual)
 
 
 def _unquantized(settings: Settings) -> Settings:

@@ -105,7 +105,7 @@ def _tune(options: argparse.Namespace) -> int:
                 judged = _Tuning(options, works, texts, lens, console).run()
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on") from None
-        return _tell(options, judged, gates, works.images.model, len(texts), target)
+        return _store(options, judged, gates, works.images.model, len(texts), target)
 
 
 def _missing(run: EvaluationRun, captions: int) -> list[Caption]:
@@ -194,14 +194,13 @@ class _Tuning:
             return self._judge(finalists, speeds)
 
     def _request(self) -> ImageParameters:
-        from contract import students
         from contract.image import ImageParameters
 
         size = read_size(self._options.size) or (self._model.native, self._model.native)
         guidance = self._options.guidance
         given = {} if guidance is None else {"guidance_scale": guidance}
         text = self._texts[0].text
-        return ImageParameters(text, 0, *size, **students.fill(given, self._model.defaults))
+        return ImageParameters(text, 0, *size).completed(given, {}, self._model.defaults)
 
     def _runs(self, one: Candidate) -> bool:
         """Whether the model can be asked for it. Raises `UsageError` for the full plan."""
@@ -323,7 +322,7 @@ class _Tuning:
         self._console.print(line, style="dim", markup=False, highlight=False)
 
 
-def _tell(
+def _store(
     options: argparse.Namespace,
     judged: Sequence[Judged],
     gates: Mapping[str, Gate],
@@ -332,7 +331,7 @@ def _tell(
     target: Path,
 ) -> int:
     """Store the plans, and print what was found."""
-    from evaluation import tuning
+    from evaluation import compare, tuning
     from pipeline import plans
 
     full, *others = judged
@@ -356,9 +355,7 @@ def _tell(
         psnr = "" if one is full else f"{one.psnr:.1f} dB"
         speed, faster = f"{one.images_per_s:.2f}", f"{one.images_per_s / full.images_per_s:.2f}×"
         rows.append((one.candidate.name, called, speed, faster, psnr, score))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(compare.aligned(rows))
     print(options.out / "report.html")
     print(target, flush=True)
     return 0

@@ -31,8 +31,8 @@ def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s
     table = None if cached is None else shallow_step_s.get(cached.depth)
     deep_s = _step_s(deep_step_s, width, height)
     shallow_s = _step_s(table, width, height) if table else deep_s
-    rows = card.defaults.rows(job.picture.guidance_scale)
-    steps = Counter(plan.rows_and_depths(cached, job.picture.guidance_interval, made, rows))
+    most = card.defaults.rows(job.picture.guidance_scale)
+    steps = Counter(plan.rows_and_depths(cached, job.picture.guidance_interval, made, most))
     return sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in steps.items())
 
 

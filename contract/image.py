@@ -22,7 +22,7 @@ from contract.bounds import (
     check_whole,
     next_seed,
 )
-from contract.card import MAX_IMAGES, MAX_STEPS, ImageOffer, Size
+from contract.card import MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
 from contract.errors import Invalid
 from contract.image_fields import ImageFields
 from contract.plan import CacheFields, DeepCache
@@ -104,6 +104,16 @@ class ImageParameters:
         if "deepcache" in given:
             given["deepcache"] = plan.read(given["deepcache"])
         return replace(self, **given)
+
+    def completed(self, given: Mapping[str, Any], named: Mapping[str, Any], defaults: ImageDefaults) -> ImageParameters:
+        """With the fields `given`, a plan's where these are open, and the model's defaults where both are.
+
+        A guidance interval of the plan that contains none of the steps gives way. Raises `Invalid`.
+        """
+        found = self.planned(students.fill(tuned.fill(given, named), defaults))
+        if given.get("guidance_interval") is not None:
+            return found
+        return replace(found, guidance_interval=plan.kept(found.guidance_interval, found.steps))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
@@ -266,10 +276,14 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
     """
     _check_limits(fields, offer)
-    asked, fields = fields, _planned(fields, offer, None if edited is None else _strength(fields, masked=masked))
+    offer.check_loras(fields.lora or "")
+    student = students.of_loras(fields.lora or "", offer.schedulers)
+    strength = None if edited is None else _strength(fields, masked=masked)
+    # The model's default plan was not made for a student's LoRA.
+    asked, fields = fields, _planned(fields, offer, strength, offer.plan if student is None else "")
     given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
     given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
-    usual = students.of_loras(given.get("lora", ""), offer.schedulers) or offer.defaults
+    usual = student or offer.defaults
     least = min(usual.steps, offer.max_steps), min(usual.guidance_scale, offer.max_guidance)
     given = students.fill(given, replace(usual, steps=least[0], guidance_scale=least[1]))
     given["guidance_scale"] = float(given["guidance_scale"])
@@ -311,20 +325,19 @@ def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, asked: ImageF
     return job
 
 
-def _planned(fields: ImageFields, offer: ImageOffer, strength: float | None) -> ImageFields:
+def _planned(fields: ImageFields, offer: ImageOffer, strength: float | None, usual: str) -> ImageFields:
     """The fields with those of its plan where they are left open; `strength` is an edit's. Raises `Invalid`.
 
-    The model's default plan is not for requests with a student's LoRA, for which it was not made; and it refuses
-    none: one that this version cannot read is ignored, and so are too few steps for an edit's strength.
+    `usual` is the plan of requests that name none; "": none. It refuses nobody: one that this version cannot read is
+    ignored, and so are too few steps for an edit's strength.
     """
-    offer.check_loras(fields.lora or "")
     given = {name: getattr(fields, name) for name in (*tuned.PlanFields.model_fields, *SCHEDULE_FIELDS)}
     if fields.plan is not None:
         return fields.model_copy(update=tuned.fill(given, tuned.named(fields.plan, offer.plans)))
-    if not offer.plan or students.of_loras(fields.lora or "", offer.schedulers) is not None:
+    if not usual:
         return fields
     try:
-        found = tuned.fill(given, tuned.named(offer.plan, offer.plans))
+        found = tuned.fill(given, tuned.named(usual, offer.plans))
     except Invalid:
         return fields
     if fields.steps is None and strength is not None and int(found.get("steps", offer.max_steps) * strength) < 1:

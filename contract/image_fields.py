@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from contract.bounds import MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
 from contract.card import MAX_IMAGES, MAX_STEPS
 from contract.plan import CacheFields
+from contract.schedule import ScheduleType
 
 
 class ImageFields(BaseModel):
@@ -51,7 +52,7 @@ class ImageFields(BaseModel):
         max_length=2,
         description="the share of the steps with guidance, such as [0, 0.5]; others cost half; default: all",
     )
-    schedule_type: Literal["linspace", "leading", "trailing", "karras", "exponential", "beta"] | None = Field(
+    schedule_type: ScheduleType | None = Field(
         default=None, description="the spacing or curve of the noise schedule; default: the model's"
     )
     timesteps: list[int] | None = Field(

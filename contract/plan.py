@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -175,6 +175,16 @@ def read(value: object) -> DeepCache | None:
             raise _wrong("deep_steps", "must be a list")
         given["deep_steps"] = tuple(given["deep_steps"])
     return DeepCache(**given)
+
+
+def to_field(schedule: DeepCache | None) -> dict[str, Any] | str:
+    """A schedule in the form of a request; "off" for none, and not null: a service may have another default."""
+    if schedule is None:
+        return OFF
+    if schedule.deep_steps is not None:
+        return {"depth": schedule.depth, "deep_steps": list(schedule.deep_steps)}
+    ends = {"first": schedule.first, "last": schedule.last}
+    return {"interval": schedule.interval, "depth": schedule.depth, **{name: n for name, n in ends.items() if n}}
 
 
 def _wrong(part: str, message: str) -> Invalid:

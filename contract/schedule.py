@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from contract.bounds import check_number, check_whole
 from contract.card import MAX_STEPS
 from contract.errors import Invalid
 
-SPACINGS = ("linspace", "leading", "trailing")  # diffusers' `timestep_spacing` (Lin et al., 2023, table 2)
-CURVES = ("karras", "exponential", "beta")  # diffusers' `use_…_sigmas`
+Spacing = Literal["linspace", "leading", "trailing"]  # diffusers' `timestep_spacing` (Lin et al., 2023, table 2)
+Curve = Literal["karras", "exponential", "beta"]  # diffusers' `use_…_sigmas`
+ScheduleType = Literal[Spacing, Curve]
+SPACINGS: tuple[str, ...] = get_args(Spacing)
+CURVES: tuple[str, ...] = get_args(Curve)
 TYPES = SPACINGS + CURVES
 MAX_TIMESTEP = 999_999
 MAX_SIGMA = 1e6
@@ -67,6 +70,7 @@ class NoiseSchedule:
             raise Invalid("steps", f"must be {self.steps}, as many as {given[0]} gives, or absent")
 
 
+OWN = NoiseSchedule()  # the model's
 SCHEDULE_FIELDS = tuple(one.name for one in fields(NoiseSchedule))
 
 

@@ -14,9 +14,7 @@ from typing import Any
 
 from contract import loras
 from contract.card import MAX_GUIDANCE, ImageDefaults
-from contract.schedule import NoiseSchedule, schedule_of
-
-_OWN = NoiseSchedule()
+from contract.schedule import OWN, NoiseSchedule, schedule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class _Method:
     scheduler: str
     steps: int = 4
     most_steps: int = 8
-    schedule: NoiseSchedule = _OWN
+    schedule: NoiseSchedule = OWN
 
 
 _TRAILING = NoiseSchedule("trailing")
@@ -43,7 +41,7 @@ _MODELS = re.compile(r"(?:sd|xl)[ _-]?(?:hyper|turbo|lightning)|hyper[ _-]?sd") 
 _STEPS = re.compile(r"(?<![0-9])([0-9]{1,2})[ _-]?steps?(?![a-z])")
 _GUIDED = re.compile(r"(?<![a-z])cfg(?![a-z])")  # Hyper-SD's that keep guidance, of 5 to 8
 _CLASSES = {"LCMScheduler": "lcm", "TCDScheduler": "tcd"}
-_EULER = {"EulerAncestralDiscreteScheduler": "euler-ancestral", "EulerDiscreteScheduler": "euler"}
+_EULER = ("EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler")
 
 
 def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any]) -> ImageDefaults | None:
@@ -99,7 +97,7 @@ def of_loras(text: str, schedulers: Collection[str]) -> ImageDefaults | None:
 def fill(given: Mapping[str, Any], defaults: ImageDefaults) -> dict[str, Any]:
     """The fields of a request with `defaults` where it leaves steps, guidance, or sampler and schedule open."""
     filled = {name: value for name, value in given.items() if value is not None}
-    if "scheduler" not in filled and replace(schedule_of(filled), eta=None) == _OWN:  # eta alone is the student's own
+    if "scheduler" not in filled and replace(schedule_of(filled), eta=None) == OWN:  # eta alone is the student's own
         named = {name: getattr(defaults, name) for name in ("scheduler", "schedule_type", "eta")}
         if len(defaults.timesteps or ()) == filled.get("steps", defaults.steps):
             named["timesteps"] = defaults.timesteps

@@ -14,7 +14,7 @@ from contract.card import MAX_STEPS
 from contract.errors import Invalid
 from contract.plan import AUTOMATIC, OFF, CacheFields, check_interval
 from contract.plan import read as parse_schedule
-from contract.schedule import NoiseSchedule, schedule_of
+from contract.schedule import OWN, ScheduleType, schedule_of
 
 FIELD = "plan"  # of a request
 FAST, BALANCED, BEST = "fast", "balanced", "best"
@@ -30,7 +30,7 @@ class PlanFields(BaseModel):
 
     steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     scheduler: str | None = None
-    schedule_type: Literal["linspace", "leading", "trailing", "karras", "exponential", "beta"] | None = None
+    schedule_type: ScheduleType | None = None
     guidance_interval: list[float] | None = None
     deepcache: Literal["off", "auto"] | CacheFields | None = None
 
@@ -56,7 +56,7 @@ def fill(given: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
     Where the request says its sampler or schedule, the plan's steps and sampler do not go with it.
     """
     meant = dict(plan)
-    if given.get("scheduler") is not None or schedule_of(given) != NoiseSchedule():
+    if given.get("scheduler") is not None or schedule_of(given) != OWN:
         for name in ("steps", "scheduler", "schedule_type"):
             meant.pop(name, None)
     return meant | {name: value for name, value in given.items() if value is not None}

@@ -197,6 +197,11 @@ def table(found: Mapping[str, Any]) -> str:
         cells.append("–" if run["pictures_per_second"] is None else f"{run['pictures_per_second']:.2f}")
         cells.append(", ".join(gate["verdict"] for gate in run.get("gates", [])) or "–")
         rows.append(tuple(cells))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows of cells as text, in columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from evaluation.captions import Caption
 from evaluation.run import RunWriter
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from contract.image import ImageParameters
 
+T = TypeVar("T")
 _SHOWN = 300  # characters of a note
 _EVERY_S = 60.0
 
@@ -86,33 +87,42 @@ def draw_jobs(
     """
     from pipeline.picture import file_name
 
-    left, started = iter(jobs), time.monotonic()
+    started, failed, notes = time.monotonic(), 0, dict[str, None]()
     sessions: dict[int, int] = {}  # of each writer
-    pending: dict[Future[Any], GenerationJob] = {}
-    failed, notes = 0, dict[str, None]()
+    for (writer, caption, wanted), future in stream(source, ((job, job.wanted) for job in jobs), source.width, tick):
+        session = sessions.setdefault(id(writer), writer.run.sessions)
+        failure = future.exception()
+        if failure is not None:
+            failed += 1
+            _say(console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
+            continue
+        drawn: GeneratedImage = source.take(future.result())
+        for warning in drawn.warnings:
+            _say(console, f"{caption.id}: {warning}", "yellow")
+        notes |= dict.fromkeys(writer.confirm(printed(drawn.png)))
+        writer.add(
+            caption, wanted.seed, file_name(wanted, f"{caption.index:05d}"), drawn.png,
+            session=session, seconds=time.monotonic() - started,
+        )  # fmt: skip
+        ended()
+    return GenerationOutcome(failed, list(notes))
+
+
+def stream(
+    source: ImageSource,
+    requests: Iterable[tuple[T, ImageParameters]],
+    width: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[T, Future[Any]]]:
+    """Keep `width` requests in flight. Yields each one's first element with the future, as it ends."""
+    left, pending = iter(requests), dict[Future[Any], T]()
     while True:
-        while len(pending) < source.width and (job := next(left, None)) is not None:
-            sessions.setdefault(id(job.writer), job.writer.run.sessions)
-            pending[source.submit(job.wanted, tick)] = job
+        while len(pending) < width and (one := next(left, None)) is not None:
+            pending[source.submit(one[1], tick)] = one[0]
         if not pending:
-            return GenerationOutcome(failed, list(notes))
-        done, _ = wait(pending, return_when=FIRST_COMPLETED)
-        for future in done:
-            writer, caption, wanted = pending.pop(future)
-            failure = future.exception()
-            if failure is not None:
-                failed += 1
-                _say(console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
-                continue
-            drawn: GeneratedImage = source.take(future.result())
-            for warning in drawn.warnings:
-                _say(console, f"{caption.id}: {warning}", "yellow")
-            notes |= dict.fromkeys(writer.confirm(printed(drawn.png)))
-            writer.add(
-                caption, wanted.seed, file_name(wanted, f"{caption.index:05d}"), drawn.png,
-                session=sessions[id(writer)], seconds=time.monotonic() - started,
-            )  # fmt: skip
-            ended()
+            return
+        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+            yield pending.pop(future), future
 
 
 class ProgressLog:

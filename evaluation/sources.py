@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import secrets
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
+from contract.plan import to_field
 from contract.schedule import SCHEDULE_FIELDS
 from evaluation.pixels import Pixels
 from evaluation.service import ServiceClient
@@ -85,7 +85,7 @@ class RemoteService:
             "prompt": wanted.prompt, "model": self.model, "size": f"{wanted.width}x{wanted.height}",
             "seed": wanted.seed, "steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
             "negative_prompt": wanted.negative_prompt, "scheduler": wanted.scheduler,
-            "deterministic": wanted.deterministic, "deepcache": _schedule(wanted),
+            "deterministic": wanted.deterministic, "deepcache": to_field(wanted.deepcache),
             "guidance_interval": wanted.guidance_interval,
             "plan": "off" if self.card.get("plan") else None,  # which a service may have for what is left open
             **{name: getattr(wanted, name) for name in SCHEDULE_FIELDS},
@@ -109,13 +109,3 @@ class RemoteService:
 
     def close(self) -> None:
         self._service.close()
-
-
-def _schedule(wanted: ImageParameters) -> dict[str, Any] | str:
-    """DeepCache in a request's form; "off" is explicit, since a service may have another default."""
-    if wanted.deepcache is None:
-        return "off"
-    given = dataclasses.asdict(wanted.deepcache)
-    if given["deep_steps"] is not None:
-        return {"depth": given["depth"], "deep_steps": list(given["deep_steps"])}
-    return {name: value for name, value in given.items() if value is not None}

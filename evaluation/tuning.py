@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -21,10 +20,11 @@ from contract import plan as plans
 from contract.card import ImageCard, ImageDefaults
 from contract.estimates import work_s
 from contract.image import ImageJob, ImageParameters
-from contract.plan import AUTO, BLOCK, OFF, RESNET, DeepCache
+from contract.plan import AUTO, BLOCK, RESNET, DeepCache
 from contract.tuned import BALANCED, BEST, FAST
 from evaluation import pairs, pixels
 from evaluation.captions import Caption
+from evaluation.generate import stream
 from evaluation.pairs import MOST_DB as MOST_DB
 from evaluation.run import EvaluationRun
 from evaluation.sources import ImageSource
@@ -66,10 +66,9 @@ class Candidate:
 
     def fields(self) -> dict[str, Any]:
         """The plan as `contract.tuned` has it."""
-        cached = self.cached
         found: dict[str, Any] = {
             "steps": self.steps,
-            "deepcache": OFF if cached is None else _told(cached),
+            "deepcache": plans.to_field(self.cached),
             "guidance_interval": None if self.interval is None else [*self.interval],
             "scheduler": self.scheduler,
             "schedule_type": self.schedule_type,
@@ -125,12 +124,7 @@ def _name(one: Candidate) -> str:
 
 def estimate_s(card: ImageCard, wanted: ImageParameters) -> float:
     """Seconds of an image of this request, where batches are full, by the engine's measured costs."""
-    cached = wanted.deepcache
-    return work_s(card, ImageJob(replace(wanted, deepcache=None), deepcache=OFF if cached is None else _told(cached)))
-
-
-def _told(cached: DeepCache) -> dict[str, Any]:
-    return {"interval": cached.interval, "depth": cached.depth, "last": cached.last}
+    return work_s(card, ImageJob(replace(wanted, deepcache=None), deepcache=plans.to_field(wanted.deepcache)))
 
 
 class Rated(NamedTuple):
@@ -251,16 +245,11 @@ def _per_second(source: ImageSource, draft: ImageParameters, prompts: Sequence[s
     """Of a closed loop that keeps the engine full, from its first to its last image."""
     width = max(1, source.width // 2)  # twice of which keep it full and waiting
     count = round(min(_TIMED[1] * width, max(_TIMED[0] * width, _TIMED_S / max(estimated_s, 1e-6))))
-    left = (replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count))
-    pending, started = set[Future[Any]](), time.perf_counter()
-    while True:
-        while len(pending) < width and (one := next(left, None)) is not None:
-            pending.add(source.submit(one, lambda: None))
-        if not pending:
-            return round(count / (time.perf_counter() - started), 4)
-        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        for future in done:
-            source.take(future.result())
+    wanted = [replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count)]
+    started = time.perf_counter()
+    for _, future in stream(source, ((one.seed, one) for one in wanted), width):
+        source.take(future.result())
+    return round(count / (time.perf_counter() - started), 4)
 
 
 class Judged(NamedTuple):
@@ -272,6 +261,7 @@ class Judged(NamedTuple):
     psnr: float
 
     def passes(self, gate: Gate) -> bool:
+        """Whether it costs no more than the gate allows."""
         return abs(self.score[0] - 1) <= gate.score / 100 and self.psnr >= gate.psnr
 
 

@@ -119,11 +119,8 @@ def tcd(scheduler: Any, steps: int, eta: float) -> dict[str, torch.Tensor]:
     """Trajectory consistency (Zheng et al., 2024): each step goes to timestep s and adds noise up to the next one."""
     clock = scheduler.alphas_cumprod.double()
     following = torch.cat([scheduler.timesteps[1:], torch.zeros(1, dtype=torch.long)])
-    kept, kept_s, kept_next = (
-        clock[scheduler.timesteps],
-        clock[((1 - eta) * following).floor().long()],
-        clock[following],
-    )
+    kept, kept_next = clock[scheduler.timesteps], clock[following]
+    kept_s = clock[((1 - eta) * following).floor().long()]
     alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
     a_x, a_m = _x0(scheduler, alpha, sigma)
     again = kept_next / kept_s if eta > 0 else torch.ones(steps, dtype=torch.float64)

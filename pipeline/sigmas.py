@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 from contract.errors import Invalid
-from contract.schedule import CURVES, SPACINGS, NoiseSchedule
+from contract.schedule import CURVES, OWN, SPACINGS, NoiseSchedule
 from pipeline.samplers import FLOW_SCHEDULERS, SAMPLERS
 
-OWN = NoiseSchedule()  # the model's
 _QUIET = threading.Lock()  # loggers are the process's
 
 COLUMNS: tuple[str, ...] = ("c_in", "a_x", "a_m", "b_x", "b_0", "b_p", "b_n")

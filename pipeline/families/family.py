@@ -80,10 +80,11 @@ class ImageModel:
         self, name: str, steps: int, size: Size, begin: int = 0, schedule: NoiseSchedule | None = None
     ) -> SamplerTable:
         """The sampler's table for a picture of this size. Raises ValueError, as `sigmas.table`."""
+        from contract.schedule import OWN
         from pipeline import sigmas
 
         tokens = self.family.image_tokens(self, size)
-        return sigmas.table(self.scheduler_config, name, steps, begin, tokens, schedule or sigmas.OWN)
+        return sigmas.table(self.scheduler_config, name, steps, begin, tokens, schedule or OWN)
 
     def with_parts(self, **parts: Any) -> ImageModel:
         """The same model with these parts in place of its own."""
