@@ -5,13 +5,22 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from contract import students
 from core.jobs.keyring import Keyring
 from tests.api.easel import Easel
 from tests.api.test_playground import PATIENCE_MS, ask
 from tests.api.world import CARD, TEXT, Api, Worker, eventually, settings_of
+
+
+def visit(browser: Browser, api: Api) -> Page:
+    """The page in a context of its own, which is the test's to close."""
+    context = browser.new_context(reduced_motion="reduce")
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
+    page.goto(api.url)
+    return page
 
 
 def test_a_key_is_asked_for_and_kept(browser: Browser, redis_url: str, folder: Path) -> None:
@@ -21,10 +30,7 @@ def test_a_key_is_asked_for_and_kept(browser: Browser, redis_url: str, folder: P
     keyring.close()
     with Worker(settings) as worker, Api(settings) as api, Easel(worker):
         worker.announce()
-        context = browser.new_context(reduced_motion="reduce")
-        context.set_default_timeout(PATIENCE_MS)
-        page = context.new_page()
-        page.goto(api.url)
+        page = visit(browser, api)
         expect(page.locator("#key-dialog")).to_be_visible()
         page.fill("#key-input", token)
         page.keyboard.press("Enter")
@@ -32,7 +38,7 @@ def test_a_key_is_asked_for_and_kept(browser: Browser, redis_url: str, folder: P
         expect(page.locator("#size option")).to_have_count(4)
         ask(page, "a cat")
         expect(page.locator(".tile.done")).to_have_count(1)
-        context.close()
+        page.context.close()
 
 
 def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: Path) -> None:
@@ -41,27 +47,21 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
         worker.announce()
         other.announce(card=TEXT)
         eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
-        context = browser.new_context(reduced_motion="reduce")
-        context.set_default_timeout(PATIENCE_MS)
-        page = context.new_page()
-        page.goto(api.url)
+        page = visit(browser, api)
         page.click("#tab-chat")
         expect(page.locator("#chat textarea")).to_be_visible()
         expect(page.locator("#pictures-form")).to_be_hidden()
         page.keyboard.press("ArrowLeft")
         expect(page.locator("#prompt")).to_be_visible()
         assert page.locator("#model option").all_text_contents() == ["emoji-xl"]
-        context.close()
+        page.context.close()
 
 
 def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
         worker.announce(card=dataclasses.replace(CARD, loras=("ink", "oil")))
-        context = browser.new_context(reduced_motion="reduce")
-        context.set_default_timeout(PATIENCE_MS)
-        page = context.new_page()
-        page.goto(api.url)
+        page = visit(browser, api)
         expect(page.locator("#state")).to_have_attribute("data-is", "ready")
         page.click("#more summary")
         expect(page.locator("#lora-hint")).to_have_text("Such as ink:0.8, several with commas.")
@@ -76,7 +76,7 @@ def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str
         assert [claim.parameters["lora"] for claim in easel.seen] == ["ink:0.8"]
         page.click(".tile.done .leaf")
         expect(page.locator("#box-facts")).to_contain_text("ink:0.8")
-        context.close()
+        page.context.close()
 
 
 def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, redis_url: str, folder: Path) -> None:
@@ -86,10 +86,7 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, 
     card = dataclasses.replace(CARD, defaults=student, loras=("lcm-lora",))
     with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
         worker.announce(card=card)
-        context = browser.new_context(reduced_motion="reduce")
-        context.set_default_timeout(PATIENCE_MS)
-        page = context.new_page()
-        page.goto(api.url)
+        page = visit(browser, api)
         page.click("#more summary")
         expect(page.locator("#steps-out")).to_have_text("4")
         expect(page.locator("#guidance-out")).to_have_text("off")
@@ -114,7 +111,7 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, 
         expect(page.locator(".tile.done")).to_have_count(3)
         made = easel.seen[-1].parameters
         assert (made["steps"], made["scheduler"], made["schedule_type"]) == (4, "euler", "trailing")
-        context.close()
+        page.context.close()
 
 
 def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Path) -> None:
@@ -122,10 +119,7 @@ def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Pa
     card = dataclasses.replace(CARD, plans={"fast": {"steps": 7, "guidance_interval": [0.0, 0.5], "deepcache": "off"}})
     with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
         worker.announce(card=card)
-        context = browser.new_context(reduced_motion="reduce")
-        context.set_default_timeout(PATIENCE_MS)
-        page = context.new_page()
-        page.goto(api.url)
+        page = visit(browser, api)
         page.click("#more summary")
         expect(page.locator("#plan option")).to_have_text(["the model's", "off", "auto", "fast"])
         page.select_option("#plan", "fast")
@@ -136,4 +130,4 @@ def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Pa
         expect(page.locator(".tile.done")).to_contain_text("plan fast")
         page.click(".tile.done .leaf")
         expect(page.locator("#box-facts")).to_contain_text("fast")
-        context.close()
+        page.context.close()
