@@ -30,6 +30,9 @@ _WANTED: dict[str, tuple[Any, ...]] = {
 }
 _BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"}
 _DECODER: dict[str, tuple[Any, ...]] = {"act_fn": ("silu", "swish"), "norm_type": ("group",)}
+_TINY: dict[str, tuple[Any, ...]] = {
+    "act_fn": ("relu",), "upsample_fn": ("nearest",), "upsampling_scaling_factor": (2,), "out_channels": (3,),
+}  # fmt: skip
 
 
 def check_unet(unet: Any, *, head_multiple: int = 1) -> None:
@@ -59,6 +62,16 @@ def check_decoder(vae: Any, *, head_multiple: int = 1) -> None:
     for name, module in vae.decoder.named_modules():
         if type(module).__name__ == "Attention":
             _check_width(f"vae decoder.{name}", module, head_multiple)
+
+
+def check_tiny_decoder(vae: Any) -> None:
+    """Raise ValueError for a decoder of another layout than TAESD's."""
+    if getattr(vae.config, "num_decoder_blocks", None) is None or not hasattr(vae.decoder, "layers"):
+        raise ValueError(f"vae-tiny: is a {type(vae).__name__}; supported is AutoencoderTiny")
+    _check_config("vae-tiny", vae.config, _TINY)
+    widths = [*vae.config.decoder_block_out_channels]
+    if len({*widths}) != 1:  # nothing in the layout changes the number of channels
+        raise ValueError(f"vae-tiny: decoder_block_out_channels is {widths}; supported is one width")
 
 
 def _check_config(part: str, config: Any, wanted: dict[str, tuple[Any, ...]]) -> None:

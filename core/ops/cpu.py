@@ -101,15 +101,16 @@ class CpuOps:
         return self._product(x, packed, x.shape[:-1], inverse=self._layers.inverse(to), act=act)
 
     def conv(
-        self, x: Array, layer: Layer, *, bias: Array | None = None, residual: Array | None = None,
-        out: Array | None = None,
+        self, x: Array, layer: Layer, *, bias: Array | None = None, act: Activation | None = None,
+        residual: Array | None = None, out: Array | None = None,
     ) -> Array:  # fmt: skip
         stride, before = (int(v if isinstance(v, int) else v[0]) for v in (layer.stride, layer.padding))
         sides = tuple((side + before - 2) // stride + 1 for side in x.sides)
         packed, grid = self._layers(layer), (x.images, *x.sides)
         return self._product(
-            x, packed, (x.images, *sides), grid, row_bias=_of(bias), residual=residual, stride=stride, before=before
-        )
+            x, packed, (x.images, *sides), grid, row_bias=_of(bias), residual=residual, stride=stride, before=before,
+            act=act,
+        )  # fmt: skip
 
     def upsample(self, x: Array, layer: Layer, *, like: Array | None = None, out: Array | None = None) -> Array:
         packed, (height, width) = self._layers(layer), x.sides

@@ -64,11 +64,7 @@ class CudaOps:
         layer = self._layer(Linear, *layers)
         rows = self._for(x, layer).flatten(0, -2)
         y = layer(rows, _flat(residual), _flat(out))
-        y = y.view(*x.shape[:-1], -1) if out is None else out
-        if act is None:
-            return y
-        y = ACTIVATIONS[act](y)
-        return y if out is None else out.copy_(y)
+        return _activated(y.view(*x.shape[:-1], -1) if out is None else out, act)
 
     def biases(self, x: Tensor, *layers: Layer) -> Tensor:
         return self.linear(x, *layers).float()
@@ -79,11 +75,11 @@ class CudaOps:
         return y.view(*x.shape[:-1], -1)
 
     def conv(
-        self, x: Tensor, layer: Layer, *, bias: Tensor | None = None, residual: Tensor | None = None,
-        out: Tensor | None = None,
+        self, x: Tensor, layer: Layer, *, bias: Tensor | None = None, act: Activation | None = None,
+        residual: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         conv = self._layer(Conv, layer)
-        return conv(self._for(x, conv), bias, residual, out)
+        return _activated(conv(self._for(x, conv), bias, residual, out), act)
 
     def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         (height, width), conv = x.shape[1:3], self._layer(UpConv, layer)
@@ -200,6 +196,13 @@ class CudaOps:
             self._kept[key] = make()
         made: T = self._kept[key]
         return made
+
+
+def _activated(y: Tensor, act: Activation | None) -> Tensor:
+    """act(y), in the same memory."""
+    if act is None:
+        return y
+    return y.relu_() if act == "relu" else y.copy_(ACTIVATIONS[act](y))
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

@@ -53,8 +53,11 @@ class Ops(Protocol[A]):
     def gated(self, x: A, *layers: Layer, act: Activation, to: Layer) -> A:
         """hidden · act(gate) for the layer `to`: `layers` give the hidden half and then the gate, as one or as two."""
 
-    def conv(self, x: A, layer: Layer, *, bias: A | None = None, residual: A | None = None, out: A | None = None) -> A:
-        """A 3×3 convolution with its own stride, plus `bias` [B, N] of each image, plus `residual`.
+    def conv(
+        self, x: A, layer: Layer, *, bias: A | None = None, act: Activation | None = None, residual: A | None = None,
+        out: A | None = None,
+    ) -> A:  # fmt: skip
+        """act(a 3×3 convolution with its own stride, plus `bias` [B, N] of each image, plus `residual`).
 
         Padding is 1, or, for a layer without, 1 on the right and at the bottom, as autoencoders halve maps.
         """

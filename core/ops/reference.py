@@ -14,7 +14,7 @@ from core.ops.ops import Activation, Layer, Walk
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "gelu_tanh": partial(F.gelu, approximate="tanh"), "tanh": torch.tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"), "tanh": torch.tanh, "relu": F.relu,
 }  # fmt: skip
 
 
@@ -42,14 +42,15 @@ class TorchOps:
         return hidden * ACTIVATIONS[act](gate)
 
     def conv(
-        self, x: Tensor, layer: Layer, *, bias: Tensor | None = None, residual: Tensor | None = None,
-        out: Tensor | None = None,
+        self, x: Tensor, layer: Layer, *, bias: Tensor | None = None, act: Activation | None = None,
+        residual: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if not _padding(layer):
             x = F.pad(x, (0, 0, 0, 1, 0, 1))
         y = _on_map(layer, x)
         y = y if bias is None else y + bias[:, None, None]
-        return y if residual is None else y + residual
+        y = y if residual is None else y + residual
+        return ACTIVATIONS[act](y) if act else y
 
     def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         size = (2 * x.shape[1], 2 * x.shape[2]) if like is None else like.shape[1:3]

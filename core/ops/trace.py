@@ -57,8 +57,8 @@ class TraceOps:
         return self._call("gated", layers, x, (*x[:-1], sum(_width(layer) for layer in layers) // 2))
 
     def conv(
-        self, x: Shape, layer: Layer, *, bias: Shape | None = None, residual: Shape | None = None,
-        out: Shape | None = None,
+        self, x: Shape, layer: Layer, *, bias: Shape | None = None, act: Activation | None = None,
+        residual: Shape | None = None, out: Shape | None = None,
     ) -> Shape:  # fmt: skip
         stride, before = (int(v if isinstance(v, int) else v[0]) for v in (layer.stride, layer.padding))
         height, width = ((side + before - 2) // stride + 1 for side in x[1:3])

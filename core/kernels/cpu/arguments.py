@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Activation = Literal["silu", "gelu", "quick_gelu", "gelu_tanh", "tanh"]
+Activation = Literal["silu", "gelu", "quick_gelu", "gelu_tanh", "tanh", "relu"]
 ACTIVATIONS: dict[Activation | None, int] = {
-    None: 0, "silu": 1, "gelu": 2, "quick_gelu": 3, "gelu_tanh": 4, "tanh": 5
+    None: 0, "silu": 1, "gelu": 2, "quick_gelu": 3, "gelu_tanh": 4, "tanh": 5, "relu": 6
 }  # fmt: skip
 
 

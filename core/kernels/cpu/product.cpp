@@ -78,6 +78,7 @@ inline Vec activated(Vec v, int32_t act) {
     case 3: return quick_gelu(v);
     case 4: return gelu_tanh(v);
     case 5: return tanh(v);
+    case 6: return relu(v);
     default: return v;
   }
 }

@@ -28,7 +28,7 @@ struct Product {
   float* floats;  // output instead of bytes
   int64_t images, height, width, channels, n, a_stride, row_stride;
   int32_t kind, taps, stride, before, upsample, geglu;  // kind: 0 INT8, 1 fp32 weights, 2 bf16 weights
-  int32_t act;  // 0 none, 1 SiLU, 2 GELU (by erf), 3 x·σ(1.702 x), 4 GELU by tanh, 5 tanh
+  int32_t act;  // 0 none, 1 SiLU, 2 GELU (by erf), 3 x·σ(1.702 x), 4 GELU by tanh, 5 tanh, 6 ReLU
 };
 
 void product(const Product& p);

@@ -64,6 +64,8 @@ inline Vec tanh(Vec x) {  // relative error below 5e-7: Lambert's continued frac
   return t;
 }
 
+inline Vec relu(Vec x) { return max(zero(), x); }  // NaN stays NaN
+
 // Softmax's exp(score − largest) of `count` scores in place; returns 1 / sum. The last vector is filled with zeros.
 inline float soften(float* scores, float largest, int64_t count) {
   const Vec most = all(largest);

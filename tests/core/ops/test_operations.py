@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.ops.ops import Walk
+from core.ops.ops import Activation, Walk
 from tests.core.ops.stage import between, conv, eight, inverse, linear, lowerings, norm, point, run
 from tests.core.quant.stage import check_close, normal
 
@@ -88,13 +88,13 @@ def test_linear(
 @few
 @given(
     MAP, fours, st.integers(1, 40), st.booleans(), st.sampled_from([1, 2]), st.sampled_from([0, 1]), st.booleans(),
-    st.booleans(), seeds,
+    st.booleans(), st.sampled_from([None, "relu", "silu"]), seeds,
 )  # fmt: skip
 def test_conv(
     sides: tuple[int, int, int], four: int, n: int, int8: bool, stride: int, padding: int, biased: bool, adds: bool,
-    seed: int,
+    act: Activation | None, seed: int,
 ) -> None:  # fmt: skip
-    """With a bias of each image, which is a part of several layers' side by side, and with a residual."""
+    """With a bias of each image, which is a part of several layers' side by side, a residual and an activation."""
     channels, (images, height, width) = 4 * four, sides
     if not padding:
         height, width = height + 1, width + 1
@@ -108,7 +108,7 @@ def test_conv(
 
     def walk(ops: Any, x: Any, emb: Any, residual: Any) -> Any:
         bias = ops.columns(ops.biases(emb, before, own, behind), 5, n) if biased else None
-        return ops.conv(x, layer, bias=bias, residual=residual if adds else None)
+        return ops.conv(x, layer, bias=bias, act=act, residual=residual if adds else None)
 
     everything = layer, before, own, behind
     if padding or not int8:
@@ -117,6 +117,20 @@ def test_conv(
         check(walk, everything, x, emb, residual, only=("cpu",))
         with pytest.raises(ValueError, match="8-bit kernels pad convolutions on all sides"):
             run(lowerings(*everything)["cuda"], walk, x, emb, residual)
+
+
+@few
+@given(MAP, fours, seeds)
+def test_convolutions_in_8_bits_around_an_activation(sides: tuple[int, int, int], four: int, seed: int) -> None:
+    """It acts before the result is rounded to the next layer's levels."""
+    by, next_by = inverse(seed, 4 * four), inverse(seed + 1, 8)
+    first = eight(conv(seed, 4 * four, 8), by)
+    second = eight(conv(seed + 1, 8, 5), next_by)
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.conv(ops.conv(x, first, act="relu"), second)
+
+    check(walk, (first, second), between(seed, by, *sides, 4 * four), flips=Flips(second))
 
 
 @few

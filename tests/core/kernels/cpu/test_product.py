@@ -104,6 +104,7 @@ def sizes(most: int) -> st.SearchStrategy[int]:
 EXACT: dict[Activation | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x, "silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "tanh": torch.tanh,
+    "relu": F.relu,
 }  # fmt: skip
 acts = st.sampled_from([*EXACT])
 
@@ -252,7 +253,7 @@ def test_silu_over_its_whole_range() -> None:
 
 @pytest.mark.parametrize(
     ("act", "relative", "least"),
-    [("gelu", 0, 3e-7), ("quick_gelu", 6e-6, 1e-30), ("gelu_tanh", 3e-6, 1e-14), ("tanh", 5e-7, 0)],
+    [("gelu", 0, 3e-7), ("quick_gelu", 6e-6, 1e-30), ("gelu_tanh", 3e-6, 1e-14), ("tanh", 5e-7, 0), ("relu", 0, 0)],
 )
 def test_activations_over_their_whole_range(act: Activation, relative: float, least: float) -> None:
     """Also tanh of small gates to seven digits; NaN stays NaN."""
